@@ -1,0 +1,92 @@
+"""Fits PyTorch training into the memory you have, at the least slowdown possible, and proves it.
+
+The names below are the public API. They are imported on first use, so that `import recollect` is quick and the planner
+works where PyTorch is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recollect.engine.apply import Applied, applied_to, apply
+    from recollect.fitting import fit
+    from recollect.plan import Plan, UnitPlan
+    from recollect.planning.choose import plan
+    from recollect.planning.classic import classic_plan
+    from recollect.planning.frontier import Frontier, frontier
+    from recollect.profile.graph import Profile
+    from recollect.profile.meter import PeakMeasurement, measure_peak
+    from recollect.profile.record import record
+    from recollect.verify import Report, verify
+
+__all__ = [
+    "Applied",
+    "Frontier",
+    "PeakMeasurement",
+    "Plan",
+    "Profile",
+    "Report",
+    "UnitPlan",
+    "applied_to",
+    "apply",
+    "classic_plan",
+    "fit",
+    "frontier",
+    "measure_peak",
+    "plan",
+    "record",
+    "verify",
+]
+
+__version__ = "0.1.0"
+
+_HOME_OF_NAME = {
+    "Applied": "recollect.engine.apply",
+    "Frontier": "recollect.planning.frontier",
+    "PeakMeasurement": "recollect.profile.meter",
+    "Plan": "recollect.plan",
+    "Profile": "recollect.profile.graph",
+    "Report": "recollect.verify",
+    "UnitPlan": "recollect.plan",
+    "applied_to": "recollect.engine.apply",
+    "apply": "recollect.engine.apply",
+    "classic_plan": "recollect.planning.classic",
+    "fit": "recollect.fitting",
+    "frontier": "recollect.planning.frontier",
+    "measure_peak": "recollect.profile.meter",
+    "plan": "recollect.planning.choose",
+    "record": "recollect.profile.record",
+    "verify": "recollect.verify",
+}
+
+
+class _Package(ModuleType):
+    """Keeps `recollect.plan` and `recollect.verify` the public functions, though modules of these names exist.
+
+    Importing a submodule binds it as an attribute of its package, in whatever order users import things.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, ModuleType) and name in _HOME_OF_NAME:
+            return
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF_NAME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

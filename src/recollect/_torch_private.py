@@ -1,0 +1,195 @@
+"""Every private name of PyTorch that this library uses, each with the reason why a public one will not do.
+
+Checked against torch 2.11 to 2.13. When a release moves one of them, this is the file to change.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler, _profiler_enabled
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    RecordScope,
+    _EventType,
+    _ExperimentalConfig,
+)
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+__all__ = [
+    "AllocatorTrace",
+    "DataDependentOutputException",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "desugars",
+    "disable_autocast",
+    "disable_torch_dispatch",
+    "disable_torch_function",
+    "is_checkpoint_wrapper",
+    "is_compiled_module",
+    "is_fake_tensor",
+    "current_autograd_node",
+    "is_traceable_wrapper_subclass",
+    "profiler_is_active",
+    "quiet_allocator",
+    "share_version_counters",
+    "tree_leaves",
+    "tree_map",
+    "untraced",
+]
+
+
+def disable_torch_dispatch() -> AbstractContextManager[Any]:
+    """Run tensor methods without the active dispatch modes; no public guard leaves out all of them at this price."""
+    guard: AbstractContextManager[Any] = torch._C._DisableTorchDispatch()
+    return guard
+
+
+def share_version_counters() -> AbstractContextManager[Any]:
+    """Let views and aliases made inside a dispatch mode share the version counter of their base, as they do outside."""
+    guard: AbstractContextManager[Any] = torch._C._SetExcludeDispatchKeyGuard(
+        torch._C.DispatchKey.ADInplaceOrView, False
+    )
+    return guard
+
+
+def disable_autocast() -> AbstractContextManager[Any]:
+    """Run recorded ops as they were recorded, below autocast, on every device type at once."""
+    guard: AbstractContextManager[Any] = torch._C._DisableAutocast()
+    return guard
+
+
+def is_fake_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape but no memory."""
+    return type(tensor) is FakeTensor
+
+
+@functools.cache
+def desugars(kind: type) -> bool:
+    """Whether a tensor type comes back to dispatch modes as ops on its inner tensors, if a mode declines it (DTensor).
+
+    `FakeTensor` is handled like a plain tensor: it stands for one.
+    """
+    handler: object = getattr(kind, "__torch_dispatch__", None)
+    return handler is not torch._C._disabled_torch_dispatch_impl and not issubclass(kind, FakeTensor)
+
+
+def current_autograd_node() -> int:
+    """Return a number for the backward formula that is running, or whose results are being added up; -1 for none."""
+    node: Any = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())
+
+
+def is_checkpoint_wrapper(module: torch.nn.Module) -> bool:
+    """Whether torch's own activation checkpoint wrapper is around a module."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+    return isinstance(module, CheckpointWrapper)
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Whether a module is the result of `torch.compile(module)`; without importing the compiler."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def disable_torch_function() -> AbstractContextManager[Any]:
+    """Read attributes of any tensor subclass without running the subclass's code."""
+    guard: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return guard
+
+
+def profiler_is_active() -> bool:
+    """Whether this thread runs under a profiler; PyTorch's own check is not exported."""
+    active: bool = _profiler_enabled()
+    return active
+
+
+class AllocatorTrace:
+    """The CPU allocator's own record of every allocation and free, in order, in bytes.
+
+    `torch.profiler` has no public form of it with addresses, which tell a free of this trace's memory from a free of
+    memory that an earlier trace saw. It also records every op, which is slow; here only memory is recorded. Covers
+    the thread that starts it and the threads of autograd that work for it.
+    """
+
+    def start(self) -> None:
+        """Begin to record."""
+        config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
+        with _quiet_first_profile():
+            _prepare_profiler(config, {ProfilerActivity.CPU})
+            # The scope leaves out the ops. The stub of this function does not know its third argument.
+            _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})  # type: ignore[call-arg]
+
+    def stop(self) -> list[tuple[int, int]]:
+        """End the recording and return (address, bytes) per event in order of time; a free has negative bytes."""
+        pending = list(reversed(_disable_profiler().experimental_event_tree()))
+        events: list[tuple[int, int, int]] = []
+        while pending:
+            event = pending.pop()
+            if event.tag == _EventType.Allocation:
+                fields: Any = event.extra_fields
+                if fields.device.type == "cpu":
+                    events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+            pending.extend(reversed(event.children))
+        events.sort(key=lambda event: event[0])
+        return [(address, num_bytes) for _, address, num_bytes in events]
+
+
+@contextmanager
+def _quiet_first_profile() -> Iterator[None]:
+    """Keep Kineto, which reads this variable in a process's first profile, from printing a line per start and stop."""
+    if "KINETO_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["KINETO_LOG_LEVEL"] = "6"
+    try:
+        yield
+    finally:
+        del os.environ["KINETO_LOG_LEVEL"]
+
+
+_LOG_ERROR = 2
+
+
+@contextmanager
+def quiet_allocator() -> Iterator[None]:
+    """Silence C++ log warnings: the allocator prints one per thousand frees of memory that its trace does not know.
+
+    No Python function sets this level after import. Where the symbol is missing (glog builds), nothing is silenced.
+    """
+    try:
+        library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libc10.*"))))
+        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, StopIteration, ValueError):
+        yield
+        return
+    before = level.value
+    level.value = max(before, _LOG_ERROR)
+    try:
+        yield
+    finally:
+        level.value = before
+
+
+def untraced(function: _Function) -> _Function:
+    """Keep `torch.compile` from tracing a function and what it calls, at no cost when it runs.
+
+    The public decorator `torch.compiler.disable` costs 1 us a call, too much around the handling of a single op.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function

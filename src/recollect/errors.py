@@ -1,0 +1,197 @@
+"""Every error and warning that recollect raises on purpose.
+
+    RecollectError (Exception)
+      QuantityError (ValueError)              a text or number that is no amount of bytes or seconds
+      PlanError (ValueError)                  a plan that cannot be used
+        PlanFormatError                       malformed JSON, or JSON of a later version
+        UnknownNameError                      a unit or value that the model does not have
+      ProfileFormatError (ValueError)         malformed JSON, or JSON of a later version
+      BudgetTooSmallError (ValueError)        no plan fits
+      UnsupportedModelError (ValueError)      no repeated layers, or nothing that could be planned
+      AlreadyAppliedError (RuntimeError)      the model, or a layer of it, is wrapped already
+      RecordError (RuntimeError)              the recorded step did not run
+      MeterError (RuntimeError)               memory cannot be measured here
+      MutatedValueError (RuntimeError)        a value was changed in place before it was used again
+      DataError (ValueError)                  training data missing, empty or malformed
+      CheckpointError (RuntimeError)          training checkpoint missing, corrupt, or of another run
+
+    PlanMismatchWarning (UserWarning)         a plan that does not fit the ops it meets
+
+Errors that carry numbers or names keep them as attributes, and their text is derived from these. Each one can be
+pickled, because training programs send errors between processes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = [
+    "AlreadyAppliedError",
+    "BudgetTooSmallError",
+    "CheckpointError",
+    "DataError",
+    "MeterError",
+    "MutatedValueError",
+    "PlanError",
+    "PlanFormatError",
+    "PlanMismatchWarning",
+    "ProfileFormatError",
+    "QuantityError",
+    "RecollectError",
+    "RecordError",
+    "UnknownNameError",
+    "UnsupportedModelError",
+]
+
+
+def _restore(cls: type[RecollectError], args: tuple[Any, ...], attributes: dict[str, Any]) -> RecollectError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
+
+
+class RecollectError(Exception):
+    """The base of all errors of recollect.
+
+    Example:
+        >>> from recollect.quantities import parse_bytes
+        >>> try:
+        ...     parse_bytes("sixteen")
+        ... except RecollectError as error:
+        ...     print(type(error).__name__)
+        QuantityError
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default calls the class with `args`, which fails where the constructor takes keywords.
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+class QuantityError(RecollectError, ValueError):
+    """A text or number that is no amount of bytes or seconds.
+
+    Attributes:
+        value: what was given.
+        reason: what is wrong with it, and what to write instead.
+    """
+
+    def __init__(self, value: object, reason: str) -> None:
+        self.value = value
+        self.reason = reason
+        super().__init__(f"{value!r}: {reason}")
+
+
+class PlanError(RecollectError, ValueError):
+    """A plan that cannot be used."""
+
+
+class PlanFormatError(PlanError):
+    """A plan file that is malformed or was written by a later version."""
+
+
+class UnknownNameError(PlanError):
+    """A plan names a unit or a value that the model does not have.
+
+    Attributes:
+        kind: what kind of thing the name should be, such as "unit" or "value".
+        name: the unknown name.
+        where: the object that was searched, such as "the model" or "unit 'layers.0'".
+        suggestions: up to three known names that look like it, the best first.
+    """
+
+    def __init__(self, *, kind: str, name: str, known: Iterable[str], where: str = "the model") -> None:
+        self.kind = kind
+        self.name = name
+        self.where = where
+        names = list(dict.fromkeys(known))
+        self.suggestions = tuple(difflib.get_close_matches(name, names, n=3, cutoff=0.6))
+        if self.suggestions:
+            advice = f"Did you mean {' or '.join(repr(other) for other in self.suggestions)}?"
+        elif names:
+            shown = ", ".join(repr(other) for other in names[:3])
+            advice = f"It has {len(names)}: {shown}{', ...' if len(names) > len(names[:3]) else ''}."
+        else:
+            advice = f"It has no {kind}s at all."
+        super().__init__(f"{where} has no {kind} {name!r}. {advice}")
+
+
+class ProfileFormatError(RecollectError, ValueError):
+    """A profile file that is malformed or was written by a later version."""
+
+
+class BudgetTooSmallError(RecollectError, ValueError):
+    """No plan keeps the step's peak within the budget.
+
+    Attributes:
+        budget_bytes: the budget that was asked for.
+        least_peak_bytes: the least peak that any plan known to the planner reaches.
+        unit: the unit in whose forward or backward that peak lies.
+    """
+
+    def __init__(self, *, budget_bytes: int, least_peak_bytes: int, unit: str) -> None:
+        from recollect.quantities import format_bytes  # noqa: PLC0415 - quantities raises this module's errors
+
+        self.budget_bytes = budget_bytes
+        self.least_peak_bytes = least_peak_bytes
+        self.unit = unit
+        super().__init__(
+            f"{format_bytes(budget_bytes)} ({budget_bytes} bytes) is below the least possible peak "
+            f"{format_bytes(least_peak_bytes)} ({least_peak_bytes} bytes), which {unit} needs. "
+            "Raise the budget, or use a smaller batch."
+        )
+
+
+class UnsupportedModelError(RecollectError, ValueError):
+    """A model that recollect finds nothing to plan in."""
+
+
+class AlreadyAppliedError(RecollectError, RuntimeError):
+    """The model, or a layer of it, recomputes already: by recollect, a checkpoint wrapper, or a flag of its library."""
+
+
+class RecordError(RecollectError, RuntimeError):
+    """The step that was to be recorded did not run: the model rejected the batch, or the loss is no scalar."""
+
+
+class MeterError(RecollectError, RuntimeError):
+    """Memory cannot be measured in this place: another measurement or profiler runs, or the device is not known."""
+
+
+class MutatedValueError(RecollectError, RuntimeError):
+    """A value that backward needs was changed in place after forward used it, so that its gradient would be wrong.
+
+    Attributes:
+        unit: path of the unit in whose forward it was used.
+        module: path of the module inside the unit; empty for the unit's own forward.
+        op: the op that used it.
+        shape: shape of the tensor.
+        changes: how often it was written to since then.
+    """
+
+    def __init__(self, *, unit: str, module: str, op: str, shape: tuple[int, ...], changes: int) -> None:
+        self.unit = unit
+        self.module = module
+        self.op = op
+        self.shape = shape
+        self.changes = changes
+        path = ".".join(part for part in (unit, module) if part) or "the model"
+        super().__init__(
+            f"a tensor of shape {list(shape)}, used by {op} in {path}, was changed in place {changes} "
+            f"time{'' if changes == 1 else 's'} before backward used it. "
+            "Write to a copy of it, or run backward before the write."
+        )
+
+
+class DataError(RecollectError, ValueError):
+    """Training data that is missing, empty or malformed."""
+
+
+class CheckpointError(RecollectError, RuntimeError):
+    """A training checkpoint that is missing, corrupt, or of another run."""
+
+
+class PlanMismatchWarning(UserWarning):
+    """A plan does not fit the ops that it meets; what it does not name is kept."""

@@ -1,0 +1,142 @@
+"""Reading JSON that people edit: every complaint says where it is, what was there, and what was expected.
+
+`read_document` parses a text and checks its format and version. The `Field` it returns is one place in the document;
+its methods return the data there as a Python type, or raise the error class that the document's owner chose.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+__all__ = ["Field", "read_document"]
+
+
+class _JsonError(ValueError):
+    """A fact found while parsing; `read_document` turns it into the document's own error."""
+
+
+def read_document(text: str, *, format: str, version: int, error: type[Exception]) -> Field:
+    """Parse a versioned JSON document.
+
+    Args:
+        text: the JSON text of an object with the keys "format" and "version".
+        format: the expected "format", such as "recollect.plan".
+        version: the newest version that can be read; older ones are the caller's business.
+        error: class of the exception to raise.
+
+    Raises:
+        error: no JSON, a duplicate key, NaN or infinity, another format, or a later version.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as problem:
+        raise error(f"line {problem.lineno}, column {problem.colno}: not JSON: {problem.msg}") from None
+    except (_JsonError, RecursionError) as problem:
+        raise error(f"not a {format} document: {problem}") from None
+    root = Field(data, "document", error)
+    if not isinstance(data, dict):
+        root.fail("an object")
+    found_format, found_version = root.get("format"), root.get("version")
+    if found_format.data != format:
+        found_format.fail(repr(format))
+    if found_version.integer(least=1) > version:
+        raise error(
+            f"version: got {found_version.data}, but this recollect reads up to {version}. "
+            "Update recollect, or write the document again with this version."
+        )
+    return root
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _JsonError(f"the key {key!r} is there twice in one object; remove one of them")
+            seen.add(key)
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _JsonError(f"got {name}, expected a finite number")
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One place in a JSON document."""
+
+    data: Any
+    where: str
+    error: type[Exception]
+
+    def fail(self, expected: str) -> NoReturn:
+        """Raise the document's error: what is here against what was expected."""
+        shown = json.dumps(self.data)
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        raise self.error(f"{self.where}: got {shown}, expected {expected}")
+
+    def _child(self, key: str | int) -> str:
+        if isinstance(key, int):
+            return f"{self.where}[{key}]" if self.where != "document" else f"[{key}]"
+        return f"{self.where}.{key}" if self.where != "document" else key
+
+    def keys(self, *, allowed: Sequence[str] | None = None) -> list[str]:
+        """Return the keys of the object here; with `allowed`, refuse others."""
+        if not isinstance(self.data, dict):
+            self.fail("an object")
+        for key in self.data:
+            if allowed is not None and key not in allowed:
+                raise self.error(f"{self._child(key)}: unknown key, expected one of {', '.join(allowed)}")
+        return list(self.data)
+
+    def get(self, key: str) -> Field:
+        """Return the place under `key`, which must be there."""
+        if key not in self.keys():
+            raise self.error(f"{self.where}: the key {key!r} is missing")
+        return Field(self.data[key], self._child(key), self.error)
+
+    def find(self, key: str) -> Field | None:
+        """Return the place under `key`, or None if it is not there or null."""
+        return self.get(key) if self.keys() and self.data.get(key) is not None else None
+
+    def array(self) -> list[Field]:
+        """Return the places of the array here."""
+        if not isinstance(self.data, list):
+            self.fail("an array")
+        return [Field(item, self._child(index), self.error) for index, item in enumerate(self.data)]
+
+    def text(self) -> str:
+        """Return the string here."""
+        if not isinstance(self.data, str):
+            self.fail("a string")
+        return self.data
+
+    def integer(self, *, least: int | None = None) -> int:
+        """Return the integer here."""
+        if type(self.data) is not int or (least is not None and self.data < least):
+            self.fail("an integer" if least is None else f"an integer, {least} or more")
+        return self.data
+
+    def integers(self) -> tuple[int, ...]:
+        """Return the array of integers here."""
+        # Checked as a whole: an event log holds hundreds of thousands of them.
+        if not isinstance(self.data, list) or not all(type(item) is int for item in self.data):
+            self.fail("an array of integers")
+        return tuple(self.data)
+
+    def number(self) -> float:
+        """Return the finite number here."""
+        if type(self.data) not in (int, float) or not math.isfinite(self.data):
+            self.fail("a finite number")
+        return float(self.data)
+
+    def flag(self) -> bool:
+        """Return the truth value here."""
+        if not isinstance(self.data, bool):
+            self.fail("true or false")
+        return self.data

@@ -1,0 +1,193 @@
+"""Bytes and seconds: parsed at the border, printed at the end, plain `int` and `float` in between.
+
+GiB is 2**30 bytes, GB is 10**9 bytes, and so on for the other letters; a lone "G" could mean either and is rejected.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from fractions import Fraction
+
+from recollect.errors import QuantityError
+
+__all__ = ["format_bytes", "format_seconds", "parse_budget", "parse_bytes"]
+
+_PREFIXES = "kmgtp"
+_SCALES: dict[str, int] = {
+    "b": 1,
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate(_PREFIXES, start=1)},
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES, start=1)},
+}
+_NUMBER = r"[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?"
+_NUMBER_AND_SUFFIX = re.compile(rf"(?P<number>{_NUMBER})\s*(?P<suffix>\S*)", re.IGNORECASE | re.ASCII)
+_EXPECTED = "write a whole number of bytes, or a text such as '16GiB' (2**30 bytes each) or '80GB' (10**9 bytes each)"
+# Larger exponents would build integers that take minutes; 10**30 bytes are beyond any machine.
+_LARGEST_BYTES = 10**30
+_LONGEST_TEXT = 64
+
+
+def parse_bytes(value: str | int) -> int:
+    """Return a number of bytes given as an int or as text.
+
+    Args:
+        value: an int (bytes), or text: a number, then one of B, KiB, MiB, GiB, TiB, PiB (powers of 1024) or KB, MB,
+            GB, TB, PB (powers of 1000), in upper or lower case. Text without a suffix must be a whole number of bytes.
+
+    Returns:
+        Bytes, 0 or more. A fraction of a byte is dropped.
+
+    Raises:
+        QuantityError: negative, not finite, a bool or float, empty, or with an unknown suffix.
+
+    Example:
+        >>> parse_bytes("16GiB"), parse_bytes("80 GB"), parse_bytes("1.5 KiB"), parse_bytes(512)
+        (17179869184, 80000000000, 1536, 512)
+    """
+    if not isinstance(value, str):
+        return _whole_bytes(value)
+    number, suffix = _split(value, _EXPECTED)
+    scale = 1 if not suffix else _SCALES.get(suffix.lower())
+    if scale is None:
+        raise QuantityError(value, _suffix_problem(suffix))
+    if not suffix and number.denominator != 1:
+        raise QuantityError(value, f"a fraction of a byte; {_EXPECTED}")
+    return _checked(value, math.floor(number * scale))
+
+
+def parse_budget(value: str | int, *, reference_bytes: int) -> int:
+    """Return a budget in bytes, which may be given as a percentage of a reference.
+
+    Args:
+        value: what `parse_bytes` takes, or a percentage such as "60%" or "62.5 %".
+        reference_bytes: the peak that the percentage is of, 0 or more.
+
+    Returns:
+        Bytes, 0 or more, rounded down.
+
+    Raises:
+        QuantityError: what `parse_bytes` rejects; a negative percentage or reference.
+
+    Example:
+        >>> parse_budget("60%", reference_bytes=1000), parse_budget("1KiB", reference_bytes=1000)
+        (600, 1024)
+    """
+    reference_bytes = _whole_bytes(reference_bytes)
+    if not isinstance(value, str) or not value.rstrip().endswith("%"):
+        return parse_bytes(value)
+    expected = "write a percentage such as '60%'"
+    number, suffix = _split(value.rstrip().removesuffix("%"), expected, given=value)
+    if suffix:
+        raise QuantityError(value, f"{suffix!r} before the percent sign is not known; {expected}")
+    return _checked(value, math.floor(number * reference_bytes / 100))
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Print bytes for people.
+
+    Args:
+        num_bytes: any int; a difference may be negative.
+
+    Returns:
+        One decimal and a power-of-1024 suffix; below 1 KiB, the exact number.
+
+    Example:
+        >>> format_bytes(512), format_bytes(1536), format_bytes(16 * 2**30), format_bytes(-(2**20))
+        ('512 B', '1.5 KiB', '16.0 GiB', '-1.0 MiB')
+    """
+    magnitude = abs(operator.index(num_bytes))
+    sign = "-" if num_bytes < 0 else ""
+    if magnitude < 1024:
+        return f"{sign}{magnitude} B"
+    value = float(magnitude)
+    suffix = "B"
+    for prefix in _PREFIXES.upper():
+        value /= 1024
+        suffix = f"{prefix}iB"
+        # Not `< 1024`: 1023.96 would be printed as 1024.0 of the smaller unit.
+        if round(value, 1) < 1024:
+            break
+    return f"{sign}{value:.1f} {suffix}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Print a duration for people.
+
+    Args:
+        seconds: finite; a difference may be negative.
+
+    Returns:
+        About three digits, and the unit that suits them.
+
+    Raises:
+        QuantityError: not a finite number.
+
+    Example:
+        >>> [format_seconds(seconds) for seconds in (0.00034, 0.0123, 1.5, 125, 3725)]
+        ['340 us', '12.3 ms', '1.50 s', '2 min 5 s', '1 h 2 min']
+    """
+    if not math.isfinite(seconds):
+        raise QuantityError(seconds, "not a finite number of seconds")
+    sign = "-" if seconds < 0 else ""
+    magnitude = abs(float(seconds))
+    if magnitude < 59.95:
+        return sign + _short_seconds(magnitude)
+    if magnitude < 3599.5:
+        minutes, rest = divmod(round(magnitude), 60)
+        return f"{sign}{minutes} min {rest} s"
+    hours, minutes = divmod(round(magnitude / 60), 60)
+    return f"{sign}{hours} h {minutes} min"
+
+
+def _short_seconds(magnitude: float) -> str:
+    if magnitude == 0:
+        return "0 s"
+    # Each limit is where three digits would round up to the next unit.
+    for scale, suffix, limit in ((1e9, "ns", 999.5), (1e6, "us", 999.5), (1e3, "ms", 999.5)):
+        scaled = magnitude * scale
+        if scaled < limit:
+            return f"{scaled:.3g} {suffix}"
+    return f"{magnitude:.2f} s" if magnitude < 9.995 else f"{magnitude:.1f} s"
+
+
+def _whole_bytes(value: object) -> int:
+    if isinstance(value, bool):
+        raise QuantityError(value, f"a bool is no number of bytes; {_EXPECTED}")
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise QuantityError(value, f"a {type(value).__name__} is no number of bytes; {_EXPECTED}") from None
+    return _checked(value, number)
+
+
+def _split(text: str, expected: str, *, given: str | None = None) -> tuple[Fraction, str]:
+    given = text if given is None else given
+    stripped = text.strip()
+    if not stripped:
+        raise QuantityError(given, f"empty; {expected}")
+    if len(stripped) > _LONGEST_TEXT:
+        raise QuantityError(given, f"longer than {_LONGEST_TEXT} characters; {expected}")
+    match = _NUMBER_AND_SUFFIX.fullmatch(stripped)
+    if match is None:
+        raise QuantityError(given, f"does not begin with a number, or has more than one suffix; {expected}")
+    digits = match["number"].replace("_", "")
+    exponent = digits.lower().partition("e")[2]
+    if exponent and abs(int(exponent)) > 30:
+        raise QuantityError(given, f"the exponent is out of range; {expected}")
+    return Fraction(digits), match["suffix"]
+
+
+def _suffix_problem(suffix: str) -> str:
+    if len(suffix) == 1 and suffix.lower() in _PREFIXES:
+        letter = suffix.upper()
+        return f"{suffix!r} could mean {letter}iB (a power of 1024) or {letter}B (a power of 1000); write which"
+    return f"unknown suffix {suffix!r}; {_EXPECTED}"
+
+
+def _checked(given: object, num_bytes: int) -> int:
+    if num_bytes < 0:
+        raise QuantityError(given, f"negative; {_EXPECTED}")
+    if num_bytes > _LARGEST_BYTES:
+        raise QuantityError(given, f"too large; {_EXPECTED}")
+    return num_bytes

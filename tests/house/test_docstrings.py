@@ -1,0 +1,97 @@
+"""Docstrings keep up with signatures, and the public functions have all that a reader needs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import recollect
+
+SOURCE = Path(__file__).parents[2] / "src"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+RAISE_NOTHING = {"applied_to"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def section(docstring: str, title: str) -> str:
+    """The indented text under a title such as "Args:"; empty if there is none."""
+    match = re.search(rf"^{title}:[^\n]*\n((?:[ \t]+[^\n]*\n|\n)*)", docstring + "\n", re.MULTILINE)
+    return match[1] if match else ""
+
+
+def documented_arguments(docstring: str) -> list[str]:
+    """The names in the section "Args:", without the stars."""
+    return re.findall(r"^    \*{0,2}(\w+)(?:,|:)", section(docstring, "Args"), re.MULTILINE)
+
+
+def arguments(function: Function) -> list[str]:
+    """The names of the parameters in order, without self, cls, and those that begin with an underscore."""
+    spec = function.args
+    named = [*spec.posonlyargs, *spec.args, *([spec.vararg] if spec.vararg else []), *spec.kwonlyargs]
+    named += [spec.kwarg] if spec.kwarg else []
+    return [arg.arg for arg in named if arg.arg not in ("self", "cls") and not arg.arg.startswith("_")]
+
+
+def stale_docstrings(source: str) -> list[str]:
+    """Functions whose docstring has a section "Args:" that does not list the parameters in order."""
+    stale = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        documented = documented_arguments(ast.get_docstring(node) or "")
+        if documented and documented != arguments(node):
+            stale.append(f"{node.name} (line {node.lineno}): documents {documented}, takes {arguments(node)}")
+    return stale
+
+
+def missing_parts(function: Function) -> list[str]:
+    """What the docstring of a public function lacks."""
+    docstring = ast.get_docstring(function) or ""
+    titles = ["Args"] if arguments(function) else []
+    titles += ["Returns", "Example"]
+    return [title for title in titles if not section(docstring, title)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_documented_arguments_are_the_arguments(path: Path) -> None:
+    assert stale_docstrings(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("name", [name for name in recollect.__all__ if name.islower()])
+def test_public_functions_are_documented_in_full(name: str) -> None:
+    path = SOURCE.joinpath(*recollect._HOME_OF_NAME[name].split(".")).with_suffix(".py")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    assert missing_parts(function) == []
+
+
+def test_the_checks_can_fail() -> None:
+    good = "\n".join(
+        [
+            "def f(self, a, *b, c=1, _d=2, **e):",
+            '    """X.',
+            "",
+            "    Args:",
+            "        a: one.",
+            "            more: x.",
+            "        *b: two.",
+            "        c: three.",
+            "        **e: four.",
+            "",
+            "    Example:",
+            "        >>> f()",
+            '    """',
+        ]
+    )
+    assert stale_docstrings(good) == []
+    assert stale_docstrings(good.replace("c: three", "d: three")) == [
+        "f (line 1): documents ['a', 'b', 'd', 'e'], takes ['a', 'b', 'c', 'e']"
+    ]
+    (function,) = ast.parse(good).body
+    assert isinstance(function, ast.FunctionDef)
+    assert missing_parts(function) == ["Returns"]

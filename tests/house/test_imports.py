@@ -1,0 +1,100 @@
+"""The planner and the data it works on run where PyTorch is not installed; private names of PyTorch are in one file."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src"
+TORCH_FREE_FILES = sorted(
+    path
+    for pattern in (
+        "__init__.py",
+        "errors.py",
+        "fields.py",
+        "plan.py",
+        "plan_text.py",
+        "planning/**/*.py",
+        "profile/__init__.py",
+        "profile/graph.py",
+        "quantities.py",
+        "replay.py",
+    )
+    for path in (SOURCE / "recollect").glob(pattern)
+)
+# Other modules of the project that load PyTorch themselves would hide behind one that is loaded already.
+PROGRAM = """
+import importlib.abc, sys
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ImportError("torch was imported")
+
+sys.meta_path.insert(0, Refuse())
+import {module}
+"""
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_without_torch(module: str) -> subprocess.CompletedProcess[str]:
+    program = PROGRAM.format(module=module)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("module", [module_name(path) for path in TORCH_FREE_FILES])
+def test_module_does_not_import_torch(module: str) -> None:
+    done = import_without_torch(module)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_check_can_fail() -> None:
+    done = import_without_torch("recollect.profile.meter")
+    assert done.returncode != 0
+    assert "torch was imported" in done.stderr
+
+
+def test_importing_the_package_is_light() -> None:
+    program = (
+        "import sys, recollect; print([name for name in ('torch', 'numpy', 'scipy', 'rich') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def private_torch_imports(source: str) -> list[str]:
+    """Imports of private names of PyTorch: those with a part that begins with an underscore."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        found += [name for name in names if name.startswith("torch.") and any(p[0] == "_" for p in name.split("."))]
+    return found
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(set((SOURCE / "recollect").rglob("*.py")) - {SOURCE / "recollect" / "_torch_private.py"}),
+    ids=lambda path: str(path.relative_to(SOURCE)),
+)
+def test_private_names_of_torch_are_imported_in_one_file(path: Path) -> None:
+    assert private_torch_imports(path.read_text(encoding="utf-8")) == []
+
+
+def test_the_check_for_private_names_can_fail() -> None:
+    assert private_torch_imports("from torch._C import x\nimport torch.utils._pytree\nimport torch.utils.data\n") == [
+        "torch._C.x",
+        "torch.utils._pytree",
+    ]

@@ -1,0 +1,47 @@
+"""`recollect.__all__` is what the package offers: sorted, complete, importable, and stable against submodules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import recollect
+
+
+def test_all_is_sorted() -> None:
+    assert recollect.__all__ == sorted(recollect.__all__)
+
+
+def test_all_matches_the_homes_of_the_names() -> None:
+    assert set(recollect.__all__) == set(recollect._HOME_OF_NAME)
+
+
+@pytest.mark.parametrize("name", recollect.__all__)
+def test_name_can_be_imported_and_lives_where_the_table_says(name: str) -> None:
+    thing = getattr(recollect, name)
+    assert callable(thing)
+    assert thing.__module__ == recollect._HOME_OF_NAME[name]
+    assert thing.__doc__
+    assert name in dir(recollect)
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'recollect' has no attribute 'no_such_name'"):
+        recollect.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import recollect.plan, recollect.verify",
+        "from recollect.plan import Plan; from recollect.verify import Report",
+        "from recollect import plan; import recollect.plan",
+        "import recollect; recollect.verify; import recollect.verify",
+    ],
+)
+def test_submodules_do_not_hide_functions_of_the_same_name(imports: str) -> None:
+    program = f"{imports}; import recollect; print(type(recollect.plan).__name__, type(recollect.verify).__name__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["function", "function"]

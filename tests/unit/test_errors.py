@@ -1,0 +1,122 @@
+"""The tree of errors: its shape, its messages, and that errors survive a trip between processes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+
+import pytest
+
+from recollect import errors
+from recollect.errors import (
+    AlreadyAppliedError,
+    BudgetTooSmallError,
+    CheckpointError,
+    DataError,
+    MeterError,
+    MutatedValueError,
+    PlanError,
+    PlanFormatError,
+    PlanMismatchWarning,
+    ProfileFormatError,
+    QuantityError,
+    RecollectError,
+    RecordError,
+    UnknownNameError,
+    UnsupportedModelError,
+)
+
+BUILTIN_BASE = {
+    QuantityError: ValueError,
+    PlanError: ValueError,
+    PlanFormatError: PlanError,
+    UnknownNameError: PlanError,
+    ProfileFormatError: ValueError,
+    BudgetTooSmallError: ValueError,
+    UnsupportedModelError: ValueError,
+    AlreadyAppliedError: RuntimeError,
+    RecordError: RuntimeError,
+    MeterError: RuntimeError,
+    MutatedValueError: RuntimeError,
+    DataError: ValueError,
+    CheckpointError: RuntimeError,
+}
+
+WITH_ATTRIBUTES = [
+    QuantityError("16G", "write which"),
+    UnknownNameError(kind="unit", name="layers.O", known=["layers.0"]),
+    BudgetTooSmallError(budget_bytes=10, least_peak_bytes=20, unit="head"),
+    MutatedValueError(unit="layers.0", module="mlp", op="mul", shape=(2, 3), changes=1),
+]
+
+
+@pytest.mark.parametrize(("kind", "base"), BUILTIN_BASE.items())
+def test_bases(kind: type[Exception], base: type[Exception]) -> None:
+    assert issubclass(kind, RecollectError)
+    assert issubclass(kind, base)
+
+
+def test_tree_in_the_docstring_names_every_class() -> None:
+    drawn = set(re.findall(r"^ +(\w+(?:Error|Warning))\b", errors.__doc__ or "", re.MULTILINE))
+    assert (
+        drawn
+        == set(errors.__all__)
+        == {kind.__name__ for kind in BUILTIN_BASE}
+        | {
+            "RecollectError",
+            "PlanMismatchWarning",
+        }
+    )
+    assert issubclass(PlanMismatchWarning, UserWarning)
+
+
+@pytest.mark.parametrize("error", [*WITH_ATTRIBUTES, RecordError("plain")], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_errors_can_be_sent_between_processes(error: RecollectError, copied: object) -> None:
+    twin = copied(error)  # type: ignore[operator]
+    assert type(twin) is type(error)
+    assert str(twin) == str(error)
+    assert vars(twin) == vars(error)
+
+
+def test_budget_too_small() -> None:
+    error = BudgetTooSmallError(budget_bytes=12 * 2**30, least_peak_bytes=15 * 2**30, unit="layers.17")
+    assert str(error) == (
+        "12.0 GiB (12884901888 bytes) is below the least possible peak 15.0 GiB (16106127360 bytes), which layers.17 "
+        "needs. Raise the budget, or use a smaller batch."
+    )
+    assert (error.budget_bytes, error.least_peak_bytes, error.unit) == (12884901888, 16106127360, "layers.17")
+
+
+def test_unknown_name_suggests_similar_names() -> None:
+    error = UnknownNameError(kind="value", name="mlp.up.mm", known=["mlp.up_proj.mm", "add"], where="unit 'layers.0'")
+    assert str(error) == "unit 'layers.0' has no value 'mlp.up.mm'. Did you mean 'mlp.up_proj.mm'?"
+    assert error.suggestions == ("mlp.up_proj.mm",)
+
+
+@pytest.mark.parametrize(
+    ("known", "advice"),
+    [
+        (["a", "b"], "It has 2: 'a', 'b'."),
+        (["a", "b", "c", "d"], "It has 4: 'a', 'b', 'c', ...."),
+        ([], "It has no units at all."),
+    ],
+)
+def test_unknown_name_without_a_similar_one(known: list[str], advice: str) -> None:
+    error = UnknownNameError(kind="unit", name="layers.0", known=known)
+    assert str(error) == f"the model has no unit 'layers.0'. {advice}"
+
+
+@pytest.mark.parametrize(
+    ("unit", "module", "changes", "message"),
+    [
+        ("layers.0", "mlp", 1, "used by mul in layers.0.mlp, was changed in place 1 time before"),
+        ("layers.0", "", 2, "used by mul in layers.0, was changed in place 2 times before"),
+        ("", "", 1, "used by mul in the model, was changed in place 1 time before"),
+    ],
+)
+def test_mutated_value(unit: str, module: str, changes: int, message: str) -> None:
+    error = MutatedValueError(unit=unit, module=module, op="mul", shape=(2, 3), changes=changes)
+    assert str(error).startswith(f"a tensor of shape [2, 3], {message} backward used it. ")
+    assert str(error).endswith("Write to a copy of it, or run backward before the write.")

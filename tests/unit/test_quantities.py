@@ -1,0 +1,166 @@
+"""Bytes and seconds as text: exact, strict, and clear about what is wrong."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recollect.errors import QuantityError
+from recollect.quantities import format_bytes, format_seconds, parse_budget, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected_bytes"),
+    [
+        (0, 0),
+        (123, 123),
+        (np.int64(123), 123),
+        ("0", 0),
+        ("1024", 1024),
+        ("1_000", 1000),
+        ("1e9", 10**9),
+        ("7 B", 7),
+        ("1KiB", 2**10),
+        ("1MiB", 2**20),
+        ("16GiB", 16 * 2**30),
+        ("1TiB", 2**40),
+        ("1PiB", 2**50),
+        ("1KB", 10**3),
+        ("1MB", 10**6),
+        ("80GB", 80 * 10**9),
+        ("1TB", 10**12),
+        ("1PB", 10**15),
+        (" 16 gib ", 16 * 2**30),
+        ("1.5KiB", 1536),
+        (".5KiB", 512),
+        ("0.1GB", 10**8),  # exact, though 0.1 is no binary fraction
+        ("0.3 B", 0),
+        ("+2KB", 2000),
+    ],
+)
+def test_parse_bytes(text: str | int, expected_bytes: int) -> None:
+    parsed = parse_bytes(text)
+    assert parsed == expected_bytes
+    assert type(parsed) is int
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("", "'': empty; write a whole number of bytes, or a text such as '16GiB'"),
+        ("  ", "'  ': empty;"),
+        ("-1", "'-1': negative;"),
+        ("-1GiB", "'-1GiB': negative;"),
+        (-5, "-5: negative;"),
+        ("nan", "'nan': does not begin with a number, or has more than one suffix;"),
+        ("inf", "'inf': does not begin with a number, or has more than one suffix;"),
+        ("GiB", "'GiB': does not begin with a number, or has more than one suffix;"),
+        ("16XB", "'16XB': unknown suffix 'XB';"),
+        ("16 GiB per GPU", "'16 GiB per GPU': does not begin with a number, or has more than one suffix"),
+        ("60%", "'60%': unknown suffix '%';"),
+        ("16G", "'16G': 'G' could mean GiB (a power of 1024) or GB (a power of 1000); write which"),
+        ("1.5", "'1.5': a fraction of a byte;"),
+        ("1e31", "'1e31': the exponent is out of range;"),
+        ("1e30GB", "'1e30GB': too large;"),
+        ("9" * 65, "longer than 64 characters;"),
+        (True, "True: a bool is no number of bytes;"),
+        (1.5, "1.5: a float is no number of bytes;"),
+        (float("nan"), "nan: a float is no number of bytes;"),
+        (None, "None: a NoneType is no number of bytes;"),
+    ],
+)
+def test_parse_bytes_rejects(value: object, message: str) -> None:
+    with pytest.raises(QuantityError, match=re.escape(message)) as caught:
+        parse_bytes(value)  # type: ignore[arg-type]
+    assert caught.value.value is value
+
+
+@pytest.mark.parametrize(
+    ("value", "expected_bytes"),
+    [("60%", 600), ("62.5 %", 625), ("100%", 1000), ("0%", 0), ("33.33%", 333), ("150%", 1500), ("2KB", 2000), (7, 7)],
+)
+def test_parse_budget(value: str | int, expected_bytes: int) -> None:
+    assert parse_budget(value, reference_bytes=1000) == expected_bytes
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("%", "'%': empty; write a percentage such as '60%'"),
+        ("-5%", "'-5%': negative;"),
+        ("nan%", "'nan%': does not begin with a number"),
+        ("60GiB%", "'60GiB%': 'GiB' before the percent sign is not known; write a percentage such as '60%'"),
+        ("sixty", "'sixty': does not begin with a number"),
+        (False, "False: a bool is no number of bytes;"),
+    ],
+)
+def test_parse_budget_rejects(value: str | int, message: str) -> None:
+    with pytest.raises(QuantityError, match=re.escape(message)):
+        parse_budget(value, reference_bytes=1000)
+
+
+def test_parse_budget_rejects_a_negative_reference() -> None:
+    with pytest.raises(QuantityError, match="-1: negative"):
+        parse_budget("60%", reference_bytes=-1)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (2**20 - 1, "1.0 MiB"),  # not 1024.0 KiB
+        (2**20 - 100, "1023.9 KiB"),
+        (16 * 2**30, "16.0 GiB"),
+        (2**70, "1048576.0 PiB"),
+        (-(3 * 2**20), "-3.0 MiB"),
+    ],
+)
+def test_format_bytes(num_bytes: int, expected: str) -> None:
+    assert format_bytes(num_bytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0, "0 s"),
+        (5e-9, "5 ns"),
+        (9.996e-4, "1 ms"),
+        (0.0123, "12.3 ms"),
+        (0.9996, "1.00 s"),
+        (9.996, "10.0 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1 min 0 s"),
+        (3599.4, "59 min 59 s"),
+        (3599.6, "1 h 0 min"),
+        (-1.5, "-1.50 s"),
+    ],
+)
+def test_format_seconds(seconds: float, expected: str) -> None:
+    assert format_seconds(seconds) == expected
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -float("inf")])
+def test_format_seconds_rejects(seconds: float) -> None:
+    with pytest.raises(QuantityError, match="not a finite number of seconds"):
+        format_seconds(seconds)
+
+
+@given(st.integers(min_value=0, max_value=2**60))
+def test_formatted_bytes_parse_to_within_the_printed_digit(num_bytes: int) -> None:
+    text = format_bytes(num_bytes)
+    unit_bytes = parse_bytes("1 " + text.split()[1])
+    assert abs(parse_bytes(text) - num_bytes) <= unit_bytes // 20 + 1
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_a_number_of_bytes_or_an_error(text: str) -> None:
+    try:
+        assert parse_bytes(text) >= 0
+    except QuantityError as error:
+        assert error.value == text
