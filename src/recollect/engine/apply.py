@@ -1,0 +1,275 @@
+"""Put a plan onto a model, and take it off again.
+
+Nothing of the model is replaced but the `forward` attribute of the modules inside the planned units, on the instance:
+parameters, buffers, hooks, state dict, class and `repr` stay what they are. Hooks of a unit (FSDP2's gathering, for one)
+run outside of the tape, as they run outside of `forward`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from recollect._torch_private import is_checkpoint_wrapper, is_compiled_module
+from recollect.engine.plan_policy import PlanPolicy
+from recollect.engine.region import run_region
+from recollect.engine.tape import Policy, Tape
+from recollect.errors import AlreadyAppliedError, UnknownNameError
+
+if TYPE_CHECKING:
+    from recollect.plan import Plan
+
+
+class _Forward:
+    """Stands in for a module's bound `forward`; copies and pickles as the plain method, without any plan."""
+
+    applied: Applied
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward: Callable[..., Any] = module.forward
+        functools.update_wrapper(self, self.forward)  # type: ignore[arg-type]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.module, "forward")
+
+    def put(self) -> None:
+        self.had_own_forward = "forward" in vars(self.module)
+        vars(self.module)["forward"] = self
+
+    def take_off(self) -> None:
+        if self.had_own_forward:
+            vars(self.module)["forward"] = self.forward
+        else:
+            del vars(self.module)["forward"]
+
+
+class _ScopeForward(_Forward):
+    """Tells the tape which module inside a unit is running, so that values have the names that the plan knows."""
+
+    def __init__(self, module: nn.Module, tape: Tape, scope: str) -> None:
+        super().__init__(module)
+        self.tape = tape
+        self.scope = scope
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode = self.tape.mode
+        if mode is None:
+            return self.forward(*args, **kwargs)
+        outer, mode.scope = mode.scope, self.scope
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            mode.scope = outer
+
+
+class _UnitForward(_Forward):
+    """Runs a unit on the tape."""
+
+    def __init__(self, module: nn.Module, tape: Tape, path: str) -> None:
+        super().__init__(module)
+        self.tape = tape
+        self.path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        return self.tape.run(self.path, self.forward, args, kwargs)
+
+
+class _RegionForward(_Forward):
+    """Runs a unit as one region that is re-run as a whole in backward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        return run_region(self.forward, args, kwargs)
+
+
+class Applied:
+    """A plan on a model. `remove()`, or the end of a with-block, takes it off.
+
+    Example:
+        >>> import torch, recollect
+        >>> from recollect.models.llama import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+        >>> plan = recollect.Plan(units={})
+        >>> with recollect.apply(model, plan) as applied:
+        ...     applied.plan is plan
+        True
+    """
+
+    def __init__(self, model: nn.Module, forwards: Iterable[_Forward], plan: Plan | None) -> None:
+        self.model = model
+        self.plan = plan
+        self._forwards = list(forwards)
+        for forward in self._forwards:
+            forward.applied = self
+            forward.put()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Take the plan off for the length of a with-block."""
+        for forward in reversed(self._forwards):
+            forward.take_off()
+        try:
+            yield
+        finally:
+            for forward in self._forwards:
+                forward.put()
+
+    def remove(self) -> None:
+        """Give every module its own forward back; does nothing the second time."""
+        for forward in reversed(self._forwards):
+            forward.take_off()
+        self._forwards = []
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        state = "applied to" if self._forwards else "removed from"
+        return f"<plan {state} {type(self.model).__name__}>"
+
+
+def apply(model: nn.Module, plan: Plan) -> Applied:
+    """Have the model's units keep, drop and recompute what the plan says, from the next forward on.
+
+    Args:
+        model: the model that the plan was made for, or one with the same modules. It is not copied.
+        plan: units that it does not name, or that recompute nothing, run exactly as before.
+
+    Returns:
+        A handle that takes the plan off again; also a context manager.
+
+    Raises:
+        UnknownNameError: the plan names a unit, or a module in a unit, that the model does not have.
+        AlreadyAppliedError: a plan, `CheckpointWrapper` or Hugging Face's gradient checkpointing is on this model.
+
+    Warns:
+        PlanMismatchWarning: once, if the ops that a unit runs are not those of the plan; what the plan does not name is kept.
+
+    Example:
+        >>> import recollect
+        >>> from recollect.models.llama import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+        >>> plan = recollect.Plan({"layers.0": recollect.UnitPlan({"mlp.act_fn.silu": "recompute"})})
+        >>> applied = recollect.apply(model, plan)
+        >>> applied.remove()
+    """
+    active = {path: unit for path, unit in plan.units.items() if unit.recomputes_anything}
+    modules = {path: _find_unit(model, path) for path in plan.units}
+    for path, unit in plan.units.items():
+        _check_value_names(modules[path], path, unit.actions)
+    tape_paths = [path for path, unit in active.items() if unit.engine == "tape"]
+    region_paths = [path for path, unit in active.items() if unit.engine == "region"]
+    _check_not_applied(model, [modules[path] for path in active])
+    forwards = _tape_forwards(model, tape_paths, Tape(PlanPolicy(plan)))
+    return Applied(model, [*forwards, *(_RegionForward(modules[path]) for path in region_paths)], plan)
+
+
+def applied_to(model: nn.Module) -> list[Applied]:
+    """Find the plans that are on a model now; `fit` leaves one there.
+
+    Args:
+        model: any module.
+
+    Returns:
+        The handles, each with `remove()`; an empty list if there is none.
+
+    Example:
+        >>> import recollect
+        >>> from recollect.models.llama import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+        >>> recollect.applied_to(model)
+        []
+    """
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return list(dict.fromkeys(forward.applied for forward in forwards if isinstance(forward, _Forward)))
+
+
+def apply_policy(model: nn.Module, unit_paths: Iterable[str], policy: Policy | Tape) -> Applied:
+    """Put units on the tape under any policy; `apply` is this with a plan as the policy."""
+    paths = list(unit_paths)
+    _check_not_applied(model, [_find_unit(model, path) for path in paths])
+    tape = policy if isinstance(policy, Tape) else Tape(policy)
+    return Applied(model, _tape_forwards(model, paths, tape), None)
+
+
+def _tape_forwards(model: nn.Module, unit_paths: list[str], tape: Tape) -> list[_Forward]:
+    units = {id(_find_unit(model, path)) for path in unit_paths}
+    forwards: list[_Forward] = []
+    for path in unit_paths:
+        unit = _find_unit(model, path)
+        forwards.append(_UnitForward(unit, tape, path))
+        forwards += [
+            _ScopeForward(module, tape, name) for name, module in _plain_submodules(unit) if id(module) not in units
+        ]
+    return forwards
+
+
+def _plain_submodules(unit: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """Modules below a unit whose `forward` may be wrapped: not scripted, not compiled, nor what lies inside of those."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in unit.named_children():
+        if isinstance(child, torch.jit.ScriptModule) or is_compiled_module(child):
+            continue
+        path = f"{prefix}.{name}" if prefix else name
+        found += [(path, child), *_plain_submodules(child, path)]
+    return found
+
+
+def _find_unit(model: nn.Module, path: str) -> nn.Module:
+    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    if path not in modules:
+        raise UnknownNameError(kind="unit", name=path, where=type(model).__name__, known=list(modules))
+    return modules[path]
+
+
+def _check_value_names(unit: nn.Module, path: str, actions: Mapping[str, str]) -> None:
+    modules = {name for name, _ in unit.named_modules(remove_duplicate=False)}
+    for value_name in actions:
+        scope = value_scope(value_name)
+        if scope not in modules:
+            close = difflib.get_close_matches(scope, modules, n=1)
+            known = [value_name.replace(scope, match) for match in close] or sorted(modules)
+            raise UnknownNameError(kind="value", name=value_name, where=f"unit {path!r}", known=known)
+
+
+def value_scope(value_name: str) -> str:
+    """Return the module part of a value's name: "mlp.down_proj" of "mlp.down_proj.mm#1" and of "mlp.down_proj.topk.0"."""
+    parts = value_name.split(".")
+    if len(parts) > 1 and parts[-1].isdigit():
+        parts.pop()
+    return ".".join(parts[:-1])
+
+
+def _check_not_applied(model: nn.Module, units: list[nn.Module]) -> None:
+    inside = {id(module) for unit in units for module in unit.modules()}
+    for name, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), _Forward) and id(module) in inside:
+            raise _already_applied(name, "a recollect plan", "call applied.remove() first")
+        if is_checkpoint_wrapper(module):
+            raise _already_applied(name, "torch's CheckpointWrapper", "build the model without checkpoint_wrapper")
+        if getattr(module, "gradient_checkpointing", False) is True and id(module) in inside:
+            remedy = "call model.gradient_checkpointing_disable() first"
+            raise _already_applied(name, "Hugging Face's gradient checkpointing", remedy)
+
+
+def _already_applied(path: str, by: str, remedy: str) -> AlreadyAppliedError:
+    return AlreadyAppliedError(
+        f"cannot apply a plan: module {path!r} recomputes already, by {by}; a value would be recomputed twice. "
+        f"To have recollect decide, {remedy}."
+    )

@@ -1,0 +1,164 @@
+"""How one recorded op is run again: its arguments, its place in the random stream, its target if it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from recollect.engine.facts import OpFacts
+from recollect.engine.values import Layout, TapeValue
+
+GeneratorState = tuple[torch.Generator, torch.Tensor]
+
+
+class _Slot:
+    """Stands for the tensor at `index` of the call's tensor arguments."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Slots(list[Any]):
+    """A list argument (`cat`, `index`) that has tensors in it."""
+
+
+class Inputs:
+    """The arguments of an op that is being recorded: tensors as values, everything else as it is.
+
+    Lives only while the op is recorded: it holds the storages of the arguments, which a recipe must not.
+    """
+
+    __slots__ = ("_storages", "args", "kwargs", "values")
+
+    def __init__(
+        self, value_of: Callable[[torch.Tensor], TapeValue], facts: OpFacts, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        self.values: list[TapeValue] = []
+        self._storages: list[Any] = []
+        if facts.running_stats is not None and args[facts.running_stats[1]]:
+            hidden = facts.running_stats[0]
+            args = [None if position in hidden else a for position, a in enumerate(args)]
+        self.args = self._bind(args, value_of)
+        self.kwargs = dict(zip(kwargs, self._bind(kwargs.values(), value_of), strict=True)) if kwargs else kwargs
+
+    def _bind(self, arguments: Iterable[Any], value_of: Callable[[torch.Tensor], TapeValue]) -> list[Any]:
+        bound: list[Any] = []
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                bound.append(_Slot(len(self.values)))
+                self.values.append(value_of(argument))
+                self._storages.append(argument.untyped_storage() if argument.layout is torch.strided else None)
+            elif isinstance(argument, (list, tuple)) and any(isinstance(a, torch.Tensor) for a in argument):
+                bound.append(_Slots(self._bind(argument, value_of)))
+            else:
+                bound.append(argument)
+        return bound
+
+    def has_storage(self, storage: torch.UntypedStorage) -> bool:
+        """Whether one of the tensor arguments lies on this storage."""
+        return any(storage is other for other in self._storages)
+
+    def values_on(self, storage: torch.UntypedStorage) -> list[TapeValue]:
+        """Return the values of the arguments on this storage."""
+        return [value for value, other in zip(self.values, self._storages, strict=True) if storage is other]
+
+
+def _fill(arguments: list[Any], tensors: list[Any]) -> list[Any]:
+    """Return the arguments with tensors in place of their slots."""
+    return [tensors[a.index] if type(a) is _Slot else _fill(a, tensors) if type(a) is _Slots else a for a in arguments]
+
+
+def _fill_keywords(kwargs: dict[str, Any], tensors: list[Any]) -> dict[str, Any]:
+    return dict(zip(kwargs, _fill(list(kwargs.values()), tensors), strict=True)) if kwargs else kwargs
+
+
+class _Call:
+    __slots__ = ("args", "func", "kwargs", "state")
+
+    def __init__(self, func: Any, inputs: Inputs, state: GeneratorState | None) -> None:
+        self.func = func
+        self.args, self.kwargs = inputs.args, inputs.kwargs
+        self.state = state
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of the generator state that is held to run a random op again."""
+        return 0 if self.state is None else self.state[1].nbytes
+
+
+class OpCall(_Call):
+    """Runs an op that makes new tensors."""
+
+    __slots__ = ()
+
+    def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Any:
+        """Return the results of one more run."""
+        args, kwargs = _fill(self.args, tensors), _fill_keywords(self.kwargs, tensors)
+        output = self.func(*args, **kwargs) if self.state is None else _run(self.func, args, kwargs, self.state)
+        return (output,) if isinstance(output, torch.Tensor) else output
+
+
+class WriteCall(_Call):
+    """Runs an in-place op on a copy of the storage's old content; `view` is the layout of the part that it writes."""
+
+    __slots__ = ("view",)
+
+    def __init__(self, func: Any, inputs: Inputs, state: GeneratorState | None, view: Layout | None) -> None:
+        super().__init__(func, inputs, state)
+        self.view = view
+
+    def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> tuple[torch.Tensor]:
+        """Return the storage's new content."""
+        base = tensors[0] if may_overwrite_first else tensors[0].clone()
+        target = base if self.view is None else base.as_strided(*self.view[:3])
+        args, kwargs = [target, *_fill(self.args, tensors[1:])], _fill_keywords(self.kwargs, tensors[1:])
+        if self.state is None:
+            self.func(*args, **kwargs)
+        else:
+            _run(self.func, args, kwargs, self.state)
+        return (base,)
+
+
+def _run(func: Any, args: list[Any], kwargs: dict[str, Any], state: GeneratorState) -> Any:
+    """Run a random op from where its generator was in forward, and leave the generator where it is now."""
+    generator, at_forward = state
+    now = generator.get_state()
+    generator.set_state(at_forward)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        generator.set_state(now)
+
+
+def generator_state(facts: OpFacts, args: Any, kwargs: dict[str, Any]) -> GeneratorState | None:
+    """Return the generator that a random op is about to read, and its state; None for an op that reads none."""
+    if not facts.is_random:
+        return None
+    if facts.dropout_position is not None:
+        position = facts.dropout_position
+        probability = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+        if not probability:
+            return None
+    generator = kwargs.get("generator")
+    if generator is None:
+        generator = _default_generator(args, kwargs)
+    if generator is None:
+        return None
+    return generator, generator.get_state()
+
+
+def _default_generator(args: Any, kwargs: dict[str, Any]) -> torch.Generator | None:
+    device = kwargs.get("device")
+    if device is None:
+        device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.get_default_device())
+    device = torch.device(device)
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda" and torch.cuda.is_available():
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return None

@@ -1,0 +1,67 @@
+"""A plan as the tape's policy, with one warning where the model does not run what the plan was made for."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from recollect.errors import PlanMismatchWarning
+
+if TYPE_CHECKING:
+    from recollect.plan import Plan
+
+
+class PlanPolicy:
+    """Looks values up in a plan; keeps what it does not know.
+
+    A loop inside a module (experts that got tokens) may run an op more or fewer times than when the plan was made: a call
+    that the plan does not name follows the plan's calls of the same op in the same module, if those agree.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._by_stem: dict[tuple[str, str], set[str]] = {}
+        for path, unit in plan.units.items():
+            for name, action in unit.actions.items():
+                self._by_stem.setdefault((path, _without_count(name)), set()).add(action)
+        self._has_warned = False
+
+    def drops(self, unit_path: str, value_name: str) -> bool:
+        """Whether the plan drops this value."""
+        unit = self._plan.units.get(unit_path)
+        if unit is None:
+            return False
+        action = unit.actions.get(value_name)
+        if action is not None:
+            return action == "recompute"
+        alike = self._by_stem.get((unit_path, _without_count(value_name)))
+        if alike is not None and len(alike) == 1:
+            return "recompute" in alike
+        self._warn(unit_path, value_name)
+        return False
+
+    def drops_output(self, unit_path: str) -> bool:
+        """Whether the plan drops what this unit returns."""
+        unit = self._plan.units.get(unit_path)
+        return unit is not None and unit.output == "recompute"
+
+    def _warn(self, unit_path: str, value_name: str) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"the plan does not fit this model: unit {unit_path!r} computes {value_name!r}, which the plan does not name. "
+            "That value and all others that the plan does not name are kept, so the step is exact but may need more "
+            "memory than predicted. Record the model again and make a new plan.",
+            PlanMismatchWarning,
+            stacklevel=2,
+        )
+
+
+def _without_count(name: str) -> str:
+    """Drop the "#2" of a repeated call: "mlp.mm#2.1" becomes "mlp.mm.1"."""
+    stem, mark, rest = name.partition("#")
+    if not mark:
+        return name
+    _, dot, output = rest.partition(".")
+    return stem + dot + output

@@ -1,0 +1,376 @@
+"""The tape: sees every op of a unit's forward, forgets what the plan drops, and computes it again when backward asks.
+
+Two hooks do the work while a unit runs forward. `TapeMode` sees each ATen op below autograd and, for a result that is
+to be dropped, remembers how it was made. The saved-tensor hooks then hand autograd a `TapeValue` for every tensor that
+it wants to save: one that holds the tensor, or one that only knows how to make it.
+
+NOTE [ Rules of the tape ]
+1. Identity. A tensor is recognised by its storage, layout and version; what is not recognised is kept.
+2. Mutation. An in-place op makes a new value on the same storage. Whoever holds the old content gets a private copy
+   first. A change that the tape cannot see raises `MutatedValueError` at replay, never a wrong gradient.
+3. Randomness. A random op is kept, or runs again under the generator state that it had.
+4. Choices (`topk`, `sort`, ...), shapes that depend on data, and collectives are kept (`facts.py`).
+5. Tensor subclasses desugar first; their inner tensors are recorded.
+6. A leaf whose storage was freed (FSDP2 resharding) must be back before the unit's backward; else it is an error.
+7. What runs behind the dispatcher is kept: compiled regions, buffers filled by foreign kernels.
+8. No state but the frame of the running unit, per thread: any number of forwards may be in flight.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
+
+from recollect._torch_private import (
+    TorchDispatchMode,
+    desugars,
+    disable_autocast,
+    is_fake_tensor,
+    is_traceable_wrapper_subclass,
+    tree_leaves,
+    untraced,
+)
+from recollect.engine.facts import OpFacts, facts_of
+from recollect.engine.opcall import Inputs, OpCall, WriteCall, generator_state
+from recollect.engine.values import (
+    UNWATCHED,
+    StorageRecord,
+    TapeValue,
+    alias_in_hook,
+    alias_in_mode,
+    attach_record,
+    forget_record,
+    layout_of,
+    record_of,
+    snapshot_leaves,
+    watch,
+)
+from recollect.replay import Node
+
+Decision = bool | tuple[bool, ...]
+"""Whether the results of an op are dropped: all alike, or one by one."""
+
+
+class Policy(Protocol):
+    """Decides which values are dropped. Asked once for each name; the answer holds for every later call."""
+
+    def drops(self, unit_path: str, value_name: str) -> bool:
+        """Whether a value is dropped in forward and computed again in backward."""
+        ...
+
+    def drops_output(self, unit_path: str) -> bool:
+        """Whether what the unit returns may be dropped too, so that the next unit's backward computes it again."""
+        ...
+
+
+class Tape:
+    """What the units of one applied model share: the policy, and which unit is running on this thread."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._decisions: dict[tuple[str, str, str], list[Decision]] = {}
+        self._local = threading.local()
+
+    @property
+    def mode(self) -> TapeMode | None:
+        """The mode of the unit that is running on this thread."""
+        return getattr(self._local, "mode", None)
+
+    def new_mode(self, unit_path: str) -> TapeMode:
+        """Return the mode for one call of a unit."""
+        return TapeMode(self, unit_path)
+
+    def run(self, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Run a unit's forward on the tape."""
+        outer = self.mode
+        if outer is not None:
+            return self._run_nested(outer, unit_path, forward, args, kwargs)
+        mode = self.new_mode(unit_path)
+        self._local.mode = mode
+        try:
+            with saved_tensors_hooks(mode.pack, self.unpack), mode:
+                output = forward(*args, **kwargs)
+        finally:
+            self._local.mode = None
+        if not self.policy.drops_output(unit_path):
+            self.hold_outputs(output)
+        return output
+
+    def _run_nested(self, mode: TapeMode, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
+        saved = mode.unit_path, mode.scope, mode.counts
+        mode.unit_path, mode.scope, mode.counts = unit_path, "", {}
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            mode.unit_path, mode.scope, mode.counts = saved
+        if not self.policy.drops_output(unit_path):
+            self.hold_outputs(output)
+        return output
+
+    @untraced
+    def alias(self, tensor: torch.Tensor, *, in_hook: bool) -> tuple[torch.Tensor, int]:
+        """Return a tensor to hold in place of one that is kept, and the version at which it is right."""
+        held = alias_in_hook(tensor) if in_hook else alias_in_mode(tensor)
+        return held, UNWATCHED if is_fake_tensor(tensor) else tensor._version
+
+    def hold_outputs(self, output: Any) -> None:
+        """Keep what a unit returns: from here on its storages are held by whoever needs them."""
+        for tensor in strided_tensors(output):
+            storage = tensor.untyped_storage()
+            record = record_of(storage)
+            if record is None:
+                continue
+            forget_record(storage)
+            size, stride, offset, dtype = record.layout
+            if record.is_current(tensor._version) and record.base.tensor is None and tensor.dtype == dtype:
+                held, version = self.alias(tensor, in_hook=True)
+                with torch.no_grad():
+                    record.base.hold(held.as_strided(size, stride, offset), version)
+                watch(record.base, storage)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Give backward the tensor that it saved; compute it if it was dropped."""
+        if isinstance(packed, _PackedSubclass):
+            return packed.rebuild(self.unpack)
+        value: TapeValue = packed
+        if value.tensor is not None:
+            return value.fetch()
+        with torch.no_grad(), disable_autocast():
+            tensor: torch.Tensor = value.get()
+        return tensor
+
+    def decide(self, mode: TapeMode, facts: OpFacts) -> Decision:
+        """Whether the results of the op that is about to run are dropped."""
+        key = (mode.unit_path, mode.scope, facts.name)
+        count = mode.counts.get(key, 0)
+        mode.counts[key] = count + 1
+        if facts.keeps:
+            return False
+        decisions = self._decisions.get(key)
+        if decisions is None:
+            decisions = self._decisions[key] = []
+        while len(decisions) <= count:
+            decisions.append(self._ask(mode.unit_path, value_stem(mode.scope, facts.name, len(decisions)), facts))
+        return decisions[count]
+
+    def _ask(self, unit_path: str, stem: str, facts: OpFacts) -> Decision:
+        names = value_names(stem, facts)
+        answers = tuple(self.policy.drops(unit_path, name) for name in names)
+        return answers[0] if len(set(answers)) == 1 else answers
+
+
+def value_stem(scope: str, op_name: str, count: int) -> str:
+    """Name the `count`-th call (from 0) of an op in a module: "mlp.act_fn.silu", "add#1"."""
+    stem = f"{scope}.{op_name}" if scope else op_name
+    return f"{stem}#{count}" if count else stem
+
+
+def value_names(stem: str, facts: OpFacts) -> tuple[str, ...]:
+    """Name the results of an op call: by the call itself where there is one result, else "stem.0", "stem.1", ..."""
+    if facts.num_returns is None or facts.num_returns <= 1 or facts.writes:
+        return (stem,)
+    return tuple(f"{stem}.{index}" for index in range(facts.num_returns))
+
+
+class TapeMode(TorchDispatchMode):
+    """Sees the ops of one call of a unit."""
+
+    def __init__(self, tape: Tape, unit_path: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = tape
+        self.unit_path = unit_path
+        self.scope = ""
+        self.counts: dict[tuple[str, str, str], int] = {}
+        self._op = ""
+        self._parameters: dict[int, TapeValue] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled regions run compiled: the tape sees them as one opaque op and keeps what they save."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Keeps torch from wrapping `__torch_dispatch__` (1 us an op); `untraced` does what that is for.
+        return False
+
+    @untraced
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if types and any(desugars(kind) for kind in types):
+            return NotImplemented  # Rule 5: DTensor and its kin come back as ops on their inner tensors.
+        facts = facts_of(func)
+        self._op = facts.name
+        if facts.is_view:
+            return func(*args, **kwargs)  # A view is made from its base when somebody asks for it.
+        if facts.changes_layout_only:
+            record = record_of(args[0].untyped_storage())
+            if record is not None and record.is_current(args[0]._version):
+                record.expect_bump(args[0]._version)
+            return func(*args, **kwargs)
+        decision = self.tape.decide(self, facts)
+        if facts.writes:
+            return self._run_write(func, facts, args, kwargs, decision)
+        if decision is False:
+            return func(*args, **kwargs)
+        state = generator_state(facts, args, kwargs)
+        output = func(*args, **kwargs)
+        if _must_keep_result(facts, output, kwargs):
+            return output
+        inputs = Inputs(self._value_in_mode, facts, args, kwargs)
+        node = Node(OpCall(func, inputs, state), inputs.values)
+        if isinstance(output, torch.Tensor):
+            self._register(output, node, facts, inputs, drop=True)
+        elif isinstance(output, (tuple, list)):
+            for index, result in enumerate(output):
+                drop = decision if isinstance(decision, bool) else decision[index]
+                self._register(result, node, facts, inputs, drop=drop)
+        return output
+
+    def _register(self, result: Any, node: Node, facts: OpFacts, inputs: Inputs, *, drop: bool) -> None:
+        if not drop or not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
+            node.add_output(None)
+            return
+        storage = result.untyped_storage()
+        if record_of(storage) is not None or inputs.has_storage(storage) or result.storage_offset():
+            # The op returned a view that its schema does not mention: known through the storage, or kept.
+            node.add_output(None)
+            return
+        value = TapeValue(node=node)
+        node.add_output(value)
+        record = StorageRecord(value, layout_of(result), result._version, facts.creates)
+        attach_record(storage, record)
+
+    def _run_write(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, decision: Decision) -> Any:
+        targets = [
+            tensor
+            for where in facts.writes
+            for tensor in tree_leaves(
+                args[where] if isinstance(where, int) and where < len(args) else kwargs.get(where)
+            )
+            if isinstance(tensor, torch.Tensor)
+        ]
+        storages = [tensor.untyped_storage() for tensor in targets]
+        for storage in storages:
+            snapshot_leaves(storage)
+        write = self._bind_write(func, facts, args, kwargs) if decision and len(targets) == 1 else None
+        version = targets[0]._version if targets else 0
+        output = func(*args, **kwargs)
+        for target, storage in zip(targets, storages, strict=True):
+            if write is None or (facts.keeps_on_cuda and target.is_cuda):
+                forget_record(storage)
+        record = record_of(storages[0]) if write is not None else None
+        if write is not None and record is not None:
+            value = TapeValue(node=write)
+            write.add_output(value)
+            record.rebase(value, version)
+        return output
+
+    def _bind_write(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Node | None:
+        """Describe an in-place op as a function from the old content of the storage to the new one, where that is known."""
+        if facts.writes[0] != 0 or not isinstance(args[0], torch.Tensor):
+            return None
+        target = args[0]
+        storage = target.untyped_storage()
+        record = record_of(storage)
+        layout = layout_of(target)
+        if record is None or not record.is_current(target._version) or layout[3] != record.layout[3]:
+            return None
+        if record.layout[0].numel() * target.element_size() != storage.nbytes():
+            return None  # The base does not cover its storage densely, so a clone would not have its layout.
+        if record.created == "undefined" and not (facts.overwrites and layout == record.layout):
+            return None  # A write that reads the old content, or leaves a part of it, reads what a kernel may have put there.
+        base = record.base
+        state = generator_state(facts, args, kwargs)
+        inputs = Inputs(self._value_in_mode, facts, args[1:], kwargs)
+        if inputs.has_storage(storage) and any(value.tensor is not None for value in inputs.values_on(storage)):
+            return None  # A held alias of the very storage: holding it in its own record would be a cycle.
+        view = None if layout == record.layout else layout
+        return Node(WriteCall(func, inputs, state, view), [base, *inputs.values], mutates=True)
+
+    def _known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
+        """Return the dropped value that a tensor is, or None for a tensor that the tape did not drop."""
+        record = record_of(storage)
+        if record is None:
+            return None
+        if record.created is not None:
+            forget_record(storage)
+            return None
+        return record.value_of(layout_of(tensor)) if record.is_current(tensor._version) else None
+
+    def _value_in_mode(self, tensor: torch.Tensor) -> TapeValue:
+        """Return the value of an op's argument: a dropped one where it is known, else one that holds the tensor."""
+        if type(tensor) is Parameter:
+            known = self._parameters.get(id(tensor))
+            if known is None:
+                known = self._parameters[id(tensor)] = self._leaf(tensor, None, in_hook=False)
+            return known
+        if tensor.layout is not torch.strided:
+            return self._leaf(tensor, None, in_hook=False)
+        storage = tensor.untyped_storage()
+        return self._known_value(tensor, storage) or self._leaf(tensor, storage, in_hook=False)
+
+    def _leaf(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None, *, in_hook: bool) -> TapeValue:
+        value = TapeValue()
+        value.hold(*self.tape.alias(tensor, in_hook=in_hook))
+        value.label = (self.unit_path, self.scope, self._op)
+        if storage is not None:
+            watch(value, storage)
+        return value
+
+    @untraced
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Give autograd something to hold instead of a tensor that it saves."""
+        if type(tensor) is Parameter:
+            known = self._parameters.get(id(tensor))
+            if known is None:
+                known = self._parameters[id(tensor)] = self._leaf(tensor, None, in_hook=True)
+            return known
+        if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
+            return _PackedSubclass(tensor, self.pack)
+        if tensor.layout is not torch.strided:
+            return self._leaf(tensor, None, in_hook=True)
+        storage = tensor.untyped_storage()
+        return self._known_value(tensor, storage) or self._leaf(tensor, storage, in_hook=True)
+
+
+class _PackedSubclass:
+    """A saved tensor subclass (DTensor, ...): its inner tensors as values, and how to put them together again."""
+
+    __slots__ = ("context", "inner", "kind", "size", "stride")
+
+    def __init__(self, tensor: Any, pack: Any) -> None:
+        with torch.no_grad():
+            names, self.context = tensor.__tensor_flatten__()
+        self.kind = type(tensor)
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.inner = {name: pack(getattr(tensor, name)) for name in names}
+
+    def rebuild(self, unpack: Any) -> torch.Tensor:
+        inner = {name: unpack(packed) for name, packed in self.inner.items()}
+        tensor: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+        return tensor
+
+
+def _must_keep_result(facts: OpFacts, output: Any, kwargs: Any) -> bool:
+    """What can only be told when the op ran: rule 4 on CUDA, and copies from another device (a synchronisation)."""
+    if facts.keeps_on_cuda:
+        return any(isinstance(t, torch.Tensor) and t.is_cuda for t in tree_leaves(output))
+    return facts.device_keyword and kwargs.get("device") is not None
+
+
+def strided_tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Return the tensors with a storage in a nest of containers; of a DTensor and its kin, the inner ones."""
+    for tensor in tree_leaves(output):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            yield from strided_tensors([getattr(tensor, name) for name in names])
+        elif tensor.layout is torch.strided:
+            yield tensor

@@ -1,0 +1,208 @@
+"""The tape's view of tensors: what is known about a storage, and the values that stand for tensors.
+
+A dropped tensor is recognised by its storage: the storage object carries a `StorageRecord` as a Python attribute, which
+PyTorch preserves for as long as the bytes live and which dies with them, so that a reused address can never be mistaken
+for an old one. A storage without a record is unknown to the tape, and what is unknown is kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from recollect._torch_private import disable_torch_dispatch, is_fake_tensor, share_version_counters
+from recollect.errors import MutatedValueError
+from recollect.replay import Node, Value
+
+_RECORD = "_recollect_record"
+_LEAVES = "_recollect_leaves"
+# Dead weak references are swept out of a storage's list of leaves when it has grown to this length. Parameters and
+# buffers outlive the values that stand for them, step after step; other storages hardly ever see more than a handful.
+_SWEEP_LENGTH = 16
+
+# Never true for a version counter: the tensor of this value is not watched for changes.
+UNWATCHED = -1
+
+Layout = tuple[torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype]
+"""Shape, strides, storage offset, dtype: what tells apart two tensors on one storage."""
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Return what tells this tensor apart from others on its storage."""
+    return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+class TapeValue(Value):
+    """A value whose tensor, once it is held, must not be changed in place before it is used.
+
+    `version`: the tensor's version counter when it was taken, or `UNWATCHED`.
+    `label`: (unit path, module path, op) of whoever took it first, for the error message.
+    """
+
+    __slots__ = ("label", "version")
+
+    def __init__(self, *, tensor: torch.Tensor | None = None, node: Node | None = None) -> None:
+        super().__init__(tensor=tensor, node=node)
+        self.version = UNWATCHED
+        self.label: tuple[str, str, str] = ("", "", "")
+
+    def fetch(self) -> torch.Tensor:
+        """Return the tensor; raise `MutatedValueError` if it is not what it was when it was taken."""
+        tensor: torch.Tensor = self.tensor
+        if self.version != UNWATCHED and tensor._version != self.version:
+            raise MutatedValueError(
+                unit=self.label[0],
+                module=self.label[1],
+                op=self.label[2],
+                shape=tuple(tensor.shape),
+                changes=tensor._version - self.version,
+            )
+        return tensor
+
+    def hold(self, tensor: torch.Tensor, version: int) -> None:
+        """Become available with a tensor that somebody else may write to."""
+        self.tensor = tensor
+        self.version = version
+        self.node = None
+        self.is_viewed = True
+
+    def snapshot(self) -> None:
+        """Take a private copy, because the tensor is about to be written to."""
+        if self.tensor is not None and self.version == self.tensor._version:
+            self.tensor = private_copy(self.tensor)
+            self.version = UNWATCHED
+
+
+class StorageRecord:
+    """What the tape knows of one dropped storage: the value that covers all of it, and how to find views of it.
+
+    `base`: the value of the tensor that was made with this storage; `layout` is that tensor's.
+    `views`: values of other tensors on this storage, made from `base` when they are first asked for.
+    `version`: the version counter at which this holds; `is_bumped`: an in-place op that the tape saw has been run, and
+        the counter rises by one when autograd gets it back.
+    `created`: "undefined" or "constant" while the content came from nowhere (`torch.empty`, `torch.zeros`): only a write
+        that the tape sees gives it one that can be made again.
+    """
+
+    __slots__ = ("base", "created", "is_bumped", "layout", "version", "views")
+
+    def __init__(self, base: TapeValue, layout: Layout, version: int, created: str | None) -> None:
+        self.base = base
+        self.layout = layout
+        self.version = version
+        self.is_bumped = False
+        self.created = created
+        self.views: dict[Layout, TapeValue] = {}
+
+    def rebase(self, base: TapeValue, version: int) -> None:
+        """Replace the content: an in-place op, run at `version`, made a new value on the same storage."""
+        self.base = base
+        self.views = {}
+        self.created = None
+        self.expect_bump(version)
+
+    def expect_bump(self, version: int) -> None:
+        """An in-place op that the tape saw ran at this version."""
+        self.version = version
+        self.is_bumped = True
+
+    def is_current(self, version: int) -> bool:
+        """Whether a tensor with this version counter still has the content that the record describes."""
+        if version == self.version:
+            return True
+        if self.is_bumped and version == self.version + 1:
+            self.version = version
+            self.is_bumped = False
+            return True
+        return False
+
+    def value_of(self, layout: Layout) -> TapeValue | None:
+        """Return the value of a tensor on this storage, or None where it cannot be made from the base."""
+        if layout == self.layout:
+            return self.base
+        view = self.views.get(layout)
+        if view is None:
+            if layout[3] != self.layout[3] or layout[3].is_complex:
+                return None
+            node = Node(_ViewCall(layout), [self.base])
+            self.base.is_viewed = True
+            view = TapeValue(node=node)
+            view.is_viewed = True
+            node.add_output(view)
+            self.views[layout] = view
+        return view
+
+
+class _ViewCall:
+    """Makes a view with a given layout from the tensor that covers the storage."""
+
+    __slots__ = ("layout",)
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> tuple[torch.Tensor]:
+        size, stride, offset, _ = self.layout
+        return (tensors[0].as_strided(size, stride, offset),)
+
+
+def record_of(storage: torch.UntypedStorage) -> StorageRecord | None:
+    """Return what the tape knows about a storage."""
+    return getattr(storage, _RECORD, None)
+
+
+def attach_record(storage: torch.UntypedStorage, record: StorageRecord) -> None:
+    """Remember how the content of this storage was made, for as long as the storage lives."""
+    setattr(storage, _RECORD, record)
+
+
+def forget_record(storage: torch.UntypedStorage) -> None:
+    """From here on the content of this storage is kept by whoever needs it."""
+    vars(storage).pop(_RECORD, None)
+
+
+def alias_in_hook(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the same storage, with the same version counter, that does not hold the autograd graph.
+
+    Holding the tensor itself would be a reference cycle through its own `grad_fn`. For saved-tensor hooks: the guard keeps
+    `detach` out of the active dispatch modes (0.6 us instead of 17 us).
+    """
+    if is_fake_tensor(tensor):
+        return tensor.detach()  # Fake tensors are made by a dispatch mode.
+    with disable_torch_dispatch():
+        return tensor.detach()
+
+
+def alias_in_mode(tensor: torch.Tensor) -> torch.Tensor:
+    """The same for code that runs inside a dispatch mode, below autograd, where an alias has a version counter of its own."""
+    with share_version_counters():
+        return tensor.detach()
+
+
+def private_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor out of sight of the active dispatch modes: the copy is the tape's own, not an op of the model."""
+    if is_fake_tensor(tensor):
+        return tensor.clone()
+    with disable_torch_dispatch(), torch.no_grad():
+        return tensor.clone()
+
+
+def watch(value: TapeValue, storage: torch.UntypedStorage) -> None:
+    """Have `snapshot_leaves` find this value when its storage is about to be written to."""
+    leaves: list[weakref.ref[TapeValue]] | None = getattr(storage, _LEAVES, None)
+    if leaves is None:
+        setattr(storage, _LEAVES, [weakref.ref(value)])
+        return
+    if len(leaves) >= _SWEEP_LENGTH:
+        leaves[:] = [reference for reference in leaves if reference() is not None]
+    leaves.append(weakref.ref(value))
+
+
+def snapshot_leaves(storage: torch.UntypedStorage) -> None:
+    """Give every value that holds a tensor on this storage a private copy: an in-place op is about to run."""
+    for reference in vars(storage).pop(_LEAVES, ()):
+        value = reference()
+        if value is not None:
+            value.snapshot()
