@@ -1,0 +1,89 @@
+"""Module paths in short: "model.layers.0-22" stands for the 23 paths "model.layers.0" to "model.layers.22".
+
+A range is two whole numbers without leading zeros, the smaller one first, as one component of a path. A path of which a
+component really is called "0-22" cannot be written in short and `is_plain` says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+__all__ = ["compress_paths", "expand_paths", "is_plain"]
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
+_RANGE = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})", re.ASCII)
+# More paths than any model has units; a longer range in a file is a mistake that would fill the memory.
+_LONGEST_RANGE = 100_000
+
+
+def is_plain(path: str) -> bool:
+    """Whether no component of the path could be taken for a range."""
+    return not any(_RANGE.fullmatch(part) for part in path.split("."))
+
+
+def compress_paths(paths: Sequence[str]) -> list[str]:
+    """Return the paths with neighbours that count up by one joined to a range; the order stays.
+
+    Example:
+        >>> compress_paths(["embed", "layers.0", "layers.1", "layers.2", "layers.4"])
+        ['embed', 'layers.0-2', 'layers.4']
+    """
+    result: list[str] = []
+    run: list[str] = []
+    place = -1
+    for path in paths:
+        step = _step(run[-1], path) if run else -1
+        if step >= 0 and place in (-1, step):
+            run.append(path)
+            place = step
+            continue
+        result += _written(run, place)
+        run, place = [path], -1
+    return result + _written(run, place)
+
+
+def expand_paths(pattern: str) -> list[str]:
+    """Return the paths that `compress_paths` would write as this pattern.
+
+    Raises:
+        ValueError: more than one range, a range that counts down, or an absurdly long one.
+
+    Example:
+        >>> expand_paths("layers.8-10.mlp")
+        ['layers.8.mlp', 'layers.9.mlp', 'layers.10.mlp']
+    """
+    parts = pattern.split(".")
+    ranges = [(i, match) for i, part in enumerate(parts) if (match := _RANGE.fullmatch(part))]
+    if not ranges:
+        return [pattern]
+    if len(ranges) > 1:
+        raise ValueError("two ranges in one path, expected at most one")
+    place, match = ranges[0]
+    first, last = int(match[1]), int(match[2])
+    if first >= last:
+        raise ValueError(f"the range {match[0]} does not count up")
+    if last - first >= _LONGEST_RANGE:
+        raise ValueError(f"the range {match[0]} is longer than {_LONGEST_RANGE}")
+    return [".".join([*parts[:place], str(number), *parts[place + 1 :]]) for number in range(first, last + 1)]
+
+
+def _step(path: str, following: str) -> int:
+    """Return the component by which `following` is the next path after `path`, or -1."""
+    old, new = path.split("."), following.split(".")
+    if len(old) != len(new) or not (is_plain(path) and is_plain(following)):
+        return -1
+    different = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+    if len(different) != 1:
+        return -1
+    a, b = old[different[0]], new[different[0]]
+    counts_up = _NUMBER.fullmatch(a) and _NUMBER.fullmatch(b) and int(b) == int(a) + 1
+    return different[0] if counts_up else -1
+
+
+def _written(run: list[str], place: int) -> list[str]:
+    if len(run) < 2:
+        return run
+    first, last = run[0].split("."), run[-1].split(".")
+    first[place] = f"{first[place]}-{last[place]}"
+    return [".".join(first)]

@@ -1,0 +1,288 @@
+"""Plans as values: equality, JSON that people edit, and how they print."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recollect.errors import PlanError, PlanFormatError
+from recollect.paths import compress_paths, expand_paths
+from recollect.plan import Plan, UnitPlan
+from recollect.plan_text import summarise_names
+
+KEPT = ("q_proj", "k_proj", "v_proj", "scaled", "o_proj", "gate_proj", "rsqrt")
+NAMES = """
+    input_layernorm.pow input_layernorm.mean input_layernorm.add input_layernorm.rsqrt input_layernorm.mul
+    input_layernorm.mul#1 self_attn.q_proj.mm self_attn.k_proj.mm self_attn.v_proj.mm self_attn.neg self_attn.cat
+    self_attn.mul self_attn.mul#1 self_attn.add self_attn.neg#1 self_attn.cat#1 self_attn.add#1
+    self_attn._scaled_dot_product_flash_attention_for_cpu self_attn._scaled_dot_product_flash_attention_for_cpu.1
+    self_attn.o_proj.mm add post_attention_layernorm.pow post_attention_layernorm.mean post_attention_layernorm.rsqrt
+    post_attention_layernorm.mul mlp.gate_proj.mm mlp.act_fn.silu mlp.up_proj.mm mlp.mul mlp.down_proj.mm add#1
+""".split()
+LEAN = UnitPlan({name: "keep" if any(part in name for part in KEPT) else "recompute" for name in NAMES})
+FAT = UnitPlan(dict.fromkeys(NAMES, "keep"))
+FULL = UnitPlan(dict.fromkeys(NAMES, "recompute"), output="recompute")
+
+
+def llama_plan() -> Plan:
+    units = {f"model.layers.{i}": LEAN if i < 23 else FAT for i in range(32)}
+    return Plan(
+        units,
+        budget_bytes=16 * 2**30,
+        predicted_peak_bytes=int(15.6 * 2**30),
+        predicted_slowdown=0.0312,
+        bound_slowdown=0.0287,
+    )
+
+
+def test_prints_what_each_group_of_layers_keeps() -> None:
+    assert str(llama_plan()).splitlines() == [
+        "model.layers.0-22   keep       input_layernorm.rsqrt q_proj k_proj v_proj self_attn.sdpa o_proj",
+        "                               post_attention_layernorm.rsqrt gate_proj",
+        "                    recompute  input_layernorm.{pow,mean,add,mul} self_attn.{neg,cat,mul,add} add",
+        "                               post_attention_layernorm.{pow,mean,mul} act_fn up_proj mlp.mul",
+        "                               down_proj",
+        "model.layers.23-31  keep all",
+        "all others          keep all",
+        "predicted peak 15.6 GiB, budget 16.0 GiB; predicted slowdown 3.1 %, no plan can be below 2.9 %",
+    ]
+    assert repr(llama_plan()) == str(llama_plan())
+
+
+def test_prints_interleaved_layers_under_one_label() -> None:
+    plan = Plan({f"model.layers.{i}": FULL if i % 4 < 3 else FAT for i in range(12)}, note="every 4")
+    assert str(plan).splitlines() == [
+        "model.layers.{0-2,4-6,8-10}  recompute all and the output",
+        "model.layers.{3,7,11}        keep all",
+        "all others                   keep all",
+        "every 4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("unit", "text"),
+    [
+        (UnitPlan({}), "keep all"),
+        (UnitPlan({"mm": "recompute"}), "recompute all"),
+        (UnitPlan({}, output="recompute"), "recompute the output"),
+        (UnitPlan({"mm": "keep"}, output="recompute"), "keep all but the output"),
+        (UnitPlan({}, engine="region"), "re-run the module"),
+        (UnitPlan({}, engine="region", output="recompute"), "re-run the module, recompute the output"),
+    ],
+)
+def test_prints_simple_units_in_words(unit: UnitPlan, text: str) -> None:
+    assert str(Plan({"block": unit})).splitlines()[0] == f"block       {text}"
+
+
+def test_plan_without_units_prints_that_all_is_kept() -> None:
+    assert str(Plan({})) == "all units  keep all"
+
+
+def test_long_lists_are_cut_and_say_so() -> None:
+    experts = {f"mlp.experts.{i}.w{j}.mm": "keep" if (i + j) % 3 else "recompute" for i in range(64) for j in range(3)}
+    scan = {f"scan.op{i}": "keep" if i % 3 else "recompute" for i in range(400)}
+    for actions in (experts, scan):
+        lines = str(Plan({"layers.0": UnitPlan(actions)})).splitlines()  # type: ignore[arg-type]
+        assert len(lines) <= 9
+        assert max(map(len, lines)) <= 100
+    assert "scan.{op1,op2,op4,op5,op7,op8,+260}" in "\n".join(lines)
+
+
+def test_experts_that_are_treated_alike_become_one_range() -> None:
+    marks = {f"experts.{i}.{w}.mm": w for i in range(64) for w in ("gate", "up")}
+    assert summarise_names(marks) == {"gate": ["experts.0-63.gate"], "up": ["experts.0-63.up"]}
+
+
+def test_modules_of_one_name_are_told_apart() -> None:
+    marks = {"a.norm.mul": "keep", "b.norm.mul": "drop", "b.add": "keep", "a.mm": "drop"}
+    assert summarise_names(marks) == {"keep": ["a.norm", "b.add"], "drop": ["b.norm", "a.mm"]}
+
+
+def test_calls_and_outputs_of_one_op_are_told_apart_only_where_they_differ() -> None:
+    assert summarise_names({"mul": 1, "mul#1": 2, "topk": 1, "topk.1": 1}) == {1: ["mul topk"], 2: ["mul#1"]}
+
+
+def test_diff_names_what_changes() -> None:
+    changed = {f"model.layers.{i}": FULL if i < 2 else LEAN for i in range(23)}
+    changed |= {f"model.layers.{i}": FAT for i in range(23, 32)}
+    changed["model.layers.0"] = UnitPlan({}, engine="region")
+    new = Plan(changed, budget_bytes=2**30, predicted_peak_bytes=int(15.6 * 2**30), predicted_slowdown=0.05)
+    assert llama_plan().diff(new).splitlines() == [
+        "model.layers.0  recompute -> keep  input_layernorm.{pow,mean,add,mul} self_attn.{neg,cat,mul,add}",
+        "                                   add post_attention_layernorm.{pow,mean,mul} act_fn up_proj",
+        "                                   mlp.mul down_proj",
+        "                engine: tape -> region",
+        "model.layers.1  keep -> recompute  input_layernorm.rsqrt q_proj k_proj v_proj self_attn.sdpa o_proj",
+        "                                   post_attention_layernorm.rsqrt gate_proj",
+        "                output: keep -> recompute",
+        "budget 16.0 GiB -> 1.0 GiB",
+        "predicted slowdown 3.1 % -> 5.0 %",
+    ]
+    assert llama_plan().diff(llama_plan()) == "no difference"
+
+
+def test_diff_with_a_plan_without_numbers() -> None:
+    assert Plan({}).diff(Plan({}, predicted_peak_bytes=512)) == "predicted peak unknown -> 512 B"
+
+
+def test_json_round_trip_and_file(tmp_path: Path) -> None:
+    plan = llama_plan()
+    assert Plan.from_json(plan.to_json()) == plan
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert repr(Plan.load(tmp_path / "plan.json")) == repr(plan)
+
+
+def test_json_is_made_for_editing() -> None:
+    document = json.loads(llama_plan().to_json())
+    assert [unit["paths"] for unit in document["units"]] == [["model.layers.0-22"], ["model.layers.23-31"]]
+    assert list(document["units"][0]["values"]) == NAMES
+    document["units"][0]["values"]["mlp.mul"] = "keep"
+    edited = Plan.from_json(json.dumps(document))
+    assert edited.units["model.layers.7"].actions["mlp.mul"] == "keep"
+
+
+def test_json_of_a_module_that_is_called_like_a_range() -> None:
+    plan = Plan({"blocks.0-3": LEAN, "blocks.0": LEAN, "blocks.1": LEAN})
+    assert set(Plan.from_json(plan.to_json()).units) == {"blocks.0-3", "blocks.0", "blocks.1"}
+
+
+def test_is_a_value() -> None:
+    plan = llama_plan()
+    assert copy.deepcopy(plan) == plan == pickle.loads(pickle.dumps(plan))
+    assert hash(plan) == hash(copy.deepcopy(plan))
+    assert plan != Plan({})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.note = "other"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        plan.units["x"] = LEAN  # type: ignore[index]
+    with pytest.raises(TypeError):
+        LEAN.actions["add"] = "keep"  # type: ignore[index]
+    assert plan.with_note("tried").note == "tried"
+
+
+def test_what_it_was_made_from_can_change() -> None:
+    actions: dict[str, Any] = {"mm": "keep"}
+    unit = UnitPlan(actions)
+    actions["mm"] = "recompute"
+    assert unit.actions["mm"] == "keep"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"actions": {"up.mm": "save"}}, "value 'up.mm': got 'save', expected 'keep' or 'recompute'"),
+        ({"actions": {}, "output": "drop"}, "output: got 'drop', expected 'keep' or 'recompute'"),
+        ({"actions": {}, "engine": "tap"}, "engine: got 'tap', expected 'tape' or 'region'"),
+    ],
+)
+def test_unit_messages(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        UnitPlan(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"budget_bytes": -1}, "budget_bytes: got -1, expected 0 or more"),
+        ({"predicted_slowdown": float("nan")}, "predicted_slowdown: got nan, expected a finite number, 0 or more"),
+        ({"bound_slowdown": -0.1}, "bound_slowdown: got -0.1"),
+    ],
+)
+def test_plan_messages(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan({}, **arguments)
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    unit = {"paths": ["layers.0-1"], "engine": "tape", "output": "keep", "values": {"mm": "keep"}}
+    return {"format": "recollect.plan", "version": 1, "units": [unit], **changes}
+
+
+def unit(**changes: Any) -> dict[str, Any]:
+    return document(units=[{"paths": ["layers.0"], "values": {}, **changes}])
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (document(version=2), r"version: got 2, but this recollect reads up to 1\. Update recollect"),
+        (document(version="1"), 'version: got "1", expected an integer, 1 or more'),
+        (document(version=True), "version: got true, expected an integer"),
+        (document(format="recollect.profile"), "format: got \"recollect.profile\", expected 'recollect.plan'"),
+        ([], r"document: got \[\], expected an object"),
+        ({"format": "recollect.plan", "version": 1}, "document: the key 'units' is missing"),
+        (document(extra=1), "extra: unknown key, expected one of format, version, units"),
+        (document(units={}), "units: got {}, expected an array"),
+        (document(budget_bytes="16GiB"), 'budget_bytes: got "16GiB", expected an integer, 0 or more'),
+        (document(predicted_slowdown="3 %"), 'predicted_slowdown: got "3 %", expected a finite number'),
+        (document(predicted_slowdown=-1), "predicted_slowdown: got -1.0, expected a finite number, 0 or more"),
+        (document(note=3), "note: got 3, expected a string"),
+        (unit(values={"up.mm": "save"}), r'units\[0\]\.values\.up\.mm: got "save", expected "keep" or "recompute"'),
+        (unit(values=["up.mm"]), r'units\[0\]\.values: got \["up.mm"\], expected an object'),
+        (unit(output="drop"), r'units\[0\]\.output: got "drop", expected "keep" or "recompute"'),
+        (unit(engine=None, value={}), r"units\[0\]\.value: unknown key, expected one of paths, exact_paths"),
+        (unit(paths=["layers.3-1"]), r"units\[0\]\.paths\[0\]: the range 3-1 does not count up"),
+        (unit(paths=["a.0-1.b.0-1"]), r"units\[0\]\.paths\[0\]: two ranges in one path"),
+        (unit(paths=["layers.0-999999"]), r"units\[0\]\.paths\[0\]: the range 0-999999 is longer than 100000"),
+        (unit(paths=[7]), r"units\[0\]\.paths\[0\]: got 7, expected a string"),
+        (
+            document(units=[{"paths": ["layers.0-3"], "values": {}}, {"paths": ["layers.2"], "values": {}}]),
+            r"units\[1\]\.paths\[0\]: the unit 'layers\.2' is there twice",
+        ),
+    ],
+)
+def test_malformed_documents_say_where(bad: object, message: str) -> None:
+    with pytest.raises(PlanFormatError, match=message):
+        Plan.from_json(json.dumps(bad))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"format":', "line 1, column 11: not JSON"),
+        ('{"a": 1, "a": 2}', "the key 'a' is there twice in one object"),
+        ('{"predicted_slowdown": NaN}', "got NaN, expected a finite number"),
+        ("[" * 100_000, "not a recollect.plan document|not JSON"),
+    ],
+)
+def test_text_that_is_no_document(text: str, message: str) -> None:
+    with pytest.raises(PlanFormatError, match=message):
+        Plan.from_json(text)
+
+
+def test_file_errors_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "edited.json"
+    path.write_text(json.dumps(document(version=3)))
+    with pytest.raises(PlanFormatError, match=r"edited\.json: version: got 3"):
+        Plan.load(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanFormatError, match=r"edited\.json: not a plan"):
+        Plan.load(path)
+    with pytest.raises(FileNotFoundError):
+        Plan.load(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("paths", "short"),
+    [
+        ([], []),
+        (["a", "b"], ["a", "b"]),
+        (["h.0", "h.1", "h.3"], ["h.0-1", "h.3"]),
+        (["h.9", "h.10", "h.11"], ["h.9-11"]),
+        (["h.1", "h.0"], ["h.1", "h.0"]),
+        (["h.00", "h.01"], ["h.00", "h.01"]),
+        (["h.0.a", "h.1.a", "h.1.b"], ["h.0-1.a", "h.1.b"]),
+        (["h.0.0", "h.0.1", "h.1.1"], ["h.0.0-1", "h.1.1"]),
+        (["0", "1"], ["0-1"]),
+    ],
+)
+def test_paths_in_short(paths: list[str], short: list[str]) -> None:
+    assert compress_paths(paths) == short
+    assert [path for pattern in short for path in expand_paths(pattern)] == paths
