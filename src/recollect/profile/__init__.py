@@ -1,0 +1,1 @@
+"""What a training step computes and needs: the record of it, and the measured peak."""

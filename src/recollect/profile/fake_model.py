@@ -1,0 +1,55 @@
+"""Give a model fake parameters for a while: shapes without memory, arithmetic without time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from recollect._torch_private import FakeTensorMode, tree_map
+
+
+@contextmanager
+def fake_tensors(model: nn.Module, device: torch.device) -> Iterator[FakeTensorMode]:
+    """Within the block the model's parameters and buffers are fake ones on `device`, and so is what is made from them.
+
+    The model's own tensors, which may be on the meta device, are put back at the end. Tied parameters stay tied.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, Any] = {}
+    originals: list[tuple[dict[str, Any], str, Any]] = []
+
+    def fake_of(tensor: Any) -> Any:
+        if id(tensor) not in fakes:
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+        return fakes[id(tensor)]
+
+    with mode:
+        try:
+            for module in model.modules():
+                for tensors in (module._parameters, module._buffers):
+                    for name, tensor in tensors.items():
+                        if tensor is not None:
+                            originals.append((tensors, name, tensor))
+                            tensors[name] = fake_of(tensor)
+            yield mode
+        finally:
+            for tensors, name, tensor in originals:
+                tensors[name] = tensor
+
+
+def fake_batch(batch: Any, device: torch.device) -> Any:
+    """Return a batch with fake tensors in place of real ones; call it inside of `fake_tensors`."""
+
+    def fake_of(item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return item
+        fake = torch.empty_strided(item.size(), item.stride(), dtype=item.dtype, device=device)
+        return fake.requires_grad_(item.requires_grad)
+
+    return tree_map(fake_of, batch)

@@ -1,0 +1,153 @@
+"""What an op costs: measured while a step is recorded, or from a cost model where tensors are fake.
+
+Ops with the same name and the same argument shapes are one op here. With identical layers every op is thus measured once
+a layer for free, and the median is taken; an op that ran too seldom for a median is run again on the spot.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from recollect._torch_private import tree_leaves
+from recollect.engine.facts import OpFacts
+from recollect.profile.working_memory import CpuWorkingMemory, CudaWorkingMemory
+
+Key = tuple[Any, ...]
+
+# A median of fewer samples is at the mercy of a page fault; more make recording slow.
+_LEAST_SAMPLES = 3
+# An op as long as this is not run again: it is far above the noise, and somebody waits.
+_LONG_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class OpRun:
+    """One run of an op: which op it was (`key`), and which run of the step, from 0."""
+
+    key: Key
+    number: int
+
+
+class MeasuredCosts:
+    """Times each op as it runs, and measures the memory that it works in."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._seconds: dict[Key, list[float]] = {}
+        self._numbers: dict[Key, list[int]] = {}
+        self._num_runs = 0
+        is_cuda = device.type == "cuda"
+        self._synchronize: Callable[[], None] = (lambda: torch.cuda.synchronize(device)) if is_cuda else lambda: None
+        self._memory = CudaWorkingMemory(device) if is_cuda else CpuWorkingMemory()
+        self._working_bytes: dict[Key, int] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Everything between is one step."""
+        with self._memory.recording():
+            yield
+        peaks_bytes = self._memory.peaks_bytes()
+        # A first call may set up what stays; the higher median of all calls is what the op takes.
+        self._working_bytes = {
+            key: statistics.median_high(peaks_bytes[number] for number in numbers)
+            for key, numbers in self._numbers.items()
+        }
+
+    def run(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, *, may_repeat: bool) -> tuple[Any, OpRun]:
+        """Run an op; return its result, and what to ask for its costs with.
+
+        `may_repeat`: running it some more times disturbs nothing (it does when the peak is near).
+        """
+        key = _key(func, args, kwargs)
+        samples = self._seconds.setdefault(key, [])
+        number = self._num_runs
+        self._num_runs += 1
+        self._numbers.setdefault(key, []).append(number)
+        self._memory.begin()
+        output = self._run_once(func, args, kwargs, samples)
+        self._memory.end()
+        if may_repeat and not facts.writes and not facts.is_random and not facts.keeps and facts.running_stats is None:
+            while len(samples) < _LEAST_SAMPLES and samples[-1] < _LONG_S:
+                self._run_once(func, args, kwargs, samples)
+        return output, OpRun(key, number)
+
+    def seconds_of(self, run: OpRun) -> float:
+        """Return the median time of an op."""
+        return statistics.median(self._seconds[run.key])
+
+    def working_bytes_of(self, run: OpRun) -> int:
+        """Return the most bytes that the op adds while it runs, its results among them."""
+        return self._working_bytes[run.key]
+
+    def _run_once(self, func: Any, args: Any, kwargs: Any, samples: list[float]) -> Any:
+        self._synchronize()
+        begin = time.perf_counter()
+        output = func(*args, **kwargs)
+        self._synchronize()
+        samples.append(time.perf_counter() - begin)
+        return output
+
+
+class ModelledCosts:
+    """A roofline: the longer of arithmetic at peak rate and memory traffic at full bandwidth, and a launch.
+
+    The default is an NVIDIA H100 SXM by its data sheet (989.5 TFLOP/s dense bf16, 3.35 TB/s) at the 70 % of it that large
+    matrix products reach, and 5 us a launch. Good for choosing between values, not for promising seconds.
+    """
+
+    def __init__(
+        self, *, flops_per_s: float = 0.7 * 989.5e12, bytes_per_s: float = 0.7 * 3.35e12, launch_s: float = 5e-6
+    ) -> None:
+        self._flops_per_s = flops_per_s
+        self._bytes_per_s = bytes_per_s
+        self._launch_s = launch_s
+        self._seconds: dict[Key, float] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Nothing has to be switched on."""
+        yield
+
+    def run(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, *, may_repeat: bool) -> tuple[Any, OpRun]:
+        """Run an op on fake tensors; return its result, and what to ask for its costs with."""
+        output = func(*args, **kwargs)
+        key = _key(func, args, kwargs)
+        if key not in self._seconds:
+            self._seconds[key] = self._estimate(func, args, kwargs, output)
+        return output, OpRun(key, 0)
+
+    def seconds_of(self, run: OpRun) -> float:
+        """Return the modelled time of an op."""
+        return self._seconds[run.key]
+
+    def working_bytes_of(self, run: OpRun) -> int:
+        """Fake tensors have no kernels, so no workspaces: only the results count, and those are known anyway."""
+        return 0
+
+    def _estimate(self, func: Any, args: Any, kwargs: Any, output: Any) -> float:
+        tensors = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, torch.Tensor)]
+        traffic_bytes = sum(t.numel() * t.element_size() for t in tensors)
+        formula = flop_registry.get(getattr(func, "overloadpacket", None))
+        flops = formula(*args, **kwargs, out_val=output) if formula is not None else 0
+        return self._launch_s + max(flops / self._flops_per_s, traffic_bytes / self._bytes_per_s)
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> Key:
+    return (func, *(_signature(a) for a in args), *(_signature(a) for a in kwargs.values()))
+
+
+def _signature(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return (
+            (argument.shape, argument.stride(), argument.dtype) if argument.layout is torch.strided else argument.shape
+        )
+    if isinstance(argument, (list, tuple)):
+        return tuple(_signature(a) for a in argument)
+    return argument if isinstance(argument, (int, float, bool, str)) else None

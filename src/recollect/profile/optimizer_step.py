@@ -1,0 +1,138 @@
+"""What an optimizer step needs: the state it will hold, and the tensors that it makes and frees on the way.
+
+A twin of the optimizer, on the same device and with the same settings, steps over tiny parameters. Each of them has a
+number of elements of its own, by which a tensor that the twin makes is recognised as "as large as parameter i". So the
+real optimizer is not touched, and its state is known before its first step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from recollect._torch_private import TorchDispatchMode, tree_leaves
+from recollect.profile import events
+
+_TRACKER = "_recollect_optimizer_tracker"
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """`state_bytes`: state after the first step. `events`: (ALLOC, number, bytes) and (FREE, number) of a later step."""
+
+    state_bytes: int
+    events: tuple[tuple[int, ...], ...]
+
+
+def record_optimizer_step(optimizer: torch.optim.Optimizer | None, device: torch.device) -> OptimizerStep:
+    """Find out what a step of this optimizer needs.
+
+    Args:
+        optimizer: not changed, not stepped; None for none.
+        device: where the parameters are, or will be if they are fake.
+
+    Warns:
+        UserWarning: the optimizer's class cannot be constructed from its parameter groups. Its present state is then
+            counted, and temporaries are taken to be as large as the largest parameter.
+    """
+    if optimizer is None:
+        return OptimizerStep(0, ())
+    try:
+        twin, sizes = _make_twin(optimizer, device)
+        _give_gradients(twin)
+        twin.step()
+    except Exception as error:  # An optimizer of somebody else's may do anything.
+        return _from_present_state(optimizer, error)
+    state = {id(t): t for t in tree_leaves([dict(s) for s in twin.state.values()]) if isinstance(t, torch.Tensor)}
+    state_bytes = sum(_real_bytes(t, sizes) for t in state.values())
+    watcher = _Watcher(sizes)
+    _give_gradients(twin)
+    with watcher:
+        twin.step()
+    watcher.is_over = True
+    return OptimizerStep(state_bytes, tuple(watcher.events))
+
+
+def _make_twin(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[torch.optim.Optimizer, dict[int, int]]:
+    sizes: dict[int, int] = {}
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        tiny = []
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue
+            # One element less would be confused with the scalars (step counts) that optimizers keep.
+            numel = len(sizes) + 2
+            sizes[numel] = parameter.numel()
+            shape = [1] * max(parameter.dim() - 1, 0) + [numel]
+            tiny.append(torch.zeros(shape, dtype=parameter.dtype, device=device, requires_grad=True))
+        if tiny:
+            groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": tiny})
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    return type(optimizer)(groups, **defaults), sizes
+
+
+def _give_gradients(twin: torch.optim.Optimizer) -> None:
+    for group in twin.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+
+
+def _real_bytes(tensor: torch.Tensor, sizes: dict[int, int]) -> int:
+    return sizes.get(tensor.numel(), tensor.numel()) * tensor.element_size()
+
+
+def _from_present_state(optimizer: torch.optim.Optimizer, error: Exception) -> OptimizerStep:
+    state = [t for t in tree_leaves([dict(s) for s in optimizer.state.values()]) if isinstance(t, torch.Tensor)]
+    state_bytes = sum(t.numel() * t.element_size() for t in state)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    largest_bytes = max((p.numel() * p.element_size() for p in parameters), default=0)
+    warnings.warn(
+        f"cannot try out a step of {type(optimizer).__name__} ({type(error).__name__}: {error}). Counted the "
+        f"{state_bytes} bytes of state that it has now and {largest_bytes} bytes of working memory; if it has not stepped "
+        "yet, take one step before recording.",
+        stacklevel=4,
+    )
+    return OptimizerStep(state_bytes, ((events.ALLOC, 0, largest_bytes), (events.FREE, 0)))
+
+
+class _Watcher(TorchDispatchMode):
+    """Notes the storages that a step makes, each at its real size."""
+
+    def __init__(self, sizes: dict[int, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes = sizes
+        self.events: list[tuple[int, ...]] = []
+        self.is_over = False
+        self._num_storages = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        known = [t.untyped_storage() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        for tensor in tree_leaves(output):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if hasattr(storage, _TRACKER) or any(storage is other for other in known):
+                continue
+            setattr(storage, _TRACKER, _Tracker(self, self._num_storages))
+            self.events.append((events.ALLOC, self._num_storages, _real_bytes(tensor, self.sizes)))
+            self._num_storages += 1
+        return output
+
+
+class _Tracker:
+    __slots__ = ("number", "watcher")
+
+    def __init__(self, watcher: _Watcher, number: int) -> None:
+        self.watcher = watcher
+        self.number = number
+
+    def __del__(self) -> None:
+        if not self.watcher.is_over:
+            self.watcher.events.append((events.FREE, self.number))

@@ -1,0 +1,255 @@
+"""Record one training step of a model: what it computes, what it saves, how long it takes, what memory it needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from recollect._torch_private import DataDependentOutputException, tree_leaves
+from recollect.engine.apply import apply_policy
+from recollect.errors import RecordError
+from recollect.planning.simulate import CallDecision, simulate
+from recollect.profile import events
+from recollect.profile.fake_model import fake_batch, fake_tensors
+from recollect.profile.find_units import Unit, find_units
+from recollect.profile.graph import OpRecord, Profile, StepLog, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.meter import measure_peak, storage_bytes
+from recollect.profile.op_costs import MeasuredCosts, ModelledCosts
+from recollect.profile.optimizer_step import OptimizerStep, record_optimizer_step
+from recollect.profile.recording_tape import DropAll, RecordingTape, StepMode
+from recollect.profile.step_recorder import RecordedCall, StepRecorder
+from recollect.step import LossFunction, describe_batch, device_of, run_forward, undisturbed
+
+Costs = MeasuredCosts | ModelledCosts
+
+
+def record(
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: LossFunction | None = None,
+    fake: bool = False,
+    units: Iterable[str] | None = None,
+    accumulates_gradients: bool = False,
+) -> Profile:
+    """Run one training step and write down all that a planner needs to know.
+
+    The step runs with every value dropped that can be, so it needs no more memory than full recompute of every layer.
+    Parameters, buffers, gradients, the optimizer and the random generators are left as they were found.
+
+    Args:
+        model: any module, in the mode (train or eval) that it will be trained in. It is not edited.
+        batch: a tensor, tuple or dict, passed as `model(batch)`, `model(*batch)` or `model(**batch)`.
+        optimizer: counts its state, even before its first step, and the working memory of its step.
+        loss_fn: from the model's output to a scalar; by default `output.loss`, or the output itself if it is a scalar.
+        fake: record on fake tensors, with neither the memory nor the arithmetic; the model may be on the meta device.
+            Times then come from a cost model, and values cannot steer the control flow.
+        units: module paths of the layers to plan, where `find_units` does not find them.
+        accumulates_gradients: gradients exist already when the step begins (gradient accumulation).
+
+    Returns:
+        The profile: frozen, torch-free, saved with `profile.save(path)`.
+
+    Raises:
+        UnsupportedModelError: the model has no repeated layers.
+        AlreadyAppliedError: the model recomputes already.
+        RecordError: the model rejected the batch, the loss is not a scalar or needs no gradient, or, with `fake`, the
+            step depends on data.
+
+    Example:
+        >>> import torch, recollect
+        >>> from recollect.models.llama import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+        >>> tokens = torch.randint(0, 64, (1, 16))
+        >>> profile = recollect.record(model, {"tokens": tokens, "labels": tokens})
+        >>> [call.path for call in profile.calls]
+        ['embed_tokens', 'rotary_emb', 'layers.0', 'layers.1', 'norm', 'lm_head']
+    """
+    found = find_units(model, units)
+    device = device_of(model, batch)
+    optimizer_step = record_optimizer_step(optimizer, device)
+    session = _Session(model, loss_fn, found, device, accumulates_gradients)
+    if fake:
+        with fake_tensors(model, device):
+            return session.profile(ModelledCosts(), fake_batch(batch, device), optimizer_step)
+    with undisturbed(model):
+        profile = session.profile(MeasuredCosts(device), batch, optimizer_step)
+        return session.calibrated(profile, batch)
+
+
+class _Session:
+    """One call of `record`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        units: list[Unit],
+        device: torch.device,
+        accumulates_gradients: bool,
+    ) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.layers = {unit.path for unit in units if unit.is_layer}
+        self.paths = [unit.path for unit in units]
+        self.device = device
+        self.accumulates_gradients = accumulates_gradients
+
+    def profile(self, costs: Costs, batch: Any, optimizer_step: OptimizerStep) -> Profile:
+        """Run the step under the recorder."""
+        recorder = StepRecorder(costs)
+        self._prepare_gradients()
+        persistent = self._persistent_bytes(batch)
+        with apply_policy(self.model, self.paths, RecordingTape(recorder)):
+            try:
+                with costs.recording(), StepMode(recorder):
+                    recorder.begin_phase(events.FORWARD)
+                    loss = run_forward(self.model, batch, self.loss_fn)
+                    recorder.begin_phase(events.BACKWARD)
+                    loss.backward()
+                    del loss
+                recorder.begin_phase(events.OPTIMIZER)
+                recorder.log_optimizer_step(optimizer_step.events)
+            except DataDependentOutputException as error:
+                raise RecordError(
+                    f"cannot record {type(self.model).__name__} on fake tensors: {error} asks for the content of a tensor. "
+                    "Record it with fake=False, on a small batch if need be."
+                ) from error
+            finally:
+                recorder.close()
+        persistent["optimizer_state"] = optimizer_step.state_bytes
+        is_fake = isinstance(costs, ModelledCosts)
+        return _assemble(
+            recorder,
+            costs,
+            self.layers,
+            persistent=persistent,
+            device=str(self.device),
+            device_name=_device_name(self.device),
+            fake=is_fake,
+            torch_version=torch.__version__,
+            model_class=type(self.model).__name__,
+            batch=describe_batch(batch),
+        )
+
+    def calibrated(self, profile: Profile, batch: Any) -> Profile:
+        """Run the leanest step once more, measured, and note what its simulation leaves out: workspaces of kernels."""
+        everything = [
+            CallDecision(
+                recompute=frozenset(
+                    index for index, value in enumerate(profile.graph_of(call).values) if not value.must_keep
+                )
+            )
+            for call in profile.calls
+        ]
+        simulated = simulate(profile, everything)
+
+        def step() -> None:
+            run_forward(self.model, batch, self.loss_fn).backward()
+
+        self._prepare_gradients()
+        with apply_policy(self.model, self.paths, DropAll()):
+            measured = measure_peak(step, device=self.device)
+        growth_bytes = max(simulated.forward_peak_bytes, simulated.backward_peak_bytes) - profile.persistent_bytes
+        return replace(profile, calibration_bytes=max(0, measured.peak_growth_bytes - growth_bytes))
+
+    def _prepare_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            needs_gradient = self.accumulates_gradients and parameter.requires_grad
+            parameter.grad = torch.zeros_like(parameter) if needs_gradient else None
+
+    def _persistent_bytes(self, batch: Any) -> dict[str, int]:
+        parameters = list(self.model.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return {
+            "parameters": storage_bytes(parameters),
+            "gradients": storage_bytes(gradients),
+            "buffers": storage_bytes(self.model.buffers()),
+            "batch": storage_bytes(t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)),
+        }
+
+
+def _assemble(recorder: StepRecorder, costs: Costs, layers: set[str], **facts: Any) -> Profile:
+    """Turn what was recorded into frozen data; calls with equal graphs share one."""
+    graphs: dict[UnitGraph, int] = {}
+    graph_of_call = [graphs.setdefault(_graph(call, costs), len(graphs)) for call in recorder.calls]
+    sources = [{source for source, _ in call.origins} for call in recorder.calls]
+    calls = tuple(
+        UnitCall(
+            path=call.path,
+            graph=graph,
+            repeated=call.path in layers,
+            chained=index + 1 < len(sources) and index in sources[index + 1],
+            origins=tuple((value, source, source_value) for (source, source_value), value in call.origins.items()),
+        )
+        for index, (call, graph) in enumerate(zip(recorder.calls, graph_of_call, strict=True))
+    )
+    step_s = math.fsum(graph_s for call in calls for graph_s in [list(graphs)[call.graph].forward_s])
+    step_s += math.fsum(costs.seconds_of(run) for run in recorder.other_runs)
+    log = StepLog(blocks=(_resolved(recorder, costs),), sequence=((0, -1),))
+    return Profile(graphs=tuple(graphs), calls=calls, log=log, step_s=step_s, **facts)
+
+
+def _resolved(recorder: StepRecorder, costs: Costs) -> tuple[tuple[int, ...], ...]:
+    """The events as a step without recorder has them: bytes instead of op numbers, gradients added up in place."""
+    resolved: list[tuple[int, ...]] = []
+    same: dict[int, int] = {}
+    recorded = recorder.events
+    for position, (code, *rest) in enumerate(recorded):
+        following = recorded[position + 1] if position + 1 < len(recorded) else ()
+        if code == events.WORK:
+            # The sum's own memory is told by SUM.
+            if not following or following[0] != events.SUM:
+                resolved.append((code, costs.working_bytes_of(recorder.other_runs[rest[0]])))
+        elif code == events.SUM:
+            storage, addend, nbytes = rest
+            if following == (events.FREE, addend):
+                same[storage] = same.get(addend, addend)
+                same[addend] = -1
+            else:
+                resolved.append((events.ALLOC, storage, nbytes))
+        elif code == events.FREE:
+            storage = same.get(rest[0], rest[0])
+            if storage >= 0:
+                resolved.append((code, storage))
+        else:
+            resolved.append((code, *rest))
+    return tuple(resolved)
+
+
+def _graph(call: RecordedCall, costs: MeasuredCosts | ModelledCosts) -> UnitGraph:
+    values = tuple(
+        ValueRecord(
+            name=value.name,
+            nbytes=value.nbytes,
+            producer=value.producer,
+            must_keep=value.must_keep,
+            saved=value.saved,
+            is_output=value.is_output,
+            mutated_later=value.mutated_later,
+        )
+        for value in call.values
+    )
+    ops = tuple(
+        OpRecord(
+            name=op.name,
+            inputs=op.inputs,
+            outputs=op.outputs,
+            time_s=costs.seconds_of(op.run),
+            mutates=op.mutates,
+            state_bytes=op.state_bytes,
+            working_bytes=costs.working_bytes_of(op.run),
+        )
+        for op in call.ops
+    )
+    return UnitGraph(values, ops)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,83 @@
+"""Objects that hang on a storage while a step is recorded, and report its death."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from recollect._torch_private import is_fake_tensor
+from recollect.profile import events
+
+if TYPE_CHECKING:
+    from recollect.profile.step_recorder import StepRecorder
+
+_TRACKER = "_recollect_tracker"
+
+
+def storage_of(tensor: Any) -> torch.UntypedStorage | None:
+    """Return what a tensor lies on; None for what is no tensor, or has no storage of its own."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return None
+    return tensor.untyped_storage()
+
+
+def tracker_of(storage: torch.UntypedStorage | None) -> TrackedValue | TrackedOther | None:
+    """Return what hangs on a storage."""
+    return getattr(storage, _TRACKER, None)
+
+
+def attach_tracker(storage: torch.UntypedStorage, tracker: TrackedValue | TrackedOther) -> None:
+    """Hang a tracker on a storage; it dies with it."""
+    setattr(storage, _TRACKER, tracker)
+
+
+class TrackedValue:
+    """Hangs on a storage that a unit's forward made.
+
+    Where the tape keeps such a tensor, it gets a copy, so that the storage dies when the model lets go of it: how long a
+    plan keeps it is for the simulator to find out.
+    """
+
+    __slots__ = ("_copy", "_copied_value", "call", "recorder", "value")
+
+    def __init__(self, recorder: StepRecorder, call: int, value: int) -> None:
+        self.recorder = recorder
+        self.call = call
+        self.value = value
+        self._copy: weakref.ref[torch.UntypedStorage] | None = None
+        self._copied_value = -1
+
+    def copy_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return a tensor like this one on a copy of the storage, which is shared by all that ask while it lives."""
+        copy = self._copy() if self._copy is not None and self._copied_value == self.value else None
+        layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        if copy is not None:
+            return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(copy, layout[2], *layout[:2])
+        whole = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).clone()
+        if not is_fake_tensor(tensor):
+            self._copy = weakref.ref(whole.untyped_storage())
+            self._copied_value = self.value
+        return whole.as_strided(*layout)
+
+    def __del__(self) -> None:
+        self.recorder.log(events.DIES, self.call, self.value)
+
+
+class TrackedOther:
+    """Hangs on a storage that was made outside of the units' forward.
+
+    `made`, `used`: the autograd nodes in whose formula it was made, and last used.
+    """
+
+    __slots__ = ("made", "recorder", "storage", "used")
+
+    def __init__(self, recorder: StepRecorder, storage: int, made: int) -> None:
+        self.recorder = recorder
+        self.storage = storage
+        self.made = made
+        self.used = -1
+
+    def __del__(self) -> None:
+        self.recorder.log(events.FREE, self.storage)

@@ -1,0 +1,103 @@
+"""The memory that each op takes while it runs, results and the kernel's workspace together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from recollect._torch_private import AllocatorTrace, profiler_is_active, quiet_allocator
+from recollect.errors import MeterError
+
+
+class WorkingMemory(Protocol):
+    """Measures runs of ops, numbered from 0."""
+
+    def begin(self) -> None:
+        """An op is about to run."""
+
+    def end(self) -> None:
+        """It ran."""
+
+    def peaks_bytes(self) -> list[int]:
+        """Return, for each run, the most bytes alive beyond those that were alive when it began. Once, at the end."""
+        ...
+
+
+class CpuWorkingMemory:
+    """Cuts the allocator's own record of the whole step at marks: allocations of one byte before and after each op."""
+
+    def __init__(self) -> None:
+        # Kept to the end, so that no other allocation can have the address of a mark.
+        self._marks: list[torch.UntypedStorage] = []
+        self._events: list[tuple[int, int]] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the allocator's events during the block."""
+        if profiler_is_active():
+            raise MeterError("record: a profiler is active on this thread. Record outside of it.")
+        trace = AllocatorTrace()
+        with quiet_allocator():
+            trace.start()
+            try:
+                yield
+            finally:
+                self._events = trace.stop()
+
+    def begin(self) -> None:
+        """Mark the begin of an op."""
+        self._mark()
+
+    def end(self) -> None:
+        """Mark its end."""
+        self._mark()
+
+    def peaks_bytes(self) -> list[int]:
+        """Return the peak of each op, by running sums between its marks."""
+        addresses = {mark.data_ptr() for mark in self._marks}
+        positions = {a: at for at, (a, num_bytes) in enumerate(self._events) if num_bytes == 1 and a in addresses}
+        # A kernel's own thread may write its events late, so marks are looked up by address, not counted.
+        order = [positions[mark.data_ptr()] for mark in self._marks]
+        peaks: list[int] = []
+        for begin, end in zip(order[::2], order[1::2], strict=True):
+            total_bytes = peak_bytes = 0
+            for _, num_bytes in self._events[begin + 1 : end]:
+                total_bytes += num_bytes
+                peak_bytes = max(peak_bytes, total_bytes)
+            peaks.append(peak_bytes)
+        self._marks, self._events = [], []
+        return peaks
+
+    def _mark(self) -> None:
+        # Made directly, not by an op, so that no dispatch mode gets to see it.
+        self._marks.append(torch.UntypedStorage(1, device="cpu"))
+
+
+class CudaWorkingMemory:
+    """Reads the caching allocator's counters around each op."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start_bytes = 0
+        self._peaks_bytes: list[int] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Nothing has to be switched on."""
+        yield
+
+    def begin(self) -> None:
+        """Reset the peak counter."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._start_bytes = torch.cuda.memory_allocated(self._device)
+
+    def end(self) -> None:
+        """Read it."""
+        self._peaks_bytes.append(torch.cuda.max_memory_allocated(self._device) - self._start_bytes)
+
+    def peaks_bytes(self) -> list[int]:
+        """Return what was read."""
+        return self._peaks_bytes
