@@ -1,0 +1,56 @@
+"""`fit`: record, plan and apply in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from recollect.engine.apply import apply
+from recollect.plan import Plan
+from recollect.planning.choose import plan
+from recollect.profile.record import record
+from recollect.step import LossFunction
+
+
+def fit(
+    model: nn.Module,
+    batch: Any,
+    budget: int | str,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: LossFunction | None = None,
+    accumulates_gradients: bool = False,
+) -> Plan:
+    """Make the model's training step fit into a budget of bytes, with the least recompute.
+
+    Args:
+        model: any module with repeated layers; not edited, only its layers' `forward` is wrapped.
+        batch: a tensor, tuple or dict, as large as those of training.
+        budget: bytes of the whole step (parameters, gradients, optimizer state, kept values, working memory), as an int
+            or text: "16GiB", "80GB", "60%" of the peak without recompute.
+        optimizer: counts with its state and the working memory of its step.
+        loss_fn: from the model's output to a scalar; see `record`.
+        accumulates_gradients: gradients exist already when the step begins.
+
+    Returns:
+        The plan, which is on the model now. `recollect.applied_to(model)` has the handle that takes it off.
+
+    Raises:
+        BudgetTooSmallError: no plan fits; says the least possible peak and the unit that needs it.
+        QuantityError, UnsupportedModelError, AlreadyAppliedError, RecordError: see `plan` and `record`.
+
+    Example:
+        >>> import torch, recollect
+        >>> from recollect.models.llama import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(num_layers=4, hidden_size=64, num_heads=4, vocab_size=128))
+        >>> tokens = torch.randint(0, 128, (4, 64))
+        >>> plan = recollect.fit(model, {"tokens": tokens, "labels": tokens}, budget="70%")
+        >>> plan.predicted_peak_bytes <= plan.budget_bytes
+        True
+    """
+    profile = record(model, batch, optimizer=optimizer, loss_fn=loss_fn, accumulates_gradients=accumulates_gradients)
+    chosen = plan(profile, budget)
+    apply(model, chosen)
+    return chosen

@@ -1,0 +1,1 @@
+"""Profile and budget in, plan out; nothing here imports torch."""

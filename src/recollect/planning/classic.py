@@ -1,0 +1,98 @@
+"""The schedules that everybody knows, as plans on the same profile, for comparison.
+
+| name | keeps |
+|---|---|
+| keep_all | everything: the step without recompute |
+| full | each layer's input |
+| every_nth | the input of every nth layer |
+| sqrt | the input of every nth layer, n the rounded square root of the number of layers |
+
+Embedding, final norm and head keep everything, as they do under the libraries' own switches.
+
+References:
+    T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016, section 4.1, for the
+    square root. https://arxiv.org/abs/1604.06174
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from typing import Literal
+
+from recollect.plan import Plan
+from recollect.planning.decisions import Simulate, decide, keep_all_unit, recompute_all_unit, simulated_plan
+from recollect.planning.segments import dropped_outputs, longest_chain
+from recollect.planning.simulate import simulate as simulate_step
+from recollect.profile.graph import Profile
+
+__all__ = ["CLASSIC_NAMES", "ClassicName", "classic_plan"]
+
+ClassicName = Literal["keep_all", "full", "every_nth", "sqrt"]
+CLASSIC_NAMES: tuple[ClassicName, ...] = ("keep_all", "full", "every_nth", "sqrt")
+
+
+def classic_plan(
+    profile: Profile, name: ClassicName, n: int | None = None, *, simulate: Simulate = simulate_step
+) -> Plan:
+    """Return a classic schedule as a plan, with its predicted peak and slowdown.
+
+    Args:
+        profile: the recorded step.
+        name: "keep_all", "full", "every_nth" or "sqrt".
+        n: for "every_nth" only: the input of every nth layer is kept; 1 is the same as "full".
+        simulate: predicts the peak and the recompute time of a choice.
+
+    Returns:
+        A plan without a budget.
+
+    Raises:
+        ValueError: an unknown name; `n` missing, below 1, or given where there is no choice; layers that do not feed
+            each other, where only some inputs should be kept.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from recollect.profile.graph import OpRecord, StepLog, UnitCall, UnitGraph, ValueRecord
+        >>> values = (ValueRecord("x", 8, producer=None), ValueRecord("mul", 8, producer=0, saved=True))
+        >>> layer = UnitGraph(values, (OpRecord("mul", (0,), (1,), 0.5),))
+        >>> profile = Profile((layer,), (UnitCall("layers.0", 0, repeated=True),), StepLog(), step_s=2.0)
+        >>> def simulate(profile, decisions):
+        ...     return SimpleNamespace(peak_bytes=96, recompute_s=0.5)
+        >>> print(classic_plan(profile, "full", simulate=simulate))
+        layers.0    recompute all
+        all others  keep all
+        predicted peak 96 B; predicted slowdown 25.0 %
+        full
+    """
+    stride, note = _stride(profile, name, n)
+    dropped = dropped_outputs(profile, stride=stride) if stride > 1 else frozenset()
+    units = {}
+    for call in profile.calls:
+        if not call.repeated or call.path in units:
+            continue
+        graph = profile.graph_of(call)
+        output: Literal["keep", "recompute"] = "recompute" if call.path in dropped else "keep"
+        units[call.path] = keep_all_unit(graph) if stride == 0 else recompute_all_unit(graph, output=output)
+    plan = Plan(units, note=note)
+    return simulated_plan(profile, plan, simulate(profile, decide(profile, plan)))
+
+
+def _stride(profile: Profile, name: str, n: int | None) -> tuple[int, str]:
+    """Return how many layers share one kept input, 0 for keeping everything, and what to call that."""
+    if name not in CLASSIC_NAMES:
+        close = difflib.get_close_matches(str(name), CLASSIC_NAMES, n=1)
+        meant = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"classic plan: got {name!r}, expected one of {', '.join(CLASSIC_NAMES)}.{meant}")
+    if name != "every_nth":
+        if n is not None:
+            raise ValueError(f"n: got {n} with {name!r}, expected none; only 'every_nth' takes n")
+        if name != "sqrt":
+            return (0 if name == "keep_all" else 1), name
+        n = max(1, round(math.sqrt(longest_chain(profile))))
+    if type(n) is not int or n < 1:
+        raise ValueError(f"n: got {n!r} with 'every_nth', expected a whole number of layers, 1 or more")
+    if n > 1 and longest_chain(profile) < 2:
+        raise ValueError(
+            f"n: got {n}, but no repeated layer of this model feeds the next one, so each input is kept; use 'full'"
+        )
+    return n, f"{name}, every {n}" if name == "sqrt" else f"every {n}"

@@ -1,0 +1,112 @@
+"""Between the three forms of a choice: a hull option, a plan that people read, and what the simulator is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+from recollect.plan import Action, Plan, UnitPlan
+from recollect.planning.hull import Option
+from recollect.planning.simulate import CallDecision
+from recollect.profile.graph import Profile, UnitGraph
+
+__all__ = [
+    "Prediction",
+    "Simulate",
+    "decide",
+    "decide_call",
+    "keep_all_unit",
+    "recompute_all_unit",
+    "simulated_plan",
+    "unit_plan",
+]
+
+
+class Prediction(Protocol):
+    """What the planner reads of a simulated step."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at any moment."""
+
+    @property
+    def recompute_s(self) -> float:
+        """Seconds spent on ops that run a second time."""
+
+    @property
+    def peak_call(self) -> str:
+        """Path of the unit at the peak, or what else runs then."""
+
+
+Simulate: TypeAlias = Callable[[Profile, Sequence[CallDecision]], Prediction]
+
+
+def unit_plan(graph: UnitGraph, option: Option, *, output: Action = "keep") -> UnitPlan:
+    """Write a hull option as a unit's plan.
+
+    A value that the option has no use for is named "recompute", so that it is dropped even where the unit runs a little
+    differently from what was recorded. That goes for the unit's output too: whether it stays is what `output` says. An
+    option that recomputes nothing keeps every value, which costs no more.
+    """
+    if not option.recompute_ops and output == "keep":
+        return keep_all_unit(graph)
+    needed = {value for op in option.recompute_ops for value in graph.ops[op].inputs}
+    actions: dict[str, Action] = {}
+    for index, value in enumerate(graph.values):
+        if value.producer is not None:
+            is_useful = index in option.keep and (value.saved or index in needed)
+            actions[value.name] = "keep" if value.must_keep or is_useful else "recompute"
+    return UnitPlan(actions, output=output)
+
+
+def keep_all_unit(graph: UnitGraph) -> UnitPlan:
+    """Keep whatever backward needs."""
+    return UnitPlan({value.name: "keep" for value in graph.values if value.producer is not None})
+
+
+def recompute_all_unit(graph: UnitGraph, *, output: Action = "keep") -> UnitPlan:
+    """Drop every value that can be computed again."""
+    actions: dict[str, Action] = {
+        value.name: "keep" if value.must_keep else "recompute" for value in graph.values if value.producer is not None
+    }
+    return UnitPlan(actions, output=output)
+
+
+def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallDecision:
+    """Return what one call drops under its unit's plan; names that the plan does not have are kept."""
+    if unit is None:
+        return CallDecision(recompute=frozenset(), keep_output=True)
+    dropped = frozenset(
+        index
+        for index, value in enumerate(graph.values)
+        if value.producer is not None
+        and not value.must_keep
+        and (unit.engine == "region" or unit.actions.get(value.name, "keep") == "recompute")
+    )
+    return CallDecision(recompute=dropped, keep_output=unit.output == "keep")
+
+
+def decide(profile: Profile, plan: Plan) -> list[CallDecision]:
+    """Return what each of the profile's calls drops under a plan."""
+    known: dict[tuple[int, int], CallDecision] = {}
+    decisions = []
+    for call in profile.calls:
+        unit = plan.units.get(call.path)
+        key = (call.graph, id(unit))
+        if key not in known:
+            known[key] = decide_call(profile.graphs[call.graph], unit)
+        decisions.append(known[key])
+    return decisions
+
+
+def simulated_plan(profile: Profile, plan: Plan, simulation: Prediction) -> Plan:
+    """Return the plan with what the simulation predicts of it."""
+    slowdown = simulation.recompute_s / profile.step_s if profile.step_s > 0 else 0.0
+    return Plan(
+        plan.units,
+        budget_bytes=plan.budget_bytes,
+        predicted_peak_bytes=simulation.peak_bytes,
+        predicted_slowdown=slowdown,
+        bound_slowdown=plan.bound_slowdown,
+        note=plan.note,
+    )

@@ -1,0 +1,213 @@
+"""The exact trade between bytes and seconds inside one unit: every best choice, from the leanest to the fattest.
+
+Which values to keep and which ops to run again, at a price `lambda` (seconds per kept byte), is a minimum cut:
+
+    a_v = 1   value v is available in backward          a_v = 1 for what autograd saved
+    r_o = 1   op o runs again                           r_o <= a_u for each argument u of o
+    cost      lambda * bytes(v)  if a_v = 1 and r_producer(v) = 0: v is kept
+              time(o)            if r_o = 1
+
+Every term is a capacity between two nodes (source side = 1), so one cut is the best choice at that price. The outputs
+of one op share its r. Leaves are available at no cost, and so is the unit's output where the plan keeps it. Each
+segment between two known choices is tested at its own slope: the cut there is either on the segment, which is then an
+edge of the hull, or a new choice below it. So n choices take about 2 n cuts.
+
+Flow or LP: SciPy's Dinic needs 0.2 ms for a unit of 100 ops and 0.6 ms for 1000, the same LP under HiGHS 2 and 10 ms
+(2 cores, SciPy 1.17). The flow is in 32-bit integers: capacities are scaled so that they add up to 2**30, hence a
+choice that is better by less than about 1e-8 of the unit's cost can be missed; what is returned is always consistent.
+
+References:
+    M. J. Eisner, D. G. Severance, "Mathematical techniques for efficient record segmentation in large shared
+    databases", JACM 23(4), 1976, for the sweep over the price.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy.sparse import coo_array, csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from recollect.profile.graph import UnitGraph
+
+__all__ = ["Option", "evaluate", "unit_hull"]
+
+_INFINITE = 2**31 - 1
+# The finite capacities add up to this, so that no flow reaches _INFINITE.
+_TOTAL_CAPACITY = 2**30
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One choice for one unit.
+
+    Attributes:
+        keep: indices of the values that are kept; with them every saved value is there or can be computed.
+        recompute_ops: indices of the ops that run again in backward.
+        kept_bytes: bytes of `keep`, the unit's output included where it is kept.
+        recompute_s: seconds of `recompute_ops`.
+    """
+
+    keep: frozenset[int]
+    recompute_ops: frozenset[int]
+    kept_bytes: int
+    recompute_s: float
+
+
+def unit_hull(graph: UnitGraph, *, output: Literal["keep", "recompute"] = "keep") -> tuple[Option, ...]:
+    """Return the lower convex hull of (kept bytes, recompute seconds) over all choices for one unit.
+
+    Args:
+        graph: the unit. Ops with a `must_keep` output never run again. A value that is `mutated_later` is not kept,
+            unless autograd itself saved it; ops that read such a leaf never run again.
+        output: "keep" if the unit's output stays in memory anyway, because the next unit starts from it.
+
+    Returns:
+        Options from the leanest (fewest bytes) to the fattest, which keeps exactly what autograd saves and recomputes
+        nothing; bytes rise and seconds fall from one to the next (the last step may save no time, when ops cost none).
+
+    Complexity: two minimum cuts per option; 0.05 s for 100 ops, 1 s for 1000 ops with all times and sizes different.
+
+    Example:
+        >>> from recollect.profile.graph import OpRecord, ValueRecord
+        >>> x = ValueRecord("x", 64, producer=None)
+        >>> h = ValueRecord("up.mm", 256, producer=0, saved=True)
+        >>> y = ValueRecord("down.mm", 64, producer=1, is_output=True)
+        >>> graph = UnitGraph((x, h, y), (OpRecord("up.mm", (0,), (1,), 0.5), OpRecord("down.mm", (1,), (2,), 0.5)))
+        >>> [(option.kept_bytes, option.recompute_s) for option in unit_hull(graph)]
+        [(64, 0.5), (320, 0.0)]
+    """
+    network = _Network(graph, keeps_output=output == "keep")
+    fattest = evaluate(graph, _saved(graph), output=output)
+    leanest = network.cut(byte_price=1.0, second_price=0.0)
+    found = {_point(fattest): fattest, _point(leanest): leanest}
+    segments = [(leanest, fattest)]
+    while segments:
+        lean, fat = segments.pop()
+        delta_bytes, delta_s = fat.kept_bytes - lean.kept_bytes, lean.recompute_s - fat.recompute_s
+        if delta_bytes <= 0 or delta_s <= 0:
+            continue
+        price = delta_s / delta_bytes
+        middle = network.cut(byte_price=price, second_price=1.0)
+        chord_s = price * lean.kept_bytes + lean.recompute_s
+        below = price * middle.kept_bytes + middle.recompute_s < chord_s * (1 - _TOLERANCE)
+        if below and _point(middle) not in found:
+            found[_point(middle)] = middle
+            segments += [(lean, middle), (middle, fat)]
+    return _descending(found.values(), fattest)
+
+
+def evaluate(graph: UnitGraph, keep: Iterable[int], *, output: Literal["keep", "recompute"] = "keep") -> Option:
+    """Return what keeping `keep` means: which ops run again, and which kept values are of use at all.
+
+    Values outside `keep` that are needed but cannot be computed again are kept too, as the engine does.
+    """
+    wanted = set(keep)
+    outputs = {i for i, v in enumerate(graph.values) if output == "keep" and v.is_output and v.producer is not None}
+    free = {i for i in outputs if graph.values[i].saved or not graph.values[i].mutated_later}
+    fixed_ops = _fixed_ops(graph)
+    needed = _saved(graph)
+    recompute_ops = set()
+    for index in range(len(graph.ops) - 1, -1, -1):
+        op = graph.ops[index]
+        missing = [v for v in op.outputs if v in needed and v not in wanted and v not in free]
+        if index in fixed_ops:
+            wanted.update(missing)
+        elif missing:
+            recompute_ops.add(index)
+            needed.update(v for v in op.inputs if graph.values[v].producer is not None)
+    kept = frozenset((wanted & needed) | outputs)
+    return Option(
+        keep=kept,
+        recompute_ops=frozenset(recompute_ops),
+        kept_bytes=sum(graph.values[v].nbytes for v in kept) + sum(graph.ops[o].state_bytes for o in recompute_ops),
+        recompute_s=math.fsum(graph.ops[o].time_s for o in recompute_ops),
+    )
+
+
+def _saved(graph: UnitGraph) -> set[int]:
+    return {i for i, value in enumerate(graph.values) if value.saved and value.producer is not None}
+
+
+def _fixed_ops(graph: UnitGraph) -> set[int]:
+    """Return the ops that never run again: a result has to be kept, or a leaf that they read is written to later."""
+    fixed = {value.producer for value in graph.values if value.must_keep and value.producer is not None}
+    lost = {i for i, value in enumerate(graph.values) if value.producer is None and value.mutated_later}
+    return fixed | {index for index, op in enumerate(graph.ops) if not lost.isdisjoint(op.inputs)}
+
+
+def _point(option: Option) -> tuple[int, float]:
+    return option.kept_bytes, option.recompute_s
+
+
+def _descending(options: Iterable[Option], fattest: Option) -> tuple[Option, ...]:
+    """Order options by bytes and leave out those that cost time without saving bytes; the fattest stays in any case."""
+    result: list[Option] = []
+    for option in sorted(options, key=_point):
+        if not result or option.recompute_s < result[-1].recompute_s:
+            result.append(option)
+    if result[-1].keep != fattest.keep:
+        result.append(fattest)
+    return tuple(result)
+
+
+class _Network:
+    """The flow network of one unit. Nodes: value v is v, op o is num_values + o, then source and sink."""
+
+    def __init__(self, graph: UnitGraph, *, keeps_output: bool) -> None:
+        self._graph = graph
+        self._output: Literal["keep", "recompute"] = "keep" if keeps_output else "recompute"
+        self._num_values = len(graph.values)
+        self._source = self._num_values + len(graph.ops)
+        self._sink = self._source + 1
+        # Each edge: (from, to, kept bytes, seconds); -1 bytes marks an infinite capacity.
+        edges = [*self._value_edges(keeps_output), *self._op_edges()]
+        start, end, nbytes, seconds = (np.array(column) for column in zip(*edges, strict=True)) if edges else [[]] * 4
+        order = coo_array((np.arange(1, len(edges) + 1), (start, end)), shape=(self._sink + 1,) * 2).tocsr()
+        # The edges in the order of the sparse matrix, so that each cut only replaces its numbers.
+        self._indices, self._indptr = order.indices.astype(np.int32), order.indptr.astype(np.int32)
+        position = order.data - 1
+        self._nbytes = np.asarray(nbytes, dtype=float)[position]
+        self._seconds = np.asarray(seconds, dtype=float)[position]
+        self._is_infinite = self._nbytes < 0
+
+    def _value_edges(self, keeps_output: bool) -> Iterable[tuple[int, int, int, float]]:
+        fixed_ops = _fixed_ops(self._graph)
+        for index, value in enumerate(self._graph.values):
+            can_keep = value.saved or not value.mutated_later
+            if value.producer is None or (value.is_output and keeps_output and can_keep):
+                continue
+            if value.saved:
+                yield self._source, index, -1, 0.0
+            end = self._sink if value.producer in fixed_ops else self._num_values + value.producer
+            yield index, end, value.nbytes if can_keep else -1, 0.0
+
+    def _op_edges(self) -> Iterable[tuple[int, int, int, float]]:
+        for index, op in enumerate(self._graph.ops):
+            node = self._num_values + index
+            # To run a random op again its generator's state has to be held meanwhile.
+            yield node, self._sink, op.state_bytes, op.time_s
+            for value in set(op.inputs):
+                yield node, value, -1, 0.0
+
+    def cut(self, *, byte_price: float, second_price: float) -> Option:
+        """Return the cheapest option when a kept byte and a recomputed second cost this much."""
+        price = np.where(self._is_infinite, 0.0, byte_price * self._nbytes + second_price * self._seconds)
+        total = float(price.sum())
+        scale = _TOTAL_CAPACITY / total if total > 0 else 0.0
+        capacity = np.where(self._is_infinite, _INFINITE, np.maximum(np.rint(price * scale), price > 0))
+        shape = (self._sink + 1,) * 2
+        network = csr_array((capacity.astype(np.int32), self._indices, self._indptr), shape=shape)
+        flow = maximum_flow(network, self._source, self._sink).flow
+        residual = csr_array(network - flow)
+        residual.eliminate_zeros()
+        reached = breadth_first_order(residual, self._source, return_predecessors=False)
+        available = {int(node) for node in reached if node < self._num_values}
+        run = {int(node) - self._num_values for node in reached if self._num_values <= node < self._source}
+        keep = {v for v in available if self._graph.values[v].producer not in run}
+        return evaluate(self._graph, keep, output=self._output)

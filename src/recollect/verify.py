@@ -1,0 +1,251 @@
+"""Check a plan on the real model: the same gradients? the predicted peak? the predicted slowdown?"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from recollect._torch_private import tree_leaves
+from recollect.engine.apply import applied_to, apply
+from recollect.plan import Plan
+from recollect.profile.meter import measure_peak, storage_bytes
+from recollect.profile.optimizer_step import record_optimizer_step
+from recollect.quantities import format_bytes
+from recollect.step import LossFunction, call_model, device_of, restored_buffers, run_forward, undisturbed
+from recollect.verify_units import compare_units
+
+_NUM_TIMINGS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `verify` found.
+
+    Attributes:
+        compared: "step" if the whole step ran with and without the plan; "units" if the plain step does not fit, so that
+            each unit was compared on its own, with the inputs that it gets in the step.
+        gradients_equal: every gradient has the same bits with and without the plan; so has the loss.
+        first_difference: name of the first parameter (or unit, or "the loss") that differs, and the largest absolute
+            difference; None if there is none.
+        num_compared: number of gradients that were compared.
+        plain_peak_bytes, plan_peak_bytes: measured peaks of forward and backward, with parameters, buffers, batch and
+            optimizer state counted; None where the plain step did not run.
+        predicted_peak_bytes, predicted_slowdown: what the plan says.
+        measured_slowdown: median time with the plan over median time without it, less one; runs alternate.
+    """
+
+    compared: Literal["step", "units"]
+    gradients_equal: bool
+    first_difference: tuple[str, float] | None
+    num_compared: int
+    plain_peak_bytes: int | None
+    plan_peak_bytes: int
+    predicted_peak_bytes: int | None
+    predicted_slowdown: float | None
+    measured_slowdown: float | None
+
+    def __str__(self) -> str:
+        equal = f"equal bit for bit ({self.num_compared} compared, {self.compared} by {self.compared})"
+        if self.compared == "step":
+            equal = f"equal bit for bit ({self.num_compared} compared)"
+        if self.first_difference is not None:
+            name, difference = self.first_difference
+            equal = f"DIFFERENT, first at {name}, by up to {difference:.3g}"
+        lines = [f"gradients        {equal}"]
+        plain = "did not fit" if self.plain_peak_bytes is None else format_bytes(self.plain_peak_bytes)
+        lines.append(f"peak without     {plain}")
+        lines.append(f"peak with plan   {format_bytes(self.plan_peak_bytes)}{self._compared_peak()}")
+        if self.measured_slowdown is not None:
+            predicted = "" if self.predicted_slowdown is None else f" (predicted {self.predicted_slowdown:.1%})"
+            lines.append(f"slowdown         {self.measured_slowdown:.1%}{predicted}")
+        return "\n".join(lines)
+
+    def _compared_peak(self) -> str:
+        if self.predicted_peak_bytes is None:
+            return ""
+        off = self.plan_peak_bytes / self.predicted_peak_bytes - 1
+        return f" (predicted {format_bytes(self.predicted_peak_bytes)}, measured {off:+.2%})"
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: LossFunction | None = None,
+    compare: Literal["auto", "step", "units"] = "auto",
+) -> Report:
+    """Run the step with and without the plan, from the same random state on the same data, and compare.
+
+    Parameters, gradients, buffers and random generators are left as they were found; the optimizer does not step. A plan
+    that is on the model already is taken off for the plain runs and put back.
+
+    Args:
+        model: the model that the plan is for.
+        batch: a tensor, tuple or dict, passed to the model as `record` does.
+        plan: the plan to check.
+        optimizer: counts with its state; it does not step.
+        loss_fn: from the model's output to a scalar; see `record`.
+        compare: "step" runs the whole step without the plan; "units" compares unit by unit, which needs no more memory
+            than full recompute; "auto" tries the step and turns to units if it runs out of memory.
+
+    Returns:
+        What was found; `print(report)` shows it in four lines.
+
+    Raises:
+        UnknownNameError, RecordError: see `apply` and `record`.
+
+    Example:
+        >>> import torch, recollect
+        >>> from recollect.models.llama import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+        >>> tokens = torch.randint(0, 64, (2, 32))
+        >>> batch = {"tokens": tokens, "labels": tokens}
+        >>> plan = recollect.classic_plan(recollect.record(model, batch), "full")
+        >>> recollect.verify(model, batch, plan).gradients_equal
+        True
+    """
+    check = _Check(model, batch, optimizer, loss_fn)
+    with undisturbed(model), _without_plans(model):
+        if compare != "units":
+            try:
+                return check.by_step(plan)
+            except (torch.OutOfMemoryError, MemoryError):
+                if compare == "step":
+                    raise
+                check.clear()
+        return check.by_unit(plan)
+
+
+class _Check:
+    def __init__(
+        self, model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, loss_fn: LossFunction | None
+    ) -> None:
+        self.model = model
+        self.batch = batch
+        self.loss_fn = loss_fn
+        self.device = device_of(model, batch)
+        self.optimizer_bytes = record_optimizer_step(optimizer, self.device).state_bytes
+        self.random_state = torch.random.get_rng_state()
+
+    def by_step(self, plan: Plan) -> Report:
+        plain_peak_bytes = self._peak_bytes()
+        expected = self._gradients()
+        with apply(self.model, plan):
+            plan_peak_bytes = self._peak_bytes()
+            got = self._gradients()
+        slowdown = self._slowdown(plan)
+        return self._report(
+            plan,
+            "step",
+            _first_difference(expected, got),
+            len(expected) - 1,
+            plain_peak_bytes,
+            plan_peak_bytes,
+            slowdown,
+        )
+
+    def by_unit(self, plan: Plan) -> Report:
+        with apply(self.model, plan):
+            plan_peak_bytes = self._peak_bytes()
+        difference, num_compared = compare_units(self.model, plan, lambda: call_model(self.model, self.batch))
+        return self._report(plan, "units", difference, num_compared, None, plan_peak_bytes, None)
+
+    def _report(
+        self,
+        plan: Plan,
+        compared: Literal["step", "units"],
+        difference: tuple[str, float] | None,
+        num_compared: int,
+        plain_peak_bytes: int | None,
+        plan_peak_bytes: int,
+        slowdown: float | None,
+    ) -> Report:
+        return Report(
+            compared=compared,
+            gradients_equal=difference is None,
+            first_difference=difference,
+            num_compared=num_compared,
+            plain_peak_bytes=plain_peak_bytes,
+            plan_peak_bytes=plan_peak_bytes,
+            predicted_peak_bytes=plan.predicted_peak_bytes,
+            predicted_slowdown=plan.predicted_slowdown,
+            measured_slowdown=slowdown,
+        )
+
+    def clear(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def _step(self) -> torch.Tensor:
+        torch.random.set_rng_state(self.random_state)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(0)
+        loss = run_forward(self.model, self.batch, self.loss_fn)
+        loss.backward()
+        return loss.detach()
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        self.clear()
+        with restored_buffers(self.model):
+            loss = self._step()
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        self.clear()
+        return {"the loss": loss, **gradients}
+
+    def _peak_bytes(self) -> int:
+        self.clear()
+        with restored_buffers(self.model):
+            measured = measure_peak(self._step, device=self.device)
+        self.clear()
+        batch = [t for t in tree_leaves(self.batch) if isinstance(t, torch.Tensor)]
+        resident = storage_bytes([*self.model.parameters(), *self.model.buffers(), *batch])
+        return resident + self.optimizer_bytes + measured.peak_growth_bytes
+
+    def _slowdown(self, plan: Plan) -> float:
+        plain_s, plan_s = [], []
+        for _ in range(_NUM_TIMINGS):
+            plain_s.append(self._seconds())
+            with apply(self.model, plan):
+                plan_s.append(self._seconds())
+        # The ratio of neighbours, so that a machine that gets slower meanwhile does not count against either.
+        return statistics.median(b / a for a, b in zip(plain_s, plan_s, strict=True)) - 1
+
+    def _seconds(self) -> float:
+        self.clear()
+        with restored_buffers(self.model):
+            self._synchronize()
+            begin = time.perf_counter()
+            self._step()
+            self._synchronize()
+        return time.perf_counter() - begin
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _first_difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> tuple[str, float] | None:
+    for name, tensor in expected.items():
+        other = got.get(name)
+        if other is None:
+            return name, float("inf")
+        if not torch.equal(tensor, other):
+            return name, float((tensor.double() - other.double()).abs().max())
+    return next(((name, float("inf")) for name in got if name not in expected), None)
+
+
+@contextmanager
+def _without_plans(model: nn.Module) -> Iterator[None]:
+    with ExitStack() as stack:
+        for applied in applied_to(model):
+            stack.enter_context(applied.suspended())
+        yield

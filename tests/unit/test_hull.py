@@ -1,0 +1,178 @@
+"""The hull of one unit: against enumeration of every choice, and its special cases one by one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from typing import Literal
+
+import pytest
+
+from recollect.planning.hull import Option, evaluate, unit_hull
+from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
+
+Output = Literal["keep", "recompute"]
+
+
+def random_graph(rng: random.Random, *, num_values: int, single_output: bool = False) -> UnitGraph:
+    """A random unit with multi-output ops, must-keep and mutated values; whole-number costs, so that sums are exact."""
+    values = [ValueRecord("leaf", 8, producer=None, saved=rng.random() < 0.5)]
+    if rng.random() < 0.5:
+        values.append(ValueRecord("written leaf", 8, producer=None, mutated_later=rng.random() < 0.5))
+    ops: list[OpRecord] = []
+    while len(values) < num_values:
+        readable = range(len(values))
+        inputs = tuple(rng.choices(readable[-4:], k=rng.randint(1, 3)))
+        outputs = range(len(values), len(values) + (1 if single_output else rng.choice((1, 1, 1, 2))))
+        for index in outputs:
+            saved = rng.random() < 0.5
+            values.append(
+                ValueRecord(
+                    f"op{len(ops)}.{index}",
+                    nbytes=rng.choice((0, 1, 2, 4, 8, 64, 100)),
+                    producer=len(ops),
+                    must_keep=rng.random() < 0.15,
+                    saved=saved,
+                    is_output=len(values) >= num_values - 2 and rng.random() < 0.6,
+                    mutated_later=not saved and rng.random() < 0.15,
+                )
+            )
+        ops.append(OpRecord(f"op{len(ops)}", inputs, tuple(outputs), time_s=float(rng.choice((0, 1, 2, 3, 10, 50)))))
+    return UnitGraph(tuple(values), tuple(ops))
+
+
+def all_points(graph: UnitGraph, output: Output) -> set[tuple[int, float]]:
+    """(kept bytes, recompute seconds) of every consistent choice, straight from the definition."""
+    points = set()
+    fixed = {v.producer for v in graph.values if v.must_keep}
+    lost = {i for i, v in enumerate(graph.values) if v.producer is None and v.mutated_later}
+    runnable = [i for i, op in enumerate(graph.ops) if i not in fixed and not lost & set(op.inputs)]
+    produced = [i for i, v in enumerate(graph.values) if v.producer is not None]
+    outputs = {i for i in produced if output == "keep" and graph.values[i].is_output}
+    keepable = [i for i in produced if graph.values[i].saved or not graph.values[i].mutated_later]
+    base_bytes = sum(graph.values[i].nbytes for i in outputs)
+    for mask in itertools.product((False, True), repeat=len(runnable)):
+        run = {op for op, runs in zip(runnable, mask, strict=True) if runs}
+        leaves = {i for i, v in enumerate(graph.values) if v.producer is None}
+        available = leaves | {i for op in run for i in graph.ops[op].outputs} | (outputs & set(keepable))
+        # What the ops and backward ask for and nothing else provides has to be kept.
+        asked = {i for i in produced if graph.values[i].saved} | {i for op in run for i in graph.ops[op].inputs}
+        kept = asked - available
+        if kept <= set(keepable):
+            kept_bytes = base_bytes + sum(graph.values[i].nbytes for i in kept)
+            points.add((kept_bytes, float(sum(graph.ops[op].time_s for op in run))))
+    return points
+
+
+def lower_hull(points: set[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Vertices of the lower left convex hull, by the monotone chain."""
+    hull: list[tuple[int, float]] = []
+    for point in sorted(points):
+        if hull and point[1] >= hull[-1][1]:
+            continue
+        while len(hull) >= 2:
+            (x0, y0), (x1, y1) = hull[-2:]
+            if (y1 - y0) * (point[0] - x0) < (point[1] - y0) * (x1 - x0):
+                break
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+@pytest.mark.parametrize("output", ["keep", "recompute"])
+@pytest.mark.parametrize("seed", range(150))
+def test_equals_enumeration(seed: int, output: Output) -> None:
+    rng = random.Random(seed)
+    graph = random_graph(rng, num_values=rng.randint(2, 10))
+    options = unit_hull(graph, output=output)
+    expected = lower_hull(all_points(graph, output))
+    found = [(option.kept_bytes, option.recompute_s) for option in options]
+    # Keeping everything ends the list even where ops cost no time and something leaner is as fast.
+    if found[-1] not in expected:
+        assert options[-1] == evaluate(graph, range(len(graph.values)), output=output)
+        found.pop()
+    assert found == expected
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_options_are_what_they_say(seed: int) -> None:
+    graph = random_graph(random.Random(seed), num_values=30)
+    options = unit_hull(graph)
+    produced = {i for i, value in enumerate(graph.values) if value.producer is not None}
+    outputs = {i for i in produced if graph.values[i].is_output}
+    assert options[-1].keep == {i for i in produced if graph.values[i].saved} | outputs
+    assert options[-1].recompute_s == 0
+    for lean, fat in itertools.pairwise(options):
+        assert lean.kept_bytes < fat.kept_bytes
+        assert lean.recompute_s >= fat.recompute_s
+    for option in options:
+        assert option == evaluate(graph, option.keep)
+
+
+def chain(*, bytes_and_seconds: list[tuple[int, float]], **flags: dict[str, bool]) -> UnitGraph:
+    """x -> v1 -> v2 ...; `flags` by value name; every value is saved unless its flags say otherwise."""
+    values = [ValueRecord("x", 1, producer=None)]
+    ops = []
+    for index, (nbytes, time_s) in enumerate(bytes_and_seconds):
+        name = f"v{index + 1}"
+        values.append(ValueRecord(name, nbytes, producer=index, **{"saved": True, **flags.get(name, {})}))
+        ops.append(OpRecord(name, (index,), (index + 1,), time_s))
+    return UnitGraph(tuple(values), tuple(ops))
+
+
+def points(options: tuple[Option, ...]) -> list[tuple[int, float]]:
+    return [(option.kept_bytes, option.recompute_s) for option in options]
+
+
+def test_chain_has_one_option_per_price() -> None:
+    graph = chain(bytes_and_seconds=[(10, 1.0), (10, 2.0), (10, 4.0)])
+    assert points(unit_hull(graph)) == [(0, 7.0), (10, 3.0), (20, 1.0), (30, 0.0)]
+
+
+def test_must_keep_value_is_kept_by_the_leanest_option() -> None:
+    graph = chain(bytes_and_seconds=[(10, 1.0), (5, 2.0)], v2={"must_keep": True})
+    assert points(unit_hull(graph)) == [(5, 1.0), (15, 0.0)]
+
+
+def test_value_mutated_later_is_only_available_by_running_its_op() -> None:
+    graph = chain(bytes_and_seconds=[(1, 1.0), (100, 2.0)], v1={"saved": False, "mutated_later": True})
+    assert points(unit_hull(graph)) == [(0, 3.0), (100, 0.0)]
+
+
+def test_value_that_can_neither_be_kept_nor_computed_is_not_relied_on() -> None:
+    flags = {"saved": False, "mutated_later": True, "must_keep": True}
+    graph = chain(bytes_and_seconds=[(1, 1.0), (100, 2.0)], v1=flags)
+    assert points(unit_hull(graph)) == [(100, 0.0)]
+
+
+def test_unsaved_small_ancestor_can_be_kept_instead_of_a_large_saved_value() -> None:
+    graph = chain(bytes_and_seconds=[(1, 50.0), (100, 2.0)], v1={"saved": False})
+    assert points(unit_hull(graph)) == [(0, 52.0), (1, 2.0), (100, 0.0)]
+
+
+def test_kept_output_is_available_at_no_further_cost() -> None:
+    values = (
+        ValueRecord("x", 1, producer=None),
+        ValueRecord("a", 8, producer=0, is_output=True),
+        ValueRecord("b", 16, producer=1, saved=True),
+    )
+    graph = UnitGraph(values, (OpRecord("a", (0,), (1,), 5.0), OpRecord("b", (1,), (2,), 1.0)))
+    assert points(unit_hull(graph)) == [(8, 1.0), (24, 0.0)]
+    assert points(unit_hull(graph, output="recompute")) == [(0, 6.0), (8, 1.0), (16, 0.0)]
+
+
+def test_unit_without_ops_has_one_option() -> None:
+    graph = UnitGraph((ValueRecord("x", 1, producer=None, saved=True, is_output=True),), ())
+    assert unit_hull(graph) == (Option(frozenset(), frozenset(), 0, 0.0),)
+
+
+@pytest.mark.parametrize(("num_ops", "limit_s"), [(100, 1.0), (1000, 20.0)])
+def test_speed(num_ops: int, limit_s: float) -> None:
+    # A canary with a margin of 10: 0.02 s and 1 s on one core of a small server.
+    rng = random.Random(0)
+    graph = random_graph(rng, num_values=num_ops, single_output=True)
+    ops = tuple(OpRecord(op.name, op.inputs, op.outputs, rng.lognormvariate(-11, 1.5)) for op in graph.ops)
+    start_s = time.perf_counter()
+    unit_hull(UnitGraph(graph.values, ops))
+    assert time.perf_counter() - start_s < limit_s
