@@ -1,0 +1,74 @@
+"""The commands' flags, as dataclasses that tyro reads. Imports no torch, so that `--help` is quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from tyro.conf import OmitArgPrefixes
+
+from recollect.train.config import ModelFlags, TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a Llama-style model on text, within a memory budget."""
+
+    demo: bool = False
+    """Use the settings of the demonstration (about three minutes on two CPU cores); other flags change them."""
+    config: OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
+    """What to train, on what, and how."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedStep:
+    """The training step that is looked at: AdamW on one micro-batch of a language model."""
+
+    model: OmitArgPrefixes[ModelFlags] = field(default_factory=ModelFlags)
+    """A Llama-style model of recollect's own."""
+    hf_config: Path | None = None
+    """A Hugging Face config.json of a causal language model, used instead; needs transformers."""
+    batch_size: int = 1
+    """Sequences in the micro-batch."""
+    seq_length: int = 256
+    """Tokens in a sequence."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of weights and activations."""
+    device: str = "auto"
+    """A torch device; auto is cuda where there is one, else cpu."""
+    fake: bool = False
+    """Record on fake tensors: any size in seconds and without its memory; times come from a cost model."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "seq_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakePlan:
+    """Record a training step, choose what to keep and recompute, print the plan and write it to a file."""
+
+    step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
+    """The training step."""
+    memory_budget: str
+    """Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the peak without recompute."""
+    out: Path = Path("plan.json")
+    """Where to write the plan."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawFrontier:
+    """Record a training step and show predicted peak against slowdown for every budget, as a table and a PNG."""
+
+    step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
+    """The training step."""
+    out: Path = Path("frontier.png")
+    """Where to write the picture; needs matplotlib."""
+    debug: bool = False
+    """Show the traceback of an error."""

@@ -1,0 +1,90 @@
+"""Entry point: choose the command, run it, turn an error into one line."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+
+from recollect.cli.commands import DrawFrontier, MakePlan, Train
+from recollect.errors import RecollectError
+from recollect.train.config import demo_config
+
+Command = Train | MakePlan | DrawFrontier
+_COMMANDS: dict[str, Any] = {"train": Train, "plan": MakePlan, "frontier": DrawFrontier}
+# Any: a type checker cannot see that a union of annotated types is a type.
+_EVERY_COMMAND: Any = functools.reduce(
+    operator.or_, (Annotated[kind, tyro.conf.subcommand(name)] for name, kind in _COMMANDS.items())
+)
+_EXIT_ERROR = 2  # as for flags that do not parse
+_EXIT_INTERRUPTED = 130  # what a shell reports after Ctrl-C
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        args: the command and its flags; default: those of the program.
+
+    Returns:
+        The exit status: 0, 2 after an error of recollect (with one line about it on stderr), 130 after Ctrl-C.
+
+    Raises:
+        RecollectError: with `--debug`, instead of the line.
+        SystemExit: after `--help` (0) and after flags that do not parse (2).
+    """
+    command = _parse(sys.argv[1:] if args is None else list(args))
+    errors = Console(stderr=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: errors.print(
+                f"Warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True
+            )
+            _run(command)
+    except RecollectError as error:
+        if command.debug:
+            raise
+        # soft_wrap: one line stays one line, so that it can be searched for.
+        errors.print(f"Error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return _EXIT_ERROR
+    except KeyboardInterrupt:
+        errors.print("Interrupted.", style="red")
+        return _EXIT_INTERRUPTED
+    return 0
+
+
+def _parse(args: list[str]) -> Command:
+    """Return the command with its flags. Each is parsed on its own: in a union, tyro's errors name its internals."""
+    name = args[0] if args else ""
+    parsed: Command
+    if name not in _COMMANDS:
+        parsed = tyro.cli(_EVERY_COMMAND, prog="recollect", args=args)  # prints help, or what is wrong, and exits
+    elif name == "train":
+        default = Train(config=demo_config()) if "--demo" in args else Train()
+        parsed = tyro.cli(Train, prog="recollect train", args=args[1:], default=default)
+    else:
+        parsed = tyro.cli(_COMMANDS[name], prog=f"recollect {name}", args=args[1:])
+    return parsed
+
+
+def _run(command: Command) -> None:
+    # Imported here: torch takes seconds, and `--help` should not.
+    console = Console()
+    if isinstance(command, Train):
+        from recollect.cli.train import run_train
+
+        run_train(command, console)
+    elif isinstance(command, MakePlan):
+        from recollect.cli.plan import run_plan
+
+        run_plan(command, console)
+    else:
+        from recollect.cli.frontier import run_frontier
+
+        run_frontier(command, console)

@@ -1,0 +1,65 @@
+"""The training step that `recollect plan` and `recollect frontier` record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect.cli.commands import RecordedStep
+from recollect.errors import RecollectError
+from recollect.models.llama import Llama
+from recollect.profile.graph import Profile
+from recollect.train.config import OptimFlags
+from recollect.train.optim import build_optimizer
+from recollect.train.step import resolve_device
+
+
+def record_step(flags: RecordedStep) -> Profile:
+    """Build what the flags describe and record one training step of it.
+
+    Args:
+        flags: model, batch, dtype and device.
+
+    Returns:
+        The profile.
+
+    Raises:
+        RecollectError: a Hugging Face config that cannot be read or used; what `recollect.record` raises.
+    """
+    # A fake step needs shapes only, and the meta device gives them without memory.
+    device = torch.device("meta") if flags.fake else resolve_device(flags.device)
+    with device:
+        model = _own_model(flags) if flags.hf_config is None else _hugging_face_model(flags.hf_config)
+        model = model.to(torch.bfloat16 if flags.dtype == "bf16" else torch.float32).train()
+        tokens = torch.zeros(flags.batch_size, flags.seq_length, dtype=torch.int64)
+    batch: dict[str, Tensor] = {"tokens" if flags.hf_config is None else "input_ids": tokens, "labels": tokens}
+    profile: Profile = recollect.record(model, batch, optimizer=build_optimizer(model, OptimFlags()), fake=flags.fake)
+    return profile
+
+
+def _own_model(flags: RecordedStep) -> nn.Module:
+    return Llama(flags.model.dimensions())
+
+
+def _hugging_face_model(path: Path) -> nn.Module:
+    try:
+        import transformers  # optional: only with --hf-config
+    except ImportError:
+        raise RecollectError("--hf-config: needs the package `transformers`. Run: pip install transformers") from None
+    if not path.is_file():
+        raise RecollectError(f"--hf-config {path}: no such file, expected a config.json of a causal language model.")
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(str(path))
+        config.use_cache = False  # a key-value cache serves generation; in training it would only hold memory
+        builder: Any = transformers.AutoModelForCausalLM
+        model: nn.Module = builder.from_config(config)
+    except (OSError, ValueError, KeyError) as problem:
+        raise RecollectError(
+            f"--hf-config {path}: transformers cannot build it ({str(problem).splitlines()[0]}), expected the "
+            f"config.json of a causal language model."
+        ) from None
+    return model

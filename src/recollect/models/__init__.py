@@ -1,0 +1,1 @@
+"""Reference transformers that recollect trains, benchmarks and tests itself on."""

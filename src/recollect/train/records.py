@@ -1,0 +1,84 @@
+"""What a run says about itself: one record a step, and what the memory was planned and predicted to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        step: steps done, this one included.
+        loss: mean cross entropy of the step's tokens, in nats.
+        learning_rate: of this step.
+        grad_norm: before clipping; nan if clipping is off.
+        step_s: seconds; a step whose peak was measured on a CPU takes longer for it.
+        tokens_per_s: tokens of the step over `step_s`.
+        validation_loss: after this step, where it was computed.
+        peak_bytes: measured peak of the whole step, where it was measured.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    step_s: float
+    tokens_per_s: float
+    validation_loss: float | None = None
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """The step without recompute, to compare with: predicted, and measured if asked for (the time is the fastest)."""
+
+    predicted_peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    measured_step_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A finished (or stopped) run.
+
+    Attributes:
+        records: steps of this process, oldest first; none if a finished run was resumed.
+        baseline: the step without recompute.
+        budget_bytes: bound on the step's peak; None without a budget.
+        predicted_peak_bytes: what the plan was predicted to need; None without a budget.
+        predicted_slowdown: added time of the plan as a fraction of the step without recompute; None without a budget.
+        step_s: fastest step in which nothing was measured, as other programs only ever slow one down; None if there
+            was none.
+        folder: the run folder, for messages.
+        total_steps: steps that the run was asked for.
+    """
+
+    records: tuple[StepRecord, ...]
+    baseline: Baseline
+    budget_bytes: int | None
+    predicted_peak_bytes: int | None
+    predicted_slowdown: float | None
+    step_s: float | None
+    folder: str
+    total_steps: int
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Largest measured peak of a step, None if none was measured."""
+        return max((record.peak_bytes for record in self.records if record.peak_bytes is not None), default=None)
+
+
+class Log(Protocol):
+    """Somewhere that a run's records go."""
+
+    def note(self, text: str) -> None:
+        """Take a line about the run."""
+
+    def write(self, record: StepRecord) -> None:
+        """Take one step."""
+
+    def close(self) -> None:
+        """Finish; called once, also after an error."""

@@ -1,0 +1,89 @@
+"""The command line itself: help, flags, one clear line for an error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recollect.cli import main
+from recollect.errors import DataError
+from training_runs import start, write_text
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize("args", [[], ["train"], ["plan"], ["frontier"]])
+def test_help_imports_no_torch(args: list[str]) -> None:
+    # Not a time limit, which a busy machine breaks: torch is what takes the seconds.
+    code = (
+        "import sys\n"
+        "from recollect.cli import main\n"
+        "try:\n"
+        f"    main({[*args, '--help']!r})\n"
+        "except SystemExit as end:\n"
+        "    sys.exit(end.code or 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"usage: recollect {' '.join(args)}".strip() in done.stdout
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    output = capsys.readouterr().out
+    assert all(name in output for name in ("train", "plan", "frontier"))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "Expected one of {train, plan, frontier}"),
+        (["tarin"], "Available subcommands: train, plan, frontier"),
+        (["train", "--stepz", "3"], "Unrecognized options: --stepz"),
+        (["train", "--steps", "0"], "steps: got 0, expected at least 1"),
+        (["train", "--hidden-size", "30"], "LlamaConfig.hidden_size: got 30"),
+        (["plan"], "--memory-budget"),
+        (["plan", "--memory-budget", "1GiB", "--seq-length", "0"], "seq_length: got 0, expected at least 1"),
+    ],
+)
+def test_flags_that_do_not_parse(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(args)
+    assert end.value.code == 2
+    output = capsys.readouterr().err
+    assert message in " ".join(output.replace("│", " ").split())
+    assert "tyro" not in output
+
+
+def test_error_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["train", "--data", str(tmp_path / "none"), "--run-dir", str(tmp_path / "run")]
+    assert main(args) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        f"Error: training data {tmp_path / 'none'}: no such file or folder, expected a text file, a .jsonl file or a "
+        "folder. Check --data.\n"
+    )
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file or folder"):
+        main(["train", "--data", str(tmp_path / "none"), "--run-dir", str(tmp_path / "run"), "--debug"])
+
+
+def test_train_from_the_command_line_prints_the_report(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "picture.png").write_bytes(b"\x89PNG\x00")
+    flags = ["--size", "tiny", "--seq-length", 32, "--batch-size", 2, "--steps", 3, "--device", "cpu"]
+    process = start("train", "--data", text, tmp_path / "folder", *flags, "--run-dir", tmp_path / "run")
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "Warning: training data" in errors  # the picture
+    assert "step 3/3  loss" in output
+    assert "Planned, predicted, measured" in output
+    assert f"Metrics, plan and checkpoints are in {tmp_path / 'run'}." in output

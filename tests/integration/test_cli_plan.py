@@ -1,0 +1,85 @@
+"""`recollect plan` and `recollect frontier`: what they print and write."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import recollect
+from recollect.cli import main
+
+pytestmark = pytest.mark.integration
+
+STEP = ["--size", "tiny", "--num-layers", "4", "--batch-size", "4", "--seq-length", "128", "--device", "cpu"]
+
+
+@pytest.mark.parametrize("more", [[], ["--fake"], ["--dtype", "bf16"]])
+def test_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
+    out = tmp_path / "plan.json"
+    assert main(["plan", *STEP, *more, "--memory-budget", "70%", "--out", str(out)]) == 0
+    plan = recollect.Plan.load(out)
+    assert plan.predicted_peak_bytes is not None
+    assert plan.budget_bytes is not None
+    assert plan.predicted_peak_bytes <= plan.budget_bytes
+    output = capsys.readouterr().out
+    assert str(plan) in output
+    assert "without recompute" in output
+    assert f"Written to {out}." in output
+
+
+def test_70b_is_planned_without_its_memory(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    args = ["plan", "--size", "70b", "--fake", "--dtype", "bf16", "--seq-length", "4096", "--memory-budget", "520GiB"]
+    assert main([*args, "--out", str(out)]) == 0
+    assert "layers.79" in recollect.Plan.load(out).units
+
+
+def test_hugging_face_config_is_planned(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128, "num_attention_heads": 4}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "mistral", "num_key_value_heads": 2, "vocab_size": 100, **sizes}))
+    out = tmp_path / "plan.json"
+    args = ["plan", "--hf-config", str(config), "--batch-size", "4", "--seq-length", "64", "--memory-budget", "80%"]
+    assert main([*args, "--device", "cpu", "--out", str(out)]) == 0
+    assert "model.layers.0" in recollect.Plan.load(out).units
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["plan", *STEP, "--memory-budget", "1KiB"], "is below the least possible peak"),
+        (["plan", *STEP, "--memory-budget", "lots"], "'lots': "),
+        (["plan", *STEP, "--memory-budget", "70%", "--out", "{folder}/none/p.json"], "none/p.json: cannot be written"),
+        (["plan", "--hf-config", "{folder}/none.json", "--memory-budget", "1GiB"], "none.json: no such file"),
+        (["plan", "--hf-config", "{folder}/broken.json", "--memory-budget", "1GiB"], "transformers cannot build it"),
+        (["frontier", *STEP, "--out", "{folder}/picture.xyz"], "picture.xyz: cannot be written"),
+    ],
+)
+def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    assert main([arg.format(folder=tmp_path) for arg in args]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_frontier_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "frontier.png"
+    assert main(["frontier", *STEP, "--out", str(out)]) == 0
+    output = capsys.readouterr().out
+    for name in ("keep_all", "full", "sqrt", "every 2"):
+        assert name in output
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_optional_packages_are_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["frontier", *STEP]) == 2
+    assert "needs" in (error := capsys.readouterr().err)
+    assert "pip install matplotlib" in error

@@ -1,0 +1,217 @@
+"""The training loop: it learns, it counts, and it says what it did."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from recollect.train.config import ModelFlags, OptimFlags, RunFlags
+from recollect.train.display import LiveDisplay, PlainDisplay
+from recollect.train.loop import train
+from recollect.train.memory import measure_step, resident_bytes
+from recollect.train.metrics import MetricsFile
+from recollect.train.optim import build_optimizer, learning_rate_at
+from recollect.train.records import Baseline, Outcome, StepRecord
+from recollect.train.report import report_lines, report_table
+from recollect.train.session import open_session
+from recollect.train.step import build_model, train_step
+from training_runs import config, losses, run
+
+pytestmark = pytest.mark.integration
+
+
+def test_it_learns_and_validates(tmp_path: Path) -> None:
+    outcome = run(tmp_path, steps=60, learning_rate=3e-3, validate_every=30)
+    first, last = outcome.records[0], outcome.records[-1]
+    assert first.loss == pytest.approx(math.log(256), abs=0.1)
+    assert last.loss < 2.5  # eight words spelled out of 15 letters; 60 steps reach about 2.1
+    validations = {r.step: r.validation_loss for r in outcome.records if r.validation_loss is not None}
+    assert list(validations) == [30, 60]
+    assert validations[60] < validations[30]
+
+
+def test_bf16_learns_with_fp32_weights(tmp_path: Path) -> None:
+    outcome = run(tmp_path, steps=30, learning_rate=3e-3, precision="bf16", warmup_steps=5)
+    assert outcome.records[-1].loss < outcome.records[0].loss - 1
+    checkpoint = torch.load(next((tmp_path / "run" / "checkpoints").iterdir()), weights_only=True)
+    assert {value.dtype for value in checkpoint["model"].values()} == {torch.float32}
+
+
+def test_equal_runs_are_equal_to_the_bit_and_seeds_matter(tmp_path: Path) -> None:
+    first = run(tmp_path, run_dir=tmp_path / "a")
+    second = run(tmp_path, run_dir=tmp_path / "b")
+    other = run(tmp_path, run_dir=tmp_path / "c", seed=1)
+    assert [r.loss for r in first.records] == [r.loss for r in second.records]
+    assert first.records[0].loss != other.records[0].loss
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
+    flags = config(tmp_path).step
+    model = build_model(ModelFlags(size="tiny").dimensions(256), flags)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    tokens = torch.randint(256, (4, 33))
+    whole = [(tokens[:, :-1], tokens[:, 1:])]
+    halves = [(part[:, :-1], part[:, 1:]) for part in tokens.split(2)]
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    loss, _ = train_step(model, optimizer, whole, accumulation=1, clip_norm=0.0)
+    after_whole = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(start)
+    other_loss, _ = train_step(model, optimizer, halves, accumulation=2, clip_norm=0.0)
+    assert other_loss == pytest.approx(loss, rel=1e-6)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, after_whole[name], atol=1e-6, rtol=1e-5)  # fp32, another order of sums
+
+
+def test_clipping_bounds_the_norm(tmp_path: Path) -> None:
+    model = build_model(ModelFlags(size="tiny").dimensions(256), config(tmp_path).step)
+    start = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+    tokens = torch.randint(256, (2, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    _, norm = train_step(model, optimizer, [(tokens, tokens)], accumulation=1, clip_norm=0.1)
+    moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - start
+    assert norm > 0.1
+    assert moved.norm().item() == pytest.approx(0.1, rel=1e-3)
+
+
+def test_norms_do_not_decay_and_matrices_do(tmp_path: Path) -> None:
+    model = build_model(ModelFlags(size="tiny").dimensions(256), config(tmp_path).step)
+    optimizer = build_optimizer(model, OptimFlags(weight_decay=0.3))
+    decay = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert len(decay) == len(list(model.parameters()))
+    assert all(decay[p] == (0.3 if p.dim() == 2 else 0.0) for p in model.parameters())
+
+
+def test_schedule_reaches_its_ends() -> None:
+    flags = OptimFlags(steps=100, warmup_steps=10, learning_rate=1.0, min_lr_fraction=0.1)
+    rates = [learning_rate_at(step, flags) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == 1.0
+    assert rates[99] == pytest.approx(0.1)
+    assert all(later <= earlier for earlier, later in zip(rates[10:], rates[11:], strict=False))
+    assert learning_rate_at(0, OptimFlags(steps=1, warmup_steps=0, learning_rate=1.0)) == 1.0
+
+
+def test_peak_of_a_step_counts_all_that_is_alive(tmp_path: Path) -> None:
+    session = open_session(config(tmp_path))
+
+    def session_step() -> tuple[float, float]:
+        batches = session.batches(0)
+        return train_step(session.model, session.optimizer, batches, accumulation=1, clip_norm=1.0)
+
+    session_step()
+    parameter_bytes = 4 * session.model.num_parameters
+    num_parameters = len(list(session.model.parameters()))
+    # parameters, two moments, and AdamW's step counts of 4 bytes; gradients only once there are some
+    assert resident_bytes(session.model, session.optimizer) == 3 * parameter_bytes + 4 * num_parameters
+    for parameter in session.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert resident_bytes(session.model, session.optimizer) == 4 * parameter_bytes + 4 * num_parameters
+    session.optimizer.zero_grad()
+    _, peak_bytes = measure_step(session_step, device=session.device, model=session.model, optimizer=session.optimizer)
+    logits_bytes = 4 * 4 * 32 * 256
+    assert peak_bytes > 4 * parameter_bytes + logits_bytes
+
+
+def test_metrics_file_drops_later_steps_and_half_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 1.5}\n{"step": 2, "loss": 1.25}\n{"step": 3, "lo')
+    log = MetricsFile(path, first_step=1)
+    log.write(record(2))
+    log.close()
+    assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [1.5, 0.1 + 0.2]
+
+
+def record(step: int, **changes: Any) -> StepRecord:
+    values = {"loss": 0.1 + 0.2, "learning_rate": 1e-3, "grad_norm": 1.0, "step_s": 0.5, "tokens_per_s": 100.0}
+    return StepRecord(step=step, **{**values, **changes})
+
+
+def test_tensorboard_gets_each_number(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run(tmp_path, steps=3, tensorboard=True)
+    events = accumulators.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3]
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(list(losses(tmp_path / "run").values()))
+
+
+def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    train(config(tmp_path, steps=40), console=Console(file=stream, width=200))
+    lines = [line for line in stream.getvalue().splitlines() if line.startswith("step ")]
+    assert 20 <= len(lines) <= 23  # every second step, and the measured ones
+    assert "validation" in lines[-1]
+    assert "peak" in lines[-1]
+
+
+@pytest.mark.parametrize("kind", [LiveDisplay, PlainDisplay])
+def test_displays_show_loss_speed_and_peak_against_budget(kind: type) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=160, force_terminal=kind is LiveDisplay)
+    more = {"first_step": 0} if kind is LiveDisplay else {}
+    display = kind(console, total_steps=2, budget_bytes=4 << 20, **more)
+    display.note("a note [with brackets]")
+    display.write(record(1, peak_bytes=3 << 20))
+    display.write(record(2, loss=0.25, validation_loss=0.5, peak_bytes=2 << 20))
+    display.close()
+    text = stream.getvalue()
+    for part in ("a note [with brackets]", "loss 0.2500", "validation 0.5000", "100 tokens/s", "3.0 MiB of 4.0 MiB"):
+        assert part in text
+
+
+def outcome(**changes: Any) -> Outcome:
+    values: dict[str, Any] = {
+        "records": (record(1, loss=5.0, peak_bytes=90 << 20), record(2, loss=4.0, validation_loss=4.5)),
+        "baseline": Baseline(predicted_peak_bytes=200 << 20, measured_peak_bytes=201 << 20, measured_step_s=1.0),
+        "budget_bytes": 100 << 20,
+        "predicted_peak_bytes": 95 << 20,
+        "predicted_slowdown": 0.2,
+        "step_s": 1.25,
+        "folder": "runs/x",
+        "total_steps": 2,
+    }
+    return Outcome(**{**values, **changes})
+
+
+def report(result: Outcome) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(report_table(result))
+    for line in report_lines(result):
+        console.print(line)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_report_sets_planned_predicted_and_measured_side_by_side() -> None:
+    text = report(outcome())
+    for part in ("200.0 MiB", "201.0 MiB", "100.0 MiB", "95.0 MiB", "90.0 MiB", "+20.0 %", "+25.0 %"):
+        assert part in text
+    assert "Loss 5.0000 at step 1, 4.0000 at step 2 of 2." in text
+    assert "The budget held, with 10.0 MiB to spare." in text
+
+
+def test_report_says_when_the_budget_did_not_hold_or_nothing_ran() -> None:
+    assert "The budget was EXCEEDED by 10.0 MiB" in report(outcome(budget_bytes=80 << 20))
+    assert "The run was complete: all 2 steps were done before." in report(outcome(records=(), step_s=None))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OptimFlags(steps=0), "steps: got 0, expected at least 1"),
+        (lambda: OptimFlags(learning_rate=-1.0), "learning_rate: got -1.0, expected at least 0"),
+        (lambda: OptimFlags(min_lr_fraction=2.0), "min_lr_fraction: got 2.0, expected 0 to 1"),
+        (lambda: RunFlags(keep_checkpoints=0), "keep_checkpoints: got 0, expected at least 1"),
+        (lambda: ModelFlags(size="tiny", num_heads=5), "LlamaConfig.hidden_size: got 64, expected a multiple of"),
+    ],
+)
+def test_settings_out_of_range(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

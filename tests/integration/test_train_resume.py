@@ -1,0 +1,120 @@
+"""A run that is killed and resumed gives the same losses, bit for bit, as one that is not. With real processes."""
+
+from __future__ import annotations
+
+import random
+import signal
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from recollect.errors import CheckpointError
+from recollect.train.checkpoint import list_checkpoints
+from recollect.train.session import open_session
+from training_runs import config, kill_after, losses, run, start, wait_for_steps, write_text
+
+pytestmark = pytest.mark.integration
+
+STEPS = 40
+
+
+def arguments(folder: Path, run_dir: Path, *more: object) -> list[object]:
+    return [
+        *("train", "--size", "tiny", "--data", folder / "text.txt", "--seq-length", 32, "--batch-size", 4),
+        *("--accumulation", 2, "--steps", STEPS, "--checkpoint-every", 7, "--validate-every", 10),
+        *("--validation-batches", 2, "--device", "cpu", "--run-dir", run_dir, *more),
+    ]
+
+
+def test_killed_again_and_again_the_losses_are_the_same_to_the_bit(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    whole = start(*arguments(tmp_path, tmp_path / "whole"))
+    whole.communicate()
+    assert whole.returncode == 0
+
+    run_dir = tmp_path / "killed"
+    kill_after(4, run_dir, *arguments(tmp_path, run_dir))  # before the first checkpoint
+    assert not list_checkpoints(run_dir / "checkpoints")
+    kill_after(9, run_dir, *arguments(tmp_path, run_dir, "--resume"))  # between checkpoints
+    kill_after(22, run_dir, *arguments(tmp_path, run_dir, "--resume"))  # while or right after one is written
+    last = start(*arguments(tmp_path, run_dir, "--resume"))
+    output, errors = last.communicate()
+    assert last.returncode == 0, errors
+    assert "going on after step" in output
+    assert losses(run_dir) == losses(tmp_path / "whole")
+    assert list(losses(run_dir)) == list(range(1, STEPS + 1))
+
+
+def test_interrupt_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    run_dir = tmp_path / "run"
+    process = start(*arguments(tmp_path, run_dir))
+    wait_for_steps(process, run_dir, 3)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    last_step = max(losses(run_dir))
+    assert 3 <= last_step < STEPS
+    assert f"Stopped after step {last_step}; go on with" in output
+    assert list_checkpoints(run_dir / "checkpoints")[-1].name == f"step_{last_step:08d}.pt"
+
+
+def test_random_number_states_are_restored(tmp_path: Path) -> None:
+    session = open_session(config(tmp_path))
+    session.seed()
+    session.save()
+    drawn = (torch.rand(3), random.random(), np.random.rand())  # noqa: NPY002
+    resumed = open_session(config(tmp_path, resume=True))
+    assert resumed.rng is not None
+    torch.manual_seed(99)
+    random.seed(99)
+    np.random.seed(99)  # noqa: NPY002
+    resumed.seed()
+    assert torch.equal(torch.rand(3), drawn[0])
+    assert (random.random(), np.random.rand()) == drawn[1:]  # noqa: NPY002
+
+
+def test_finished_run_resumes_to_nothing(tmp_path: Path) -> None:
+    run(tmp_path)
+    before = losses(tmp_path / "run")
+    assert run(tmp_path, resume=True).records == ()
+    assert losses(tmp_path / "run") == before
+
+
+def test_another_environment_is_warned_of(tmp_path: Path) -> None:
+    run(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.warns(UserWarning, match=rf"CPU threads {threads} -> {threads + 1}\); losses may differ"):
+            open_session(config(tmp_path, resume=True))
+    finally:
+        torch.set_num_threads(threads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_session(config(tmp_path, resume=True))
+
+
+def test_resume_refuses_other_settings_and_other_data(tmp_path: Path) -> None:
+    run(tmp_path)
+    with pytest.raises(CheckpointError, match=r"optim\.learning_rate = 0\.001, this run has 0\.01, expected the same"):
+        run(tmp_path, resume=True, learning_rate=0.01)
+    with pytest.raises(CheckpointError, match=r"step\.seed = 0, this run has 1"):
+        run(tmp_path, resume=True, seed=1)
+    (tmp_path / "text.txt").write_text("something else " * 1000)
+    with pytest.raises(CheckpointError, match=r"data\.fingerprint = '\w+', this run has '\w+'"):
+        run(tmp_path, resume=True)
+
+
+def test_run_folders_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"run: got --resume but it holds no run, expected the --run-dir of an"):
+        run(tmp_path, resume=True)
+    run(tmp_path)
+    with pytest.raises(CheckpointError, match=r"run: holds a run already \(1 checkpoints\), expected a new or empty"):
+        run(tmp_path)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"file/run: cannot be written .* Choose another --run-dir"):
+        run(tmp_path, run_dir=tmp_path / "file" / "run")
