@@ -12,6 +12,7 @@
       RecordError (RuntimeError)              the recorded step did not run
       MeterError (RuntimeError)               memory cannot be measured here
       MutatedValueError (RuntimeError)        a value was changed in place before it was used again
+      FreedValueError (RuntimeError)          a value's memory was freed (FSDP resharding) before it was used again
       DataError (ValueError)                  training data missing, empty or malformed
       CheckpointError (RuntimeError)          training checkpoint missing, corrupt, or of another run
 
@@ -32,6 +33,7 @@ __all__ = [
     "BudgetTooSmallError",
     "CheckpointError",
     "DataError",
+    "FreedValueError",
     "MeterError",
     "MutatedValueError",
     "PlanError",
@@ -182,6 +184,29 @@ class MutatedValueError(RecollectError, RuntimeError):
             f"a tensor of shape {list(shape)}, used by {op} in {path}, was changed in place {changes} "
             f"time{'' if changes == 1 else 's'} before backward used it. "
             "Write to a copy of it, or run backward before the write."
+        )
+
+
+class FreedValueError(RecollectError, RuntimeError):
+    """The memory of a value that backward needs was freed after forward used it, and not filled again.
+
+    Attributes:
+        unit: path of the unit in whose forward it was used.
+        module: path of the module inside the unit; empty for the unit's own forward.
+        op: the op that used it.
+        shape: shape of the tensor.
+    """
+
+    def __init__(self, *, unit: str, module: str, op: str, shape: tuple[int, ...]) -> None:
+        self.unit = unit
+        self.module = module
+        self.op = op
+        self.shape = shape
+        path = ".".join(part for part in (unit, module) if part) or "the model"
+        super().__init__(
+            f"a tensor of shape {list(shape)}, used by {op} in {path}, has no memory now: its storage was freed after "
+            "forward, as FSDP does when it reshards, and not filled again before backward needed it. Keep the output of "
+            "the unit after it (output: keep), so that each unit is recomputed in its own backward."
         )
 
 

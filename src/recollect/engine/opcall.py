@@ -26,19 +26,15 @@ class _Slots(list[Any]):
     """A list argument (`cat`, `index`) that has tensors in it."""
 
 
-class Inputs:
-    """The arguments of an op that is being recorded: tensors as values, everything else as it is.
+class Arguments:
+    """The arguments of a recorded op: tensors as values (`values`, in order of their slots), everything else as it is."""
 
-    Lives only while the op is recorded: it holds the storages of the arguments, which a recipe must not.
-    """
-
-    __slots__ = ("_storages", "args", "kwargs", "values")
+    __slots__ = ("args", "kwargs", "values")
 
     def __init__(
         self, value_of: Callable[[torch.Tensor], TapeValue], facts: OpFacts, args: Any, kwargs: dict[str, Any]
     ) -> None:
         self.values: list[TapeValue] = []
-        self._storages: list[Any] = []
         if facts.running_stats is not None and args[facts.running_stats[1]]:
             hidden = facts.running_stats[0]
             args = [None if position in hidden else a for position, a in enumerate(args)]
@@ -47,24 +43,16 @@ class Inputs:
 
     def _bind(self, arguments: Iterable[Any], value_of: Callable[[torch.Tensor], TapeValue]) -> list[Any]:
         bound: list[Any] = []
+        values = self.values
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
-                bound.append(_Slot(len(self.values)))
-                self.values.append(value_of(argument))
-                self._storages.append(argument.untyped_storage() if argument.layout is torch.strided else None)
+                bound.append(_Slot(len(values)))
+                values.append(value_of(argument))
             elif isinstance(argument, (list, tuple)) and any(isinstance(a, torch.Tensor) for a in argument):
                 bound.append(_Slots(self._bind(argument, value_of)))
             else:
                 bound.append(argument)
         return bound
-
-    def has_storage(self, storage: torch.UntypedStorage) -> bool:
-        """Whether one of the tensor arguments lies on this storage."""
-        return any(storage is other for other in self._storages)
-
-    def values_on(self, storage: torch.UntypedStorage) -> list[TapeValue]:
-        """Return the values of the arguments on this storage."""
-        return [value for value, other in zip(self.values, self._storages, strict=True) if storage is other]
 
 
 def _fill(arguments: list[Any], tensors: list[Any]) -> list[Any]:
@@ -79,9 +67,9 @@ def _fill_keywords(kwargs: dict[str, Any], tensors: list[Any]) -> dict[str, Any]
 class _Call:
     __slots__ = ("args", "func", "kwargs", "state")
 
-    def __init__(self, func: Any, inputs: Inputs, state: GeneratorState | None) -> None:
+    def __init__(self, func: Any, arguments: Arguments, state: GeneratorState | None) -> None:
         self.func = func
-        self.args, self.kwargs = inputs.args, inputs.kwargs
+        self.args, self.kwargs = arguments.args, arguments.kwargs
         self.state = state
 
     @property
@@ -107,8 +95,8 @@ class WriteCall(_Call):
 
     __slots__ = ("view",)
 
-    def __init__(self, func: Any, inputs: Inputs, state: GeneratorState | None, view: Layout | None) -> None:
-        super().__init__(func, inputs, state)
+    def __init__(self, func: Any, arguments: Arguments, state: GeneratorState | None, view: Layout | None) -> None:
+        super().__init__(func, arguments, state)
         self.view = view
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> tuple[torch.Tensor]:

@@ -12,7 +12,8 @@ NOTE [ Rules of the tape ]
 4. Choices (`topk`, `sort`, ...), shapes that depend on data, and collectives are kept (`facts.py`).
 5. Tensor subclasses desugar first; their inner tensors are recorded.
 6. A leaf whose storage was freed (FSDP2 resharding) must be back before the unit's backward; else it is an error.
-7. What runs behind the dispatcher is kept: compiled regions, buffers filled by foreign kernels.
+7. What runs behind the dispatcher is kept: buffers filled by foreign kernels, and whatever runs with gradients switched
+   off, because custom autograd Functions and compiled regions may write to the results of ops out of sight.
 8. No state but the frame of the running unit, per thread: any number of forwards may be in flight.
 """
 
@@ -36,7 +37,7 @@ from recollect._torch_private import (
     untraced,
 )
 from recollect.engine.facts import OpFacts, facts_of
-from recollect.engine.opcall import Inputs, OpCall, WriteCall, generator_state
+from recollect.engine.opcall import Arguments, OpCall, WriteCall, generator_state
 from recollect.engine.values import (
     UNWATCHED,
     StorageRecord,
@@ -45,6 +46,7 @@ from recollect.engine.values import (
     alias_in_mode,
     attach_record,
     forget_record,
+    is_known,
     layout_of,
     record_of,
     snapshot_leaves,
@@ -213,7 +215,8 @@ class TapeMode(TorchDispatchMode):
             if record is not None and record.is_current(args[0]._version):
                 record.expect_bump(args[0]._version)
             return func(*args, **kwargs)
-        decision = self.tape.decide(self, facts)
+        # Rule 7: a custom autograd Function, or a compiled region, runs with gradients switched off.
+        decision = torch.is_grad_enabled() and self.tape.decide(self, facts)
         if facts.writes:
             return self._run_write(func, facts, args, kwargs, decision)
         if decision is False:
@@ -222,22 +225,22 @@ class TapeMode(TorchDispatchMode):
         output = func(*args, **kwargs)
         if _must_keep_result(facts, output, kwargs):
             return output
-        inputs = Inputs(self._value_in_mode, facts, args, kwargs)
-        node = Node(OpCall(func, inputs, state), inputs.values)
+        arguments = Arguments(self._value_in_mode, facts, args, kwargs)
+        node = Node(OpCall(func, arguments, state), arguments.values)
         if isinstance(output, torch.Tensor):
-            self._register(output, node, facts, inputs, drop=True)
+            self._register(output, node, facts, drop=True)
         elif isinstance(output, (tuple, list)):
             for index, result in enumerate(output):
                 drop = decision if isinstance(decision, bool) else decision[index]
-                self._register(result, node, facts, inputs, drop=drop)
+                self._register(result, node, facts, drop=drop)
         return output
 
-    def _register(self, result: Any, node: Node, facts: OpFacts, inputs: Inputs, *, drop: bool) -> None:
+    def _register(self, result: Any, node: Node, facts: OpFacts, *, drop: bool) -> None:
         if not drop or not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
             node.add_output(None)
             return
         storage = result.untyped_storage()
-        if record_of(storage) is not None or inputs.has_storage(storage) or result.storage_offset():
+        if is_known(storage) or result.storage_offset():
             # The op returned a view that its schema does not mention: known through the storage, or kept.
             node.add_output(None)
             return
@@ -287,11 +290,11 @@ class TapeMode(TorchDispatchMode):
             return None  # A write that reads the old content, or leaves a part of it, reads what a kernel may have put there.
         base = record.base
         state = generator_state(facts, args, kwargs)
-        inputs = Inputs(self._value_in_mode, facts, args[1:], kwargs)
-        if inputs.has_storage(storage) and any(value.tensor is not None for value in inputs.values_on(storage)):
+        arguments = Arguments(self._value_in_mode, facts, args[1:], kwargs)
+        if any(value.holds(storage) for value in arguments.values):
             return None  # A held alias of the very storage: holding it in its own record would be a cycle.
         view = None if layout == record.layout else layout
-        return Node(WriteCall(func, inputs, state, view), [base, *inputs.values], mutates=True)
+        return Node(WriteCall(func, arguments, state, view), [base, *arguments.values], mutates=True)
 
     def _known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
         """Return the dropped value that a tensor is, or None for a tensor that the tape did not drop."""
@@ -307,8 +310,8 @@ class TapeMode(TorchDispatchMode):
         """Return the value of an op's argument: a dropped one where it is known, else one that holds the tensor."""
         if type(tensor) is Parameter:
             known = self._parameters.get(id(tensor))
-            if known is None:
-                known = self._parameters[id(tensor)] = self._leaf(tensor, None, in_hook=False)
+            if known is None or known.version != tensor._version:
+                known = self._parameters[id(tensor)] = self._leaf(tensor, tensor.untyped_storage(), in_hook=False)
             return known
         if tensor.layout is not torch.strided:
             return self._leaf(tensor, None, in_hook=False)
@@ -316,9 +319,8 @@ class TapeMode(TorchDispatchMode):
         return self._known_value(tensor, storage) or self._leaf(tensor, storage, in_hook=False)
 
     def _leaf(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None, *, in_hook: bool) -> TapeValue:
-        value = TapeValue()
-        value.hold(*self.tape.alias(tensor, in_hook=in_hook))
-        value.label = (self.unit_path, self.scope, self._op)
+        held, version = self.tape.alias(tensor, in_hook=in_hook)
+        value = TapeValue(tensor=held, version=version, label=(self.unit_path, self.scope, self._op))
         if storage is not None:
             watch(value, storage)
         return value
@@ -328,15 +330,15 @@ class TapeMode(TorchDispatchMode):
         """Give autograd something to hold instead of a tensor that it saves."""
         if type(tensor) is Parameter:
             known = self._parameters.get(id(tensor))
-            if known is None:
+            if known is None or known.version != tensor._version:
                 known = self._parameters[id(tensor)] = self._leaf(tensor, None, in_hook=True)
             return known
         if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
             return _PackedSubclass(tensor, self.pack)
         if tensor.layout is not torch.strided:
             return self._leaf(tensor, None, in_hook=True)
-        storage = tensor.untyped_storage()
-        return self._known_value(tensor, storage) or self._leaf(tensor, storage, in_hook=True)
+        # Not watched: if it is written to before backward, that is an error with plain autograd too.
+        return self._known_value(tensor, tensor.untyped_storage()) or self._leaf(tensor, None, in_hook=True)
 
 
 class _PackedSubclass:

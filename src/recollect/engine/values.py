@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from recollect._torch_private import disable_torch_dispatch, is_fake_tensor, share_version_counters
-from recollect.errors import MutatedValueError
+from recollect.errors import FreedValueError, MutatedValueError
 from recollect.replay import Node, Value
 
 _RECORD = "_recollect_record"
@@ -43,15 +43,30 @@ class TapeValue(Value):
 
     __slots__ = ("label", "version")
 
-    def __init__(self, *, tensor: torch.Tensor | None = None, node: Node | None = None) -> None:
-        super().__init__(tensor=tensor, node=node)
-        self.version = UNWATCHED
-        self.label: tuple[str, str, str] = ("", "", "")
+    # Every slot is set here, without the base class's constructor: this runs several times an op.
+    def __init__(
+        self,
+        *,
+        tensor: torch.Tensor | None = None,
+        node: Node | None = None,
+        version: int = UNWATCHED,
+        label: tuple[str, str, str] = ("", "", ""),
+    ) -> None:
+        self.tensor = tensor
+        self.node = node
+        self.is_viewed = tensor is not None
+        self.version = version
+        self.label = label
 
     def fetch(self) -> torch.Tensor:
-        """Return the tensor; raise `MutatedValueError` if it is not what it was when it was taken."""
+        """Return the tensor; raise `MutatedValueError` or `FreedValueError` if it is not what it was when it was taken."""
         tensor: torch.Tensor = self.tensor
-        if self.version != UNWATCHED and tensor._version != self.version:
+        if self.version == UNWATCHED:
+            return tensor
+        if tensor.layout is torch.strided and not tensor.untyped_storage().nbytes() and tensor.numel():
+            unit, module, op = self.label
+            raise FreedValueError(unit=unit, module=module, op=op, shape=tuple(tensor.shape))
+        if tensor._version != self.version:
             raise MutatedValueError(
                 unit=self.label[0],
                 module=self.label[1],
@@ -67,6 +82,11 @@ class TapeValue(Value):
         self.version = version
         self.node = None
         self.is_viewed = True
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether this value holds a tensor on a storage."""
+        tensor: torch.Tensor | None = self.tensor
+        return tensor is not None and tensor.layout is torch.strided and tensor.untyped_storage() is storage
 
     def snapshot(self) -> None:
         """Take a private copy, because the tensor is about to be written to."""
@@ -150,12 +170,19 @@ class _ViewCall:
 
 def record_of(storage: torch.UntypedStorage) -> StorageRecord | None:
     """Return what the tape knows about a storage."""
-    return getattr(storage, _RECORD, None)
+    record: StorageRecord | None = vars(storage).get(_RECORD)
+    return record
+
+
+def is_known(storage: torch.UntypedStorage) -> bool:
+    """Whether a tensor on this storage was seen before: it is dropped, or held for somebody."""
+    known = vars(storage)
+    return _RECORD in known or _LEAVES in known
 
 
 def attach_record(storage: torch.UntypedStorage, record: StorageRecord) -> None:
     """Remember how the content of this storage was made, for as long as the storage lives."""
-    setattr(storage, _RECORD, record)
+    vars(storage)[_RECORD] = record
 
 
 def forget_record(storage: torch.UntypedStorage) -> None:
@@ -191,9 +218,10 @@ def private_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def watch(value: TapeValue, storage: torch.UntypedStorage) -> None:
     """Have `snapshot_leaves` find this value when its storage is about to be written to."""
-    leaves: list[weakref.ref[TapeValue]] | None = getattr(storage, _LEAVES, None)
+    known = vars(storage)
+    leaves: list[weakref.ref[TapeValue]] | None = known.get(_LEAVES)
     if leaves is None:
-        setattr(storage, _LEAVES, [weakref.ref(value)])
+        known[_LEAVES] = [weakref.ref(value)]
         return
     if len(leaves) >= _SWEEP_LENGTH:
         leaves[:] = [reference for reference in leaves if reference() is not None]

@@ -38,6 +38,9 @@ class Prediction(Protocol):
         """Path of the unit at the peak, or what else runs then."""
 
 
+# Routing indices and the like are kept on the tape and are a few percent; a unit of foreign kernels is nearly all opaque.
+_OPAQUE_FRACTION = 0.5
+
 Simulate: TypeAlias = Callable[[Profile, Sequence[CallDecision]], Prediction]
 
 
@@ -65,7 +68,15 @@ def keep_all_unit(graph: UnitGraph) -> UnitPlan:
 
 
 def recompute_all_unit(graph: UnitGraph, *, output: Action = "keep") -> UnitPlan:
-    """Drop every value that can be computed again."""
+    """Drop every value that can be computed again.
+
+    A unit that mostly saves values without a recipe (compiled code, kernels that PyTorch does not see) is re-run as a
+    whole instead.
+    """
+    saved = [value for value in graph.values if value.saved and value.producer is not None]
+    opaque_bytes = sum(value.nbytes for value in saved if value.must_keep)
+    if opaque_bytes > _OPAQUE_FRACTION * sum(value.nbytes for value in saved):
+        return UnitPlan({}, output=output, engine="region")
     actions: dict[str, Action] = {
         value.name: "keep" if value.must_keep else "recompute" for value in graph.values if value.producer is not None
     }
@@ -80,8 +91,7 @@ def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallDecision:
         index
         for index, value in enumerate(graph.values)
         if value.producer is not None
-        and not value.must_keep
-        and (unit.engine == "region" or unit.actions.get(value.name, "keep") == "recompute")
+        and (unit.engine == "region" or (not value.must_keep and unit.actions.get(value.name, "keep") == "recompute"))
     )
     return CallDecision(recompute=dropped, keep_output=unit.output == "keep")
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from recollect.planning.windows import Window
 from recollect.profile.events import (
     ALLOC,
     BACKWARD,
@@ -57,6 +58,7 @@ class Simulation:
         peak_note: where the peak is, in words.
         kept_bytes: bytes alive when forward has ended and backward begins, persistent ones not counted.
         timeline: (seconds are not known) bytes alive after each event, if asked for.
+        window_peaks: the peak of each window that was asked for, as in `peak_bytes`.
     """
 
     peak_bytes: int
@@ -68,15 +70,23 @@ class Simulation:
     peak_note: str
     kept_bytes: int
     timeline: tuple[int, ...] = ()
+    window_peaks: tuple[int, ...] = ()
 
 
-def simulate(profile: Profile, decisions: Sequence[CallDecision], *, with_timeline: bool = False) -> Simulation:
+def simulate(
+    profile: Profile,
+    decisions: Sequence[CallDecision],
+    *,
+    with_timeline: bool = False,
+    windows: Sequence[Window] = (),
+) -> Simulation:
     """Predict the peak and the recompute time of a step under a plan.
 
     Args:
         profile: the recorded step.
         decisions: one for each of `profile.calls`, in order.
         with_timeline: also return the bytes alive after each event.
+        windows: also return the peak of each of these stretches; all of `recollect.planning.windows.windows(profile)`.
 
     Raises:
         ValueError: not one decision for each call.
@@ -85,7 +95,13 @@ def simulate(profile: Profile, decisions: Sequence[CallDecision], *, with_timeli
     """
     if len(decisions) != len(profile.calls):
         raise ValueError(f"got {len(decisions)} decisions for {len(profile.calls)} unit calls, expected one for each")
-    return _Playback(profile, decisions).run(with_timeline=with_timeline)
+    return _Playback(profile, decisions).run(with_timeline=with_timeline, windows=windows)
+
+
+def rounded_bytes(profile: Profile, nbytes: int) -> int:
+    """Return what a storage of so many bytes takes on the profile's device."""
+    block_bytes = _CUDA_BLOCK_BYTES if profile.device.startswith("cuda") else 1
+    return -(-nbytes // block_bytes) * block_bytes
 
 
 class _Token:
@@ -108,6 +124,7 @@ class _Playback:
         self.decisions = decisions
         self.block_bytes = _CUDA_BLOCK_BYTES if profile.device.startswith("cuda") else 1
         self.alive_bytes = profile.persistent_bytes
+        self.window_peak_bytes = self.alive_bytes
         self.peaks_bytes = [self.alive_bytes] * len(PHASE_NAMES)
         self.peaks_at = [(-1, "")] * len(PHASE_NAMES)
         self.kept_bytes = 0
@@ -124,8 +141,12 @@ class _Playback:
         self.handles: dict[int, tuple[Value, int]] = {}
         self.origins = [{value: (c, v) for value, c, v in call.origins} for call in profile.calls]
 
-    def run(self, *, with_timeline: bool) -> Simulation:
+    def run(self, *, with_timeline: bool, windows: Sequence[Window]) -> Simulation:
         timeline: list[int] = []
+        ends = [window.start for window in windows[1:]]
+        ends.append(-1)
+        window_peaks: list[int] = []
+        position, next_end = 0, ends[0]
         play: dict[int, Callable[..., None]] = {
             ALLOC: self._alloc,
             FREE: self._free,
@@ -140,9 +161,15 @@ class _Playback:
         }
         for block, _ in self.profile.log.sequence:
             for event in self.profile.log.blocks[block]:
+                if position == next_end:
+                    window_peaks.append(self.window_peak_bytes)
+                    self.window_peak_bytes = self.alive_bytes
+                    next_end = ends[len(window_peaks)]
+                position += 1
                 play[event[0]](*event[1:])
                 if with_timeline:
                     timeline.append(self.alive_bytes)
+        window_peaks.append(self.window_peak_bytes)
         # The calibration was measured on forward and backward; the optimizer step has no part in it.
         calibration_bytes = (self.profile.calibration_bytes, self.profile.calibration_bytes, 0)
         totals = [peak + extra for peak, extra in zip(self.peaks_bytes, calibration_bytes, strict=True)]
@@ -157,13 +184,18 @@ class _Playback:
             peak_note=peak_note,
             kept_bytes=self.kept_bytes,
             timeline=tuple(timeline),
+            window_peaks=tuple(
+                peak + calibration_bytes[window.phase] for peak, window in zip(window_peaks, windows, strict=False)
+            ),
         )
 
     def allocate(self, nbytes: int) -> None:
         self.alive_bytes += nbytes
-        if self.alive_bytes > self.peaks_bytes[self.phase]:
-            self.peaks_bytes[self.phase] = self.alive_bytes
-            self.peaks_at[self.phase] = (self.call, self.is_recomputing)
+        if self.alive_bytes > self.window_peak_bytes:
+            self.window_peak_bytes = self.alive_bytes
+            if self.alive_bytes > self.peaks_bytes[self.phase]:
+                self.peaks_bytes[self.phase] = self.alive_bytes
+                self.peaks_at[self.phase] = (self.call, self.is_recomputing)
 
     def _work(self, nbytes: int) -> None:
         """An op runs in so many bytes, results included: they are alive together, if only for a moment."""

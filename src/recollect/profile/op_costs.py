@@ -78,13 +78,13 @@ class MeasuredCosts:
                 self._run_once(func, args, kwargs, samples)
         return output, OpRun(key, number)
 
-    def seconds_of(self, run: OpRun) -> float:
-        """Return the median time of an op."""
-        return statistics.median(self._seconds[run.key])
+    def seconds_of(self, run: OpRun | None) -> float:
+        """Return the median time of an op; 0 for one that was not seen to run."""
+        return statistics.median(self._seconds[run.key]) if run is not None else 0.0
 
-    def working_bytes_of(self, run: OpRun) -> int:
-        """Return the most bytes that the op adds while it runs, its results among them."""
-        return self._working_bytes[run.key]
+    def working_bytes_of(self, run: OpRun | None) -> int:
+        """Return the most bytes that the op adds while it runs, its results among them; 0 for one that was not seen."""
+        return self._working_bytes[run.key] if run is not None else 0
 
     def _run_once(self, func: Any, args: Any, kwargs: Any, samples: list[float]) -> Any:
         self._synchronize()
@@ -123,11 +123,11 @@ class ModelledCosts:
             self._seconds[key] = self._estimate(func, args, kwargs, output)
         return output, OpRun(key, 0)
 
-    def seconds_of(self, run: OpRun) -> float:
-        """Return the modelled time of an op."""
-        return self._seconds[run.key]
+    def seconds_of(self, run: OpRun | None) -> float:
+        """Return the modelled time of an op; 0 for one that was not seen to run."""
+        return self._seconds[run.key] if run is not None else 0.0
 
-    def working_bytes_of(self, run: OpRun) -> int:
+    def working_bytes_of(self, run: OpRun | None) -> int:
         """Fake tensors have no kernels, so no workspaces: only the results count, and those are known anyway."""
         return 0
 

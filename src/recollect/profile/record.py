@@ -23,6 +23,7 @@ from recollect.profile.op_costs import MeasuredCosts, ModelledCosts
 from recollect.profile.optimizer_step import OptimizerStep, record_optimizer_step
 from recollect.profile.recording_tape import DropAll, RecordingTape, StepMode
 from recollect.profile.step_recorder import RecordedCall, StepRecorder
+from recollect.profile.trackers import mark_persistent, unmark
 from recollect.step import LossFunction, describe_batch, device_of, run_forward, undisturbed
 
 Costs = MeasuredCosts | ModelledCosts
@@ -106,6 +107,7 @@ class _Session:
         recorder = StepRecorder(costs)
         self._prepare_gradients()
         persistent = self._persistent_bytes(batch)
+        marked = mark_persistent(self._persistent_tensors(batch))
         with apply_policy(self.model, self.paths, RecordingTape(recorder)):
             try:
                 with costs.recording(), StepMode(recorder):
@@ -123,6 +125,7 @@ class _Session:
                 ) from error
             finally:
                 recorder.close()
+                unmark(marked)
         persistent["optimizer_state"] = optimizer_step.state_bytes
         is_fake = isinstance(costs, ModelledCosts)
         return _assemble(
@@ -163,6 +166,11 @@ class _Session:
         for parameter in self.model.parameters():
             needs_gradient = self.accumulates_gradients and parameter.requires_grad
             parameter.grad = torch.zeros_like(parameter) if needs_gradient else None
+
+    def _persistent_tensors(self, batch: Any) -> list[torch.Tensor]:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        in_batch = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
+        return [*self.model.parameters(), *self.model.buffers(), *gradients, *in_batch]
 
     def _persistent_bytes(self, batch: Any) -> dict[str, int]:
         parameters = list(self.model.parameters())

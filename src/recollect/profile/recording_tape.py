@@ -121,6 +121,8 @@ class _RecordingMode(TapeMode):
         storage = storage_of(tensor)
         recorder = self.recorder
         tracker = tracker_of(storage)
+        if tracker is None and storage is not None:
+            tracker = recorder.note_opaque(storage)
         if not isinstance(tracker, TrackedValue):
             return packed
         handle = _Handle(recorder, packed)
@@ -143,6 +145,11 @@ class DropAll:
 
 class StepMode(TorchDispatchMode):
     """Sees every op of the step, below the tape."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled regions run compiled, as they will in training."""
+        return True
 
     def __init__(self, recorder: StepRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

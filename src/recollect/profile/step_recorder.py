@@ -50,7 +50,7 @@ class RecordedOp:
     name: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    run: OpRun
+    run: OpRun | None
     mutates: bool = False
     state_bytes: int = 0
 
@@ -183,6 +183,19 @@ class StepRecorder:
         outputs = tuple(range(first, len(call.values)))
         call.ops.append(RecordedOp(self.pending_stem, inputs, outputs, run))
         self.log(events.OP, index, len(call.ops) - 1)
+
+    def note_opaque(self, storage: torch.UntypedStorage) -> TrackedValue | None:
+        """Autograd saved what no op made: the result of a kernel out of sight, which can only be kept."""
+        if self.current is None:
+            return None
+        call = self.calls[self.current]
+        name = f"unseen#{len(call.values)}"
+        call.values.append(RecordedValue(name, storage.nbytes(), producer=len(call.ops), must_keep=True))
+        tracker = TrackedValue(self, self.current, len(call.values) - 1)
+        attach_tracker(storage, tracker)
+        call.ops.append(RecordedOp(name, (), (tracker.value,), run=None))
+        self.log(events.OP, self.current, len(call.ops) - 1)
+        return tracker
 
     def _note_write(self, index: int, args: Any, kwargs: Any, run: OpRun) -> None:
         call = self.calls[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ def storage_of(tensor: Any) -> torch.UntypedStorage | None:
     return tensor.untyped_storage()
 
 
-def tracker_of(storage: torch.UntypedStorage | None) -> TrackedValue | TrackedOther | None:
+def tracker_of(storage: torch.UntypedStorage | None) -> TrackedValue | TrackedOther | Persistent | None:
     """Return what hangs on a storage."""
     return getattr(storage, _TRACKER, None)
 
@@ -31,6 +32,26 @@ def tracker_of(storage: torch.UntypedStorage | None) -> TrackedValue | TrackedOt
 def attach_tracker(storage: torch.UntypedStorage, tracker: TrackedValue | TrackedOther) -> None:
     """Hang a tracker on a storage; it dies with it."""
     setattr(storage, _TRACKER, tracker)
+
+
+class Persistent:
+    """Hangs on a storage that was there before the step: a parameter, a buffer, the batch."""
+
+    __slots__ = ()
+
+
+def mark_persistent(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Mark storages as no part of the step; return them for `unmark`."""
+    storages = [storage for tensor in tensors if (storage := storage_of(tensor)) is not None]
+    for storage in storages:
+        setattr(storage, _TRACKER, Persistent())
+    return storages
+
+
+def unmark(storages: Iterable[torch.UntypedStorage]) -> None:
+    """Take the marks off again."""
+    for storage in storages:
+        vars(storage).pop(_TRACKER, None)
 
 
 class TrackedValue:

@@ -1,0 +1,197 @@
+"""How fast a plan within a budget can be at best: a lower bound on the recompute of any plan, by a linear program.
+
+At every moment e of the step (`planning/moments.py`), with B the budget:
+
+    fixed_e + sum over calls c of kept_e,c <= B           kept_e,c >= hull_c,e(t_c)         minimise sum of t_c
+
+- fixed_e: bytes that are alive at e under every plan, because the events say so.
+- t_c: seconds that call c's ops run again, in the whole step.
+- hull_c,e(t): least bytes that c must have in memory at e if ops of at most t seconds of it run again: the lower convex
+  hull over all choices of values and ops (`planning/hull.py`, minimum cuts), for what backward asks for after e.
+
+Why no plan can be below: take any plan and look at its simulated step at e. What backward asks for after e is either in
+memory, or computed after e by ops that run again, from values that are in memory or computed likewise. So what is in
+memory at e of call c, and all ops of c that run again at any time, are a choice over which the hull was taken. Each of
+these values is counted in one call, and none of them in fixed_e. Everything else is left out, in favour of the bound:
+values that only a recompute in a later unit reads, the working memory of recomputing, saved generator states, values that
+are written to later (taken to be keepable), and that calls of one module share a decision. An input from another unit is
+taken to be available; the unit that made it must produce it only if backward itself asks for it.
+
+"Any plan" means: keep or recompute, value by value, unit outputs dropped or not, each op as often as one likes, for the
+ops and the order of the recorded step. It does not hold for what changes the step itself: offload, another micro-batch, a
+chunked loss, ops that are replaced by others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from recollect.planning.hull import Option, unit_hull
+from recollect.planning.moments import Demand, moments
+from recollect.planning.simulate import rounded_bytes
+from recollect.profile.graph import OpRecord, Profile, UnitGraph, ValueRecord
+
+__all__ = ["LowerBound", "demand_hull"]
+
+# Cuts and the linear program are solved in floating point: what is returned is lowered by more than their error.
+_SAFETY = 1e-6
+_BYTES_PER_UNIT = 2.0**20
+# HiGHS's answer that no point satisfies all rows.
+_INFEASIBLE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Kept bytes of a demand are at least `least_bytes - bytes_per_s * t`."""
+
+    least_bytes: float
+    bytes_per_s: float
+
+
+class LowerBound:
+    """The bound of one profile, for any number of budgets.
+
+    Args:
+        profile: the recorded step.
+
+    Complexity: a few minimum-cut hulls per distinct unit, once; then one linear program per budget, whose size grows with
+        the number of unit calls (80 layers: about 0.1 s).
+
+    Example:
+        >>> from recollect.profile.graph import StepLog
+        >>> from recollect.profile.events import ALLOC, FREE
+        >>> step = StepLog(blocks=(((ALLOC, 0, 512), (FREE, 0)),), sequence=((0, -1),))
+        >>> bound = LowerBound(Profile((), (), step, step_s=1.0))
+        >>> bound.recompute_s(512), bound.recompute_s(511)
+        (0.0, inf)
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._lines: dict[Demand, tuple[_Line, ...]] = {}
+        self._fixed_bytes: list[int] = []
+        self._entries: list[tuple[int, int, float]] = []
+        self._limits: list[float] = []
+        self._equal: list[tuple[int, int, float]] = []
+        self._num_variables = len(profile.calls)
+        self._build()
+
+    def slowdown(self, budget_bytes: int) -> float:
+        """Return the least slowdown of any plan whose peak is within the budget (0.03 is 3 %); inf if there is none."""
+        recompute_s = self.recompute_s(budget_bytes)
+        return recompute_s / self._profile.step_s if self._profile.step_s > 0 else min(recompute_s, 0.0)
+
+    def recompute_s(self, budget_bytes: int) -> float:
+        """Return the least seconds that ops run again under any plan whose peak is within the budget."""
+        if any(fixed_bytes > budget_bytes for fixed_bytes in self._fixed_bytes):
+            return math.inf
+        if not self._rows:
+            return 0.0
+        num_calls = len(self._profile.calls)
+        cost = np.zeros(self._num_variables)
+        cost[:num_calls] = 1.0
+        upper = np.full(self._num_variables, np.inf)
+        for row, fixed_bytes in zip(self._rows, self._fixed_bytes, strict=True):
+            upper[row] = (budget_bytes - fixed_bytes) / _BYTES_PER_UNIT
+        result = linprog(
+            cost * self._seconds_per_unit,
+            A_ub=self._matrix(self._entries, len(self._limits)),
+            b_ub=np.array(self._limits),
+            A_eq=self._matrix(self._equal, len(self._rows)),
+            b_eq=np.zeros(len(self._rows)),
+            bounds=np.column_stack((np.zeros(self._num_variables), upper)),
+            method="highs",
+        )
+        if result.status == _INFEASIBLE:
+            return math.inf
+        # No answer (a time limit, numbers that HiGHS cannot handle) proves nothing.
+        return max(0.0, float(result.fun) * (1 - _SAFETY) - _SAFETY**2) if result.status == 0 else 0.0
+
+    def _matrix(self, entries: list[tuple[int, int, float]], num_rows: int) -> object:
+        rows, columns, numbers = zip(*entries, strict=True) if entries else ((), (), ())
+        return coo_array((numbers, (rows, columns)), shape=(num_rows, self._num_variables)).tocsr()
+
+    def _build(self) -> None:
+        """Lay out the variables: seconds of each call, kept bytes of each (call, demand), bytes of each moment."""
+        chosen = moments(self._profile)
+        self._seconds_per_unit = max((op.time_s for g in self._profile.graphs for op in g.ops), default=0.0) or 1.0
+        self._rows: list[int] = []
+        kept: dict[tuple[int, Demand], int] = {}
+        current: dict[int, int] = {}
+        previous = -1
+        for moment in chosen:
+            total, self._num_variables = self._num_variables, self._num_variables + 1
+            row = len(self._rows)
+            self._rows.append(total)
+            self._fixed_bytes.append(moment.fixed_bytes)
+            self._equal.append((row, total, 1.0))
+            if previous >= 0:
+                self._equal.append((row, previous, -1.0))
+            for call, demand in moment.changed.items():
+                if call in current:
+                    self._equal.append((row, current.pop(call), 1.0))
+                if demand.needed - demand.free:
+                    if (call, demand) not in kept:
+                        kept[call, demand] = self._kept_variable(call, demand)
+                    current[call] = kept[call, demand]
+                    self._equal.append((row, current[call], -1.0))
+            previous = total
+
+    def _kept_variable(self, call: int, demand: Demand) -> int:
+        variable, self._num_variables = self._num_variables, self._num_variables + 1
+        if demand not in self._lines:
+            self._lines[demand] = _lines(demand_hull(self._profile, demand))
+        for line in self._lines[demand]:
+            # least - rate * t <= kept
+            row = len(self._limits)
+            self._limits.append(-line.least_bytes / _BYTES_PER_UNIT)
+            self._entries.append((row, variable, -1.0))
+            self._entries.append((row, call, -line.bytes_per_s * self._seconds_per_unit / _BYTES_PER_UNIT))
+        return variable
+
+
+def demand_hull(profile: Profile, demand: Demand) -> tuple[Option, ...]:
+    """Return the hull of one unit for one demand, with everything left out that not every plan needs."""
+    return unit_hull(_optimistic(profile, demand), output="recompute")
+
+
+def _optimistic(profile: Profile, demand: Demand) -> UnitGraph:
+    """Return the unit with the demanded values as the saved ones, and free values as leaves."""
+    graph = profile.graphs[demand.graph]
+    fixed = [i for i, v in enumerate(graph.values) if v.must_keep and v.producer is not None and i not in demand.free]
+    values = []
+    for index, value in enumerate(graph.values):
+        is_leaf = value.producer is None or index in demand.free
+        # A value that has to be kept gets an op of its own, so that what else its op computes can be run again.
+        producer = fixed.index(index) if index in fixed else len(fixed) + (value.producer or 0)
+        values.append(
+            ValueRecord(
+                name=f"{index}",
+                nbytes=rounded_bytes(profile, value.nbytes),
+                producer=None if is_leaf else producer,
+                must_keep=index in fixed,
+                saved=index in demand.needed and not is_leaf,
+            )
+        )
+    ops = [OpRecord(f"fixed {index}", (), (index,), 0.0) for index in fixed]
+    for op in graph.ops:
+        outputs = tuple(v for v in op.outputs if v not in demand.free and v not in fixed)
+        ops.append(replace(op, outputs=outputs, state_bytes=0, working_bytes=0))
+    return UnitGraph(tuple(values), tuple(ops))
+
+
+def _lines(options: tuple[Option, ...]) -> tuple[_Line, ...]:
+    """Return the lines of which the hull is the upper envelope: its segments, and the least bytes."""
+    lines = [_Line(options[0].kept_bytes, 0.0)]
+    for lean, fat in itertools.pairwise(options):
+        saved_s = lean.recompute_s - fat.recompute_s
+        if saved_s > 0:
+            bytes_per_s = (fat.kept_bytes - lean.kept_bytes) / saved_s
+            lines.append(_Line(lean.kept_bytes + bytes_per_s * lean.recompute_s, bytes_per_s))
+    return tuple(lines)
