@@ -41,6 +41,7 @@ __all__ = [
     "is_checkpoint_wrapper",
     "is_compiled_module",
     "is_fake_tensor",
+    "below_autograd",
     "current_autograd_node",
     "is_traceable_wrapper_subclass",
     "profiler_is_active",
@@ -63,6 +64,12 @@ def share_version_counters() -> AbstractContextManager[Any]:
     guard: AbstractContextManager[Any] = torch._C._SetExcludeDispatchKeyGuard(
         torch._C.DispatchKey.ADInplaceOrView, False
     )
+    return guard
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """Run ops as dispatch modes see them, past autograd; `torch.no_grad` would change what some kernels return."""
+    guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
     return guard
 
 

@@ -48,6 +48,11 @@ __all__ = [
 ]
 
 
+def _used_by(unit: str, module: str, op: str) -> str:
+    path = ".".join(part for part in (unit, module) if part) or "the model"
+    return f"used by {op} in {path}" if op else f"saved for backward in {path}"
+
+
 def _restore(cls: type[RecollectError], args: tuple[Any, ...], attributes: dict[str, Any]) -> RecollectError:
     error = cls.__new__(cls, *args)
     error.args = args
@@ -168,7 +173,7 @@ class MutatedValueError(RecollectError, RuntimeError):
     Attributes:
         unit: path of the unit in whose forward it was used.
         module: path of the module inside the unit; empty for the unit's own forward.
-        op: the op that used it.
+        op: the op that used it; empty if it was saved for backward as it is.
         shape: shape of the tensor.
         changes: how often it was written to since then.
     """
@@ -179,9 +184,8 @@ class MutatedValueError(RecollectError, RuntimeError):
         self.op = op
         self.shape = shape
         self.changes = changes
-        path = ".".join(part for part in (unit, module) if part) or "the model"
         super().__init__(
-            f"a tensor of shape {list(shape)}, used by {op} in {path}, was changed in place {changes} "
+            f"a tensor of shape {list(shape)}, {_used_by(unit, module, op)}, was changed in place {changes} "
             f"time{'' if changes == 1 else 's'} before backward used it. "
             "Write to a copy of it, or run backward before the write."
         )
@@ -202,9 +206,8 @@ class FreedValueError(RecollectError, RuntimeError):
         self.module = module
         self.op = op
         self.shape = shape
-        path = ".".join(part for part in (unit, module) if part) or "the model"
         super().__init__(
-            f"a tensor of shape {list(shape)}, used by {op} in {path}, has no memory now: its storage was freed after "
+            f"a tensor of shape {list(shape)}, {_used_by(unit, module, op)}, has no memory now: its storage was freed after "
             "forward, as FSDP does when it reshards, and not filled again before backward needed it. Keep the output of "
             "the unit after it (output: keep), so that each unit is recomputed in its own backward."
         )

@@ -25,10 +25,6 @@ from typing import Any
 Call = Callable[[list[Any], bool], Sequence[Any]]
 """`call(tensors, may_overwrite_first) -> results`: runs one op again on its tensor arguments."""
 
-# References to `inputs[0]` inside `Node._owns_first` when nobody but this node needs that value: the list `inputs`, the
-# local name, and the argument of `sys.getrefcount`.
-_OWN_REFERENCES = 3
-
 
 class Value:
     """One tensor of the step: available (`tensor`), or dropped (`node` makes it again)."""
@@ -87,8 +83,14 @@ class Node:
         self.inputs = ()
 
     def _owns_first(self) -> bool:
-        first = self.inputs[0]
-        return not first.is_viewed and sys.getrefcount(first) == _OWN_REFERENCES
+        return not self.inputs[0].is_viewed and self._count_references_to_first() == _OWN_REFERENCES
+
+    def _count_references_to_first(self) -> int:
+        return sys.getrefcount(self.inputs[0])
+
+
+# What the count is when nobody but the node refers to the value. It differs between versions of Python.
+_OWN_REFERENCES = Node(lambda tensors, may_overwrite_first: (), [Value()])._count_references_to_first()
 
 
 def _materialise(value: Value) -> None:

@@ -34,6 +34,8 @@ class _Forward:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.is_on = False
+        self.is_placed = False
         self.forward: Callable[..., Any] = module.forward
         functools.update_wrapper(self, self.forward)  # type: ignore[arg-type]
 
@@ -41,10 +43,17 @@ class _Forward:
         return getattr, (self.module, "forward")
 
     def put(self) -> None:
-        self.had_own_forward = "forward" in vars(self.module)
-        vars(self.module)["forward"] = self
+        self.is_on = True
+        if not self.is_placed:
+            self.had_own_forward = "forward" in vars(self.module)
+            vars(self.module)["forward"] = self
+            self.is_placed = True
 
     def take_off(self) -> None:
+        self.is_on = False
+        if vars(self.module).get("forward") is not self:
+            return  # Somebody put their own forward around this one: it stays, and finds the module's own behind it.
+        self.is_placed = False
         if self.had_own_forward:
             vars(self.module)["forward"] = self.forward
         else:
@@ -79,7 +88,7 @@ class _UnitForward(_Forward):
         self.path = path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not self.is_on or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         return self.tape.run(self.path, self.forward, args, kwargs)
 
@@ -88,7 +97,7 @@ class _RegionForward(_Forward):
     """Runs a unit as one region that is re-run as a whole in backward."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not self.is_on or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         return run_region(self.forward, args, kwargs)
 

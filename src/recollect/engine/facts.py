@@ -57,6 +57,9 @@ _INDEX_LIKE = frozenset(
     | {"searchsorted", "bucketize", "multinomial", "randperm", "randint", "bincount", "histc", "aminmax"}
 )
 
+# A result of these is empty unless an argument requires grad, which it never does below autograd.
+_GRAD_DEPENDENT = frozenset({"_sparse_mm_reduce_impl"})
+
 # Every rank would have to run a collective again at the same moment.
 _COLLECTIVE_NAMESPACES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "fsdp"}
@@ -121,6 +124,7 @@ def facts_of(func: Any) -> OpFacts:
         # A custom op can read the generator without a tag that says so (flash-attn's dropout does).
         is_random=torch.Tag.nondeterministic_seeded in tags or is_foreign,
         keeps=name in _INDEX_LIKE
+        or name in _GRAD_DEPENDENT
         or namespace in _COLLECTIVE_NAMESPACES
         or torch.Tag.dynamic_output_shape in tags
         or torch.Tag.data_dependent_output in tags

@@ -29,6 +29,7 @@ from torch.nn import Parameter
 
 from recollect._torch_private import (
     TorchDispatchMode,
+    below_autograd,
     desugars,
     disable_autocast,
     is_fake_tensor,
@@ -45,6 +46,7 @@ from recollect.engine.values import (
     alias_in_hook,
     alias_in_mode,
     attach_record,
+    expect_bump,
     forget_record,
     is_known,
     layout_of,
@@ -100,7 +102,7 @@ class Tape:
         finally:
             self._local.mode = None
         if not self.policy.drops_output(unit_path):
-            self.hold_outputs(output)
+            self.hold_outputs(unit_path, output)
         return output
 
     def _run_nested(self, mode: TapeMode, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -111,16 +113,16 @@ class Tape:
         finally:
             mode.unit_path, mode.scope, mode.counts = saved
         if not self.policy.drops_output(unit_path):
-            self.hold_outputs(output)
+            self.hold_outputs(unit_path, output)
         return output
 
     @untraced
     def alias(self, tensor: torch.Tensor, *, in_hook: bool) -> tuple[torch.Tensor, int]:
         """Return a tensor to hold in place of one that is kept, and the version at which it is right."""
         held = alias_in_hook(tensor) if in_hook else alias_in_mode(tensor)
-        return held, UNWATCHED if is_fake_tensor(tensor) else tensor._version
+        return held, UNWATCHED if is_fake_tensor(tensor) or tensor.is_inference() else tensor._version
 
-    def hold_outputs(self, output: Any) -> None:
+    def hold_outputs(self, unit_path: str, output: Any) -> None:
         """Keep what a unit returns: from here on its storages are held by whoever needs them."""
         for tensor in strided_tensors(output):
             storage = tensor.untyped_storage()
@@ -133,6 +135,7 @@ class Tape:
                 held, version = self.alias(tensor, in_hook=True)
                 with torch.no_grad():
                     record.base.hold(held.as_strided(size, stride, offset), version)
+                record.base.label = (unit_path, "", "return")
                 watch(record.base, storage)
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -142,7 +145,8 @@ class Tape:
         value: TapeValue = packed
         if value.tensor is not None:
             return value.fetch()
-        with torch.no_grad(), disable_autocast():
+        # As the ops ran in forward: below autograd and autocast, with gradients switched on, which some kernels look at.
+        with torch.enable_grad(), below_autograd(), disable_autocast():
             tensor: torch.Tensor = value.get()
         return tensor
 
@@ -211,9 +215,7 @@ class TapeMode(TorchDispatchMode):
         if facts.is_view:
             return func(*args, **kwargs)  # A view is made from its base when somebody asks for it.
         if facts.changes_layout_only:
-            record = record_of(args[0].untyped_storage())
-            if record is not None and record.is_current(args[0]._version):
-                record.expect_bump(args[0]._version)
+            expect_bump(args[0])
             return func(*args, **kwargs)
         # Rule 7: a custom autograd Function, or a compiled region, runs with gradients switched off.
         decision = torch.is_grad_enabled() and self.tape.decide(self, facts)
@@ -262,7 +264,7 @@ class TapeMode(TorchDispatchMode):
         for storage in storages:
             snapshot_leaves(storage)
         write = self._bind_write(func, facts, args, kwargs) if decision and len(targets) == 1 else None
-        version = targets[0]._version if targets else 0
+        version = targets[0]._version if write is not None else 0
         output = func(*args, **kwargs)
         for target, storage in zip(targets, storages, strict=True):
             if write is None or (facts.keeps_on_cuda and target.is_cuda):
@@ -304,6 +306,8 @@ class TapeMode(TorchDispatchMode):
         if record.created is not None:
             forget_record(storage)
             return None
+        if tensor.is_neg() or tensor.is_conj():
+            return None  # A lazy sign or conjugate is no part of the layout; such a view is kept.
         return record.value_of(layout_of(tensor)) if record.is_current(tensor._version) else None
 
     def _value_in_mode(self, tensor: torch.Tensor) -> TapeValue:
@@ -320,7 +324,9 @@ class TapeMode(TorchDispatchMode):
 
     def _leaf(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None, *, in_hook: bool) -> TapeValue:
         held, version = self.tape.alias(tensor, in_hook=in_hook)
-        value = TapeValue(tensor=held, version=version, label=(self.unit_path, self.scope, self._op))
+        # Autograd saves the arguments of some ops before it runs them, so a hook does not know for which op it is called.
+        op = "" if in_hook else self._op
+        value = TapeValue(tensor=held, version=version, label=(self.unit_path, self.scope, op))
         if storage is not None:
             watch(value, storage)
         return value
@@ -344,17 +350,20 @@ class TapeMode(TorchDispatchMode):
 class _PackedSubclass:
     """A saved tensor subclass (DTensor, ...): its inner tensors as values, and how to put them together again."""
 
-    __slots__ = ("context", "inner", "kind", "size", "stride")
+    __slots__ = ("context", "kind", "others", "packed", "size", "stride")
 
     def __init__(self, tensor: Any, pack: Any) -> None:
         with torch.no_grad():
             names, self.context = tensor.__tensor_flatten__()
         self.kind = type(tensor)
         self.size, self.stride = tensor.size(), tensor.stride()
-        self.inner = {name: pack(getattr(tensor, name)) for name in names}
+        inner = {name: getattr(tensor, name) for name in names}
+        self.packed = {name: pack(item) for name, item in inner.items() if isinstance(item, torch.Tensor)}
+        # Not all of them are tensors: a DTensor names its device mesh too.
+        self.others = {name: item for name, item in inner.items() if name not in self.packed}
 
     def rebuild(self, unpack: Any) -> torch.Tensor:
-        inner = {name: unpack(packed) for name, packed in self.inner.items()}
+        inner = {**self.others, **{name: unpack(item) for name, item in self.packed.items()}}
         tensor: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
         return tensor
 

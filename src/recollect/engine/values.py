@@ -208,6 +208,18 @@ def alias_in_mode(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def expect_bump(tensor: torch.Tensor) -> None:
+    """An op is about to change the layout of a tensor in place: its version rises, and its content stays what it is."""
+    storage = tensor.untyped_storage()
+    record = record_of(storage)
+    if record is not None and record.is_current(tensor._version):
+        record.expect_bump(tensor._version)
+    for reference in vars(storage).get(_LEAVES, ()):
+        leaf = reference()
+        if leaf is not None and leaf.version == tensor._version:
+            leaf.version += 1
+
+
 def private_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor out of sight of the active dispatch modes: the copy is the tape's own, not an op of the model."""
     if is_fake_tensor(tensor):

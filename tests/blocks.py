@@ -1,0 +1,150 @@
+"""Small modules that tests share, with no dependency but PyTorch, so that rank processes start fast."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Block(nn.Module):
+    """Residual feed-forward block with dropout. [n, d] -> [n, d]."""
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.dropout = dropout
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = nn.functional.gelu(self.up(self.norm(hidden)))
+        return hidden + nn.functional.dropout(self.down(inner), self.dropout)
+
+
+class Stack(nn.Module):
+    """A stem, blocks and a head. [n, d] -> [n]."""
+
+    def __init__(self, width: int = 16, depth: int = 3, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.stem = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(depth))
+        self.head = nn.Linear(width, 1)
+
+    @property
+    def layers(self) -> list[str]:
+        return [f"blocks.{index}" for index in range(len(self.blocks))]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.stem(hidden)
+        for block in self.blocks:
+            hidden = block(hidden)
+        output: Tensor = self.head(hidden).squeeze(-1)
+        return output
+
+
+class Experts(nn.Module):
+    """Two experts; the router balances their load by a bias, updated in forward (Wang et al. 2024). [n, d] -> [n, d].
+
+    `loads` and `auxiliary_losses` are what a trainer reads after the step.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 2, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.register_buffer("bias", torch.zeros(2))
+        self.register_buffer("loads", torch.zeros(2))
+        self.auxiliary_losses: list[Tensor] = []
+        self.balances = True
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weights = self.gate(hidden).sigmoid()
+        choice = (weights + self.bias).argmax(-1)
+        load = torch.bincount(choice, minlength=2)
+        self.loads += load
+        if self.balances:
+            self.bias += 0.5 * (load.float().mean() - load).sign()
+        self.auxiliary_losses.append((weights.mean(0) * load).sum())
+        output = hidden.clone()
+        for index, expert in enumerate(self.experts):
+            tokens = (choice == index).nonzero().squeeze(-1)
+            output = output.index_add(0, tokens, expert(hidden[tokens]).tanh() * weights[tokens, index, None])
+        return output
+
+
+class InPlace(nn.Module):
+    """Adds a bias and a residual into the matrix product. [n, d] -> [n, d]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.bias = nn.Parameter(torch.randn(width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        product = hidden @ self.weight
+        product += self.bias
+        product.sigmoid_()
+        return product.sin() + hidden
+
+
+def built(build: Callable[[], nn.Module]) -> Any:
+    """The same random weights on every call."""
+    torch.manual_seed(0)
+    return build()
+
+
+@contextmanager
+def checkpointed(model: nn.Module, paths: Sequence[str], **how: Any) -> Iterator[None]:
+    """`torch.utils.checkpoint` around the forward of the modules at `paths`, the way people add it by hand."""
+
+    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+        # Keyword arguments are bound as Hugging Face binds them: the reentrant variant takes none.
+        return lambda *args, **kwargs: checkpoint(functools.partial(forward, **kwargs), *args, **how)
+
+    modules = [model.get_submodule(path) for path in paths]
+    for module in modules:
+        vars(module)["forward"] = wrapped(module.forward)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del vars(module)["forward"]
+
+
+@contextmanager
+def partitioned(modules: list[nn.Module]) -> Iterator[None]:
+    """What ZeRO-3 does to each module's parameters, in one process: `p.data` is full only while the module works.
+
+    DeepSpeed's hooks gather before forward and before backward and release after them, by assigning to `p.data`.
+    """
+    parameters = {id(p): p for module in modules for p in module.parameters()}
+    full = {key: parameter.data.clone() for key, parameter in parameters.items()}
+
+    def gather(module: nn.Module, *_: Any) -> None:
+        for parameter in module.parameters():
+            parameter.data = full[id(parameter)]
+
+    def release(module: nn.Module, *_: Any) -> None:
+        for parameter in module.parameters():
+            parameter.data = torch.empty(0)
+
+    handles = []
+    for module in modules:
+        handles.append(module.register_forward_pre_hook(gather))
+        handles.append(module.register_forward_hook(release))
+        handles.append(module.register_full_backward_pre_hook(gather))
+        handles.append(module.register_full_backward_hook(release))
+        release(module)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in modules:
+            gather(module)

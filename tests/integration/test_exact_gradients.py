@@ -1,0 +1,290 @@
+"""Gradients, loss and buffers of a planned step equal those of the plain step to the bit, whatever the plan.
+
+Every model of the zoo, unmodified, under every plan; then the ways in which people run a training step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradients import Step, assert_same_gradients, call, clear, collect, gradients, loss_of, step_of
+from policies import EVERY_PLAN, FEW_PLANS, FULL, KEEP_ALL, Policy, Random
+from recollect.engine.apply import apply_policy
+from watch import Watch
+from zoo import ZOO, Batch, Case
+
+every_case = pytest.mark.parametrize("case", ZOO.values(), ids=ZOO)
+few_plans = pytest.mark.parametrize("policy", FEW_PLANS.values(), ids=FEW_PLANS)
+
+
+@pytest.mark.parametrize("policy", EVERY_PLAN.values(), ids=EVERY_PLAN)
+@every_case
+def test_one_step(case: Case, policy: Policy) -> None:
+    model = case.model()
+    expected = step_of(case, model)
+    with apply_policy(model, case.layers, policy):
+        assert_same_gradients(expected, step_of(case, model))
+        assert_same_gradients(expected, step_of(case, model))
+    assert_same_gradients(expected, step_of(case, model))
+
+
+@every_case
+def test_plans_do_recompute(case: Case) -> None:
+    """Without this, an engine that keeps everything would pass every other test here."""
+    counts = {}
+    model = case.model()
+    for name, policy in {"plain": None, "keep-all": KEEP_ALL, "random": Random(1), "full": FULL}.items():
+        applied = nullcontext() if policy is None else apply_policy(model, case.layers, policy)
+        with applied, Watch() as watch:
+            step_of(case, model)
+        counts[name] = watch.computing_ops().total()
+    assert counts["keep-all"] == counts["plain"]
+    assert counts["plain"] < counts["random"] < counts["full"]
+
+
+@every_case
+def test_plans_do_save(case: Case) -> None:
+    """Keeping everything costs not a byte more than the plain step; dropping everything saves most of it."""
+    kept_bytes = {}
+    model, batch = case.model(), case.data()
+    for name, policy in {"plain": None, "keep-all": KEEP_ALL, "full": FULL}.items():
+        applied = nullcontext() if policy is None else apply_policy(model, case.layers, policy)
+        with applied, Watch() as watch:
+            loss = loss_of(call(model, batch), case.loss_fn)
+            kept_bytes[name] = watch.live_bytes()
+        loss.backward()
+        del loss
+    assert kept_bytes["keep-all"] == kept_bytes["plain"]
+    assert kept_bytes["full"] < 0.4 * kept_bytes["plain"]
+
+
+StepOf = Callable[[Case, nn.Module], Step]
+
+
+def _evaluation(case: Case, model: nn.Module) -> Step:
+    model.eval()
+    step = step_of(case, model)
+    model.train()
+    return step
+
+
+def _autocast(case: Case, model: nn.Module) -> Step:
+    batch = case.data()
+    clear(model, batch)
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(call(model, batch), case.loss_fn)
+    loss.backward()
+    return collect(model, batch, loss)
+
+
+def _two_micro_batches(case: Case, model: nn.Module) -> Step:
+    clear(model, case.data())
+    torch.manual_seed(0)
+    for seed in range(2):
+        loss = loss_of(call(model, case.data(seed)), case.loss_fn)
+        loss.backward()
+    return collect(model, case.data(), loss)
+
+
+def _losses(case: Case, model: nn.Module, count: int) -> list[Tensor]:
+    clear(model, case.data())
+    batches = [case.data(seed) for seed in range(count)]
+    torch.manual_seed(0)
+    return [loss_of(call(model, batch), case.loss_fn) for batch in batches]
+
+
+def _forwards_first(case: Case, model: nn.Module) -> Step:
+    losses = _losses(case, model, 3)
+    for loss in losses:
+        loss.backward()
+    return collect(model, case.data(), losses[0])
+
+
+def _forwards_first_last_in_first_out(case: Case, model: nn.Module) -> Step:
+    losses = _losses(case, model, 3)
+    for loss in reversed(losses):
+        loss.backward()
+    return collect(model, case.data(), losses[0])
+
+
+def _forwards_first_summed(case: Case, model: nn.Module) -> Step:
+    loss = torch.stack(_losses(case, model, 2)).sum()
+    loss.backward()
+    return collect(model, case.data(), loss)
+
+
+def _forward_that_is_never_differentiated(case: Case, model: nn.Module) -> Step:
+    losses = _losses(case, model, 2)
+    losses[1].backward()
+    return collect(model, case.data(), losses[1])
+
+
+def _backward_twice(case: Case, model: nn.Module) -> Step:
+    (loss,) = _losses(case, model, 1)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return collect(model, case.data(), loss)
+
+
+def _autograd_grad(case: Case, model: nn.Module) -> Step:
+    (loss,) = _losses(case, model, 1)
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names, parameters = zip(*trained, strict=True)
+    got = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return {f"gradient of {name}": g for name, g in zip(names, got, strict=True) if g is not None}
+
+
+def _frozen_but_a_few(case: Case, model: nn.Module) -> Step:
+    """The base is frozen and a few small tensors train: nothing that enters the first layers requires a gradient."""
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 5 == 3)
+    step = step_of(case, model)
+    model.requires_grad_(True)
+    return step
+
+
+def _inference_between(case: Case, model: nn.Module) -> Step:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        call(model, case.data())
+    with torch.inference_mode():
+        call(model, case.data())
+    return step_of(case, model)
+
+
+def _inside_hooks_of_others(case: Case, model: nn.Module) -> Step:
+    """Somebody else's saved-tensor hooks around the step, as activation offloading uses them."""
+    with torch.autograd.graph.save_on_cpu():
+        return step_of(case, model)
+
+
+WAYS: dict[str, StepOf] = {
+    "eval": _evaluation,
+    "autocast": _autocast,
+    "accumulation": _two_micro_batches,
+    "forwards-first": _forwards_first,
+    "forwards-first-lifo": _forwards_first_last_in_first_out,
+    "forwards-first-summed": _forwards_first_summed,
+    "forward-abandoned": _forward_that_is_never_differentiated,
+    "backward-twice": _backward_twice,
+    "autograd-grad": _autograd_grad,
+    "frozen": _frozen_but_a_few,
+    "inference-between": _inference_between,
+    "save-on-cpu-outside": _inside_hooks_of_others,
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@few_plans
+@every_case
+def test_ways_to_run_a_step(case: Case, policy: Policy, way: StepOf) -> None:
+    plain = case.model()
+    expected = way(case, plain)
+    model = case.model()
+    with apply_policy(model, case.layers, policy):
+        assert_same_gradients(expected, way(case, model))
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer with a trainable low-rank update, as in Hu et al. 2021. [..., d] -> [..., e]."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.base(hidden) + self.up(self.down(hidden))
+
+
+def with_adapters(case: Case) -> nn.Module:
+    """The Llama of the zoo, frozen, with adapters on the query and value projections."""
+    model = case.model().requires_grad_(False)
+    for path in case.layers:
+        attention = model.get_submodule(f"{path}.self_attn")
+        for name in ("q_proj", "v_proj"):
+            setattr(attention, name, LowRank(getattr(attention, name)))
+    return model
+
+
+@few_plans
+def test_adapters_on_a_frozen_base(policy: Policy) -> None:
+    case = ZOO["llama"]
+    model = with_adapters(case)
+    expected = step_of(case, model)
+    assert {name.split(".")[-2] for name in expected if name.startswith("gradient")} == {"down", "up"}
+    with apply_policy(model, case.layers, policy):
+        assert_same_gradients(expected, step_of(case, model))
+
+
+# Ops without a second derivative (fused attention) leave these to compare.
+TWICE_DIFFERENTIABLE = ("bloom", "t5", "resnet", "mamba", "mixtral_eager")
+
+
+def _squared_gradient_norm(case: Case, model: nn.Module) -> Step:
+    """Gradients of a gradient penalty."""
+    (loss,) = _losses(case, model, 1)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    first = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+    penalty = torch.stack([g.square().sum() for g in first if g is not None]).sum()
+    penalty.backward()
+    return collect(model, case.data(), penalty)
+
+
+@pytest.mark.parametrize("name", TWICE_DIFFERENTIABLE)
+@few_plans
+def test_double_backward(name: str, policy: Policy) -> None:
+    case = ZOO[name]
+    expected = _squared_gradient_norm(case, case.model())
+    model = case.model()
+    with apply_policy(model, case.layers, policy):
+        assert_same_gradients(expected, _squared_gradient_norm(case, model))
+
+
+@few_plans
+def test_inputs_that_require_a_gradient(policy: Policy) -> None:
+    case = ZOO["resnet"]
+    model, batch = case.model(), case.data()
+    assert isinstance(batch, Tensor)
+    batch.requires_grad_()
+    expected = gradients(model, batch, case.loss_fn)
+    with apply_policy(model, case.layers, policy):
+        assert_same_gradients(expected, gradients(model, batch, case.loss_fn))
+
+
+@few_plans
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(policy: Policy, dtype: torch.dtype) -> None:
+    case = ZOO["llama"]
+    model = case.model().to(dtype)
+    expected = step_of(case, model)
+    with apply_policy(model, case.layers, policy):
+        assert_same_gradients(expected, step_of(case, model))
+
+
+@every_case
+def test_several_optimizer_steps(case: Case) -> None:
+    """Parameters are written in place between steps; the weights stay equal to the bit."""
+
+    def train(model: nn.Module) -> Step:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        for seed in range(3):
+            batch: Batch = case.data(seed)
+            torch.manual_seed(seed)
+            loss = loss_of(call(model, batch), case.loss_fn)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return {"loss": loss.detach(), **{name: t.clone() for name, t in model.state_dict().items()}}
+
+    expected = train(case.model())
+    model = case.model()
+    with apply_policy(model, case.layers, Random(2)):
+        assert_same_gradients(expected, train(model))

@@ -1,0 +1,354 @@
+"""Applying a plan and taking it off again: nothing else about the model, the process or the memory changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradients import assert_same_gradients, call, clear, loss_of, step_of
+from policies import FEW_PLANS, FULL, KEEP_ALL, NOTHING_KEPT, Policy, Random
+from recollect.engine.apply import apply_policy
+from recollect.errors import AlreadyAppliedError
+from watch import Watch, live_tensors
+from zoo import ZOO, Case
+
+LLAMA = ZOO["llama"]
+few_plans = pytest.mark.parametrize("policy", FEW_PLANS.values(), ids=FEW_PLANS)
+some_cases = pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "resnet", "transformer"])
+
+
+def _what_a_user_sees(model: nn.Module) -> dict[str, Any]:
+    return {
+        "state dict": list(model.state_dict()),
+        "parameters": [(name, id(parameter)) for name, parameter in model.named_parameters()],
+        "buffers": [(name, id(buffer)) for name, buffer in model.named_buffers()],
+        "modules": [(name, id(module)) for name, module in model.named_modules()],
+        "repr": repr(model),
+    }
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+
+
+def _what_is_inside(model: nn.Module) -> dict[str, Any]:
+    return {
+        name: (type(module), sorted(vars(module)), [dict(getattr(module, hooks)) for hooks in HOOKS])
+        for name, module in model.named_modules()
+    }
+
+
+@some_cases
+def test_apply_and_remove_change_nothing_else(name: str) -> None:
+    case = ZOO[name]
+    model = case.model()
+    seen, inside = _what_a_user_sees(model), _what_is_inside(model)
+    applied = apply_policy(model, case.layers, FULL)
+    assert _what_a_user_sees(model) == seen
+    step_of(case, model)
+    assert _what_a_user_sees(model) == seen
+    applied.remove()
+    assert _what_a_user_sees(model) == seen
+    assert _what_is_inside(model) == inside
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_remove_twice_is_harmless_and_apply_again_works() -> None:
+    model = LLAMA.model()
+    expected = step_of(LLAMA, model)
+    applied = apply_policy(model, LLAMA.layers, FULL)
+    applied.remove()
+    applied.remove()
+    with apply_policy(model, LLAMA.layers, Random(3)):
+        assert_same_gradients(expected, step_of(LLAMA, model))
+
+
+def test_removed_between_forward_and_backward() -> None:
+    """What was dropped in forward is still recomputed after the plan is gone."""
+    model = LLAMA.model()
+    expected = step_of(LLAMA, model)
+    applied = apply_policy(model, LLAMA.layers, NOTHING_KEPT)
+    loss = loss_of(call(model, LLAMA.data()))
+    applied.remove()
+    loss.backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, expected[f"gradient of {parameter_name}"])
+
+
+def test_hooks_of_the_user_run_once_and_in_order() -> None:
+    def events_of(model: nn.Module) -> list[str]:
+        events: list[str] = []
+        layer = model.get_submodule(LLAMA.layers[0])
+        for path, module in {"layer": layer, "mlp": layer.get_submodule("mlp")}.items():
+            module.register_forward_pre_hook(lambda *_, at=path: events.append(f"{at} pre"))
+            module.register_forward_hook(lambda *_, at=path: events.append(f"{at} post"))
+            module.register_full_backward_pre_hook(lambda *_, at=path: events.append(f"{at} backward pre"))
+            module.register_full_backward_hook(lambda *_, at=path: events.append(f"{at} backward"))
+        step_of(LLAMA, model)
+        return events
+
+    expected = events_of(LLAMA.model())
+    model = LLAMA.model()
+    with apply_policy(model, LLAMA.layers, FULL):
+        assert events_of(model) == expected
+
+
+def _deepcopy(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+def _pickle(model: nn.Module) -> nn.Module:
+    copied: nn.Module = pickle.loads(pickle.dumps(model))
+    return copied
+
+
+def _save(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {"deepcopy": _deepcopy, "pickle": _pickle, "torch.save": _save}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@some_cases
+def test_copies_of_an_applied_model(name: str, copied: Callable[[nn.Module], nn.Module]) -> None:
+    case = ZOO[name]
+    model = case.model()
+    expected = step_of(case, model)
+    with apply_policy(model, case.layers, FULL):
+        step_of(case, model)
+        twin = copied(model)
+        assert_same_gradients(expected, step_of(case, twin))
+        assert_same_gradients(expected, step_of(case, model))
+    assert_same_gradients(expected, step_of(case, twin))
+    assert_same_gradients(expected, step_of(case, model))
+    assert not {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()}
+
+
+@some_cases
+def test_state_dict_survives_a_round_trip(name: str) -> None:
+    case = ZOO[name]
+    model = case.model()
+    expected = step_of(case, model)
+    with apply_policy(model, case.layers, FULL):
+        step_of(case, model)
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        plain = case.build().train()
+        plain.load_state_dict(torch.load(file))
+        model.load_state_dict(plain.state_dict())
+        assert_same_gradients(expected, step_of(case, plain))
+        assert_same_gradients(expected, step_of(case, model))
+
+
+class StoppedError(Exception):
+    """Raised on purpose in the middle of a forward."""
+
+
+@few_plans
+@pytest.mark.parametrize("where", ["", ".mlp", ".self_attn.o_proj"])
+def test_exception_in_forward(policy: Policy, where: str) -> None:
+    model = LLAMA.model()
+    expected = step_of(LLAMA, model)
+
+    def stop(*_: Any) -> None:
+        raise StoppedError
+
+    with apply_policy(model, LLAMA.layers, policy):
+        handle = model.get_submodule(LLAMA.layers[1] + where).register_forward_hook(stop)
+        for _ in range(2):
+            with pytest.raises(StoppedError):
+                call(model, LLAMA.data())
+        handle.remove()
+        assert_same_gradients(expected, step_of(LLAMA, model))
+    with Watch() as watch:
+        torch.ones(2) + 1
+    assert watch.ops["add"] == 1
+
+
+@few_plans
+def test_exception_in_backward(policy: Policy) -> None:
+    model = LLAMA.model()
+    expected = step_of(LLAMA, model)
+
+    def stop(*_: Any) -> None:
+        raise StoppedError
+
+    with apply_policy(model, LLAMA.layers, policy):
+        parameter = model.get_submodule(LLAMA.layers[0]).mlp.down_proj.weight
+        handle = parameter.register_hook(stop)
+        with pytest.raises(StoppedError):
+            step_of(LLAMA, model)
+        handle.remove()
+        assert_same_gradients(expected, step_of(LLAMA, model))
+
+
+@few_plans
+def test_nested_units(policy: Policy) -> None:
+    """A unit inside a unit: each of them applies its own plan, or the apply says that it cannot be done."""
+    model = LLAMA.model()
+    expected = step_of(LLAMA, model)
+    units = [path for layer in LLAMA.layers for path in (layer, f"{layer}.mlp", f"{layer}.self_attn")]
+    with apply_policy(model, units, policy):
+        assert_same_gradients(expected, step_of(LLAMA, model))
+
+
+def test_a_second_plan_is_refused_and_the_first_stays() -> None:
+    model = LLAMA.model()
+    expected = step_of(LLAMA, model)
+    with apply_policy(model, [f"{layer}.mlp" for layer in LLAMA.layers], FULL):
+        for units in (LLAMA.layers, [f"{LLAMA.layers[0]}.mlp.act_fn"], [f"{LLAMA.layers[0]}.mlp"]):
+            with pytest.raises(AlreadyAppliedError, match=r"module 'model\.layers\.0\.mlp.*call applied\.remove\(\)"):
+                apply_policy(model, units, FULL)
+        assert_same_gradients(expected, step_of(LLAMA, model))
+        with apply_policy(model, [f"{layer}.self_attn" for layer in LLAMA.layers], Random(1)):
+            assert_same_gradients(expected, step_of(LLAMA, model))
+    with apply_policy(model, LLAMA.layers, FULL):
+        assert_same_gradients(expected, step_of(LLAMA, model))
+
+
+class Shared(nn.Module):
+    """One layer, called `depth` times, with weights tied to the head as well. Tokens [n, t] -> logits [n, t, 16]."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
+        self.embedding = nn.Embedding(16, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.layer.linear1.weight = nn.Parameter(self.layer.linear1.weight.detach())
+        self.layer.linear2.weight = nn.Parameter(self.layer.linear2.weight.detach())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for _ in range(self.depth):
+            hidden = self.layer(hidden)
+        return hidden @ self.embedding.weight.t()
+
+
+SHARED = Case(
+    "shared",
+    lambda: Shared(3),
+    lambda: torch.randint(0, 16, (2, 5)),
+    ("layer",),
+    lambda logits: logits.logsumexp(-1).mean(),
+    is_random=True,
+)
+
+
+@pytest.mark.parametrize("policy", [FULL, NOTHING_KEPT, *map(Random, range(5))])
+def test_layer_called_three_times(policy: Policy) -> None:
+    model = SHARED.model()
+    expected = step_of(SHARED, model)
+    with apply_policy(model, SHARED.layers, policy):
+        assert_same_gradients(expected, step_of(SHARED, model))
+
+
+def test_two_models_with_different_plans() -> None:
+    """Their forwards and backwards interleave; each keeps what its own plan says."""
+    llama, gpt2 = LLAMA.model(), ZOO["gpt2"].model()
+    expected = {"llama": step_of(LLAMA, llama), "gpt2": step_of(ZOO["gpt2"], gpt2)}
+    models = {"llama": llama, "gpt2": gpt2}
+    with apply_policy(llama, LLAMA.layers, FULL), apply_policy(gpt2, ZOO["gpt2"].layers, Random(1)):
+        losses = {}
+        for name, model in models.items():
+            batch = ZOO[name].data()
+            torch.manual_seed(0)
+            losses[name] = loss_of(call(model, batch))
+        for name in ("llama", "gpt2"):
+            losses[name].backward()
+    for name, model in models.items():
+        for parameter_name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, expected[name][f"gradient of {parameter_name}"])
+
+
+def test_two_threads() -> None:
+    """Two models train at the same time. (Without dropout: threads share PyTorch's random generator.)"""
+    cases = {"llama": FULL, "resnet": NOTHING_KEPT, "mixtral": Random(1), "mamba": FULL}
+    failures: list[BaseException] = []
+
+    def train(case: Case, policy: Policy, expected: Any, start: threading.Barrier) -> None:
+        try:
+            model = case.model()
+            start.wait()
+            with apply_policy(model, case.layers, policy):
+                for _ in range(10):
+                    assert_same_gradients(expected, step_of(case, model))
+        except BaseException as error:
+            failures.append(error)
+
+    def build_one_after_the_other() -> list[threading.Thread]:
+        # Building draws random numbers, too, so the models and their references are made before the threads start.
+        return [
+            threading.Thread(target=train, args=(_built(ZOO[name]), policy, step_of(ZOO[name], ZOO[name].model()), bar))
+            for name, policy in cases.items()
+        ]
+
+    bar = threading.Barrier(len(cases))
+    threads = build_one_after_the_other()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _built(case: Case) -> Case:
+    """The same case with its model and batch made now."""
+    model, batch = case.model(), case.data()
+    return Case(case.name, lambda: model, lambda: batch, case.layers, case.loss_fn)
+
+
+@pytest.mark.parametrize("policy", [KEEP_ALL, FULL, NOTHING_KEPT, Random(1)])
+@some_cases
+def test_no_tensor_is_left_behind(name: str, policy: Policy) -> None:
+    """Without help from the cycle collector, a step leaves no tensors and no bytes, differentiated or not."""
+    case = ZOO[name]
+    model = case.model()
+
+    def step(model: nn.Module) -> None:
+        clear(model, case.data())
+        loss_of(call(model, case.data()), case.loss_fn).backward()
+        loss_of(call(model, case.data()), case.loss_fn)
+        clear(model, case.data())
+
+    def growth() -> tuple[int, int]:
+        step(model)
+        before = live_tensors()
+        with Watch() as watch:
+            for _ in range(3):
+                step(model)
+        return live_tensors() - before, watch.live_bytes()
+
+    gc.collect()
+    gc.disable()
+    try:
+        expected = growth()
+        with apply_policy(model, case.layers, policy):
+            assert growth() == expected
+    finally:
+        gc.enable()
+
+
+def test_nothing_is_held_while_nothing_is_dropped_in_no_grad() -> None:
+    model = LLAMA.model()
+    with apply_policy(model, LLAMA.layers, FULL), torch.no_grad(), Watch() as watch:
+        output = call(model, {**LLAMA.data(), "use_cache": False})
+        held = output.loss.nbytes + output.logits.nbytes
+        del output
+        assert watch.live_bytes() < held

@@ -1,0 +1,126 @@
+"""Random programs under random plans: the same bits as without a plan, or the error that there was without it.
+
+`RECOLLECT_EXAMPLES` sets the number of examples of each property (default 150).
+"""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from torch import Tensor
+
+from gradients import Step, assert_same_gradients, gradients
+from policies import FULL, KEEP_ALL, NOTHING_KEPT, Policy, Random
+from programs import (
+    COMPUTING,
+    IN_PLACE,
+    RANDOM,
+    ROWS,
+    SEVERAL_RESULTS,
+    VIEWS,
+    WIDTH,
+    Chain,
+    Instruction,
+    Program,
+    Recipe,
+)
+from recollect.engine.apply import apply_policy
+from recollect.errors import MutatedValueError
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated")
+
+bounded = settings(
+    max_examples=int(os.environ.get("RECOLLECT_EXAMPLES", "150")),
+    deadline=None,
+    derandomize="RECOLLECT_EXAMPLES" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+POSITION = st.integers(0, 11)
+# Every family of ops is as likely as any other, though some have more members.
+OP = st.one_of(*(st.sampled_from(sorted(family)) for family in (COMPUTING, SEVERAL_RESULTS, RANDOM, VIEWS, IN_PLACE)))
+STEPS = st.lists(st.builds(Instruction, OP, POSITION, POSITION, st.integers(0, 5)), min_size=1, max_size=12).map(tuple)
+PROGRAM = st.builds(Program, STEPS, st.integers(-6, -1), st.integers(-6, -1))
+RECIPE = st.builds(
+    Recipe,
+    st.lists(PROGRAM, min_size=1, max_size=2).map(tuple),
+    st.lists(st.integers(0, 1), min_size=1, max_size=3).map(tuple),
+    st.just(False),
+    st.sampled_from([True, True, False]),
+)
+RECIPE_WITH_OUTSIDE_WRITES = st.builds(
+    Recipe,
+    st.lists(PROGRAM, min_size=1, max_size=2).map(tuple),
+    st.lists(st.integers(0, 1), min_size=1, max_size=3).map(tuple),
+    st.just(True),
+    st.booleans(),
+)
+POLICY: st.SearchStrategy[Policy] = st.one_of(
+    st.sampled_from([FULL, NOTHING_KEPT]), st.builds(Random, st.integers(0, 1000))
+)
+
+
+def built(recipe: Recipe) -> tuple[Chain, Tensor]:
+    torch.manual_seed(0)
+    return Chain(recipe), torch.randn(ROWS, WIDTH)
+
+
+def attempt(model: Chain, data: Tensor, *, saves_copies: bool = False) -> Step | RuntimeError:
+    """A step, or the error it raised.
+
+    With `saves_copies` autograd's saved tensors are copied when they are saved, so that later writes cannot reach them:
+    what the plain step would compute if it did not have to refuse.
+    """
+    try:
+        if not saves_copies:
+            return gradients(model, data)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+            return gradients(model, data)
+    except RuntimeError as error:
+        return error
+
+
+def check(recipe: Recipe, policy: Policy, *, may_refuse: bool) -> None:
+    """Compare a step with the plan to the plain one."""
+    model, data = built(recipe)
+    expected = attempt(model, data)
+    with apply_policy(model, model.units, policy):
+        got = attempt(model, data)
+    if isinstance(got, MutatedValueError) and may_refuse:
+        event("recollect refuses")
+    elif isinstance(expected, dict):
+        event("equal")
+        if isinstance(got, RuntimeError):
+            raise got
+        assert_same_gradients(expected, got)
+    elif isinstance(got, RuntimeError):
+        event("both refuse")
+    else:
+        event("plain refuses, recollect is right")
+        assert "inplace" in str(expected), "plain autograd refuses a write, and nothing else"
+        reference = attempt(model, data, saves_copies=True)
+        assert isinstance(reference, dict)
+        torch.testing.assert_close(got, reference, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@bounded
+@given(RECIPE, POLICY)
+def test_programs_that_write_inside_layers(recipe: Recipe, policy: Policy) -> None:
+    check(recipe, policy, may_refuse=False)
+
+
+@bounded
+@given(RECIPE_WITH_OUTSIDE_WRITES, POLICY)
+def test_programs_that_write_outside_of_layers(recipe: Recipe, policy: Policy) -> None:
+    """A write that the tape cannot see may be refused, but never gives another gradient."""
+    check(recipe, policy, may_refuse=True)
+
+
+@bounded
+@given(RECIPE)
+def test_keeping_everything_changes_nothing(recipe: Recipe) -> None:
+    check(recipe, KEEP_ALL, may_refuse=False)

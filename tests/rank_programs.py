@@ -1,0 +1,155 @@
+"""What each of two processes runs in the tests of data parallelism, over gloo on the CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from blocks import Stack, built, checkpointed
+from policies import FULL, NOTHING_KEPT, Random
+from recollect.engine.apply import apply_policy
+from watch import Watch
+
+RANKS = 2
+Program = Callable[[], dict[str, Any]]
+
+
+def run_on_ranks(program: Program, directory: Path) -> list[dict[str, Any]]:
+    """Run `program` in two processes and return what each of them returned."""
+    torch.multiprocessing.spawn(_rank, (program, str(directory)), nprocs=RANKS)
+    return [torch.load(directory / f"rank{rank}", weights_only=False) for rank in range(RANKS)]
+
+
+def _rank(rank: int, program: Program, directory: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    result = program()
+    dist.barrier()
+    dist.destroy_process_group()
+    torch.save(result, Path(directory) / f"rank{rank}")
+
+
+def _data() -> torch.Tensor:
+    torch.manual_seed(100 + dist.get_rank())
+    return torch.randn(4, 16)
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: getattr(parameter.grad, "_local_tensor", parameter.grad).clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def _step(model: nn.Module) -> dict[str, torch.Tensor]:
+    data = _data()
+    model.zero_grad()
+    torch.manual_seed(7)
+    model(data).square().mean().backward()
+    return _gradients(model)
+
+
+WAYS: dict[str, Callable[[Stack], AbstractContextManager[Any]]] = {
+    "plain": lambda model: nullcontext(),
+    "reentrant": lambda model: checkpointed(model, model.layers, use_reentrant=True),
+    "non-reentrant": lambda model: checkpointed(model, model.layers, use_reentrant=False),
+    "full": lambda model: apply_policy(model, model.layers, FULL),
+    "nothing-kept": lambda model: apply_policy(model, model.layers, NOTHING_KEPT),
+    "random": lambda model: apply_policy(model, model.layers, Random(1)),
+}
+
+
+def data_parallel() -> dict[str, Any]:
+    """Three steps of each way, with the search for unused parameters on: the gradients, or the error."""
+    outcome: dict[str, Any] = {}
+    for name, way in WAYS.items():
+        for moment in ("before", "after"):
+            model = built(lambda: Stack(dropout=0.1))
+            if moment == "after":
+                wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+            with way(model):
+                if moment == "before":
+                    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+                try:
+                    outcome[f"{name} {moment}"] = [_step(wrapped) for _ in range(3)]
+                except RuntimeError as error:
+                    outcome[f"{name} {moment}"] = str(error)
+    return outcome
+
+
+def fully_sharded() -> dict[str, Any]:
+    """Gradients and numbers of all-gathers of each way; parameters are freed after forward."""
+    outcome: dict[str, Any] = {}
+    for name, way in WAYS.items():
+        if name == "reentrant":
+            continue
+        model = built(lambda: Stack(dropout=0.1))
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        with way(model):
+            try:
+                _step(model)
+                with Watch() as watch:
+                    outcome[name] = {"gradients": _step(model), "all-gathers": _all_gathers(watch)}
+            except RuntimeError as error:
+                outcome[name] = str(error)
+    outcome["outside"] = _checkpoint_outside_of_the_sharded_unit()
+    return outcome
+
+
+def _checkpoint_outside_of_the_sharded_unit() -> dict[str, Any]:
+    """Re-running the sharded module runs its hooks, too."""
+    model = built(lambda: Stack(dropout=0.1))
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        hidden = model.stem(hidden)
+        for block in model.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        output: torch.Tensor = model.head(hidden).squeeze(-1)
+        return output
+
+    vars(model)["forward"] = forward
+    _step(model)
+    with Watch() as watch:
+        return {"gradients": _step(model), "all-gathers": _all_gathers(watch)}
+
+
+def tensor_parallel() -> dict[str, Any]:
+    """Gradients of each way where the blocks' linear layers are split over the ranks, as DTensors."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    outcome: dict[str, Any] = {}
+    for name, way in WAYS.items():
+        model = built(lambda: Stack(dropout=0.1))
+        for block in model.blocks:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        with way(model), Watch() as watch:
+            torch.manual_seed(100)
+            data = torch.randn(4, 16)
+            torch.manual_seed(7)
+            output = model(data)
+            kept_bytes = watch.live_bytes()
+            output.square().mean().backward()
+        outcome[name] = {"gradients": _gradients(model), "kept bytes": kept_bytes}
+    return outcome
+
+
+def _all_gathers(watch: Watch) -> int:
+    return sum(count for name, count in watch.ops.items() if "all_gather" in name or "allgather" in name)

@@ -1,0 +1,79 @@
+"""The zoo is fit to be compared against: plain steps repeat to the bit, and the comparison can fail."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradients import DifferentStepsError, assert_same_gradients, gradients, same_bits, step_of
+from zoo import ZOO, Case
+
+
+@pytest.mark.parametrize("case", ZOO.values(), ids=ZOO)
+def test_plain_step_repeats_to_the_bit(case: Case) -> None:
+    model = case.model()
+    first, second = step_of(case, model), step_of(case, model)
+    assert_same_gradients(first, second)
+    assert_same_gradients(first, step_of(case, case.model()))
+    assert all(tensor.isfinite().all() for tensor in first.values())
+    for path in case.layers:
+        model.get_submodule(path)
+        assert any(name.startswith(f"gradient of {path}.") and first[name].any() for name in first), path
+
+
+@pytest.mark.parametrize("case", ZOO.values(), ids=ZOO)
+def test_seed_matters_where_the_entry_says_so(case: Case) -> None:
+    model = case.model()
+    one, other = step_of(case, model, seed=1), step_of(case, model, seed=2)
+    assert same_bits(one["loss"], other["loss"]) != case.is_random
+
+
+def test_batch_statistics_are_compared_after_the_step() -> None:
+    case = ZOO["resnet"]
+    step = step_of(case, case.model())
+    assert step["buffer stages.0.norm1.num_batches_tracked"] == 1
+    assert step["buffer stages.0.norm1.running_mean"].any()
+
+
+def test_difference_names_the_first_tensor_and_the_distance() -> None:
+    case = ZOO["llama"]
+    expected = step_of(case, case.model())
+    name = "gradient of model.layers.1.mlp.up_proj.weight"
+    got = dict(expected)
+    got[name] = expected[name] + 0.5
+    with pytest.raises(DifferentStepsError, match=rf"first is {name}: maximum absolute difference 5\.0+e-01"):
+        assert_same_gradients(expected, got)
+
+
+@pytest.mark.parametrize("change", ["last bit", "sign of zero", "dtype", "shape", "missing", "added"])
+def test_smallest_difference_raises(change: str) -> None:
+    expected = {"loss": torch.tensor([0.0, 1.0])}
+    got = {
+        "last bit": {"loss": torch.tensor([0.0, 1.0 + 2**-23])},
+        "sign of zero": {"loss": torch.tensor([-0.0, 1.0])},
+        "dtype": {"loss": torch.tensor([0.0, 1.0], dtype=torch.float64)},
+        "shape": {"loss": torch.tensor([[0.0, 1.0]])},
+        "missing": {},
+        "added": {**expected, "buffer mean": torch.zeros(1)},
+    }[change]
+    assert_same_gradients(expected, {"loss": expected["loss"].clone()})
+    with pytest.raises(DifferentStepsError):
+        assert_same_gradients(expected, got)
+
+
+def test_a_wrong_gradient_is_seen() -> None:
+    case = ZOO["transformer"]
+    model = case.model()
+    expected = step_of(case, model)
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1e-3
+    with pytest.raises(DifferentStepsError):
+        assert_same_gradients(expected, step_of(case, model))
+
+
+def test_gradients_of_inputs_are_compared() -> None:
+    case = ZOO["resnet"]
+    batch = case.data()
+    assert isinstance(batch, torch.Tensor)
+    step = gradients(case.model(), batch.requires_grad_(), case.loss_fn)
+    assert step["gradient of input 0"].shape == batch.shape
