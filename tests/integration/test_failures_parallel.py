@@ -68,4 +68,4 @@ def test_dropped_outputs_of_sharded_units_are_exact_or_an_error(shards: list[dic
             assert_same_gradients(expected["gradients"], got["gradients"])
         else:
             assert "blocks." in got, "the message names the unit"
-                assert "Keep the output" in got
+            assert "Keep the output" in got

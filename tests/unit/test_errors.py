@@ -14,6 +14,7 @@ from recollect.errors import (
     BudgetTooSmallError,
     CheckpointError,
     DataError,
+    FreedValueError,
     MeterError,
     MutatedValueError,
     PlanError,
@@ -39,6 +40,7 @@ BUILTIN_BASE = {
     RecordError: RuntimeError,
     MeterError: RuntimeError,
     MutatedValueError: RuntimeError,
+    FreedValueError: RuntimeError,
     DataError: ValueError,
     CheckpointError: RuntimeError,
 }
@@ -48,6 +50,7 @@ WITH_ATTRIBUTES = [
     UnknownNameError(kind="unit", name="layers.O", known=["layers.0"]),
     BudgetTooSmallError(budget_bytes=10, least_peak_bytes=20, unit="head"),
     MutatedValueError(unit="layers.0", module="mlp", op="mul", shape=(2, 3), changes=1),
+    FreedValueError(unit="layers.0", module="mlp", op="mul", shape=(2, 3)),
 ]
 
 
