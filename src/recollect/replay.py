@@ -100,9 +100,12 @@ def _materialise(value: Value) -> None:
     pending = [value.node]
     while pending:
         node = pending[-1]
-        missing = [v.node for v in reversed(node.inputs) if v.tensor is None and v.node is not None]
-        if missing:
-            pending.extend(missing)
+        is_ready = True
+        for argument in node.inputs:
+            if argument.tensor is None and argument.node is not None:
+                pending.append(argument.node)
+                is_ready = False
+        if not is_ready:
             continue
         pending.pop()
         # Two consumers can have asked for the same node: it is then pending twice and has run when it comes up again.

@@ -18,6 +18,7 @@ class OpFacts:
 
     `name`: as in value names, "mm" or "mylib:op" outside of ATen.
     `is_view`: every result shares the storage of an argument.
+    `is_lazy`: a view that differs from its base by a sign or conjugate that is applied when it is read; no layout tells it.
     `writes`: positions and keywords of the arguments that are written in place.
     `is_random`: reads the generator of its device, so that a second run needs the same generator state.
     `keeps`: results are kept whatever the plan says (see `_ALWAYS_KEPT`).
@@ -34,6 +35,7 @@ class OpFacts:
 
     name: str
     is_view: bool = False
+    is_lazy: bool = False
     writes: tuple[int | str, ...] = ()
     is_random: bool = False
     keeps: bool = False
@@ -46,9 +48,16 @@ class OpFacts:
     device_keyword: bool = False
     running_stats: tuple[tuple[int, ...], int] | None = None
 
+    @property
+    def may_keep(self) -> bool:
+        """Whether the tape has to look at the result, or at where it is, before it may drop it."""
+        return self.keeps_on_cuda or self.device_keyword
+
 
 # Their schema says "fresh tensor", but the result shares the argument's storage.
 _UNANNOTATED_VIEWS = frozenset({"_unsafe_view", "_reshape_alias", "lift", "lift_fresh", "detach"})
+
+_LAZY_VIEWS = frozenset({"_conj", "_neg_view"})
 
 # Small results that other results hang on: a choice that came out differently the second time would be a wrong gradient,
 # not a rounding error. (Ops whose output *shape* depends on data carry a tag and are kept for the same reason.)
@@ -119,7 +128,8 @@ def facts_of(func: Any) -> OpFacts:
     changes_layout_only = torch.Tag.inplace_view in tags and name not in _MOVES
     return OpFacts(
         name=name if namespace == "aten" else f"{namespace}:{name}",
-        is_view=not writes and (bool(aliased) or name in _UNANNOTATED_VIEWS),
+        is_view=not writes and name not in _LAZY_VIEWS and (bool(aliased) or name in _UNANNOTATED_VIEWS),
+        is_lazy=name in _LAZY_VIEWS,
         writes=writes,
         # A custom op can read the generator without a tag that says so (flash-attn's dropout does).
         is_random=torch.Tag.nondeterministic_seeded in tags or is_foreign,

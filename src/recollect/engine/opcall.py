@@ -22,6 +22,19 @@ class _Slot:
         self.index = index
 
 
+# Most ops have three tensors at most; their slots are made once.
+_FIRST_SLOTS = tuple(_Slot(index) for index in range(8))
+
+# Checked before `isinstance(argument, torch.Tensor)`, which is slow for what is no tensor.
+_CONSTANTS = frozenset(
+    {int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+
+
+def _slot(index: int) -> _Slot:
+    return _FIRST_SLOTS[index] if index < len(_FIRST_SLOTS) else _Slot(index)
+
+
 class _Slots(list[Any]):
     """A list argument (`cat`, `index`) that has tensors in it."""
 
@@ -45,8 +58,11 @@ class Arguments:
         bound: list[Any] = []
         values = self.values
         for argument in arguments:
-            if isinstance(argument, torch.Tensor):
-                bound.append(_Slot(len(values)))
+            kind = type(argument)
+            if kind in _CONSTANTS:
+                bound.append(argument)
+            elif kind is torch.Tensor or isinstance(argument, torch.Tensor):
+                bound.append(_slot(len(values)))
                 values.append(value_of(argument))
             elif isinstance(argument, (list, tuple)) and any(isinstance(a, torch.Tensor) for a in argument):
                 bound.append(_Slots(self._bind(argument, value_of)))
@@ -85,8 +101,11 @@ class OpCall(_Call):
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Any:
         """Return the results of one more run."""
-        args, kwargs = _fill(self.args, tensors), _fill_keywords(self.kwargs, tensors)
-        output = self.func(*args, **kwargs) if self.state is None else _run(self.func, args, kwargs, self.state)
+        args = _fill(self.args, tensors)
+        if self.kwargs or self.state is not None:
+            output = _run(self.func, args, _fill_keywords(self.kwargs, tensors), self.state)
+        else:
+            output = self.func(*args)
         return (output,) if isinstance(output, torch.Tensor) else output
 
 
@@ -104,15 +123,14 @@ class WriteCall(_Call):
         base = tensors[0] if may_overwrite_first else tensors[0].clone()
         target = base if self.view is None else base.as_strided(*self.view[:3])
         args, kwargs = [target, *_fill(self.args, tensors[1:])], _fill_keywords(self.kwargs, tensors[1:])
-        if self.state is None:
-            self.func(*args, **kwargs)
-        else:
-            _run(self.func, args, kwargs, self.state)
+        _run(self.func, args, kwargs, self.state)
         return (base,)
 
 
-def _run(func: Any, args: list[Any], kwargs: dict[str, Any], state: GeneratorState) -> Any:
-    """Run a random op from where its generator was in forward, and leave the generator where it is now."""
+def _run(func: Any, args: list[Any], kwargs: dict[str, Any], state: GeneratorState | None) -> Any:
+    """Run an op; a random one from where its generator was in forward, leaving the generator where it is now."""
+    if state is None:
+        return func(*args, **kwargs)
     generator, at_forward = state
     now = generator.get_state()
     generator.set_state(at_forward)
@@ -124,8 +142,6 @@ def _run(func: Any, args: list[Any], kwargs: dict[str, Any], state: GeneratorSta
 
 def generator_state(facts: OpFacts, args: Any, kwargs: dict[str, Any]) -> GeneratorState | None:
     """Return the generator that a random op is about to read, and its state; None for an op that reads none."""
-    if not facts.is_random:
-        return None
     if facts.dropout_position is not None:
         position = facts.dropout_position
         probability = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)

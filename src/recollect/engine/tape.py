@@ -56,6 +56,9 @@ from recollect.engine.values import (
 )
 from recollect.replay import Node
 
+# Looked up several times an op.
+_STRIDED = torch.strided
+
 Decision = bool | tuple[bool, ...]
 """Whether the results of an op are dropped: all alike, or one by one."""
 
@@ -217,15 +220,18 @@ class TapeMode(TorchDispatchMode):
         if facts.changes_layout_only:
             expect_bump(args[0])
             return func(*args, **kwargs)
+        if facts.is_lazy:
+            forget_record(args[0].untyped_storage())
+            return func(*args, **kwargs)
         # Rule 7: a custom autograd Function, or a compiled region, runs with gradients switched off.
         decision = torch.is_grad_enabled() and self.tape.decide(self, facts)
         if facts.writes:
             return self._run_write(func, facts, args, kwargs, decision)
         if decision is False:
             return func(*args, **kwargs)
-        state = generator_state(facts, args, kwargs)
+        state = generator_state(facts, args, kwargs) if facts.is_random else None
         output = func(*args, **kwargs)
-        if _must_keep_result(facts, output, kwargs):
+        if facts.may_keep and _must_keep_result(facts, output, kwargs):
             return output
         arguments = Arguments(self._value_in_mode, facts, args, kwargs)
         node = Node(OpCall(func, arguments, state), arguments.values)
@@ -238,7 +244,7 @@ class TapeMode(TorchDispatchMode):
         return output
 
     def _register(self, result: Any, node: Node, facts: OpFacts, *, drop: bool) -> None:
-        if not drop or not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
+        if not drop or not isinstance(result, torch.Tensor) or result.layout is not _STRIDED:
             node.add_output(None)
             return
         storage = result.untyped_storage()
@@ -246,7 +252,7 @@ class TapeMode(TorchDispatchMode):
             # The op returned a view that its schema does not mention: known through the storage, or kept.
             node.add_output(None)
             return
-        value = TapeValue(node=node)
+        value = TapeValue(None, node)
         node.add_output(value)
         record = StorageRecord(value, layout_of(result), result._version, facts.creates)
         attach_record(storage, record)
@@ -291,7 +297,7 @@ class TapeMode(TorchDispatchMode):
         if record.created == "undefined" and not (facts.overwrites and layout == record.layout):
             return None  # A write that reads the old content, or leaves a part of it, reads what a kernel may have put there.
         base = record.base
-        state = generator_state(facts, args, kwargs)
+        state = generator_state(facts, args, kwargs) if facts.is_random else None
         arguments = Arguments(self._value_in_mode, facts, args[1:], kwargs)
         if any(value.holds(storage) for value in arguments.values):
             return None  # A held alias of the very storage: holding it in its own record would be a cycle.
@@ -306,8 +312,6 @@ class TapeMode(TorchDispatchMode):
         if record.created is not None:
             forget_record(storage)
             return None
-        if tensor.is_neg() or tensor.is_conj():
-            return None  # A lazy sign or conjugate is no part of the layout; such a view is kept.
         return record.value_of(layout_of(tensor)) if record.is_current(tensor._version) else None
 
     def _value_in_mode(self, tensor: torch.Tensor) -> TapeValue:
@@ -317,7 +321,7 @@ class TapeMode(TorchDispatchMode):
             if known is None or known.version != tensor._version:
                 known = self._parameters[id(tensor)] = self._leaf(tensor, tensor.untyped_storage(), in_hook=False)
             return known
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not _STRIDED:
             return self._leaf(tensor, None, in_hook=False)
         storage = tensor.untyped_storage()
         return self._known_value(tensor, storage) or self._leaf(tensor, storage, in_hook=False)
@@ -326,7 +330,7 @@ class TapeMode(TorchDispatchMode):
         held, version = self.tape.alias(tensor, in_hook=in_hook)
         # Autograd saves the arguments of some ops before it runs them, so a hook does not know for which op it is called.
         op = "" if in_hook else self._op
-        value = TapeValue(tensor=held, version=version, label=(self.unit_path, self.scope, op))
+        value = TapeValue(held, None, version, (self.unit_path, self.scope, op))
         if storage is not None:
             watch(value, storage)
         return value
@@ -341,7 +345,7 @@ class TapeMode(TorchDispatchMode):
             return known
         if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
             return _PackedSubclass(tensor, self.pack)
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not _STRIDED:
             return self._leaf(tensor, None, in_hook=True)
         # Not watched: if it is written to before backward, that is an error with plain autograd too.
         return self._known_value(tensor, tensor.untyped_storage()) or self._leaf(tensor, None, in_hook=True)

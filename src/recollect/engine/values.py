@@ -46,7 +46,6 @@ class TapeValue(Value):
     # Every slot is set here, without the base class's constructor: this runs several times an op.
     def __init__(
         self,
-        *,
         tensor: torch.Tensor | None = None,
         node: Node | None = None,
         version: int = UNWATCHED,

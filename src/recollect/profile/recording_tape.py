@@ -161,7 +161,7 @@ class StepMode(TorchDispatchMode):
         if recorder.is_recomputing or recorder.is_over:
             return func(*args, **kwargs)
         facts = facts_of(func)
-        if facts.is_view:
+        if facts.is_view or facts.is_lazy:
             return func(*args, **kwargs)
         # Repeating an op holds its result twice: harmless inside a layer's forward, where memory is far from its peak.
         output, run = recorder.costs.run(func, facts, args, kwargs, may_repeat=recorder.current is not None)

@@ -105,7 +105,7 @@ class StepRecorder:
 
     def after_op(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any, run: OpRun) -> None:
         """Note an op: as part of a unit's forward, or only by the storages that it makes."""
-        if facts.is_view or facts.changes_layout_only:
+        if facts.is_view or facts.is_lazy or facts.changes_layout_only:
             return
         if self.current is None or not self.pending_stem:
             self._note_other(run)
