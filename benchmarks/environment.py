@@ -1,0 +1,50 @@
+"""What the numbers depend on besides the code: the C library's allocator, the machine, the commit. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+# Without these glibc gives freed memory back to the kernel after each large tensor and faults it in again, zeroed, for
+# the next one: page faults instead of arithmetic, and more of them for whoever allocates more often.
+_ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_MAX_": "0"}
+
+
+def settle_allocator() -> None:
+    """Start this script again with glibc set to keep freed memory, unless it is; call before torch is imported."""
+    if all(os.environ.get(name) == value for name, value in _ALLOCATOR.items()):
+        return
+    if "torch" in sys.modules:
+        raise RuntimeError("settle_allocator: torch is imported already, expected to be called first.")
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **_ALLOCATOR})
+
+
+def processor_name() -> str:
+    """Name the processor and how many of its cores this process may use."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {cores} cores"
+
+
+def commit() -> str:
+    """Return the commit that runs, marked where tracked files of the library or the benchmarks differ from it."""
+
+    def git(*arguments: str) -> str:
+        here = Path(__file__).parent
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        name = git("rev-parse", "--short=10", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "../src", "*.py")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{name}-changed" if changed else name

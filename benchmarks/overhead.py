@@ -1,0 +1,297 @@
+"""What the tape costs: Python time on tensors so small that nothing else counts, and what is left of it at real sizes.
+
+    python benchmarks/overhead.py
+
+Tiny tensors: time that a step takes longer than the plain step, for checkpoint, selective checkpoint (SAC) and the tape.
+Real sizes: the tape that keeps everything against the plain step, in fp32 and in bf16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from environment import settle_allocator
+
+if __name__ == "__main__":
+    settle_allocator()
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from contest import Contestant, Nothing, OnTape, Race, Replaced, percentile
+from peers import full, selective
+from recollect.engine.apply import apply_policy
+from results_csv import RESULTS, Number, append, machine_name
+from subject import Step, StepFlags, first_difference
+
+_PLAIN, _FULL, _REENTRANT = "plain", "checkpoint", "checkpoint, reentrant"
+_SAC_MATMULS, _SAC_NOTHING = "SAC, saves matmuls", "SAC, saves nothing"
+_TAPE_ALL, _TAPE_MATMULS, _TAPE_NOTHING = "tape, keeps all", "tape, keeps matmuls", "tape, keeps nothing"
+_SAME_KEPT_SET = ((_TAPE_MATMULS, _SAC_MATMULS), (_TAPE_NOTHING, _SAC_NOTHING))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Sizes and time of the two parts."""
+
+    num_layers: int = 8
+    """Layers of the tiny model."""
+    tiny_minutes: float = 1.0
+    """Time for the rounds on tiny tensors."""
+    real_hidden_size: int = 1024
+    """Width of the real model."""
+    real_num_layers: int = 2
+    """Layers of the real model."""
+    real_seq_length: int = 2048
+    """Tokens of the real step."""
+    real_minutes: float = 2.2
+    """Time for the rounds at real size, for each dtype."""
+    dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
+    """Dtypes at real size."""
+    least_rounds: int = 5
+    """Rounds that are run even if the time is over."""
+    device: str = "cpu"
+    """A torch device."""
+    threads: int = 2
+    """Threads of PyTorch on the CPU at real size; tiny tensors get one."""
+    out: Path = RESULTS
+    """Folder of the rows."""
+
+
+@dataclass(frozen=True)
+class Drops:
+    """A policy of the tape that goes by the name of the op; units' outputs are kept, as by checkpoint."""
+
+    drops_op: Callable[[str], bool]
+
+    def drops(self, unit_path: str, value_name: str) -> bool:
+        """Whether a value is dropped: "mlp.up_proj.mm#1" is one of mm."""
+        return self.drops_op(value_name.rpartition(".")[2].partition("#")[0])
+
+    def drops_output(self, unit_path: str) -> bool:
+        """Keep it."""
+        return False
+
+
+class CountOps(TorchDispatchMode):
+    """Counts the ops that it sees."""
+
+    num_ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def ops_per_layer(step: Step) -> int:
+    """Count the ops, views included, in the forward of the first layer."""
+    layer = next(iter(step.layers.values()))
+    counter, forward = CountOps(), layer.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with counter:
+            return forward(*args, **kwargs)
+
+    with Replaced({layer: counted}).on():
+        step.run()
+    return counter.num_ops
+
+
+def on_tape(step: Step, name: str, drops_op: Callable[[str], bool]) -> Contestant:
+    """Put the layers on the tape."""
+    return Contestant(name=name, recompute=OnTape(apply_policy(step.model, step.layers, Drops(drops_op))))
+
+
+def tiny_contestants(step: Step) -> list[Contestant]:
+    """Everybody in the race on tiny tensors; of the plain step two, which shows the noise."""
+    layers: Sequence[nn.Module] = list(step.layers.values())
+    matmuls = [torch.ops.aten.mm.default]
+    return [
+        Contestant(name=_PLAIN, recompute=Nothing()),
+        Contestant(name=_FULL, recompute=Replaced(full(layers))),
+        Contestant(name=_REENTRANT, recompute=Replaced(full(layers, use_reentrant=True))),
+        Contestant(name=_SAC_MATMULS, recompute=Replaced(selective(layers, matmuls))),
+        Contestant(name=_SAC_NOTHING, recompute=Replaced(selective(layers, []))),
+        on_tape(step, _TAPE_ALL, lambda op: False),
+        on_tape(step, _TAPE_MATMULS, lambda op: op != "mm"),
+        on_tape(step, _TAPE_NOTHING, lambda op: True),
+    ]
+
+
+class Tiny:
+    """The race on tiny tensors. Times are added time: a step's time less that of the plain step beside it."""
+
+    def __init__(self, flags: Flags, console: Console) -> None:
+        sizes = StepFlags(
+            hidden_size=32,
+            num_heads=2,
+            num_layers=flags.num_layers,
+            vocab_size=64,
+            batch_size=1,
+            seq_length=16,
+            device=flags.device,
+            threads=1,  # nothing here is worth sharing out, and waiting for each other would be all that threads do
+        )
+        self.step = Step(sizes)
+        self.ops_per_layer = ops_per_layer(self.step)
+        self.contestants = tiny_contestants(self.step)
+        check_gradients(self.step, self.contestants)
+        self.race = Race(self.step, _now_and_then(console))
+        self.race.run([self.contestants], seconds=60 * flags.tiny_minutes, least_rounds=flags.least_rounds)
+        self.plain_s = percentile(self.race.plain_s, 50)
+
+    def added_us(self, contestant: Contestant, percent: int = 50) -> float:
+        """Return the microseconds that it adds to a step, forward and backward."""
+        return 1e6 * self.plain_s * contestant.percentile(percent)
+
+    def ratios(self, tape: str, sac: str) -> list[float]:
+        """Return added time of the tape over added time of SAC, round by round."""
+        named = {one.name: one.ratios for one in self.contestants}
+        return [(named[tape][turn] - 1) / (named[sac][turn] - 1) for turn in named[tape] if named[sac][turn] > 1]
+
+    def table(self) -> Table:
+        """Everybody's added time."""
+        title = f"Added time per step on tiny tensors, 1 thread; the plain step takes {1e3 * self.plain_s:.2f} ms"
+        table = Table(title=title, title_justify="left")
+        table.add_column("")
+        for name in ("added ms", "p20 .. p80", "us per layer", "us per op", "of plain"):
+            table.add_column(name, justify="right")
+        for one in self.contestants:
+            low, middle, high = (self.added_us(one, percent) for percent in (20, 50, 80))
+            per_layer = middle / self.step.flags.num_layers
+            row = [f"{middle / 1e3:.2f}", f"{low / 1e3:.2f} .. {high / 1e3:.2f}", f"{per_layer:.0f}"]
+            table.add_row(one.name, *row, f"{per_layer / self.ops_per_layer:.1f}", f"{one.slowdown:+.0%}")
+        return table
+
+    def claims(self) -> list[str]:
+        """Compare the tape with SAC at the same kept set."""
+        lines = []
+        for tape, sac in _SAME_KEPT_SET:
+            ratios = self.ratios(tape, sac) or [float("nan")]
+            low, middle, high = (percentile(ratios, percent) for percent in (20, 50, 80))
+            verdict = "met" if middle <= 0.5 else "NOT met"
+            lines.append(
+                f"{tape} / {sac}: {middle:.2f} of the added time ({low:.2f} .. {high:.2f}); aim 0.5: {verdict}"
+            )
+        return lines
+
+    def numbers(self) -> list[Number]:
+        """Return all results as rows."""
+        rows = [Number("tiny_step_time", "us", _PLAIN, 1e6 * self.plain_s)]
+        rows += [Number("ops_per_layer", "1", _PLAIN, self.ops_per_layer)]
+        for one in self.contestants:
+            per_layer = self.added_us(one) / self.step.flags.num_layers
+            rows += [
+                Number("tiny_added_time", "us", one.name, self.added_us(one)),
+                *(Number(f"tiny_added_time_p{p}", "us", one.name, self.added_us(one, p)) for p in (20, 80)),
+                Number("tiny_added_time_per_layer", "us", one.name, per_layer),
+                Number("tiny_added_time_per_op", "us", one.name, per_layer / self.ops_per_layer),
+                Number("rounds", "1", one.name, len(one.ratios)),
+            ]
+        for tape, sac in _SAME_KEPT_SET:
+            rows += [Number("tiny_added_time_ratio_to_sac", "1", tape, percentile(self.ratios(tape, sac) or [0.0], 50))]
+        return rows
+
+
+def real_race(flags: Flags, dtype: Literal["fp32", "bf16"], console: Console) -> tuple[Race, Contestant]:
+    """Race the tape that keeps everything against the plain step."""
+    sizes = StepFlags(
+        hidden_size=flags.real_hidden_size,
+        num_layers=flags.real_num_layers,
+        seq_length=flags.real_seq_length,
+        batch_size=1,
+        dtype=dtype,
+        device=flags.device,
+        threads=flags.threads,
+    )
+    step = Step(sizes)
+    tape = on_tape(step, _TAPE_ALL, lambda op: False)
+    check_gradients(step, [tape])
+    race = Race(step, _now_and_then(console))
+    race.run([[tape]], seconds=60 * flags.real_minutes, least_rounds=flags.least_rounds)
+    return race, tape
+
+
+def check_gradients(step: Step, contestants: Sequence[Contestant]) -> None:
+    """Warm up, and stop if a contestant computes something else; a fast wrong answer is no result.
+
+    Raises:
+        RuntimeError: a gradient of a contestant has not the bits that it has in the plain step.
+    """
+    expected = step.gradients()
+    for one in contestants:
+        with one.recompute.on():
+            difference = first_difference(expected, step.gradients())
+        if difference is not None:
+            raise RuntimeError(f"{one.name}: the gradient of {difference} differs from that of the plain step.")
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Return half the width of the interval that holds the true median in 95 of 100 cases, by order statistics."""
+    ordered, num = sorted(values), len(values)
+    reach = 0.98 * num**0.5
+    low, high = max(0, int(num / 2 - reach)), min(num - 1, int(num / 2 + reach))
+    return (ordered[high] - ordered[low]) / 2
+
+
+def real_part(flags: Flags, dtype: Literal["fp32", "bf16"], console: Console) -> list[Number]:
+    """Run and print one dtype at real size, and return its rows."""
+    console.print(f"real size, {dtype} ...", style="bold")
+    race, tape = real_race(flags, dtype, console)
+    plain_s = percentile(race.plain_s, 50)
+    error = half_width(list(tape.ratios.values()))
+    verdict = (
+        "met" if tape.slowdown + error <= 0.01 else "NOT met" if tape.slowdown - error > 0.01 else "too noisy to tell"
+    )
+    console.print(f"{race.step.flags}: plain step {plain_s:.3f} s, {race.num_rounds} rounds")
+    console.print(f"{tape.name}: {tape.slowdown:+.2%} +- {error:.2%} of the plain step; aim 1 %: {verdict}")
+    return [
+        Number(f"real_step_time_{dtype}", "s", _PLAIN, plain_s),
+        Number(f"real_slowdown_{dtype}", "1", tape.name, tape.slowdown),
+        Number(f"real_slowdown_half_width_{dtype}", "1", tape.name, error),
+        Number(f"real_rounds_{dtype}", "1", tape.name, race.num_rounds),
+    ]
+
+
+def _now_and_then(console: Console) -> Callable[[str], None]:
+    """Print every so many reports, the fewer the more there are."""
+    count = 0
+
+    def report(text: str) -> None:
+        nonlocal count
+        count += 1
+        if str(count).rstrip("0") in ("1", "2", "5"):
+            console.print(f"  {text}", style="dim")
+
+    return report
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the benchmark with the flags of the command line."""
+    flags = tyro.cli(Flags, args=arguments, description=__doc__)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(f"{machine_name(flags.device)}, PyTorch {torch.__version__}, {flags.threads} threads")
+    console.print("tiny tensors ...", style="bold")
+    tiny = Tiny(flags, console)
+    console.print(tiny.table())
+    for line in tiny.claims():
+        console.print(line)
+    rows = tiny.numbers()
+    for dtype in flags.dtypes:
+        rows += real_part(flags, dtype, console)
+    config = {name: value for name, value in dataclasses.asdict(flags).items() if name != "out"}
+    append(flags.out / "overhead.csv", rows, config)
+    console.print(f"appended to {flags.out / 'overhead.csv'}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The files under `results/`: one row per number, appended and never edited."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from environment import commit, processor_name
+
+COLUMNS = ("metric", "unit", "contestant", "value", "config", "machine", "torch", "date", "commit")
+RESULTS = Path(__file__).parent / "results"
+
+
+class Number(NamedTuple):
+    """One result: what was measured, in which unit, of whom."""
+
+    metric: str
+    unit: str
+    contestant: str
+    value: float | int
+
+
+def machine_name(device: str) -> str:
+    """Name what the step ran on."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(torch.device(device))
+    return processor_name()
+
+
+def append(path: Path, numbers: Iterable[Number], config: Mapping[str, Any]) -> None:
+    """Add rows to a file, which is made with its header if it is not there.
+
+    Raises:
+        ValueError: the file is there and has other columns.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    if not is_new:
+        with path.open(encoding="utf-8", newline="") as file:
+            header = tuple(next(csv.reader(file), ()))
+        if header != COLUMNS:
+            raise ValueError(f"{path}: got the columns {header}, expected {COLUMNS}. Move the file out of the way.")
+    context = (
+        json.dumps(config, sort_keys=True),
+        machine_name(config["device"]),
+        torch.__version__,
+        datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        commit(),
+    )
+    with path.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if is_new:
+            writer.writerow(COLUMNS)
+        writer.writerows((*number, *context) for number in numbers)
