@@ -23,7 +23,12 @@ from torch._C._profiler import (
     _EventType,
     _ExperimentalConfig,
 )
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -31,7 +36,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 __all__ = [
     "AllocatorTrace",
-    "DataDependentOutputException",
+    "DATA_DEPENDENT",
     "FakeTensorMode",
     "TorchDispatchMode",
     "desugars",
@@ -51,6 +56,10 @@ __all__ = [
     "tree_map",
     "untraced",
 ]
+
+
+# What fake tensors raise where a step asks for their content, or for a shape that depends on it.
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def disable_torch_dispatch() -> AbstractContextManager[Any]:

@@ -100,12 +100,11 @@ def _materialise(value: Value) -> None:
     pending = [value.node]
     while pending:
         node = pending[-1]
-        is_ready = True
-        for argument in node.inputs:
-            if argument.tensor is None and argument.node is not None:
-                pending.append(argument.node)
-                is_ready = False
-        if not is_ready:
+        num_pending = len(pending)
+        # A comprehension, because a loop variable would stay behind as one more reference to an argument, and an op that
+        # writes in place would think that somebody else needs it.
+        pending += [v.node for v in reversed(node.inputs) if v.tensor is None and v.node is not None]
+        if len(pending) > num_pending:
             continue
         pending.pop()
         # Two consumers can have asked for the same node: it is then pending twice and has run when it comes up again.

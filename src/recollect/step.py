@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect._torch_private import tree_leaves
+from recollect._torch_private import DATA_DEPENDENT, tree_leaves
 from recollect.errors import RecordError
 
 LossFunction = Callable[[Any], torch.Tensor]
@@ -26,7 +26,7 @@ def run_forward(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> t
     try:
         output = call_model(model, batch)
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
-        if isinstance(error, (torch.cuda.OutOfMemoryError, RecordError)):
+        if isinstance(error, (torch.OutOfMemoryError, RecordError, *DATA_DEPENDENT)):
             raise
         raise RecordError(
             f"{name} rejected the batch ({describe_batch(batch)}): {type(error).__name__}: {error}. A dict is passed as "

@@ -52,9 +52,8 @@ class Report:
     measured_slowdown: float | None
 
     def __str__(self) -> str:
-        equal = f"equal bit for bit ({self.num_compared} compared, {self.compared} by {self.compared})"
-        if self.compared == "step":
-            equal = f"equal bit for bit ({self.num_compared} compared)"
+        how = ", unit by unit" if self.compared == "units" else ""
+        equal = f"equal bit for bit ({self.num_compared} compared{how})"
         if self.first_difference is not None:
             name, difference = self.first_difference
             equal = f"DIFFERENT, first at {name}, by up to {difference:.3g}"

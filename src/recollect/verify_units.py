@@ -84,7 +84,13 @@ def _gradients(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
     devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), restored_buffers(module):
-        outputs = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+        return _run(module, args, kwargs, tensors)
+
+
+def _run(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    outputs = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
     trained: dict[str, torch.Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
     trained |= {f"input {index}": tensor for index, tensor in enumerate(tensors)}
     differentiable = [t for t in outputs if t.requires_grad]

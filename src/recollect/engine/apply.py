@@ -178,7 +178,9 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
         >>> applied = recollect.apply(model, plan)
         >>> applied.remove()
     """
-    active = {path: unit for path, unit in plan.units.items() if unit.recomputes_anything}
+    # A unit that keeps everything still has to be on the tape where what it gets may have been dropped by another one.
+    drops_outputs = any(unit.output == "recompute" for unit in plan.units.values())
+    active = {path: unit for path, unit in plan.units.items() if unit.recomputes_anything or drops_outputs}
     modules = {path: _find_unit(model, path) for path in plan.units}
     for path, unit in plan.units.items():
         _check_value_names(modules[path], path, unit.actions)

@@ -153,12 +153,12 @@ class Tape:
             tensor: torch.Tensor = value.get()
         return tensor
 
-    def decide(self, mode: TapeMode, facts: OpFacts) -> Decision:
-        """Whether the results of the op that is about to run are dropped."""
+    def decide(self, mode: TapeMode, facts: OpFacts, *, asks: bool) -> Decision:
+        """Whether the results of the op that is about to run are dropped; counted but not asked for if `asks` is False."""
         key = (mode.unit_path, mode.scope, facts.name)
         count = mode.counts.get(key, 0)
         mode.counts[key] = count + 1
-        if facts.keeps:
+        if facts.keeps or not asks:
             return False
         decisions = self._decisions.get(key)
         if decisions is None:
@@ -224,7 +224,7 @@ class TapeMode(TorchDispatchMode):
             forget_record(args[0].untyped_storage())
             return func(*args, **kwargs)
         # Rule 7: a custom autograd Function, or a compiled region, runs with gradients switched off.
-        decision = torch.is_grad_enabled() and self.tape.decide(self, facts)
+        decision = torch.is_grad_enabled() and self.tape.decide(self, facts, asks=not facts.writes or _is_dropped(args))
         if facts.writes:
             return self._run_write(func, facts, args, kwargs, decision)
         if decision is False:
@@ -370,6 +370,14 @@ class _PackedSubclass:
         inner = {**self.others, **{name: unpack(item) for name, item in self.packed.items()}}
         tensor: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
         return tensor
+
+
+def _is_dropped(args: Any) -> bool:
+    """Whether the first argument of an in-place op has a recipe; a buffer, or what is kept, is written to as it is."""
+    target = args[0] if args else None
+    if not isinstance(target, torch.Tensor) or target.layout is not _STRIDED:
+        return False
+    return record_of(target.untyped_storage()) is not None
 
 
 def _must_keep_result(facts: OpFacts, output: Any, kwargs: Any) -> bool:

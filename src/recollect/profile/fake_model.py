@@ -45,11 +45,14 @@ def fake_tensors(model: nn.Module, device: torch.device) -> Iterator[FakeTensorM
 
 def fake_batch(batch: Any, device: torch.device) -> Any:
     """Return a batch with fake tensors in place of real ones; call it inside of `fake_tensors`."""
+    fakes: dict[int, torch.Tensor] = {}
 
     def fake_of(item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
             return item
-        fake = torch.empty_strided(item.size(), item.stride(), dtype=item.dtype, device=device)
-        return fake.requires_grad_(item.requires_grad)
+        if id(item) not in fakes:
+            fake = torch.empty_strided(item.size(), item.stride(), dtype=item.dtype, device=device)
+            fakes[id(item)] = fake.requires_grad_(item.requires_grad)
+        return fakes[id(item)]
 
     return tree_map(fake_of, batch)

@@ -57,7 +57,14 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
             "two children of one class that have children themselves. Name the modules to plan, for example "
             'units=["encoder", "decoder"].'
         )
-    return _cover(model, "", layers)
+    units = _cover(model, "", layers)
+    missing = sorted(layers - {unit.path for unit in units})
+    if missing:
+        raise UnsupportedModelError(
+            f"cannot plan {missing[0]!r} of {type(model).__name__}: it is the same module as one that stands before it. "
+            "Name that one; its plan holds for every run of the module."
+        )
+    return units
 
 
 def _named_layers(model: nn.Module, paths: Iterable[str]) -> set[str]:

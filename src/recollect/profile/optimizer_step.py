@@ -1,15 +1,17 @@
 """What an optimizer step needs: the state it will hold, and the tensors that it makes and frees on the way.
 
-A twin of the optimizer, on the same device and with the same settings, steps over tiny parameters. Each of them has a
-number of elements of its own, by which a tensor that the twin makes is recognised as "as large as parameter i". So the
-real optimizer is not touched, and its state is known before its first step.
+A twin of the optimizer, on the same device and with the same settings, steps over tiny parameters. Each shape has a number
+of elements of its own, by which a tensor that the twin makes is recognised as "as large as a parameter of that shape". So
+the real optimizer is not touched, and its state is known before its first step.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -39,7 +41,8 @@ def record_optimizer_step(optimizer: torch.optim.Optimizer | None, device: torch
         UserWarning: the optimizer's class cannot be constructed from its parameter groups. Its present state is then
             counted, and temporaries are taken to be as large as the largest parameter.
     """
-    if optimizer is None:
+    parameters = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+    if optimizer is None or not any(parameter.requires_grad for parameter in parameters):
         return OptimizerStep(0, ())
     try:
         twin, sizes = _make_twin(optimizer, device)
@@ -57,24 +60,43 @@ def record_optimizer_step(optimizer: torch.optim.Optimizer | None, device: torch
     return OptimizerStep(state_bytes, tuple(watcher.events))
 
 
+class _Code:
+    """Tiny shapes for real ones, and back: by its number of elements a tensor is known for what it stands for."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self._shapes: dict[tuple[int, ...], list[int]] = {}
+        # Products of two different primes are no primes, so parameters, their rows and their columns cannot be confused;
+        # and none is 1, the size of the scalars that optimizers keep.
+        self._primes = (n for n in count(2) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+
+    def tiny(self, shape: torch.Size) -> list[int]:
+        """Return the tiny shape that stands for a parameter's."""
+        if shape not in self._shapes:
+            numel = shape.numel()
+            if len(shape) < 2:
+                code = [next(self._primes)]
+            else:
+                code = [1] * (len(shape) - 2) + [next(self._primes), next(self._primes)]
+                # Adafactor keeps a row and a column of a matrix instead of the whole.
+                self.sizes[code[-2]] = numel // max(shape[-1], 1)
+                self.sizes[code[-1]] = numel // max(shape[-2], 1)
+            self.sizes[math.prod(code)] = numel
+            self._shapes[shape] = code
+        return self._shapes[shape]
+
+
 def _make_twin(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[torch.optim.Optimizer, dict[int, int]]:
-    sizes: dict[int, int] = {}
+    shapes = _Code()
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        tiny = []
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                continue
-            # One element less would be confused with the scalars (step counts) that optimizers keep.
-            numel = len(sizes) + 2
-            sizes[numel] = parameter.numel()
-            shape = [1] * max(parameter.dim() - 1, 0) + [numel]
-            tiny.append(torch.zeros(shape, dtype=parameter.dtype, device=device, requires_grad=True))
+        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+        tiny = [torch.zeros(shapes.tiny(p.shape), dtype=p.dtype, device=device, requires_grad=True) for p in trained]
         if tiny:
             groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": tiny})
     accepted = inspect.signature(type(optimizer).__init__).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-    return type(optimizer)(groups, **defaults), sizes
+    return type(optimizer)(groups, **defaults), shapes.sizes
 
 
 def _give_gradients(twin: torch.optim.Optimizer) -> None:

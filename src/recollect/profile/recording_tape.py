@@ -59,13 +59,13 @@ class RecordingTape(Tape):
         recorder.log(events.RETURN, index)
         return output
 
-    def decide(self, mode: TapeMode, facts: OpFacts) -> Decision:
+    def decide(self, mode: TapeMode, facts: OpFacts, *, asks: bool) -> Decision:
         """Tell the recorder the name of the op that is about to run, and drop its results."""
         key = (mode.unit_path, mode.scope, facts.name)
         count = mode.counts.get(key, 0)
         mode.counts[key] = count + 1
         self.recorder.pending_stem = value_stem(mode.scope, facts.name, count)
-        return not facts.keeps
+        return asks and not facts.keeps
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Note that backward asks for a value; what runs to compute it is not part of the step."""

@@ -1,0 +1,47 @@
+"""Plans for `blocks.Stack`, made by hand, and the ops that run under them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import recollect
+from blocks import Stack
+from gradients import call, clear, loss_of
+from recollect.plan import Plan, UnitPlan
+from watch import Watch
+
+ROWS = torch.linspace(-1, 1, 12 * 16).reshape(12, 16)
+BLOCK_VALUES = ("norm.native_layer_norm.0", "up.addmm", "gelu", "down.addmm", "add")
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def stack(dropout: float = 0.0) -> Stack:
+    torch.manual_seed(0)
+    return Stack(width=16, depth=3, dropout=dropout)
+
+
+def full(model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | None = None) -> Plan:
+    return recollect.classic_plan(recollect.record(model, batch, loss_fn=loss_fn), "full")
+
+
+def block_plan(*recompute: str, paths: tuple[str, ...] = ("blocks.0", "blocks.1", "blocks.2")) -> Plan:
+    """A plan that names every value of a `blocks.Block`, some of them to be computed again."""
+    names = [*BLOCK_VALUES, "norm.native_layer_norm.1", "norm.native_layer_norm.2"]
+    actions = {name: "recompute" if name in recompute else "keep" for name in names}
+    return Plan(dict.fromkeys(paths, UnitPlan(actions)))  # type: ignore[arg-type]
+
+
+def ops(model: nn.Module, batch: Any) -> Counter[str]:
+    """How often each op runs in a step."""
+    clear(model, batch)
+    with Watch() as watch:
+        loss_of(call(model, batch), mean_square).backward()
+    return watch.computing_ops()

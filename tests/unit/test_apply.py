@@ -1,0 +1,284 @@
+"""Plans on models: put on, taken off, names that do not fit, models that recompute already, regions and compiled code.
+
+What apply leaves alone in a model, and how it composes with hooks, threads and exceptions, is in test_lifecycle.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import recollect
+from block_plans import ROWS, block_plan, full, mean_square, ops, stack
+from gradients import assert_same_gradients, gradients
+from recollect.engine.apply import value_scope
+from recollect.errors import (
+    AlreadyAppliedError,
+    PlanMismatchWarning,
+    UnknownNameError,
+)
+from recollect.plan import Plan, UnitPlan
+from watch import Watch
+from zoo import ZOO
+
+LLAMA, GPT2 = ZOO["llama"], ZOO["gpt2"]
+
+# A plan comes off again
+
+
+def test_recomputes_what_the_plan_says_until_it_is_removed() -> None:
+    model = stack()
+    plain = ops(model, ROWS)
+    applied = recollect.apply(model, block_plan("gelu"))
+    assert ops(model, ROWS) - plain == {"gelu": 3}
+    applied.remove()
+    assert ops(model, ROWS) == plain
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_context_manager_removes_after_an_exception() -> None:
+    model = stack()
+    with pytest.raises(KeyError, match="stop"), recollect.apply(model, block_plan("gelu")):
+        raise KeyError("stop")
+    assert recollect.applied_to(model) == []
+
+
+def test_suspended_and_back() -> None:
+    model = stack()
+    plain = ops(model, ROWS)
+    with recollect.apply(model, block_plan("gelu")) as applied:
+        with applied.suspended():
+            assert ops(model, ROWS) == plain
+            assert recollect.applied_to(model) == []
+        assert recollect.applied_to(model) == [applied]
+        assert ops(model, ROWS) - plain == {"gelu": 3}
+
+
+def test_handle_in_words() -> None:
+    model = stack()
+    applied = recollect.apply(model, block_plan("gelu"))
+    assert repr(applied) == "<plan applied to Stack>"
+    applied.remove()
+    assert repr(applied) == "<plan removed from Stack>"
+
+
+def test_plan_that_recomputes_nothing_leaves_the_modules_alone() -> None:
+    model = stack()
+    with recollect.apply(model, block_plan()):
+        assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_forward_of_the_instance_is_put_back() -> None:
+    """Somebody has put a `forward` on a module already."""
+    model = stack()
+    expected = gradients(model, ROWS, mean_square)
+    block = model.blocks[0]
+    own = block.forward
+
+    def mine(hidden: Tensor) -> Tensor:
+        output: Tensor = own(hidden)
+        return output
+
+    vars(block)["forward"] = mine
+    with recollect.apply(model, block_plan("gelu", "up.addmm")):
+        assert_same_gradients(expected, gradients(model, ROWS, mean_square))
+    assert vars(block)["forward"] is mine
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("engine", ["tape", "region"])
+def test_copy_of_a_model_with_a_plan_has_none(copied: Callable[[nn.Module], nn.Module], engine: Any) -> None:
+    model = stack()
+    plain = ops(model, ROWS)
+    plan = Plan({path: UnitPlan(unit.actions, engine=engine) for path, unit in block_plan("gelu").units.items()})
+    with recollect.apply(model, plan) as applied:
+        twin = copied(model)
+        assert recollect.applied_to(twin) == []
+        assert ops(twin, ROWS) == plain
+        recollect.apply(twin, plan)
+        assert recollect.applied_to(model) == [applied]
+        assert ops(twin, ROWS) == ops(model, ROWS) != plain
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda a: pickle.loads(pickle.dumps(a))], ids=["deepcopy", "pickle"])
+def test_plan_can_be_copied(copied: Callable[[Plan], Plan]) -> None:
+    plan = full(stack(), ROWS, mean_square)
+    assert copied(plan) == plan
+
+
+# Names that the model does not have
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("block.1", r"Did you mean 'blocks\.1'"),
+        ("blocks.7", r"Did you mean 'blocks\.\d'"),
+        ("something.else.entirely", r"It has \d+: '', 'stem', 'blocks', \.\.\.\."),
+    ],
+)
+@pytest.mark.parametrize("unit", [UnitPlan({}), UnitPlan({"gelu": "recompute"}), UnitPlan({}, engine="region")])
+def test_unknown_unit(path: str, advice: str, unit: UnitPlan) -> None:
+    model = stack()
+    with pytest.raises(UnknownNameError, match=rf"^Stack has no unit '{path}'\. {advice}"):
+        recollect.apply(model, Plan({"blocks.0": UnitPlan({"gelu": "recompute"}), path: unit}))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("mlp.up_prj.mm", r"Did you mean 'mlp\.up_proj\.mm'\?"),
+        ("self_atn.q_proj.mm#1", r"Did you mean 'self_attn\.q_proj\.mm#1'\?"),
+        ("input_layernrm.mul", r"Did you mean 'input_layernorm\.mul'\?"),
+        ("zzz.mm", r"It has \d+: '', 'input_layernorm', 'mlp', \.\.\.\."),
+    ],
+)
+@pytest.mark.parametrize("action", ["keep", "recompute"])
+def test_unknown_value(name: str, advice: str, action: Any) -> None:
+    plan = Plan({"model.layers.1": UnitPlan({name: action, "mlp.up_proj.mm": "recompute"})})
+    with pytest.raises(UnknownNameError, match=rf"^unit 'model\.layers\.1' has no value '{name}'\. {advice}"):
+        recollect.apply(LLAMA.model(), plan)
+
+
+def test_plan_for_another_model() -> None:
+    plan = full(GPT2.model(), GPT2.data())
+    with pytest.raises(UnknownNameError, match=r"^LlamaForCausalLM has no unit 'transformer\.h\.0'\. It has \d+"):
+        recollect.apply(LLAMA.model(), plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "scope"),
+    [
+        ("add", ""),
+        ("add#1", ""),
+        ("topk.0", ""),
+        ("mlp.down_proj.mm#1", "mlp.down_proj"),
+        ("mlp.down_proj.topk.0", "mlp.down_proj"),
+        ("experts.0.mm", "experts.0"),
+        ("experts.0.topk#2.1", "experts.0"),
+        ("attn.mylib:op", "attn"),
+    ],
+)
+def test_module_part_of_a_name(name: str, scope: str) -> None:
+    assert value_scope(name) == scope
+
+
+def test_wrapped_models_are_refused() -> None:
+    model = stack()
+    recollect.apply(model, block_plan("gelu"))
+    with pytest.raises(
+        AlreadyAppliedError, match=r"module 'blocks\.0' recomputes already, by a recollect plan; .*remove"
+    ):
+        recollect.apply(model, block_plan("up.addmm"))
+    wrapped = stack()
+    wrapped.blocks[1] = checkpoint_wrapper(wrapped.blocks[1])
+    with pytest.raises(
+        AlreadyAppliedError, match=r"'blocks\.1' .* by torch's CheckpointWrapper; .*checkpoint_wrapper\.$"
+    ):
+        recollect.apply(wrapped, block_plan("gelu", paths=("blocks.0",)))
+    llama: Any = LLAMA.model()
+    plan = full(llama, LLAMA.data())
+    llama.activation_checkpointing_enable()
+    with pytest.raises(AlreadyAppliedError, match=r"by Hugging Face's gradient checkpointing; .*_disable\(\) first"):
+        recollect.apply(llama, plan)
+
+
+# The region engine
+
+
+REGIONS = Plan({f"blocks.{i}": UnitPlan({}, engine="region") for i in range(3)})
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_region_has_equal_gradients(dropout: float) -> None:
+    model = stack(dropout)
+    expected = gradients(model, ROWS, mean_square)
+    plain = ops(model, ROWS)
+    with recollect.apply(model, REGIONS):
+        assert_same_gradients(expected, gradients(model, ROWS, mean_square))
+        again = ops(model, ROWS) - plain
+    assert again["gelu"] == 3 and again["native_layer_norm"] == 3
+    assert_same_gradients(expected, gradients(model, ROWS, mean_square))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "vit"])
+def test_region_around_real_layers(name: str) -> None:
+    case = ZOO[name]
+    model = case.model()
+    batch = case.data()
+    if isinstance(batch, dict) and name != "vit":
+        batch = {**batch, "use_cache": False}  # A region's Python runs twice and would append to the cache twice.
+    expected = gradients(model, batch, case.loss_fn)
+    with recollect.apply(model, Plan({path: UnitPlan({}, engine="region") for path in case.layers})):
+        assert_same_gradients(expected, gradients(model, batch, case.loss_fn))
+
+
+def test_region_and_tape_in_one_plan() -> None:
+    model = stack(0.3)
+    expected = gradients(model, ROWS, mean_square)
+    mixed = Plan({**REGIONS.units, "blocks.1": UnitPlan({}, output="recompute")})
+    with recollect.apply(model, mixed), warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanMismatchWarning)
+        assert_same_gradients(expected, gradients(model, ROWS, mean_square))
+
+
+def test_region_without_gradients_runs_once() -> None:
+    model = stack()
+    with recollect.apply(model, REGIONS), torch.no_grad(), Watch() as watch:
+        model(ROWS)
+    assert watch.ops["gelu"] == 3
+
+
+# Compiled code
+
+
+class WithCompiled(nn.Module):
+    """A layer with a compiled module inside. [n, 16] -> [n, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.inner: Any = torch.compile(
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), backend="aot_eager"
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = hidden + self.inner(self.norm(hidden)).sin()
+        return output
+
+
+def compiled() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(WithCompiled(), WithCompiled())
+
+
+# Dynamo looks at `.grad` of whatever it meets.
+ignores_grad_of_non_leaf = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+
+
+@ignores_grad_of_non_leaf
+def test_compiled_module_inside_of_a_layer() -> None:
+    """It is one opaque op to the tape: what it saves is kept, and what is around it is recomputed."""
+    model = compiled()
+    expected = gradients(model, ROWS, mean_square)
+    plan = recollect.classic_plan(recollect.record(model, ROWS, loss_fn=mean_square), "full")
+    with recollect.apply(model, plan):
+        assert_same_gradients(expected, gradients(model, ROWS, mean_square))
+    assert_same_gradients(expected, gradients(model, ROWS, mean_square))
+
+
+@ignores_grad_of_non_leaf
+def test_region_around_a_compiled_module() -> None:
+    model = compiled()
+    expected = gradients(model, ROWS, mean_square)
+    with recollect.apply(model, Plan(dict.fromkeys(("0", "1"), UnitPlan({}, engine="region")))):
+        assert_same_gradients(expected, gradients(model, ROWS, mean_square))

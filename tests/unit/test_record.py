@@ -1,0 +1,366 @@
+"""Recording a step: what a profile says, that everything is left as it was, and each refusal."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn import functional as F
+
+import recollect
+from blocks import Experts, Stack
+from gradients import same_bits, step_of
+from quick_meter import few_objects  # noqa: F401
+from recollect.errors import AlreadyAppliedError, RecordError, UnknownNameError, UnsupportedModelError
+from recollect.profile import events
+from recollect.profile.graph import Profile, UnitGraph, ValueRecord
+from small_llama import batch_of, graph_at, llama
+from zoo import ZOO
+
+GENERATOR_BYTES = torch.get_rng_state().nbytes
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def value(graph: UnitGraph, name: str) -> ValueRecord:
+    found = [value for value in graph.values if value.name == name and value.producer is not None]
+    assert len(found) == 1, f"{name} among {[value.name for value in graph.values]}"
+    return found[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "resnet", "transformer", "mixtral"])
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_everything_is_left_as_it_was(name: str, fake: bool) -> None:
+    if fake and name == "mixtral":
+        pytest.skip("routing depends on data")
+    case = ZOO[name]
+    model, batch = case.model(), case.data()
+    optimizer = torch.optim.AdamW(model.parameters())
+    expected = step_of(case, model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    grads = [parameter.grad for parameter in model.parameters()]
+    before = {key: (id(tensor), tensor.detach().clone()) for key, tensor in _tensors(model)}
+    inside = [(path, id(module), sorted(vars(module)), module.training) for path, module in model.named_modules()]
+    generator = torch.get_rng_state()
+    recollect.record(model, batch, optimizer=optimizer, loss_fn=case.loss_fn, fake=fake)
+    assert torch.equal(generator, torch.get_rng_state())
+    assert inside == [
+        (path, id(module), sorted(vars(module)), module.training) for path, module in model.named_modules()
+    ]
+    for key, tensor in _tensors(model):
+        assert id(tensor) == before[key][0] and same_bits(tensor, before[key][1]), key
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        assert parameter.grad is grad and grad is not None and bool((grad == 1).all())
+        assert not hasattr(parameter.untyped_storage(), "_recollect_tracker")
+    assert optimizer.state == {}
+    assert step_of(case, model).keys() == expected.keys()
+    assert all(same_bits(tensor, expected[key]) for key, tensor in step_of(case, model).items())
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def test_everything_is_left_as_it_was_after_an_exception() -> None:
+    model = llama()
+    inside = {path: sorted(vars(module)) for path, module in model.named_modules()}
+    for batch, fake in itertools.product([{"tokens": "words"}, batch_of(length=3) | {"labels": None}], [False, True]):
+        with pytest.raises(RecordError):
+            recollect.record(model, batch, fake=fake)
+        assert {path: sorted(vars(module)) for path, module in model.named_modules()} == inside
+        assert all(parameter.grad is None and type(parameter) is nn.Parameter for parameter in model.parameters())
+    recollect.record(model, batch_of())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "resnet", "deepseek_v3"])
+def test_profile_survives_a_round_trip(name: str, tmp_path: Path) -> None:
+    case = ZOO[name]
+    model = case.model()
+    profile = recollect.record(
+        model, case.data(), loss_fn=case.loss_fn, optimizer=torch.optim.SGD(model.parameters(), momentum=0.9)
+    )
+    assert Profile.from_json(profile.to_json()) == profile
+    for file in ("profile.json", "profile.json.gz"):
+        profile.save(tmp_path / file)
+        loaded = Profile.load(tmp_path / file)
+        assert loaded == profile
+    assert recollect.plan(loaded, "95%") == recollect.plan(profile, "95%")
+
+
+def test_what_was_recorded_in_words() -> None:
+    profile = recollect.record(llama(), batch_of())
+    assert (profile.model_class, profile.device, profile.device_name) == ("Llama", "cpu", "cpu")
+    assert profile.batch == "tokens int64[4, 32], labels int64[4, 32]"
+    assert profile.torch_version == torch.__version__
+    assert not profile.fake and profile.step_s > 0
+    assert repr(profile).startswith("Profile(Llama on cpu, batch tokens int64[4, 32], ")
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_repeated_layers_share_one_graph(fake: bool) -> None:
+    profile = recollect.record(llama(), batch_of(), fake=fake)
+    layers = [call for call in profile.calls if call.repeated]
+    assert [call.path for call in layers] == [f"layers.{i}" for i in range(4)]
+    # The first layer's input is an embedding and not another layer's sum; its graph is the same all the same.
+    assert len({call.graph for call in layers}) == 1
+    assert [call.chained for call in profile.calls if call.repeated] == [True] * 4
+
+
+def test_layers_of_different_shape_have_graphs_of_their_own() -> None:
+    case = ZOO["deepseek_v3"]
+    profile = recollect.record(case.model(), case.data())
+    dense, routed, _ = (call.graph for call in profile.calls if call.repeated)
+    assert dense != routed
+
+
+def test_layer_by_hand() -> None:
+    """Names, sizes and flags of a small layer, worked out by hand."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 32, bias=False)
+            self.down = nn.Linear(32, 8, bias=False)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            output: Tensor = self.down(self.up(hidden).sin().exp_()) + hidden
+            return output
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Layer(), Layer())
+    profile = recollect.record(model, torch.randn(10, 8), loss_fn=mean_square)
+    graph = graph_at(profile, "1")
+    row = 10 * 4
+    expected = {
+        "up.mm": (32 * row, True, False),  # sin saves its input
+        "sin": (32 * row, False, False),
+        "exp_": (32 * row, True, False),  # exp_ saves its result, and so does the product
+        "down.mm": (8 * row, False, False),
+        "add": (8 * row, True, True),  # the next layer saves its input
+    }
+    made = {v.name: (v.nbytes, v.saved, v.is_output) for v in graph.values if v.producer is not None}
+    assert made == expected
+    assert value(graph, "sin").mutated_later and not value(graph, "up.mm").mutated_later
+    assert [(op.name, op.mutates) for op in graph.ops] == [
+        ("up.mm", False), ("sin", False), ("exp_", True), ("down.mm", False), ("add", False)
+    ]  # fmt: skip
+    assert graph.saved_bytes == (32 + 32 + 8) * row
+    assert all(op.time_s > 0 for op in graph.ops)
+    first, second = (call for call in profile.calls if call.path in ("1", "2"))
+    assert first.chained and [origin[1] for origin in second.origins] == [profile.calls.index(first)]
+
+
+def test_shared_layer_is_one_unit_with_several_calls() -> None:
+    class Universal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            for _ in range(3):
+                hidden = self.layer(hidden)
+            return hidden
+
+    profile = recollect.record(Universal(), torch.randn(4, 8), loss_fn=mean_square, units=["layer"])
+    assert [call.path for call in profile.calls] == ["layer"] * 3
+
+
+def test_phases_come_in_order() -> None:
+    model = llama()
+    profile = recollect.record(model, batch_of(), optimizer=torch.optim.AdamW(model.parameters()))
+    log = [event for block, _ in profile.log.sequence for event in profile.log.blocks[block]]
+    phases = [event[1] for event in log if event[0] == events.PHASE]
+    assert phases == [events.FORWARD, events.BACKWARD, events.OPTIMIZER]
+    saves = [event[3] for event in log if event[0] == events.SAVE]
+    assert sorted(event[1] for event in log if event[0] == events.RELEASE) == sorted(saves)
+
+
+def test_accumulated_gradients_count() -> None:
+    model, batch = llama(), batch_of()
+    without = recollect.record(model, batch)
+    profile = recollect.record(model, batch, accumulates_gradients=True)
+    assert without.persistent["gradients"] == 0
+    assert profile.persistent["gradients"] == profile.persistent["parameters"]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_frozen_parameters_have_no_gradients() -> None:
+    model = llama()
+    model.embed_tokens.requires_grad_(False)
+    frozen_bytes = 4 * model.embed_tokens.weight.numel()
+    profile = recollect.record(model, batch_of(), accumulates_gradients=True)
+    assert profile.persistent["gradients"] == profile.persistent["parameters"] - frozen_bytes
+
+
+class Chooses(nn.Module):
+    """Runs an op that makes choices, or none. [n, 8] -> [n, 8]."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.function = function
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.function(self.linear(hidden))
+
+
+def graph_with(function: Callable[[Tensor], Tensor]) -> UnitGraph:
+    torch.manual_seed(0)
+    model = nn.Sequential(Chooses(function), Chooses(function))
+    return graph_at(recollect.record(model, torch.randn(5, 8), loss_fn=mean_square), "1")
+
+
+CHOICES: dict[str, tuple[Callable[[Tensor], Tensor], set[str]]] = {
+    "topk": (lambda x: x * x.sin().topk(1).values.exp(), {"topk.0", "topk.1"}),
+    "sort": (lambda x: x.sin().sort(-1).values.exp(), {"sort.0", "sort.1"}),
+    "argmax": (lambda x: x.sin() * F.one_hot(x.argmax(-1), 8), {"argmax"}),
+    "max": (lambda x: x * x.max(-1, keepdim=True).values.exp(), {"max.0", "max.1"}),
+    "nonzero": (lambda x: x[(x > 0).any(-1).nonzero()[:, 0]].sin().exp(), {"nonzero"}),
+    "no choice": (lambda x: x.sin().exp() + 1, set()),
+}
+
+
+@pytest.mark.parametrize(("function", "kept"), CHOICES.values(), ids=CHOICES)
+def test_choices_must_be_kept(function: Callable[[Tensor], Tensor], kept: set[str]) -> None:
+    graph = graph_with(function)
+    must_keep = {value.name for value in graph.values if value.must_keep and value.producer is not None}
+    assert must_keep & kept == kept
+    assert not must_keep & {"linear.addmm", "sin", "exp", "add"}
+
+
+def test_routing_of_experts_must_be_kept() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Experts(8), Experts(8))
+    graph = graph_at(recollect.record(model, torch.randn(6, 8), loss_fn=mean_square), "0")
+    assert value(graph, "argmax").must_keep
+    assert not value(graph, "gate.mm").must_keep
+
+
+@pytest.mark.parametrize(
+    ("function", "op", "state_bytes"),
+    [
+        (lambda x: F.dropout(x.sin(), 0.5), "bernoulli_", GENERATOR_BYTES),
+        (lambda x: x * torch.rand_like(x), "rand_like", GENERATOR_BYTES),
+        (lambda x: x + torch.randn(8), "randn", GENERATOR_BYTES),
+        (lambda x: x.sin(), "sin", 0),
+        (lambda x: F.dropout(x.sin(), 0.5, training=False), "sin", 0),
+    ],
+    ids=["dropout", "rand_like", "randn", "sin", "dropout in eval"],
+)
+def test_random_ops_hold_the_generators_state(function: Callable[[Tensor], Tensor], op: str, state_bytes: int) -> None:
+    graph = graph_with(function)
+    assert {one.name: one.state_bytes for one in graph.ops}[op] == state_bytes
+    assert sum(one.state_bytes for one in graph.ops) == state_bytes
+
+
+def test_random_values_can_be_dropped() -> None:
+    case = ZOO["gpt2"]
+    graph = graph_at(recollect.record(case.model(), case.data()), "transformer.h.1")
+    random = [op for op in graph.ops if op.state_bytes]
+    assert random
+    assert not any(graph.values[index].must_keep for op in random for index in op.outputs)
+
+
+def test_batch_that_the_model_rejects() -> None:
+    message = (
+        r"^Llama rejected the batch \(input_ids int64\[2, 3\]\): TypeError: .*unexpected keyword argument 'input_ids'\. A "
+        "dict is passed as keywords, a tuple as positions, anything else as the only argument"
+    )
+    for fake in (False, True):
+        with pytest.raises(RecordError, match=message):
+            recollect.record(llama(), {"input_ids": torch.zeros(2, 3, dtype=torch.int64)}, fake=fake)
+
+
+def test_batch_without_labels() -> None:
+    with pytest.raises(RecordError, match=r"found no loss in the output of Llama, a LlamaOutput: .*Put labels into"):
+        recollect.record(llama(), batch_of()["tokens"])
+
+
+def test_model_without_layers_and_wrong_units() -> None:
+    with pytest.raises(UnsupportedModelError, match="found no repeated layers in Linear"):
+        recollect.record(nn.Linear(2, 2), torch.ones(1, 2))
+    with pytest.raises(UnknownNameError, match=r"Llama has no unit 'layers\.9'\. Did you mean 'layers\.3'"):
+        recollect.record(llama(), batch_of(), units=["layers.9"])
+
+
+def test_model_with_a_plan_on_it() -> None:
+    model, batch = llama(), batch_of()
+    plan = recollect.fit(model, batch, "80%")
+    message = r"module 'layers\.0' recomputes already, by a recollect plan.*call applied\.remove\(\) first"
+    for again in (lambda: recollect.record(model, batch), lambda: recollect.fit(model, batch, "80%")):
+        with pytest.raises(AlreadyAppliedError, match=message):
+            again()
+    (applied,) = recollect.applied_to(model)
+    assert applied.plan is plan
+    applied.remove()
+    assert recollect.record(model, batch).calls
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_model_with_a_checkpoint_wrapper(fake: bool) -> None:
+    model = llama()
+    model.layers[2] = checkpoint_wrapper(model.layers[2])
+    message = (
+        r"module 'layers\.2' recomputes already, by torch's CheckpointWrapper; a value would be recomputed twice\. To have "
+        r"recollect decide, build the model without checkpoint_wrapper\.$"
+    )
+    with pytest.raises(AlreadyAppliedError, match=message):
+        recollect.record(model, batch_of(), fake=fake)
+
+
+def test_model_with_hugging_faces_flag() -> None:
+    case = ZOO["llama"]
+    model: Any = case.model()
+    model.activation_checkpointing_enable()
+    message = (
+        r"recomputes already, by Hugging Face's gradient checkpointing; .* call model\.gradient_checkpointing_disable\(\) "
+        "first"
+    )
+    with pytest.raises(AlreadyAppliedError, match=message):
+        recollect.record(model, case.data())
+    model.activation_checkpointing_disable()
+    assert recollect.record(model, case.data()).calls
+
+
+def test_flag_of_hugging_face_is_found_outside_of_the_layers_too() -> None:
+    """GPT-2 keeps it on each block and T5 on the stack as well; both are refused by name."""
+    for name in ("gpt2", "t5"):
+        model: Any = ZOO[name].model()
+        model.activation_checkpointing_enable()
+        with pytest.raises(AlreadyAppliedError, match=r"gradient_checkpointing_disable\(\) first"):
+            recollect.record(model, ZOO[name].data())
+
+
+def test_evaluation_mode_is_recorded_as_it_is() -> None:
+    """Without dropout, and with the model still in evaluation mode afterwards."""
+    case = ZOO["gpt2"]
+    model = case.model().eval()
+    profile = recollect.record(model, case.data())
+    assert not any(op.state_bytes for graph in profile.graphs for op in graph.ops)
+    assert not any(module.training for module in model.modules())
+
+
+def test_stack_under_autocast() -> None:
+    model = Stack(width=16, depth=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        profile = recollect.record(model, torch.randn(6, 16), loss_fn=mean_square)
+    graph = graph_at(profile, "blocks.1")
+    assert value(graph, "up.addmm").nbytes == 2 * 6 * 64
+
+
+def test_key_value_cache_does_not_change_the_record() -> None:
+    """Hugging Face builds a cache in training too; it holds keys and values until the model returns."""
+    case = ZOO["llama"]
+    assert transformers.LlamaConfig().use_cache
+    profile = recollect.record(case.model(), case.data())
+    assert [call.path for call in profile.calls if call.repeated] == list(case.layers)

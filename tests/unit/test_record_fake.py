@@ -1,0 +1,167 @@
+"""Recording on fake tensors: the same predictions, no memory, no time, and a clear word where it cannot be done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from quick_meter import few_objects  # noqa: F401
+from recollect.errors import RecordError
+from recollect.models.llama import Llama
+from recollect.models.sizes import SIZES, LlamaConfig
+from recollect.planning.decisions import decide
+from recollect.planning.simulate import simulate
+from recollect.profile.graph import Profile
+from small_llama import SMALL, batch_of, graph_at, llama
+from zoo import ZOO
+
+GIB = 2**30
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def peaks(profile: Profile) -> list[int]:
+    """Predicted peaks of the classic plans, calibration apart: fake recordings have none."""
+    plans = [recollect.classic_plan(profile, name) for name in ("keep_all", "full", "sqrt")]  # type: ignore[arg-type]
+    simulations = [simulate(profile, decide(profile, plan)) for plan in plans]
+    return [max(one.forward_peak_bytes, one.backward_peak_bytes) for one in simulations]
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_fake_recording_predicts_what_a_real_one_predicts(optimizer: bool) -> None:
+    model, batch = llama(), batch_of()
+    with torch.device("meta"):
+        meta = Llama(SMALL)
+    adamw = (lambda m: torch.optim.AdamW(m.parameters())) if optimizer else lambda m: None
+    real = recollect.record(model, batch, optimizer=adamw(model))
+    fake = recollect.record(meta, batch, optimizer=adamw(meta), fake=True)
+    on_meta = recollect.record(meta, {k: v.to("meta") for k, v in batch.items()}, optimizer=adamw(meta), fake=True)
+    assert dict(fake.persistent) == dict(on_meta.persistent) == dict(real.persistent)
+    assert peaks(fake) == pytest.approx(peaks(real), rel=0.001)
+    assert peaks(on_meta) == peaks(fake)
+    assert (fake.fake, fake.calibration_bytes) == (True, 0)
+    assert [v.name for v in graph_at(fake, "layers.1").values] == [v.name for v in graph_at(real, "layers.1").values]
+    assert [v.saved for v in graph_at(fake, "layers.1").values] == [v.saved for v in graph_at(real, "layers.1").values]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "vit", "gemma", "mamba"])
+def test_fake_recording_of_models_that_nobody_here_wrote(name: str) -> None:
+    case = ZOO[name]
+    real = recollect.record(case.model(), case.data(), loss_fn=case.loss_fn)
+    fake = recollect.record(case.model(), case.data(), loss_fn=case.loss_fn, fake=True)
+    assert [call.path for call in fake.calls] == [call.path for call in real.calls]
+    assert peaks(fake) == pytest.approx(peaks(real), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["whisper", "resnet"])
+def test_fake_recording_knows_no_workspaces(name: str) -> None:
+    """Convolutions work in memory that only a real kernel shows."""
+    case = ZOO[name]
+    real = recollect.record(case.model(), case.data(), loss_fn=case.loss_fn)
+    fake = recollect.record(case.model(), case.data(), loss_fn=case.loss_fn, fake=True)
+    assert all(one <= other for one, other in zip(peaks(fake), peaks(real), strict=True))
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_tensor_that_is_in_the_batch_twice_counts_once(fake: bool) -> None:
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    profile = recollect.record(llama(), {"tokens": tokens, "labels": tokens}, fake=fake)
+    assert profile.persistent["batch"] == tokens.nbytes
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * 4096
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads resident memory from /proc")
+
+
+@needs_proc
+def test_fake_recording_needs_no_memory() -> None:
+    """Four layers of the 7B shapes in bf16: parameters of 2 GiB and activations of more."""
+    config = LlamaConfig(num_layers=4, hidden_size=4096, intermediate_size=11008, num_heads=32, vocab_size=32000)
+    with torch.device("meta"):
+        model = Llama(config).bfloat16()
+    batch = batch_of(config, sequences=1, length=4096)
+    before = _resident_bytes()
+    profile = recollect.record(model, batch, optimizer=torch.optim.AdamW(model.parameters()), fake=True)
+    assert _resident_bytes() - before < 0.25 * GIB
+    parameters = 2 * config.num_parameters
+    assert profile.persistent["parameters"] == parameters
+    # Two moments for each parameter, and a count of steps in fp32 for each tensor.
+    assert profile.persistent["optimizer_state"] == 2 * parameters + 4 * len(list(model.parameters()))
+    keep_all, full, _ = peaks(profile)
+    assert keep_all - profile.persistent_bytes > 2 * GIB
+    assert keep_all > full
+
+
+@pytest.mark.slow
+@needs_proc
+def test_70b_in_seconds_and_without_memory() -> None:
+    """A canary: 7 s alone on two CPU cores; a minute is far above the noise of a busy machine."""
+    config = SIZES["70b"]
+    with torch.device("meta"):
+        model = Llama(config).bfloat16()
+    batch = batch_of(config, sequences=1, length=4096)
+    before_bytes, begin_s = _resident_bytes(), time.perf_counter()
+    profile = recollect.record(model, batch, fake=True)
+    assert time.perf_counter() - begin_s < 60
+    assert _resident_bytes() - before_bytes < 2 * GIB
+    assert profile.persistent["parameters"] == 2 * config.num_parameters
+    assert sum(call.repeated for call in profile.calls) == 80
+
+
+def _steers(hidden: Tensor) -> Tensor:
+    return hidden if hidden.sum() > 0 else -hidden
+
+
+class Wide(nn.Module):
+    """A layer. [n, 4] -> [n, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(hidden.reshape(-1, 4)).tanh()
+
+
+class Steered(nn.Module):
+    """Two layers whose Python looks at numbers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wide() for _ in range(2))
+        self.function = function
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = self.function(layer(hidden))
+        return hidden
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _steers,
+        lambda x: x * x.max().item(),
+        lambda x: x[(x > 0).all(1)],
+        lambda x: x[x.detach().sum(1).nonzero()[:, 0]],
+    ],
+    ids=["if", "item", "mask", "nonzero"],
+)
+def test_data_dependent_model_cannot_be_recorded_fake(function: Callable[[Tensor], Tensor]) -> None:
+    model, batch = Steered(function), torch.ones(3, 4)
+    message = r"^cannot record Steered on fake tensors: .*\. Record it with fake=False, on a small batch if need be\.$"
+    with pytest.raises(RecordError, match=message):
+        recollect.record(model, batch, loss_fn=mean_square, fake=True)
+    assert recollect.record(model, batch, loss_fn=mean_square).calls

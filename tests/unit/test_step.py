@@ -1,0 +1,298 @@
+"""Running a user's step: batches of every form, the loss, each message, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from gradients import same_bits
+from recollect.errors import RecordError
+from recollect.step import call_model, describe_batch, device_of, find_loss, restored_buffers, run_forward, undisturbed
+from zoo import ZOO
+
+TOKENS = torch.zeros(4, 8, dtype=torch.int64)
+ROWS = torch.ones(3, 2)
+
+
+class Scaled(nn.Module):
+    """Does what it is told with its arguments; has a parameter, a buffer and dropout. -> whatever `function` returns."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.ones(()))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    logits: Tensor | None = None
+
+
+def test_tensor_is_the_only_argument() -> None:
+    assert call_model(Scaled(lambda self, *args, **kwargs: (args, kwargs)), ROWS) == ((ROWS,), {})
+
+
+@pytest.mark.parametrize("batch", [(ROWS, TOKENS), [ROWS, TOKENS]], ids=["tuple", "list"])
+def test_tuple_or_list_is_positions(batch: Any) -> None:
+    args, kwargs = call_model(Scaled(lambda self, *args, **kwargs: (args, kwargs)), batch)
+    assert args[0] is ROWS and args[1] is TOKENS and kwargs == {}
+
+
+@pytest.mark.parametrize("kind", [dict, transformers.BatchEncoding], ids=["dict", "BatchEncoding"])
+def test_mapping_is_keywords(kind: Callable[[dict[str, Tensor]], Any]) -> None:
+    """Tokenizers return a `UserDict`, which is a mapping but no `dict`."""
+    args, kwargs = call_model(Scaled(lambda self, *args, **kwargs: (args, kwargs)), kind({"a": ROWS, "b": TOKENS}))
+    assert args == () and kwargs["a"] is ROWS and kwargs["b"] is TOKENS
+
+
+def test_object_that_is_none_of_these_is_the_only_argument() -> None:
+    graph = Output(ROWS)
+    args, _ = call_model(Scaled(lambda self, *args, **kwargs: (args, kwargs)), graph)
+    assert args == (graph,)
+
+
+LOSS = torch.tensor(2.0)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        LOSS,
+        {"loss": LOSS, "logits": ROWS},
+        Output(LOSS),
+        transformers.modeling_outputs.CausalLMOutput(loss=LOSS, logits=ROWS),
+    ],
+    ids=["scalar", "dict", "attribute", "ModelOutput"],
+)
+def test_loss_is_found(output: Any) -> None:
+    assert find_loss(output, "Model") is LOSS
+
+
+@pytest.mark.parametrize("name", ["llama", "whisper", "vit"])
+def test_loss_of_real_models(name: str) -> None:
+    loss = run_forward(ZOO[name].model(), ZOO[name].data(), None)
+    assert loss.dim() == 0 and loss.requires_grad
+
+
+@pytest.mark.parametrize("shape", [[], [1], [1, 1]])
+def test_loss_has_one_element(shape: list[int]) -> None:
+    model = Scaled(lambda self, x: (self.weight * x).mean().reshape(shape))
+    run_forward(model, ROWS, None).backward()
+    assert model.weight.grad is not None
+
+
+def test_loss_function_gets_the_output_as_it_is() -> None:
+    output = object()
+    seen: list[object] = []
+    model = Scaled(lambda self, x: output)
+
+    def loss_fn(given: object) -> Tensor:
+        seen.append(given)
+        return model.weight * 2
+
+    assert run_forward(model, ROWS, loss_fn).item() == 2
+    assert seen == [output]
+
+
+def test_loss_function_goes_before_the_loss_of_the_output() -> None:
+    model = Scaled(lambda self, x: Output(self.weight * 1, self.weight * ROWS))
+    assert run_forward(model, ROWS, lambda output: output.logits.sum()).item() == 6
+
+
+def run(function: Callable[..., Any], batch: Any = ROWS, loss_fn: Callable[[Any], Any] | None = None) -> Tensor:
+    return run_forward(Scaled(function), batch, loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("output", "kind"),
+    [
+        (None, "NoneType"),
+        ({"logits": ROWS}, "dict"),
+        ({"loss": None}, "dict"),
+        ((ROWS, ROWS), "tuple"),
+        (transformers.modeling_outputs.CausalLMOutput(logits=ROWS), "CausalLMOutput"),
+    ],
+)
+def test_no_loss(output: Any, kind: str) -> None:
+    message = (
+        rf"^found no loss in the output of Scaled, a {kind}: expected `output\.loss`, output\['loss'\] or a scalar "
+        r"tensor\. Put labels into the batch, or pass loss_fn=lambda output: \.\.\.$"
+    )
+    with pytest.raises(RecordError, match=message):
+        run(lambda self, x: output)
+
+
+def test_no_loss_because_there_are_no_labels() -> None:
+    case = ZOO["llama"]
+    batch = {name: tensor for name, tensor in case.data().items() if name != "labels"}
+    with pytest.raises(RecordError, match="output of LlamaForCausalLM, a CausalLMOutputWithPast: .* Put labels into"):
+        run_forward(case.model(), batch, None)
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [(lambda weight: weight * ROWS, r"a tensor of shape \[3, 2\]"), (lambda weight: 3.0, "a float")],
+    ids=["tensor", "float"],
+)
+@pytest.mark.parametrize("where", ["output", "loss_fn"])
+def test_loss_that_is_no_scalar(loss: Callable[[Tensor], Any], got: str, where: str) -> None:
+    message = rf"^the loss of Scaled is {got}, expected a tensor with one element: reduce it, e\.g\. loss\.mean\(\)\.$"
+    with pytest.raises(RecordError, match=message):
+        if where == "output":
+            run(lambda self, x: {"loss": loss(self.weight)})
+        else:
+            run(lambda self, x: self.weight, loss_fn=loss)
+
+
+def _without_grad(self: Scaled, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return self.weight * x.mean()
+
+
+@pytest.mark.parametrize(
+    "function", [_without_grad, lambda self, x: (self.frozen * x).sum()], ids=["no_grad", "frozen parameters"]
+)
+def test_loss_that_needs_no_gradient(function: Callable[..., Tensor]) -> None:
+    message = (
+        r"^the loss of Scaled does not require grad: no parameter that it depends on is trained, or forward ran under "
+        r"torch\.no_grad\(\)\. Set requires_grad on what you train\.$"
+    )
+    with pytest.raises(RecordError, match=message):
+        run(function)
+
+
+def _raise(error: Exception) -> Callable[..., Any]:
+    def forward(self: Scaled, *args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return forward
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError, RuntimeError, IndexError, KeyError])
+def test_model_that_rejects_the_batch(kind: type[Exception]) -> None:
+    cause = kind("too long")
+    message = (
+        rf"^Scaled rejected the batch \(ids int64\[4, 8\], mask float32\[3, 2\]\): {kind.__name__}: '?too long'?\. A dict "
+        r"is passed as keywords, a tuple as positions, anything else as the only argument\.$"
+    )
+    with pytest.raises(RecordError, match=message) as caught:
+        run(_raise(cause), {"ids": TOKENS, "mask": ROWS})
+    assert caught.value.__cause__ is cause
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"tokens": TOKENS}, r"\(tokens int64\[4, 8\]\): ValueError: You must specify exactly one of input_ids"),
+        (ROWS, r"float32\[3, 2\]"),
+        ({"input_ids": TOKENS + 1000}, "IndexError: index out of range"),
+    ],
+    ids=["keyword", "dtype", "token id"],
+)
+def test_real_model_that_rejects_the_batch(batch: Any, words: str) -> None:
+    with pytest.raises(RecordError, match=f"LlamaForCausalLM rejected the batch.*{words}"):
+        run_forward(ZOO["llama"].model(), batch, None)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RecordError("of an inner model"), OSError("disk")])
+def test_other_errors_pass_as_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
+        run(_raise(error))
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (TOKENS, "int64[4, 8]"),
+        (torch.tensor(1.0), "float32[]"),
+        ((ROWS.bfloat16(), TOKENS), "bfloat16[3, 2], int64[4, 8]"),
+        ({"tokens": TOKENS, "pair": [ROWS, None]}, "tokens int64[4, 8], pair float32[3, 2], NoneType"),
+        ({}, ""),
+        (Output(LOSS), "Output"),
+    ],
+)
+def test_batch_in_words(batch: Any, words: str) -> None:
+    assert describe_batch(batch) == words
+
+
+def test_device_is_that_of_the_first_real_tensor() -> None:
+    meta = nn.Linear(2, 2, device="meta")
+    assert device_of(nn.Linear(2, 2), ROWS) == torch.device("cpu")
+    assert device_of(meta, {"x": [ROWS]}) == torch.device("cpu")
+    assert device_of(nn.ReLU(), None) == torch.device("cpu")
+    assert device_of(meta, ROWS.to("meta")) == torch.device("cpu")
+
+
+def _disturb(model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | None) -> None:
+    run_forward(model, batch, loss_fn).backward()
+    torch.rand(3)
+    for buffer in model.buffers():
+        buffer.add_(1)
+
+
+@pytest.mark.parametrize("name", ["resnet", "gpt2", "mixtral"])
+@pytest.mark.parametrize("had_gradients", [True, False])
+def test_undisturbed_restores_everything(name: str, had_gradients: bool) -> None:
+    case = ZOO[name]
+    model, batch = case.model(), case.data()
+    if had_gradients:
+        _disturb(model, batch, case.loss_fn)
+    grads = [parameter.grad for parameter in model.parameters()]
+    copies = [None if grad is None else grad.clone() for grad in grads]
+    buffers = {key: (id(buffer), buffer.clone()) for key, buffer in model.named_buffers()}
+    generator = torch.get_rng_state()
+    with undisturbed(model):
+        assert all(parameter.grad is None for parameter in model.parameters())
+        _disturb(model, batch, case.loss_fn)
+        assert not torch.equal(generator, torch.get_rng_state())
+    assert torch.equal(generator, torch.get_rng_state())
+    for parameter, grad, copy in zip(model.parameters(), grads, copies, strict=True):
+        assert parameter.grad is grad
+        assert grad is None or (copy is not None and same_bits(grad, copy))
+    for key, buffer in model.named_buffers():
+        assert id(buffer) == buffers[key][0] and same_bits(buffer, buffers[key][1])
+
+
+def test_undisturbed_restores_after_an_exception() -> None:
+    model = Scaled(lambda self, x: self.weight * x.mean())
+    model.weight.grad = grad = torch.tensor(5.0)
+    generator = torch.get_rng_state()
+    with pytest.raises(KeyError, match="stop"), undisturbed(model):
+        _disturb(model, ROWS, None)
+        raise KeyError("stop")
+    assert model.weight.grad is grad and grad.item() == 5
+    assert model.count.item() == 0
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_buffers_with_nan_are_restored() -> None:
+    """NaN is unequal to itself, so a comparison alone would miss that it is the same."""
+    model = nn.BatchNorm1d(2)
+    assert model.running_mean is not None
+    model.running_mean.fill_(float("nan"))
+    with restored_buffers(model):
+        model(torch.ones(3, 2))
+        model.running_mean.zero_()
+    assert model.running_mean.isnan().all()
+
+
+def test_buffers_that_did_not_change_are_not_written() -> None:
+    """Writing would bump the version counter of what a graph may have saved."""
+    model = nn.BatchNorm1d(2).eval()
+    versions = [buffer._version for buffer in model.buffers()]
+    with restored_buffers(model):
+        model(torch.ones(3, 2))
+    assert [buffer._version for buffer in model.buffers()] == versions

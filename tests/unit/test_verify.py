@@ -1,0 +1,389 @@
+"""`verify` on plans that are exact, on models that are not, on steps that do not fit; and its four lines of text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from blocks import Stack
+from gradients import same_bits
+from policies import Random
+from quick_meter import few_objects  # noqa: F401
+from recollect.errors import RecordError, UnknownNameError
+from recollect.plan import Plan, UnitPlan
+from recollect.profile.graph import Profile
+from recollect.verify import Report
+from recollect.verify_units import compare_units
+from zoo import ZOO, Case
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def stack(**changes: Any) -> Stack:
+    torch.manual_seed(0)
+    return Stack(width=16, depth=3, **changes)
+
+
+ROWS = torch.linspace(-1, 1, 12 * 16).reshape(12, 16)
+
+
+def full_plan(model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | None = mean_square) -> Plan:
+    return recollect.classic_plan(recollect.record(model, batch, loss_fn=loss_fn), "full")
+
+
+def by_policy(profile: Profile, policy: Random) -> Plan:
+    """A plan that does what a test's policy says."""
+    units = {}
+    for call in profile.calls:
+        if call.repeated:
+            values = [value for value in profile.graph_of(call).values if value.producer is not None]
+            drops = {v.name: not v.must_keep and policy.drops(call.path, v.name) for v in values}
+            units[call.path] = UnitPlan({name: "recompute" if drop else "keep" for name, drop in drops.items()})
+    return Plan(units)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "transformer"])
+@pytest.mark.parametrize("compare", ["step", "units"])
+def test_equal(name: str, compare: Any) -> None:
+    case = ZOO[name]
+    model, batch = case.model(), case.data()
+    profile = recollect.record(model, batch, loss_fn=case.loss_fn)
+    for plan in (recollect.classic_plan(profile, "full"), by_policy(profile, Random(1))):
+        report = recollect.verify(model, batch, plan, loss_fn=case.loss_fn, compare=compare)
+        assert (report.compared, report.gradients_equal, report.first_difference) == (compare, True, None)
+        assert report.num_compared >= sum(1 for path in case.layers for _ in model.get_submodule(path).parameters())
+
+
+def test_peaks_and_slowdown_of_a_step() -> None:
+    model = stack()
+    batch = ROWS.repeat(20, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = recollect.classic_plan(recollect.record(model, batch, loss_fn=mean_square, optimizer=optimizer), "full")
+    report = recollect.verify(model, batch, plan, loss_fn=mean_square, optimizer=optimizer)
+    assert report.num_compared == len(list(model.parameters()))
+    assert report.plain_peak_bytes is not None and report.plan_peak_bytes < report.plain_peak_bytes
+    assert report.plan_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+    assert report.predicted_peak_bytes == plan.predicted_peak_bytes
+    assert report.predicted_slowdown == plan.predicted_slowdown
+    assert report.measured_slowdown is not None and report.measured_slowdown > -0.9
+    without_state = recollect.verify(model, batch, plan, loss_fn=mean_square)
+    # Two moments as large as the parameters, and a count of steps for each of them.
+    state_bytes = sum(2 * p.nbytes + 4 for p in model.parameters())
+    assert report.plan_peak_bytes - without_state.plan_peak_bytes == state_bytes
+    assert optimizer.state == {}
+
+
+class Forgetful(Stack):
+    """Its forward has a state that no seed resets: each call scales by another number."""
+
+    def __init__(self) -> None:
+        super().__init__(width=16, depth=3)
+        self.num_calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().forward(hidden) * self.num_calls
+
+
+class Growing(nn.Module):
+    """A layer that is never the same twice. [n, 16] -> [n, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.num_calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.num_calls += 1
+        output: Tensor = (self.linear(hidden) * self.num_calls).tanh()
+        return output
+
+
+class Growers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Growing(), Growing()])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def test_unequal_step_names_the_loss() -> None:
+    torch.manual_seed(0)
+    model = Forgetful()
+    report = recollect.verify(model, ROWS, full_plan(model, ROWS), loss_fn=mean_square)
+    assert not report.gradients_equal
+    assert report.first_difference is not None
+    name, difference = report.first_difference
+    assert name == "the loss" and difference > 0
+    assert re.search(r"^gradients +DIFFERENT, first at the loss, by up to \d", str(report), re.MULTILINE)
+
+
+def test_unequal_step_names_the_parameter() -> None:
+    """The same loss and another gradient: only backward has a hidden state."""
+    torch.manual_seed(0)
+    model = stack()
+    calls: list[Tensor] = []
+
+    def grows(gradient: Tensor) -> Tensor:
+        calls.append(gradient)
+        return gradient * len(calls)
+
+    model.blocks[1].up.weight.register_hook(grows)
+    report = recollect.verify(model, ROWS, full_plan(model, ROWS), loss_fn=mean_square)
+    assert report.first_difference is not None
+    assert report.first_difference[0] == "blocks.1.up.weight"
+
+
+def test_unequal_unit_names_unit_and_parameter() -> None:
+    torch.manual_seed(0)
+    model = Growers()
+    report = recollect.verify(model, ROWS, full_plan(model, ROWS), loss_fn=mean_square, compare="units")
+    assert not report.gradients_equal
+    assert report.first_difference is not None
+    assert report.first_difference[0] == "layers.0: linear.weight"
+
+
+def test_gradient_that_is_missing_is_a_difference() -> None:
+    """The first two runs train one branch, later ones the other."""
+
+    class Branches(Stack):
+        num_calls = 0
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            self.num_calls += 1
+            return super().forward(hidden) if self.num_calls <= 2 else self.stem(hidden).sum(-1)
+
+    torch.manual_seed(0)
+    model = Branches(width=16, depth=3)
+    plan = full_plan(stack(), ROWS)
+    report = recollect.verify(model, ROWS, plan, loss_fn=lambda output: (output * 0).sum())
+    assert report.first_difference is not None
+    assert report.first_difference[1] == float("inf")
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_units_with_a_key_value_cache(name: str) -> None:
+    """Each layer appends to the cache it gets: both runs must begin with the same one."""
+    case = ZOO[name]
+    model, batch = case.model(), {**case.data(), "use_cache": True}
+    plan = full_plan(model, batch, None)
+    report = recollect.verify(model, batch, plan, compare="units")
+    assert report.gradients_equal and report.num_compared > 0
+
+
+def test_only_units_that_recompute_are_compared() -> None:
+    model = stack()
+    plan = full_plan(model, ROWS)
+    one = Plan({path: unit for path, unit in plan.units.items() if path == "blocks.1"})
+    difference, num_compared = compare_units(model, one, lambda: model(ROWS))
+    # Parameters, the input and the output.
+    assert (difference, num_compared) == (None, len(list(model.blocks[1].parameters())) + 2)
+    assert compare_units(model, Plan({}), lambda: model(ROWS)) == (None, 0)
+
+
+def test_units_whose_output_is_dropped() -> None:
+    model = stack(dropout=0.1)
+    plan = recollect.classic_plan(recollect.record(model, ROWS, loss_fn=mean_square), "every_nth", 3)
+    assert any(unit.output == "recompute" for unit in plan.units.values())
+    assert recollect.verify(model, ROWS, plan, loss_fn=mean_square, compare="units").gradients_equal
+
+
+def test_region_engine() -> None:
+    model = stack(dropout=0.1)
+    plan = Plan({path: UnitPlan({}, engine="region") for path in model.layers})
+    for compare in ("step", "units"):
+        assert recollect.verify(model, ROWS, plan, loss_fn=mean_square, compare=compare).gradients_equal
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    return {
+        "modules": {path: sorted(vars(module)) for path, module in model.named_modules()},
+        "hooks": [len(module._forward_pre_hooks) for module in model.modules()],
+        "grads": [id(p.grad) if p.grad is not None else None for p in model.parameters()],
+        "generator": torch.get_rng_state().tolist(),
+    }
+
+
+@pytest.mark.parametrize("compare", ["step", "units"])
+@pytest.mark.parametrize("name", ["resnet_like", "gpt2"])
+def test_everything_is_left_as_it_was(name: str, compare: Any) -> None:
+    case = CASES[name]
+    model, batch = case.model(), case.data()
+    plan = full_plan(model, batch, case.loss_fn)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    values = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    before = snapshot(model)
+    recollect.verify(model, batch, plan, loss_fn=case.loss_fn, compare=compare)
+    assert snapshot(model) == before
+    assert all(same_bits(tensor, values[key]) for key, tensor in model.state_dict().items())
+    assert all(bool((p.grad == 1).all()) for p in model.parameters() if p.grad is not None)
+
+
+class Normed(nn.Module):
+    """A layer with running statistics, in functional form. [n, 16] -> [n, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("variance", torch.ones(16))
+        self.mean: Tensor
+        self.variance: Tensor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.batch_norm(self.linear(hidden), self.mean, self.variance, training=True).relu()
+
+
+CASES = {
+    "gpt2": ZOO["gpt2"],
+    "resnet_like": Case(
+        "resnet_like", lambda: nn.Sequential(Normed(), Normed()), lambda: torch.randn(6, 16), ("0", "1"), mean_square
+    ),
+}
+
+
+@pytest.mark.parametrize("compare", ["step", "units"])
+def test_plan_that_is_on_already_is_taken_off_and_put_back(compare: Any) -> None:
+    model, batch = stack(), ROWS.repeat(20, 1)
+    plan = recollect.fit(model, batch, "90%", loss_fn=mean_square)
+    applied = recollect.applied_to(model)
+    assert [handle.plan for handle in applied] == [plan]
+    inside = snapshot(model)
+    report = recollect.verify(model, batch, plan, loss_fn=mean_square, compare=compare)
+    assert report.gradients_equal
+    if compare == "step":
+        assert report.plain_peak_bytes is not None and report.plan_peak_bytes < report.plain_peak_bytes
+    assert recollect.applied_to(model) == applied
+    assert snapshot(model) == inside
+    applied[0].remove()
+    assert recollect.applied_to(model) == []
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_another_plan_than_the_one_that_is_on() -> None:
+    model, batch = stack(), ROWS.repeat(20, 1)
+    profile = recollect.record(model, batch, loss_fn=mean_square)
+    with recollect.apply(model, recollect.classic_plan(profile, "full")) as applied:
+        keep_all = recollect.verify(model, batch, recollect.classic_plan(profile, "keep_all"), loss_fn=mean_square)
+        assert keep_all.plan_peak_bytes == keep_all.plain_peak_bytes
+        assert recollect.applied_to(model) == [applied]
+
+
+def test_plan_comes_back_after_an_exception() -> None:
+    model = stack()
+    plan = recollect.fit(model, ROWS, "100%", loss_fn=mean_square)
+    full = full_plan(stack(), ROWS)
+    with recollect.apply(model, full) as applied:
+        with pytest.raises(RecordError, match="Stack rejected the batch"):
+            recollect.verify(model, (ROWS, ROWS), plan, loss_fn=mean_square)
+        with pytest.raises(UnknownNameError, match="Stack has no unit"):
+            recollect.verify(model, ROWS, Plan({"block.1": UnitPlan({})}), loss_fn=mean_square)
+        assert applied in recollect.applied_to(model)
+
+
+class Small(Stack):
+    """Runs out of memory in every step that is not told to recompute: a model on a device that is too small."""
+
+    fits_plain = True
+    num_plain = 0
+
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__(width=16, depth=3)
+        self.error = error
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.fits_plain and torch.is_grad_enabled() and not recollect.applied_to(self):
+            self.num_plain += 1
+            raise self.error("out of memory: tried to allocate 1.00 GiB")
+        return super().forward(hidden)
+
+
+def small(error: type[Exception]) -> tuple[Small, Plan]:
+    torch.manual_seed(0)
+    model = Small(error)
+    plan = full_plan(model, ROWS)
+    model.fits_plain = False
+    return model, plan
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_plain_step_that_does_not_fit_is_compared_by_units(error: type[Exception]) -> None:
+    model, plan = small(error)
+    report = recollect.verify(model, ROWS, plan, loss_fn=mean_square)
+    assert model.num_plain == 1
+    assert (report.compared, report.gradients_equal, report.plain_peak_bytes) == ("units", True, None)
+    assert report.measured_slowdown is None
+    assert report.plan_peak_bytes > 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert re.search(r"^peak without +did not fit$", str(report), re.MULTILINE)
+    assert re.search(rf"equal bit for bit \({report.num_compared} compared, units? by units?\)", str(report))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_plain_step_that_does_not_fit_is_an_error_where_it_was_asked_for(error: type[Exception]) -> None:
+    model, plan = small(error)
+    with pytest.raises(error, match="out of memory"):
+        recollect.verify(model, ROWS, plan, loss_fn=mean_square, compare="step")
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
+    model, plan = small(RuntimeError)
+    with pytest.raises(RecordError, match="Small rejected the batch .*out of memory"):
+        recollect.verify(model, ROWS, plan, loss_fn=mean_square)
+
+
+REPORT = Report(
+    compared="step",
+    gradients_equal=True,
+    first_difference=None,
+    num_compared=21,
+    plain_peak_bytes=4 * 2**20,
+    plan_peak_bytes=3 * 2**20,
+    predicted_peak_bytes=4 * 2**20,
+    predicted_slowdown=0.031,
+    measured_slowdown=0.05,
+)
+
+
+def test_text_of_a_step() -> None:
+    assert str(REPORT).splitlines() == [
+        "gradients        equal bit for bit (21 compared)",
+        "peak without     4.0 MiB",
+        "peak with plan   3.0 MiB (predicted 4.0 MiB, measured -25.00%)",
+        "slowdown         5.0% (predicted 3.1%)",
+    ]
+
+
+def test_text_of_units_and_of_a_plan_without_predictions() -> None:
+    report = replace(
+        REPORT,
+        compared="units",
+        plain_peak_bytes=None,
+        predicted_peak_bytes=None,
+        predicted_slowdown=None,
+        measured_slowdown=None,
+    )
+    assert str(report).splitlines() == [
+        "gradients        equal bit for bit (21 compared, unit by unit)",
+        "peak without     did not fit",
+        "peak with plan   3.0 MiB",
+    ]
+    assert str(replace(report, measured_slowdown=0.05)).splitlines()[-1] == "slowdown         5.0%"
+
+
+def test_text_of_a_difference() -> None:
+    report = replace(REPORT, gradients_equal=False, first_difference=("layers.0.weight", 0.00125))
+    assert str(report).splitlines()[0] == "gradients        DIFFERENT, first at layers.0.weight, by up to 0.00125"
