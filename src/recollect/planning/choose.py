@@ -1,38 +1,52 @@
 """The planner: the plan with the least recompute whose simulated peak is within the budget.
 
-1. The moves of the ladder (`planning/ladder.py`) are ordered by value; a binary search over their number finds the
-   longest prefix that fits. Only what was simulated is believed: a plan over the budget is never returned.
-2. Moves of the last units come first where the simulator says that they do not raise the peak of the leanest plan.
-3. Bytes that are left are offered to the remaining moves, best first.
-4. Full recompute of the layers alone is tried too, whose working set can be smaller than that of the leanest plan.
-5. If no plan that keeps every unit's output fits, outputs of chained layers are dropped too, all but every Nth.
-
-Limitations: the order of moves does not know working sets, so at tight budgets a better plan can exist. No bound yet.
+1. The chain (`planning/chain.py`) chooses, for all units together, among the options of each unit's menu
+   (`planning/menu.py`). Only what was simulated is believed: a plan over the budget is never returned.
+2. The bound (`planning/bound.py`) says how much faster any plan could be. Where that is worth it, or nothing fits, plans
+   that keep only every Nth layer's output are tried too.
+3. If all that finds no plan, the greedy search (`planning/greedy.py`) and full recompute of the layers alone are tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 
 from recollect.errors import BudgetTooSmallError
 from recollect.plan import Plan
+from recollect.planning.bound import LowerBound
+from recollect.planning.chain import Chain
 from recollect.planning.classic import classic_plan
 from recollect.planning.decisions import Prediction, Simulate, simulated_plan
-from recollect.planning.ladder import Ladder, Levels, Move
-from recollect.planning.segments import dropped_outputs, longest_chain
-from recollect.planning.simulate import CallDecision
+from recollect.planning.greedy import STRIDES, Fit, GreedySearch
+from recollect.planning.ladder import Ladder, Levels
+from recollect.planning.menu import every_choice, unit_menu
+from recollect.planning.polish import polish
+from recollect.planning.segments import dropped_outputs, longest_chain, single_outputs
+from recollect.planning.simulate import CallDecision, Simulation
 from recollect.planning.simulate import simulate as simulate_step
+from recollect.planning.windows import windows
 from recollect.profile.graph import Profile
 from recollect.quantities import parse_budget
 
-__all__ = ["plan"]
+__all__ = ["Planner", "plan"]
 
-_STRIDES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-# Bounds the number of simulations, which is what planning time goes into.
-_MOST_FILLING_TRIALS = 16
-# Prefixes to try where the leanest plan does not fit: a fatter one can have a smaller working set.
-_NUM_PROBES = 8
+# A plan this close to the bound is not worth a search for a better one: part of the plan's recompute, and of the step.
+_SMALL_GAP = 0.01
+_SMALL_GAP_OF_STEP = 0.0005
+# Events that may be played to measure working sets: about 0.15 s.
+_PROBED_EVENTS = 400_000
+_FEWEST_PROBES = 16
+# Among many units, those at different options make up for options that none of them has.
+_OPTIONS_OF_ALL_CALLS = 768
+_FEWEST_OPTIONS = 16
+# The search around a plan that is far from the bound: simulations at least (or it is not worth it), and events.
+_FEWEST_TRIALS = 100
+_POLISHING_EVENTS = 300_000
+# Strides beyond these only where nothing fits yet.
+_USUAL_STRIDES = 4
 
 
 def plan(profile: Profile, budget: int | str, *, simulate: Simulate = simulate_step) -> Plan:
@@ -51,7 +65,7 @@ def plan(profile: Profile, budget: int | str, *, simulate: Simulate = simulate_s
         BudgetTooSmallError: no plan that is tried fits; carries the least peak and the unit that needs it.
         QuantityError: the budget is no number of bytes.
 
-    Complexity: about 20 to 40 simulations, and one hull per distinct unit.
+    Complexity: about as many simulations as the distinct units have options. To plan for many budgets, use `Planner`.
 
     Example:
         >>> from types import SimpleNamespace
@@ -67,112 +81,148 @@ def plan(profile: Profile, budget: int | str, *, simulate: Simulate = simulate_s
         all others  keep all
         predicted peak 32 B, budget 40 B; predicted slowdown 25.0 %
     """
-    keep_all = [CallDecision(recompute=frozenset(), keep_output=True)] * len(profile.calls)
-    plain = simulate(profile, keep_all)
-    search = _Search(profile, parse_budget(budget, reference_bytes=plain.peak_bytes), simulate, least=plain)
-    if plain.peak_bytes <= search.budget_bytes:
-        top = Ladder(profile)
-        return search.finished(_Fit(top, top.climb(top.leanest, top.moves), plain))
-    for ladder in _ladders(profile):
-        fit = search.best_on(ladder)
-        if fit is not None:
-            return search.finished(fit)
-    full = classic_plan(profile, "full", simulate=simulate)
-    if full.predicted_peak_bytes is not None and full.predicted_peak_bytes <= search.budget_bytes:
-        return replace(full, budget_bytes=search.budget_bytes)
-    raise BudgetTooSmallError(
-        budget_bytes=search.budget_bytes, least_peak_bytes=search.least.peak_bytes, unit=search.least.peak_call
-    )
+    return Planner(profile, simulate=simulate).plan(budget)
 
 
-def _ladders(profile: Profile) -> Iterator[Ladder]:
-    """Yield the ladder with every output kept, then those that keep every Nth."""
-    yield Ladder(profile)
-    for stride in _STRIDES:
-        if stride > longest_chain(profile):
-            return
-        yield Ladder(profile, dropped_outputs=dropped_outputs(profile, stride=stride))
+class Planner:
+    """Plans one profile for any number of budgets; what was computed and simulated for one helps the next.
 
+    Args:
+        profile: the recorded step.
+        simulate: predicts the peak and the recompute time of a choice.
 
-@dataclass(frozen=True, slots=True)
-class _Fit:
-    """A choice that was simulated."""
+    Example:
+        >>> import torch, recollect
+        >>> from recollect.models.llama import Llama, LlamaConfig
+        >>> model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+        >>> tokens = torch.randint(0, 64, (1, 16))
+        >>> planner = Planner(recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True))
+        >>> plans = [planner.plan(budget) for budget in ("100%", "98%")]
+        >>> plans[0].predicted_slowdown, plans[1].predicted_peak_bytes <= plans[1].budget_bytes
+        (0.0, True)
+    """
 
-    ladder: Ladder
-    levels: Levels
-    simulation: Prediction
-
-
-class _Search:
-    """The search for one budget; remembers the least peak it saw."""
-
-    def __init__(self, profile: Profile, budget_bytes: int, simulate: Simulate, *, least: Prediction) -> None:
+    def __init__(self, profile: Profile, *, simulate: Simulate = simulate_step) -> None:
         self.profile = profile
-        self.budget_bytes = budget_bytes
-        self.least = least
         self._simulate = simulate
-        self._tried: dict[tuple[frozenset[str], Levels], Prediction] = {}
+        keep_all = [CallDecision(recompute=frozenset(), keep_output=True)] * len(profile.calls)
+        self._plain = simulate(profile, keep_all)
+        # Another simulator knows nothing of the log's windows, nor the bound of it.
+        self._has_log = simulate is simulate_step and bool(profile.log.sequence)
+        self._windows = windows(profile) if self._has_log else []
+        self._num_events = sum(len(profile.log.blocks[block]) for block, _ in profile.log.sequence) or 1
+        self._most_probes = max(_FEWEST_PROBES, _PROBED_EVENTS // self._num_events)
+        most_values = max((sum(v.producer is not None for v in g.values) for g in profile.graphs), default=0)
+        can_enumerate = 2**most_values <= self._most_probes
+        # Hulls and menus are the same for every stride.
+        menu = partial(
+            unit_menu, most_options=max(_FEWEST_OPTIONS, _OPTIONS_OF_ALL_CALLS // max(1, len(profile.calls)))
+        )
+        self._options_of = cache(every_choice if can_enumerate else menu)
+        self._bound: LowerBound | None = None
+        self._chains: dict[int, tuple[Ladder, Chain]] = {}
+        self._simulated: dict[tuple[int, Levels], Simulation] = {}
+        self._least: Prediction = self._plain
 
-    def _try(self, ladder: Ladder, levels: Levels) -> _Fit:
-        key = (ladder.drops_outputs, levels)
-        if key not in self._tried:
-            self._tried[key] = self._simulate(self.profile, ladder.decisions(levels))
-        simulation = self._tried[key]
-        if simulation.peak_bytes < self.least.peak_bytes:
-            self.least = simulation
-        return _Fit(ladder, levels, simulation)
+    def plan(self, budget: int | str) -> Plan:
+        """Return the plan for a budget; the same as `plan`, or a better one that an earlier budget happened to find.
 
-    def _fits(self, fit: _Fit) -> bool:
-        return fit.simulation.peak_bytes <= self.budget_bytes
+        Raises:
+            BudgetTooSmallError, QuantityError: as `plan`.
+        """
+        budget_bytes = parse_budget(budget, reference_bytes=self._plain.peak_bytes)
+        if self._plain.peak_bytes <= budget_bytes:
+            top = Ladder(self.profile)
+            return self._finished(Fit(top, top.climb(top.leanest, top.moves), self._plain), budget_bytes, 0.0)
+        bound_s = self._bound_s(budget_bytes)
+        fit = self._best_of_chains(budget_bytes, bound_s) if self._has_log else None
+        if fit is not None:
+            return self._finished(fit, budget_bytes, bound_s)
+        return self._fallback(budget_bytes, bound_s)
 
-    def best_on(self, ladder: Ladder) -> _Fit | None:
-        """Return the best plan found on one ladder, or None if none fits."""
-        leanest = self._try(ladder, ladder.leanest)
-        if not self._fits(leanest) and ladder.drops_outputs:
+    def _fallback(self, budget_bytes: int, bound_s: float) -> Plan:
+        greedy = GreedySearch(self.profile, budget_bytes, self._simulate, least=self._plain)
+        fit = greedy.best()
+        if fit is not None:
+            return self._finished(fit, budget_bytes, bound_s)
+        full = classic_plan(self.profile, "full", simulate=self._simulate)
+        if full.predicted_peak_bytes is not None and full.predicted_peak_bytes <= budget_bytes:
+            return replace(full, budget_bytes=budget_bytes)
+        least = min(self._least, greedy.least, key=lambda s: s.peak_bytes)
+        raise BudgetTooSmallError(budget_bytes=budget_bytes, least_peak_bytes=least.peak_bytes, unit=least.peak_call)
+
+    def _bound_s(self, budget_bytes: int) -> float:
+        """Return the least seconds of recompute of any plan; 0 where nothing is known."""
+        if not self._has_log:
+            return 0.0
+        if self._bound is None:
+            self._bound = LowerBound(self.profile)
+        return self._bound.recompute_s(budget_bytes)
+
+    def _best_of_chains(self, budget_bytes: int, bound_s: float) -> Fit | None:
+        best: Fit | None = None
+        enough_s = max(bound_s * (1 + _SMALL_GAP), bound_s + _SMALL_GAP_OF_STEP * self.profile.step_s)
+        for tried, stride in enumerate((1, *STRIDES)):
+            if stride > max(1, longest_chain(self.profile)) or (best is not None and tried >= _USUAL_STRIDES):
+                break
+            self._run_chain(stride, budget_bytes, enough_s)
+            best = self._best_simulated(budget_bytes)
+            if best is not None and best.simulation.recompute_s <= enough_s:
+                break
+        return best
+
+    def _run_chain(self, stride: int, budget_bytes: int, enough_s: float) -> None:
+        """Let the chain of one stride, and the search around its best plan, simulate what they find for a budget."""
+        ladder, chain = self._chain(stride)
+        for _ in chain.best(budget_bytes):
+            pass
+        known = [(key[1], s) for key, s in self._simulated.items() if key[0] == stride]
+        start = min(known, key=lambda k: (max(0, k[1].peak_bytes - budget_bytes), k[1].recompute_s))
+        most_trials = _POLISHING_EVENTS // self._num_events
+        is_good = start[1].peak_bytes <= budget_bytes and start[1].recompute_s <= enough_s
+        if not is_good and most_trials >= _FEWEST_TRIALS:
+            simulate = self._simulate_levels(stride, ladder)
+            polish(ladder, chain, start, budget_bytes, simulate, most_trials=most_trials)
+
+    def _chain(self, stride: int) -> tuple[Ladder, Chain]:
+        if stride not in self._chains:
+            dropped = dropped_outputs(self.profile, stride=stride) if stride > 1 else frozenset()
+            ladder = Ladder(
+                self.profile,
+                dropped_outputs=dropped,
+                options_of=self._options_of,
+                free_outputs=single_outputs(self.profile),
+            )
+            simulate = self._simulate_levels(stride, ladder)
+            self._chains[stride] = ladder, Chain(ladder, self._windows, simulate, most_probes=self._most_probes)
+            # Only what was simulated so far: it is there for every budget, so that a plan for this peak is found again.
+            measured = (simulation for key, simulation in self._simulated.items() if key[0] == stride)
+            self._least = min([self._least, *measured], key=lambda s: s.peak_bytes)
+        return self._chains[stride]
+
+    def _simulate_levels(self, stride: int, ladder: Ladder) -> Callable[[Levels], Simulation]:
+        def simulate_levels(levels: Levels) -> Simulation:
+            if (stride, levels) not in self._simulated:
+                decisions = ladder.decisions(levels)
+                self._simulated[stride, levels] = simulate_step(self.profile, decisions, windows=self._windows)
+            return self._simulated[stride, levels]
+
+        return simulate_levels
+
+    def _best_simulated(self, budget_bytes: int) -> Fit | None:
+        """Return the fastest plan within the budget that any chain has simulated."""
+        within = [
+            (s.recompute_s, s.peak_bytes, key) for key, s in self._simulated.items() if s.peak_bytes <= budget_bytes
+        ]
+        if not within:
             return None
-        moves = ladder.free_moves_first(lambda levels: self._try(ladder, levels).simulation.peak_bytes)
-        if self._fits(leanest):
-            return self._filled(self._longest_prefix(leanest, 0, moves), moves)
-        for probe in range(1, _NUM_PROBES):
-            number = len(moves) * probe // _NUM_PROBES
-            fit = self._try(ladder, ladder.climb(ladder.leanest, moves[:number]))
-            if self._fits(fit):
-                return self._filled(self._longest_prefix(fit, number, moves), moves)
-        return None
+        key = min(within)[2]
+        return Fit(self._chains[key[0]][0], key[1], self._simulated[key])
 
-    def _longest_prefix(self, fit: _Fit, number: int, moves: Sequence[Move]) -> _Fit:
-        """Return the fit with the most moves, by bisection from a prefix that fits to all moves, which do not."""
-        fitting, too_many = number, len(moves) + 1
-        while too_many - fitting > 1:
-            middle = (fitting + too_many) // 2
-            candidate = self._try(fit.ladder, fit.ladder.climb(fit.ladder.leanest, moves[:middle]))
-            if self._fits(candidate):
-                fitting, fit = middle, candidate
-            else:
-                too_many = middle
-        return fit
-
-    def _filled(self, fit: _Fit, moves: Sequence[Move]) -> _Fit:
-        """Offer the bytes that are left to the moves that were not made, best first."""
-        ladder = fit.ladder
-        refused: set[tuple[int, int]] = set()
-        trials = 0
-        for move in moves:
-            rung = ladder.rungs[move.rung]
-            # What an identical later layer could not keep cannot be kept here: these values live longer. Bytes are no
-            # guide: values of the last layers raise the peak by less than their size.
-            hopeless = (rung.graph, move.level) in refused or trials >= _MOST_FILLING_TRIALS
-            if hopeless or move.level != fit.levels[move.rung] + 1:
-                continue
-            trials += 1
-            candidate = self._try(ladder, ladder.climb(fit.levels, [move]))
-            if self._fits(candidate) and candidate.simulation.recompute_s <= fit.simulation.recompute_s:
-                fit = candidate
-            else:
-                refused.add((rung.graph, move.level))
-        return fit
-
-    def finished(self, fit: _Fit) -> Plan:
-        """Return the plan of a fit, with its prediction."""
-        chosen = fit.ladder.plan(fit.levels, budget_bytes=self.budget_bytes)
-        return simulated_plan(self.profile, chosen, fit.simulation)
+    def _finished(self, fit: Fit, budget_bytes: int, bound_s: float) -> Plan:
+        """Return the plan of a fit, with its prediction and its bound."""
+        chosen = fit.ladder.plan(fit.levels, budget_bytes=budget_bytes)
+        made = simulated_plan(self.profile, chosen, fit.simulation)
+        if not self._has_log or not math.isfinite(bound_s) or self.profile.step_s <= 0:
+            return made
+        return replace(made, bound_slowdown=min(bound_s, fit.simulation.recompute_s) / self.profile.step_s)

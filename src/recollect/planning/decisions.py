@@ -44,14 +44,15 @@ _OPAQUE_FRACTION = 0.5
 Simulate: TypeAlias = Callable[[Profile, Sequence[CallDecision]], Prediction]
 
 
-def unit_plan(graph: UnitGraph, option: Option, *, output: Action = "keep") -> UnitPlan:
+def unit_plan(graph: UnitGraph, option: Option, *, output: Action = "keep", on_tape: bool = False) -> UnitPlan:
     """Write a hull option as a unit's plan.
 
     A value that the option has no use for is named "recompute", so that it is dropped even where the unit runs a little
     differently from what was recorded. That goes for the unit's output too: whether it stays is what `output` says. An
-    option that recomputes nothing keeps every value, which costs no more.
+    option that recomputes nothing keeps every value, which costs no more; unless the unit has to be `on_tape`, because it
+    reads what another unit drops.
     """
-    if not option.recompute_ops and output == "keep":
+    if not option.recompute_ops and output == "keep" and not on_tape:
         return keep_all_unit(graph)
     needed = {value for op in option.recompute_ops for value in graph.ops[op].inputs}
     actions: dict[str, Action] = {}
@@ -86,7 +87,7 @@ def recompute_all_unit(graph: UnitGraph, *, output: Action = "keep") -> UnitPlan
 def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallDecision:
     """Return what one call drops under its unit's plan; names that the plan does not have are kept."""
     if unit is None:
-        return CallDecision(recompute=frozenset(), keep_output=True)
+        return CallDecision(recompute=frozenset(), keep_output=True, is_planned=False)
     dropped = frozenset(
         index
         for index, value in enumerate(graph.values)

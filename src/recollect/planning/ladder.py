@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from recollect.plan import Action, Plan, UnitPlan
 from recollect.planning.decisions import decide_call, keep_all_unit, unit_plan
 from recollect.planning.hull import Option, unit_hull
 from recollect.planning.simulate import CallDecision
-from recollect.profile.graph import Profile
+from recollect.profile.graph import Profile, UnitGraph
 
 __all__ = ["Ladder", "Levels", "Move", "Rung"]
 
@@ -26,6 +27,13 @@ Levels = tuple[int, ...]
 """For each rung, the index of its option."""
 
 
+class OptionsOf(Protocol):
+    """`unit_hull` and `unit_menu`."""
+
+    def __call__(self, graph: UnitGraph, *, output: Action = "keep") -> tuple[Option, ...]:
+        """Return options for one unit."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rung:
     """What is decided as one: all calls of one path.
@@ -34,8 +42,9 @@ class Rung:
         path: module path of the unit.
         calls: indices in `Profile.calls`; several if the model runs the module several times.
         graph: index in `Profile.graphs` of the first call.
-        output: whether the plan keeps the unit's output.
+        output: whether the plan keeps the unit's output, where the option does not say.
         options: from the leanest to the fattest.
+        outputs: for each option, whether the plan keeps the unit's output.
     """
 
     path: str
@@ -43,6 +52,7 @@ class Rung:
     graph: int
     output: Action
     options: tuple[Option, ...]
+    outputs: tuple[Action, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +76,33 @@ class Ladder:
     Args:
         profile: what to plan for.
         dropped_outputs: paths of the units whose output is dropped too.
+        options_of: what there is to choose from for one unit, from the leanest to the fattest.
+        free_outputs: paths of the units for which either fate of the output is a choice.
     """
 
-    def __init__(self, profile: Profile, *, dropped_outputs: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        dropped_outputs: Collection[str] = (),
+        options_of: OptionsOf = unit_hull,
+        free_outputs: Collection[str] = (),
+    ) -> None:
         self.profile = profile
         self.drops_outputs = frozenset(dropped_outputs)
         self._is_repeated = {call.path: call.repeated for call in profile.calls}
-        self.rungs = _rungs(profile, dropped_outputs)
+        self.rungs = _rungs(profile, dropped_outputs, options_of, free_outputs)
         moves = [move for index, rung in enumerate(self.rungs) for move in _moves(index, rung)]
         # Along one hull the value of moves falls, so sorting keeps each rung's moves in their order; the level decides
         # between two that floating point makes equal.
         self.moves = sorted(moves, key=lambda m: (-m.saved_s_per_byte, -self.rungs[m.rung].calls[-1], m.level))
-        self._unit_plans: dict[tuple[int, int, Action], UnitPlan] = {}
-        self._decisions: dict[tuple[int, int], tuple[CallDecision, ...]] = {}
+        self._unit_plans: dict[tuple[int, tuple[Action, ...], int, bool], UnitPlan] = {}
+        self._decisions: dict[tuple[int, int, bool], tuple[CallDecision, ...]] = {}
+        rung_of = {call: index for index, rung in enumerate(self.rungs) for call in rung.calls}
+        self._sources = [
+            {rung_of[source] for call in rung.calls for _, source, _ in profile.calls[call].origins} - {index}
+            for index, rung in enumerate(self.rungs)
+        ]
 
     @property
     def leanest(self) -> Levels:
@@ -115,23 +139,30 @@ class Ladder:
         """Return what each of the profile's calls drops."""
         result = [CallDecision(recompute=frozenset(), keep_output=True)] * len(self.profile.calls)
         for index, level in enumerate(levels):
-            for call, decision in zip(self.rungs[index].calls, self._rung_decisions(index, level), strict=True):
+            known = self._rung_decisions(index, level, self._reads_dropped(index, levels))
+            for call, decision in zip(self.rungs[index].calls, known, strict=True):
                 result[call] = decision
         return result
 
-    def _rung_decisions(self, index: int, level: int) -> tuple[CallDecision, ...]:
-        if (index, level) not in self._decisions:
-            unit = self._unit_plan(index, level)
-            graphs = [self.profile.graph_of(self.profile.calls[call]) for call in self.rungs[index].calls]
-            self._decisions[index, level] = tuple(decide_call(graph, unit) for graph in graphs)
-        return self._decisions[index, level]
+    def _reads_dropped(self, index: int, levels: Levels) -> bool:
+        """Whether the rung reads an output that is dropped: what it saves of that has to go through the tape."""
+        return any(self.rungs[source].outputs[levels[source]] == "recompute" for source in self._sources[index])
 
-    def _unit_plan(self, index: int, level: int) -> UnitPlan:
+    def _rung_decisions(self, index: int, level: int, reads_dropped: bool) -> tuple[CallDecision, ...]:
+        key = (index, level, reads_dropped)
+        if key not in self._decisions:
+            unit = self._unit_plan(index, level, reads_dropped)
+            graphs = [self.profile.graph_of(self.profile.calls[call]) for call in self.rungs[index].calls]
+            self._decisions[key] = tuple(decide_call(graph, unit) for graph in graphs)
+        return self._decisions[key]
+
+    def _unit_plan(self, index: int, level: int, reads_dropped: bool) -> UnitPlan:
         rung = self.rungs[index]
-        key = (rung.graph, level, rung.output)
+        output = rung.outputs[level]
+        key = (rung.graph, rung.outputs, level, reads_dropped)
         if key not in self._unit_plans:
             graph = self.profile.graphs[rung.graph]
-            self._unit_plans[key] = unit_plan(graph, rung.options[level], output=rung.output)
+            self._unit_plans[key] = unit_plan(graph, rung.options[level], output=output, on_tape=reads_dropped)
         shared = self._unit_plans[key]
         others = {self.profile.calls[call].graph for call in rung.calls} - {rung.graph}
         if not others:
@@ -146,24 +177,41 @@ class Ladder:
 
     def plan(self, levels: Levels, *, budget_bytes: int | None = None, note: str = "") -> Plan:
         """Return the plan; units outside the repeated layers are named only where they recompute something."""
-        units = {rung.path: self._unit_plan(index, levels[index]) for index, rung in enumerate(self.rungs)}
+        units = {
+            rung.path: self._unit_plan(index, levels[index], self._reads_dropped(index, levels))
+            for index, rung in enumerate(self.rungs)
+        }
         named = {path: unit for path, unit in units.items() if unit.recomputes_anything or self._is_repeated[path]}
         return Plan(named, budget_bytes=budget_bytes, note=note)
 
 
-def _rungs(profile: Profile, dropped_outputs: Collection[str]) -> tuple[Rung, ...]:
+def _rungs(
+    profile: Profile, dropped_outputs: Collection[str], options_of: OptionsOf, free_outputs: Collection[str]
+) -> tuple[Rung, ...]:
     calls_of: dict[str, list[int]] = {}
     for index, call in enumerate(profile.calls):
         calls_of.setdefault(call.path, []).append(index)
-    options: dict[tuple[int, Action], tuple[Option, ...]] = {}
+    known: dict[tuple[int, tuple[Action, ...]], list[tuple[Option, Action]]] = {}
     rungs = []
     for path, calls in calls_of.items():
         graph = profile.calls[calls[0]].graph
-        output: Action = "recompute" if path in dropped_outputs else "keep"
-        if (graph, output) not in options:
-            options[graph, output] = unit_hull(profile.graphs[graph], output=output)
-        rungs.append(Rung(path, tuple(calls), graph, output, options[graph, output]))
+        fates: tuple[Action, ...] = ("recompute",) if path in dropped_outputs else ("keep",)
+        if path in free_outputs and path not in dropped_outputs:
+            fates = ("keep", "recompute")
+        if (graph, fates) not in known:
+            known[graph, fates] = _choices(profile.graphs[graph], fates, options_of)
+        options, outputs = zip(*known[graph, fates], strict=True)
+        rungs.append(Rung(path, tuple(calls), graph, fates[0], options, outputs))
     return tuple(rungs)
+
+
+def _choices(graph: UnitGraph, fates: Sequence[Action], options_of: OptionsOf) -> list[tuple[Option, Action]]:
+    choices = [(option, fate) for fate in fates for option in options_of(graph, output=fate)]
+    if len(fates) == 1:
+        return choices
+    # Between two that are as good, the output that is kept.
+    choices.sort(key=lambda choice: (choice[0].kept_bytes, -choice[0].recompute_s, choice[1]))
+    return choices
 
 
 def _moves(index: int, rung: Rung) -> list[Move]:

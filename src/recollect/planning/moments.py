@@ -12,7 +12,7 @@ memory, or ops run later that compute it from what is in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from recollect.planning.simulate import rounded_bytes
@@ -116,7 +116,7 @@ class _Scan:
 
     def walk(self) -> Iterator[tuple[tuple[int, ...], int]]:
         """Yield each event, after it has been counted, with its position."""
-        play = {
+        play: dict[int, Callable[..., object]] = {
             ALLOC: self._alloc, FREE: self._free, OP: self._op, DIES: self._dies, SAVE: self._save, USE: self._use,
             RELEASE: self._release, PHASE: self._begin_phase,
         }  # fmt: skip
@@ -198,7 +198,7 @@ class _Scan:
         self._hold((call, value), -1)
         return True
 
-    def _save(self, position: int, call: int, value: int, handle: int) -> None:
+    def _save(self, position: int, call: int, value: int, handle: int, saver: int) -> None:
         key = self._origins[call].get(value, (call, value))
         # What the simulator does not hold at this point costs no bytes there: parameters, what the batch brought.
         if key in self._undead:

@@ -6,7 +6,7 @@ from collections import Counter
 
 from recollect.profile.graph import Profile
 
-__all__ = ["chains", "dropped_outputs", "longest_chain"]
+__all__ = ["chains", "dropped_outputs", "longest_chain", "single_outputs"]
 
 
 def chains(profile: Profile) -> list[list[int]]:
@@ -49,4 +49,20 @@ def dropped_outputs(profile: Profile, *, stride: int) -> frozenset[str]:
         for chain in chains(profile)
         for position, index in enumerate(chain[:-1])
         if (position + 1) % stride
+    )
+
+
+def single_outputs(profile: Profile) -> frozenset[str]:
+    """Return the paths of units whose output no stride drops, but that may be dropped: embedding, last layer, final norm.
+
+    They run once, and backward asks for their output itself, so that the unit's own choice says what dropping it costs.
+    """
+    num_calls = Counter(call.path for call in profile.calls)
+    inner = {profile.calls[index].path for chain in chains(profile) for index in chain[:-1]}
+    return frozenset(
+        call.path
+        for call in profile.calls
+        if call.path not in inner
+        and num_calls[call.path] == 1
+        and any(v.is_output and v.saved and v.producer is not None for v in profile.graph_of(call).values)
     )

@@ -39,10 +39,14 @@ _CUDA_BLOCK_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class CallDecision:
-    """What a plan does with one unit call: which values (by index in its graph) are dropped, and the fate of its output."""
+    """What a plan does with one unit call: which values (by index in its graph) are dropped, and the fate of its output.
+
+    `is_planned`: the plan names the unit, if only to keep everything.
+    """
 
     recompute: frozenset[int]
     keep_output: bool = True
+    is_planned: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,7 @@ class _Playback:
         self.decisions = decisions
         self.block_bytes = _CUDA_BLOCK_BYTES if profile.device.startswith("cuda") else 1
         self.alive_bytes = profile.persistent_bytes
+        # At least the peak of the phase, so that the next allocation compares with one number.
         self.window_peak_bytes = self.alive_bytes
         self.peaks_bytes = [self.alive_bytes] * len(PHASE_NAMES)
         self.peaks_at = [(-1, "")] * len(PHASE_NAMES)
@@ -166,7 +171,9 @@ class _Playback:
                     self.window_peak_bytes = self.alive_bytes
                     next_end = ends[len(window_peaks)]
                 position += 1
-                play[event[0]](*event[1:])
+                # Most ops outside of the units work in no bytes of their own.
+                if event[0] != WORK or event[1]:
+                    play[event[0]](*event[1:])
                 if with_timeline:
                     timeline.append(self.alive_bytes)
         window_peaks.append(self.window_peak_bytes)
@@ -269,8 +276,18 @@ class _Playback:
         self.tensors.pop((call, value), None)
         self.dropped.pop((call, value), None)
 
-    def _save(self, call: int, value: int, handle: int) -> None:
-        self.handles[handle] = (self._value(call, value), call)
+    def _save(self, call: int, value: int, handle: int, saver: int) -> None:
+        if saver == call or self._is_on_tape(saver):
+            self.handles[handle] = (self._value(call, value), call)
+        else:
+            # Autograd itself saves what a unit off the tape gets, so that it stays whatever the plan says.
+            self.handles[handle] = (Value(tensor=self.tensors.get((call, value), _NOTHING)), call)
+
+    def _is_on_tape(self, call: int) -> bool:
+        """Whether `apply` wraps a unit: where outputs are dropped, any that the plan names; planners name all layers."""
+        decision = self.decisions[call]
+        is_named = self.profile.calls[call].repeated or bool(decision.recompute) or not decision.keep_output
+        return decision.is_planned and is_named
 
     def _use(self, handle: int) -> None:
         value, self.call = self.handles[handle]
@@ -292,7 +309,8 @@ class _Playback:
     def _begin_phase(self, phase: int) -> None:
         self.phase = phase
         self.call = -1
-        self.peaks_bytes[phase] = self.alive_bytes
+        # A phase begins a window.
+        self.peaks_bytes[phase] = self.window_peak_bytes = self.alive_bytes
         if phase == BACKWARD:
             self.kept_bytes = self.alive_bytes - self.profile.persistent_bytes
 

@@ -11,7 +11,7 @@ number of its own. "Dies" means that nothing outside of the tape refers to the s
 | `(SUM, storage, addend, nbytes)` | autograd added a gradient to an earlier one, in a new storage |
 | `(OP, call, op)` | an op of a unit's forward ran: its results were made |
 | `(DIES, call, value)` | the storage of a value died |
-| `(SAVE, call, value, handle)` | autograd saved a value |
+| `(SAVE, call, value, handle, saver)` | autograd saved a value while call `saver` ran |
 | `(USE, handle)` | backward asked for what it saved |
 | `(RELEASE, handle)` | backward, or a graph that was thrown away, let go of it |
 | `(RETURN, call)` | a unit's forward returned |

@@ -127,7 +127,8 @@ class _RecordingMode(TapeMode):
             return packed
         handle = _Handle(recorder, packed)
         recorder.calls[tracker.call].values[tracker.value].saved = True
-        recorder.log(events.SAVE, tracker.call, tracker.value, handle.index)
+        saver = tracker.call if recorder.current is None else recorder.current
+        recorder.log(events.SAVE, tracker.call, tracker.value, handle.index, saver)
         return handle
 
 

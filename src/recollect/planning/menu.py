@@ -1,0 +1,92 @@
+"""More choices for one unit than its convex hull has: what fits a gap in the budget that no hull option fills.
+
+Every hull option is varied by one value: kept where it was dropped, or dropped where it was kept. Of all these, options
+stay that no other one beats in all of: kept bytes, recompute seconds, and bytes of recomputed values, which backward of
+the unit works in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations
+
+from recollect.plan import Action
+from recollect.planning.hull import Option, evaluate, unit_hull
+from recollect.profile.graph import UnitGraph
+
+__all__ = ["every_choice", "unit_menu"]
+
+# 4096 choices at most.
+_MOST_ENUMERATED = 12
+
+
+def unit_menu(graph: UnitGraph, *, output: Action = "keep", most_options: int = 64) -> tuple[Option, ...]:
+    """Return options for one unit, those of its hull among them, from the leanest to the fattest.
+
+    Args:
+        graph: the unit.
+        output: whether the unit's output stays in memory anyway.
+        most_options: how many to return, if the hull does not have more.
+
+    Complexity: one walk over the unit for each hull option and value.
+    """
+    hull = unit_hull(graph, output=output)
+    produced = _produced(graph)
+    useful = {v for option in hull for v in option.keep} | {i for i in produced if graph.values[i].saved}
+    variations = (option.keep ^ {value} for option in hull for value in sorted(useful & produced))
+    rest = _undominated(graph, _evaluated(graph, variations, hull, output))
+    return _thinned(rest, frozenset(option.keep for option in hull), most_options)
+
+
+def every_choice(graph: UnitGraph, *, output: Action = "keep") -> tuple[Option, ...]:
+    """Return all different choices for a unit of few values; for others what `unit_menu` returns.
+
+    Complexity: one walk over the unit for each subset of its values.
+    """
+    produced = sorted(_produced(graph))
+    if len(produced) > _MOST_ENUMERATED:
+        return unit_menu(graph, output=output)
+    subsets = (frozenset(subset) for size in range(len(produced) + 1) for subset in combinations(produced, size))
+    options = _evaluated(graph, subsets, unit_hull(graph, output=output), output)
+    return tuple(sorted(options, key=lambda o: (o.kept_bytes, -o.recompute_s, sorted(o.keep))))
+
+
+def _produced(graph: UnitGraph) -> frozenset[int]:
+    return frozenset(i for i, value in enumerate(graph.values) if value.producer is not None)
+
+
+def _evaluated(
+    graph: UnitGraph, keeps: Iterable[frozenset[int]], hull: tuple[Option, ...], output: Action
+) -> list[Option]:
+    """Return the options of the hull and, without repetition, those that keep these values."""
+    seen = {option.keep: option for option in hull}
+    for keep in keeps:
+        option = evaluate(graph, keep, output=output)
+        if not any(graph.values[v].mutated_later and not graph.values[v].saved for v in option.keep):
+            seen.setdefault(option.keep, option)
+    return list(seen.values())
+
+
+def _undominated(graph: UnitGraph, options: Iterable[Option]) -> list[Option]:
+    """Return the options that no other one beats, in the order of their bytes."""
+    measured = [(option.kept_bytes, option.recompute_s, _working_bytes(graph, option), option) for option in options]
+    measured.sort(key=lambda m: m[:3])
+    kept: list[tuple[int, float, int, Option]] = []
+    for candidate in measured:
+        if not any(other[1] <= candidate[1] and other[2] <= candidate[2] for other in kept):
+            kept.append(candidate)
+    return [option for *_, option in kept]
+
+
+def _working_bytes(graph: UnitGraph, option: Option) -> int:
+    return sum(graph.values[v].nbytes for op in option.recompute_ops for v in graph.ops[op].outputs)
+
+
+def _thinned(options: list[Option], hull: frozenset[frozenset[int]], most_options: int) -> tuple[Option, ...]:
+    """Return at most so many of the options, evenly spread; those of the hull stay."""
+    others = [option for option in options if option.keep not in hull]
+    room = max(0, most_options - (len(options) - len(others)))
+    if len(others) > room:
+        others = [others[len(others) * i // room] for i in range(room)]
+    chosen = {option.keep for option in others} | hull
+    return tuple(option for option in options if option.keep in chosen)
