@@ -62,18 +62,15 @@ __all__ = [
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-def disable_torch_dispatch() -> AbstractContextManager[Any]:
-    """Run tensor methods without the active dispatch modes; no public guard leaves out all of them at this price."""
-    guard: AbstractContextManager[Any] = torch._C._DisableTorchDispatch()
-    return guard
+# The classes themselves, not functions around them: these are entered several times an op.
 
+# Run tensor methods without the active dispatch modes; no public guard leaves out all of them at this price.
+disable_torch_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
 
-def share_version_counters() -> AbstractContextManager[Any]:
-    """Let views and aliases made inside a dispatch mode share the version counter of their base, as they do outside."""
-    guard: AbstractContextManager[Any] = torch._C._SetExcludeDispatchKeyGuard(
-        torch._C.DispatchKey.ADInplaceOrView, False
-    )
-    return guard
+# Let views and aliases made inside a dispatch mode share the version counter of their base, as they do outside.
+share_version_counters: Callable[[], AbstractContextManager[Any]] = functools.partial(
+    torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False
+)
 
 
 def below_autograd() -> AbstractContextManager[Any]:

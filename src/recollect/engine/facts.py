@@ -28,6 +28,7 @@ class OpFacts:
     `overwrites`: an in-place op whose result does not depend on the old content.
     `num_returns`: results by schema; None where the op returns a list of tensors.
     `dropout_position`: position of an argument `dropout_p`; the op is not random where that is zero.
+    `may_keep`: one of `keeps_on_cuda` and `device_keyword`, so that the tape looks at the result before it drops it.
     `device_keyword`: whether the op can copy to another device.
     `running_stats`: positions of statistics that the op updates behind its schema's back (batch norm), and of the flag
         that says so.
@@ -46,12 +47,8 @@ class OpFacts:
     num_returns: int | None = 1
     dropout_position: int | None = None
     device_keyword: bool = False
+    may_keep: bool = False
     running_stats: tuple[tuple[int, ...], int] | None = None
-
-    @property
-    def may_keep(self) -> bool:
-        """Whether the tape has to look at the result, or at where it is, before it may drop it."""
-        return self.keeps_on_cuda or self.device_keyword
 
 
 # Their schema says "fresh tensor", but the result shares the argument's storage.
@@ -146,5 +143,6 @@ def facts_of(func: Any) -> OpFacts:
         num_returns=None if any("[]" in str(r.type) or "List" in str(r.type) for r in returns) else len(returns),
         dropout_position=arguments.index("dropout_p") if "dropout_p" in arguments else None,
         device_keyword=name == "_to_copy",
+        may_keep=name in _ATOMIC_ON_CUDA or name == "_to_copy",
         running_stats=_RUNNING_STATS.get(name),
     )

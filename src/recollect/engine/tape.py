@@ -120,10 +120,12 @@ class Tape:
         return output
 
     @untraced
-    def alias(self, tensor: torch.Tensor, *, in_hook: bool) -> tuple[torch.Tensor, int]:
+    def alias(self, tensor: torch.Tensor, in_hook: bool) -> tuple[torch.Tensor, int]:
         """Return a tensor to hold in place of one that is kept, and the version at which it is right."""
+        if is_fake_tensor(tensor):
+            return tensor.detach(), UNWATCHED  # Fake tensors are made by a dispatch mode, so no guard goes around it.
         held = alias_in_hook(tensor) if in_hook else alias_in_mode(tensor)
-        return held, UNWATCHED if is_fake_tensor(tensor) or tensor.is_inference() else tensor._version
+        return held, UNWATCHED if tensor.is_inference() else tensor._version
 
     def hold_outputs(self, unit_path: str, output: Any) -> None:
         """Keep what a unit returns: from here on its storages are held by whoever needs them."""
@@ -135,7 +137,7 @@ class Tape:
             forget_record(storage)
             size, stride, offset, dtype = record.layout
             if record.is_current(tensor._version) and record.base.tensor is None and tensor.dtype == dtype:
-                held, version = self.alias(tensor, in_hook=True)
+                held, version = self.alias(tensor, True)
                 with torch.no_grad():
                     record.base.hold(held.as_strided(size, stride, offset), version)
                 record.base.label = (unit_path, "", "return")
@@ -143,8 +145,9 @@ class Tape:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Give backward the tensor that it saved; compute it if it was dropped."""
-        if isinstance(packed, _PackedSubclass):
-            return packed.rebuild(self.unpack)
+        if type(packed) is not TapeValue:
+            rebuilt: torch.Tensor = packed.rebuild(self.unpack)
+            return rebuilt
         value: TapeValue = packed
         if value.tensor is not None:
             return value.fetch()
@@ -153,7 +156,7 @@ class Tape:
             tensor: torch.Tensor = value.get()
         return tensor
 
-    def decide(self, mode: TapeMode, facts: OpFacts, *, asks: bool) -> Decision:
+    def decide(self, mode: TapeMode, facts: OpFacts, asks: bool) -> Decision:
         """Whether the results of the op that is about to run are dropped; counted but not asked for if `asks` is False."""
         key = (mode.unit_path, mode.scope, facts.name)
         count = mode.counts.get(key, 0)
@@ -224,7 +227,7 @@ class TapeMode(TorchDispatchMode):
             forget_record(args[0].untyped_storage())
             return func(*args, **kwargs)
         # Rule 7: a custom autograd Function, or a compiled region, runs with gradients switched off.
-        decision = torch.is_grad_enabled() and self.tape.decide(self, facts, asks=not facts.writes or _is_dropped(args))
+        decision = torch.is_grad_enabled() and self.tape.decide(self, facts, not facts.writes or _is_dropped(args))
         if facts.writes:
             return self._run_write(func, facts, args, kwargs, decision)
         if decision is False:
@@ -327,7 +330,7 @@ class TapeMode(TorchDispatchMode):
         return self._known_value(tensor, storage) or self._leaf(tensor, storage, in_hook=False)
 
     def _leaf(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None, *, in_hook: bool) -> TapeValue:
-        held, version = self.tape.alias(tensor, in_hook=in_hook)
+        held, version = self.tape.alias(tensor, in_hook)
         # Autograd saves the arguments of some ops before it runs them, so a hook does not know for which op it is called.
         op = "" if in_hook else self._op
         value = TapeValue(held, None, version, (self.unit_path, self.scope, op))

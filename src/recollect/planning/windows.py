@@ -52,5 +52,8 @@ def windows(profile: Profile) -> list[Window]:
                 # Drops what is no longer asked for.
                 num_waiting = +num_waiting if num_waiting[saver[event[1]]] == 0 else num_waiting
         if (phase, call) != (found[-1].phase, found[-1].call):
+            # No window is empty.
+            if found[-1].start == position:
+                found.pop()
             found.append(Window(position, phase, call))
     return found

@@ -59,7 +59,7 @@ class RecordingTape(Tape):
         recorder.log(events.RETURN, index)
         return output
 
-    def decide(self, mode: TapeMode, facts: OpFacts, *, asks: bool) -> Decision:
+    def decide(self, mode: TapeMode, facts: OpFacts, asks: bool) -> Decision:
         """Tell the recorder the name of the op that is about to run, and drop its results."""
         key = (mode.unit_path, mode.scope, facts.name)
         count = mode.counts.get(key, 0)
@@ -75,12 +75,12 @@ class RecordingTape(Tape):
         with self.recorder.unseen():
             return super().unpack(packed.packed)
 
-    def alias(self, tensor: torch.Tensor, *, in_hook: bool) -> tuple[torch.Tensor, int]:
+    def alias(self, tensor: torch.Tensor, in_hook: bool) -> tuple[torch.Tensor, int]:
         """Hold a copy, so that the storage dies when the model lets go of it."""
         storage = storage_of(tensor)
         tracker = tracker_of(storage)
         if storage is None or not isinstance(tracker, TrackedValue):
-            return super().alias(tensor, in_hook=in_hook)
+            return super().alias(tensor, in_hook)
         with self.recorder.unseen(), torch.no_grad():
             return tracker.copy_of(tensor, storage), UNWATCHED
 
