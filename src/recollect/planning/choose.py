@@ -39,14 +39,14 @@ _SMALL_GAP = 0.01
 _SMALL_GAP_OF_STEP = 0.0005
 # A plan this far from it is worth the greedy search too.
 _LARGE_GAP_OF_STEP = 0.01
-# Events that may be played to measure working sets: about 0.15 s.
-_PROBED_EVENTS = 400_000
-_FEWEST_PROBES = 16
+# Events that may be played to measure working sets: about 0.1 s.
+_PROBED_EVENTS = 320_000
+_FEWEST_PROBES = 12
 # Among many units, those at different options make up for options that none of them has.
 _OPTIONS_OF_ALL_CALLS = 768
 _FEWEST_OPTIONS = 16
 # The search around a plan that is far from the bound: simulations at least (or it is not worth it), and events.
-_FEWEST_TRIALS = 100
+_FEWEST_TRIALS = 1000
 _POLISHING_EVENTS = 300_000
 # Strides beyond these only where nothing fits yet.
 _USUAL_STRIDES = 4

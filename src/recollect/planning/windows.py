@@ -15,9 +15,9 @@ __all__ = ["Window", "windows"]
 class Window:
     """The events from `start` (a position in the log) to the next window: the work of one unit call in one phase.
 
-    In backward, that is the last call of which backward still asks for something; it can ask for values of earlier calls
-    meanwhile. What runs outside of the units, such as the loss, belongs to the call before it; `call` is -1 before the
-    first one.
+    In backward, that is the last call that saved something for which backward still asks; what earlier calls saved can be
+    asked for meanwhile. What runs outside of the units, such as the loss, belongs to the call before it; `call` is -1
+    before the first one.
     """
 
     start: int
@@ -43,8 +43,8 @@ def windows(profile: Profile) -> list[Window]:
         elif code == OP:
             call = event[1]
         elif code == SAVE and event[3] in last_use:
-            saver[event[3]] = event[1]
-            num_waiting[event[1]] += 1
+            saver[event[3]] = event[4]
+            num_waiting[event[4]] += 1
         elif code == USE and event[1] in saver:
             call = max(num_waiting)
             if last_use[event[1]] == position:
