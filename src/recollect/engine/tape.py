@@ -20,7 +20,6 @@ NOTE [ Rules of the tape ]
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +38,7 @@ from recollect._torch_private import (
 )
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.opcall import Arguments, OpCall, WriteCall, generator_state
+from recollect.engine.subclasses import PackedSubclass, strided_tensors
 from recollect.engine.values import (
     UNWATCHED,
     StorageRecord,
@@ -347,32 +347,11 @@ class TapeMode(TorchDispatchMode):
                 known = self._parameters[id(tensor)] = self._leaf(tensor, None, in_hook=True)
             return known
         if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
-            return _PackedSubclass(tensor, self.pack)
+            return PackedSubclass(tensor, self.pack)
         if tensor.layout is not _STRIDED:
             return self._leaf(tensor, None, in_hook=True)
         # Not watched: if it is written to before backward, that is an error with plain autograd too.
         return self._known_value(tensor, tensor.untyped_storage()) or self._leaf(tensor, None, in_hook=True)
-
-
-class _PackedSubclass:
-    """A saved tensor subclass (DTensor, ...): its inner tensors as values, and how to put them together again."""
-
-    __slots__ = ("context", "kind", "others", "packed", "size", "stride")
-
-    def __init__(self, tensor: Any, pack: Any) -> None:
-        with torch.no_grad():
-            names, self.context = tensor.__tensor_flatten__()
-        self.kind = type(tensor)
-        self.size, self.stride = tensor.size(), tensor.stride()
-        inner = {name: getattr(tensor, name) for name in names}
-        self.packed = {name: pack(item) for name, item in inner.items() if isinstance(item, torch.Tensor)}
-        # Not all of them are tensors: a DTensor names its device mesh too.
-        self.others = {name: item for name, item in inner.items() if name not in self.packed}
-
-    def rebuild(self, unpack: Any) -> torch.Tensor:
-        inner = {**self.others, **{name: unpack(item) for name, item in self.packed.items()}}
-        tensor: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
-        return tensor
 
 
 def _is_dropped(args: Any) -> bool:
@@ -388,15 +367,3 @@ def _must_keep_result(facts: OpFacts, output: Any, kwargs: Any) -> bool:
     if facts.keeps_on_cuda:
         return any(isinstance(t, torch.Tensor) and t.is_cuda for t in tree_leaves(output))
     return facts.device_keyword and kwargs.get("device") is not None
-
-
-def strided_tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Return the tensors with a storage in a nest of containers; of a DTensor and its kin, the inner ones."""
-    for tensor in tree_leaves(output):
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        if is_traceable_wrapper_subclass(tensor):
-            names, _ = tensor.__tensor_flatten__()
-            yield from strided_tensors([getattr(tensor, name) for name in names])
-        elif tensor.layout is torch.strided:
-            yield tensor

@@ -1,0 +1,44 @@
+"""Tensor subclasses that wrap other tensors (DTensor and its kin): taken apart for the tape, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from recollect._torch_private import is_traceable_wrapper_subclass, tree_leaves
+
+
+class PackedSubclass:
+    """A saved tensor subclass (DTensor, ...): its inner tensors as values, and how to put them together again."""
+
+    __slots__ = ("context", "kind", "others", "packed", "size", "stride")
+
+    def __init__(self, tensor: Any, pack: Any) -> None:
+        with torch.no_grad():
+            names, self.context = tensor.__tensor_flatten__()
+        self.kind = type(tensor)
+        self.size, self.stride = tensor.size(), tensor.stride()
+        inner = {name: getattr(tensor, name) for name in names}
+        self.packed = {name: pack(item) for name, item in inner.items() if isinstance(item, torch.Tensor)}
+        # Not all of them are tensors: a DTensor names its device mesh too.
+        self.others = {name: item for name, item in inner.items() if name not in self.packed}
+
+    def rebuild(self, unpack: Any) -> torch.Tensor:
+        """Return the subclass, its inner tensors given by `unpack`."""
+        inner = {**self.others, **{name: unpack(item) for name, item in self.packed.items()}}
+        tensor: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+        return tensor
+
+
+def strided_tensors(output: Any) -> Iterator[torch.Tensor]:
+    """Return the tensors with a storage in a nest of containers; of a DTensor and its kin, the inner ones."""
+    for tensor in tree_leaves(output):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            yield from strided_tensors([getattr(tensor, name) for name in names])
+        elif tensor.layout is torch.strided:
+            yield tensor
