@@ -19,7 +19,8 @@ from recollect.profile.fake_model import fake_batch, fake_tensors
 from recollect.profile.find_units import Unit, find_units
 from recollect.profile.graph import OpRecord, Profile, StepLog, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.meter import measure_peak, storage_bytes
-from recollect.profile.op_costs import MeasuredCosts, ModelledCosts
+from recollect.profile.modelled_costs import ModelledCosts
+from recollect.profile.op_costs import MeasuredCosts
 from recollect.profile.optimizer_step import OptimizerStep, record_optimizer_step
 from recollect.profile.recording_tape import DropAll, RecordingTape, StepMode
 from recollect.profile.step_recorder import RecordedCall, StepRecorder
@@ -236,7 +237,7 @@ def _resolved(recorder: StepRecorder, costs: Costs) -> tuple[tuple[int, ...], ..
     return tuple(resolved)
 
 
-def _graph(call: RecordedCall, costs: MeasuredCosts | ModelledCosts) -> UnitGraph:
+def _graph(call: RecordedCall, costs: Costs) -> UnitGraph:
     values = tuple(
         ValueRecord(
             name=value.name,
