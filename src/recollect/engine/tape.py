@@ -20,6 +20,8 @@ NOTE [ Rules of the tape ]
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -95,31 +97,22 @@ class Tape:
     def run(self, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
         """Run a unit's forward on the tape."""
         outer = self.mode
-        if outer is not None:
-            return self._run_nested(outer, unit_path, forward, args, kwargs)
+        with self._watching(unit_path) if outer is None else _inside(outer, unit_path):
+            output = forward(*args, **kwargs)
+        if not self.policy.drops_output(unit_path):
+            self.hold_outputs(unit_path, output)
+        return output
+
+    @contextmanager
+    def _watching(self, unit_path: str) -> Iterator[None]:
         mode = self.new_mode(unit_path)
         self._local.mode = mode
         try:
             with saved_tensors_hooks(mode.pack, self.unpack), mode:
-                output = forward(*args, **kwargs)
+                yield
         finally:
             self._local.mode = None
-        if not self.policy.drops_output(unit_path):
-            self.hold_outputs(unit_path, output)
-        return output
 
-    def _run_nested(self, mode: TapeMode, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
-        saved = mode.unit_path, mode.scope, mode.counts
-        mode.unit_path, mode.scope, mode.counts = unit_path, "", {}
-        try:
-            output = forward(*args, **kwargs)
-        finally:
-            mode.unit_path, mode.scope, mode.counts = saved
-        if not self.policy.drops_output(unit_path):
-            self.hold_outputs(unit_path, output)
-        return output
-
-    @untraced
     def alias(self, tensor: torch.Tensor, in_hook: bool) -> tuple[torch.Tensor, int]:
         """Return a tensor to hold in place of one that is kept, and the version at which it is right."""
         if is_fake_tensor(tensor):
@@ -143,6 +136,7 @@ class Tape:
                 record.base.label = (unit_path, "", "return")
                 watch(record.base, storage)
 
+    @untraced
     def unpack(self, packed: Any) -> torch.Tensor:
         """Give backward the tensor that it saved; compute it if it was dropped."""
         if type(packed) is not TapeValue:
@@ -352,6 +346,17 @@ class TapeMode(TorchDispatchMode):
             return self._leaf(tensor, None, in_hook=True)
         # Not watched: if it is written to before backward, that is an error with plain autograd too.
         return self._known_value(tensor, tensor.untyped_storage()) or self._leaf(tensor, None, in_hook=True)
+
+
+@contextmanager
+def _inside(mode: TapeMode, unit_path: str) -> Iterator[None]:
+    """A unit runs within another one: its ops have its own names."""
+    outer = mode.unit_path, mode.scope, mode.counts
+    mode.unit_path, mode.scope, mode.counts = unit_path, "", {}
+    try:
+        yield
+    finally:
+        mode.unit_path, mode.scope, mode.counts = outer
 
 
 def _is_dropped(args: Any) -> bool:

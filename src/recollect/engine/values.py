@@ -62,17 +62,12 @@ class TapeValue(Value):
         tensor: torch.Tensor = self.tensor
         if self.version == UNWATCHED:
             return tensor
+        unit, module, op = self.label
         if tensor.layout is torch.strided and not tensor.untyped_storage().nbytes() and tensor.numel():
-            unit, module, op = self.label
             raise FreedValueError(unit=unit, module=module, op=op, shape=tuple(tensor.shape))
         if tensor._version != self.version:
-            raise MutatedValueError(
-                unit=self.label[0],
-                module=self.label[1],
-                op=self.label[2],
-                shape=tuple(tensor.shape),
-                changes=tensor._version - self.version,
-            )
+            changes = tensor._version - self.version
+            raise MutatedValueError(unit=unit, module=module, op=op, shape=tuple(tensor.shape), changes=changes)
         return tensor
 
     def hold(self, tensor: torch.Tensor, version: int) -> None:

@@ -15,6 +15,7 @@ __all__ = [
     "Simulate",
     "decide",
     "decide_call",
+    "drop_all",
     "keep_all_unit",
     "recompute_all_unit",
     "simulated_plan",
@@ -95,6 +96,11 @@ def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallDecision:
         and (unit.engine == "region" or (not value.must_keep and unit.actions.get(value.name, "keep") == "recompute"))
     )
     return CallDecision(recompute=dropped, keep_output=unit.output == "keep")
+
+
+def drop_all(graph: UnitGraph) -> CallDecision:
+    """Return the decision of a call that drops whatever the tape can, but for its output."""
+    return CallDecision(frozenset(i for i, v in enumerate(graph.values) if v.producer is not None and not v.must_keep))
 
 
 def decide(profile: Profile, plan: Plan) -> list[CallDecision]:

@@ -13,7 +13,8 @@ from torch import nn
 from recollect._torch_private import DATA_DEPENDENT, tree_leaves
 from recollect.engine.apply import apply_policy
 from recollect.errors import RecordError
-from recollect.planning.simulate import CallDecision, simulate
+from recollect.planning.decisions import drop_all
+from recollect.planning.simulate import simulate
 from recollect.profile import events
 from recollect.profile.fake_model import fake_batch, fake_tensors
 from recollect.profile.find_units import Unit, find_units
@@ -111,8 +112,9 @@ class _Session:
         """Run the step under the recorder."""
         recorder = StepRecorder(costs)
         self._prepare_gradients()
-        persistent = self._persistent_bytes(batch)
-        marked = mark_persistent(self._persistent_tensors(batch))
+        tensors = self._persistent_tensors(batch)
+        persistent = {name: storage_bytes(group) for name, group in tensors.items()}
+        marked = mark_persistent(tensor for group in tensors.values() for tensor in group)
         with apply_policy(self.model, self.paths, RecordingTape(recorder)):
             try:
                 with costs.recording(), StepMode(recorder):
@@ -148,15 +150,7 @@ class _Session:
 
     def calibrated(self, profile: Profile, batch: Any) -> Profile:
         """Run the leanest step once more, measured, and note what its simulation leaves out: workspaces of kernels."""
-        everything = [
-            CallDecision(
-                recompute=frozenset(
-                    index for index, value in enumerate(profile.graph_of(call).values) if not value.must_keep
-                )
-            )
-            for call in profile.calls
-        ]
-        simulated = simulate(profile, everything)
+        simulated = simulate(profile, [drop_all(profile.graph_of(call)) for call in profile.calls])
 
         def step() -> None:
             run_forward(self.model, batch, self.loss_fn).backward()
@@ -173,19 +167,14 @@ class _Session:
             needs_gradient = self.accumulates_gradients and parameter.requires_grad
             parameter.grad = torch.zeros_like(parameter) if needs_gradient else None
 
-    def _persistent_tensors(self, batch: Any) -> list[torch.Tensor]:
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        in_batch = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
-        return [*self.model.parameters(), *self.model.buffers(), *gradients, *in_batch]
-
-    def _persistent_bytes(self, batch: Any) -> dict[str, int]:
+    def _persistent_tensors(self, batch: Any) -> dict[str, list[torch.Tensor]]:
+        """Return what is there before the step and after it."""
         parameters = list(self.model.parameters())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return {
-            "parameters": storage_bytes(parameters),
-            "gradients": storage_bytes(gradients),
-            "buffers": storage_bytes(self.model.buffers()),
-            "batch": storage_bytes(t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)),
+            "parameters": list[torch.Tensor](parameters),
+            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "buffers": list(self.model.buffers()),
+            "batch": [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)],
         }
 
 
@@ -204,7 +193,8 @@ def _assemble(recorder: StepRecorder, costs: Costs, layers: set[str], **facts: A
         )
         for index, (call, graph) in enumerate(zip(recorder.calls, graph_of_call, strict=True))
     )
-    step_s = math.fsum(graph_s for call in calls for graph_s in [list(graphs)[call.graph].forward_s])
+    forward_s = [graph.forward_s for graph in graphs]
+    step_s = math.fsum(forward_s[call.graph] for call in calls)
     step_s += math.fsum(costs.seconds_of(run) for run in recorder.other_runs)
     log = StepLog(blocks=(_resolved(recorder, costs),), sequence=((0, -1),))
     return Profile(graphs=tuple(graphs), calls=calls, log=log, step_s=step_s, **facts)
@@ -238,18 +228,7 @@ def _resolved(recorder: StepRecorder, costs: Costs) -> tuple[tuple[int, ...], ..
 
 
 def _graph(call: RecordedCall, costs: Costs) -> UnitGraph:
-    values = tuple(
-        ValueRecord(
-            name=value.name,
-            nbytes=value.nbytes,
-            producer=value.producer,
-            must_keep=value.must_keep,
-            saved=value.saved,
-            is_output=value.is_output,
-            mutated_later=value.mutated_later,
-        )
-        for value in call.values
-    )
+    values = tuple(ValueRecord(**vars(value)) for value in call.values)
     ops = tuple(
         OpRecord(
             name=op.name,

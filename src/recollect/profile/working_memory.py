@@ -4,26 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
 from recollect._torch_private import AllocatorTrace, profiler_is_active, quiet_allocator
 from recollect.errors import MeterError
-
-
-class WorkingMemory(Protocol):
-    """Measures runs of ops, numbered from 0."""
-
-    def begin(self) -> None:
-        """An op is about to run."""
-
-    def end(self) -> None:
-        """It ran."""
-
-    def peaks_bytes(self) -> list[int]:
-        """Return, for each run, the most bytes alive beyond those that were alive when it began. Once, at the end."""
-        ...
 
 
 class CpuWorkingMemory:
