@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from gradients import Step, assert_same_gradients, clear, collect, gradients
 from policies import FULL, KEEP_ALL, NOTHING_KEPT, Only, Policy, Random
 from recollect.engine.apply import apply_policy
+from watch import Watch
 
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:`torch\.jit\.\w+` is deprecated"),
@@ -394,3 +395,31 @@ def test_state_that_the_next_forward_writes(name: str, policy: Policy) -> None:
     except RuntimeError:
         pytest.skip("plain autograd refuses it")
     check(make, policy, two_forwards)
+
+
+def _index_runs(index: Callable[[Tensor], Any]) -> int:
+    """How often `index` runs again in backward, of the two units that run it in forward; checks the gradients."""
+
+    def gathers(unit: Unit, hidden: Tensor) -> Tensor:
+        return hidden.sin()[index(hidden)].cos().sum(0) + hidden
+
+    check(lambda: Unit(gathers), FULL)
+    model, data = built(lambda: Unit(gathers))
+    with apply_policy(model, ["units.0", "units.1"], FULL), Watch() as watch:
+        gradients(model, data)
+    return watch.ops["index"] - 2
+
+
+@pytest.mark.parametrize(
+    ("index", "num_again"),
+    [
+        (lambda hidden: hidden[:, 0].topk(3).indices, 2),
+        (lambda hidden: (slice(None), hidden[0].topk(WIDTH).indices), 2),
+        (lambda hidden: hidden[:, 0] > 0, 0),
+        (lambda hidden: (hidden[:, 0] > 0).to(torch.uint8), 0),
+    ],
+    ids=["integers", "second dimension", "mask", "bytes"],
+)
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+def test_gathers_run_again_unless_a_mask_decides_their_shape(index: Callable[[Tensor], Any], num_again: int) -> None:
+    assert _index_runs(index) == num_again

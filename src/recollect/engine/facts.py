@@ -23,12 +23,14 @@ class OpFacts:
     `is_random`: reads the generator of its device, so that a second run needs the same generator state.
     `keeps`: results are kept whatever the plan says (see `_ALWAYS_KEPT`).
     `keeps_on_cuda`: the same on a CUDA device, where the kernel's result depends on the order of atomic additions.
+    `keeps_with_mask`: the same where an index tensor is a mask; a gather by integers is computed again like any other op.
     `creates`: makes a tensor of undefined or constant content, to be filled by somebody else.
     `changes_layout_only`: an in-place op that changes shape and strides, not the content (`squeeze_`).
     `overwrites`: an in-place op whose result does not depend on the old content.
     `num_returns`: results by schema; None where the op returns a list of tensors.
     `dropout_position`: position of an argument `dropout_p`; the op is not random where that is zero.
-    `may_keep`: one of `keeps_on_cuda` and `device_keyword`, so that the tape looks at the result before it drops it.
+    `may_keep`: one of `keeps_on_cuda`, `keeps_with_mask` and `device_keyword`, so that the tape looks at the call and its
+        result before it drops it.
     `device_keyword`: whether the op can copy to another device.
     `running_stats`: positions of statistics that the op updates behind its schema's back (batch norm), and of the flag
         that says so.
@@ -41,6 +43,7 @@ class OpFacts:
     is_random: bool = False
     keeps: bool = False
     keeps_on_cuda: bool = False
+    keeps_with_mask: bool = False
     creates: Literal["undefined", "constant"] | None = None
     changes_layout_only: bool = False
     overwrites: bool = False
@@ -78,6 +81,9 @@ _ATOMIC_ON_CUDA = frozenset(
     | {"index_reduce_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "cumsum", "cumsum_"}
     | {"_embedding_bag", "segment_reduce", "bilinear", "histogram"}
 )
+
+# Tagged as ops whose shape depends on data, which they are only where an index is a mask.
+_GATHERS = frozenset({"index"})
 
 # Kernels that PyTorch cannot see (Triton, ctypes) get their output buffer from one of these and fill it behind the
 # dispatcher: what is read from such a buffer is not what the op made.
@@ -133,16 +139,17 @@ def facts_of(func: Any) -> OpFacts:
         keeps=name in _INDEX_LIKE
         or name in _GRAD_DEPENDENT
         or namespace in _COLLECTIVE_NAMESPACES
-        or torch.Tag.dynamic_output_shape in tags
+        or (torch.Tag.dynamic_output_shape in tags and name not in _GATHERS)
         or torch.Tag.data_dependent_output in tags
         or name in _MOVES,
         keeps_on_cuda=name in _ATOMIC_ON_CUDA,
+        keeps_with_mask=name in _GATHERS,
         creates="undefined" if name in _UNDEFINED else "constant" if name in _CONSTANT else None,
         changes_layout_only=changes_layout_only,
         overwrites=name in _OVERWRITES,
         num_returns=None if any("[]" in str(r.type) or "List" in str(r.type) for r in returns) else len(returns),
         dropout_position=arguments.index("dropout_p") if "dropout_p" in arguments else None,
         device_keyword=name == "_to_copy",
-        may_keep=name in _ATOMIC_ON_CUDA or name == "_to_copy",
+        may_keep=name in _ATOMIC_ON_CUDA or name in _GATHERS or name == "_to_copy",
         running_stats=_RUNNING_STATS.get(name),
     )

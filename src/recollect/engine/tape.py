@@ -60,6 +60,8 @@ from recollect.replay import Node
 
 # Looked up several times an op.
 _STRIDED = torch.strided
+# An index tensor of these says which elements to take, not where they are.
+_MASKS = frozenset({torch.bool, torch.uint8})
 
 Decision = bool | tuple[bool, ...]
 """Whether the results of an op are dropped: all alike, or one by one."""
@@ -228,7 +230,7 @@ class TapeMode(TorchDispatchMode):
             return func(*args, **kwargs)
         state = generator_state(facts, args, kwargs) if facts.is_random else None
         output = func(*args, **kwargs)
-        if facts.may_keep and _must_keep_result(facts, output, kwargs):
+        if facts.may_keep and _must_keep_result(facts, args, output, kwargs):
             return output
         arguments = Arguments(self._value_in_mode, facts, args, kwargs)
         node = Node(OpCall(func, arguments, state), arguments.values)
@@ -367,8 +369,10 @@ def _is_dropped(args: Any) -> bool:
     return record_of(target.untyped_storage()) is not None
 
 
-def _must_keep_result(facts: OpFacts, output: Any, kwargs: Any) -> bool:
-    """What can only be told when the op ran: rule 4 on CUDA, and copies from another device (a synchronisation)."""
+def _must_keep_result(facts: OpFacts, args: Any, output: Any, kwargs: Any) -> bool:
+    """What only the call tells: rule 4 on CUDA and for masks, and copies from another device (a synchronisation)."""
+    if facts.keeps_with_mask:
+        return any(index is not None and index.dtype in _MASKS for index in args[1])
     if facts.keeps_on_cuda:
         return any(isinstance(t, torch.Tensor) and t.is_cuda for t in tree_leaves(output))
     return facts.device_keyword and kwargs.get("device") is not None
