@@ -34,7 +34,7 @@ from scipy.sparse import coo_array
 
 from recollect.planning.hull import Option, unit_hull
 from recollect.planning.moments import Demand, moments
-from recollect.planning.simulate import rounded_bytes
+from recollect.planning.script import rounded_bytes
 from recollect.profile.graph import OpRecord, Profile, UnitGraph, ValueRecord
 
 __all__ = ["LowerBound", "demand_hull"]

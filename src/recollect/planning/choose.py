@@ -25,6 +25,7 @@ from recollect.planning.greedy import STRIDES, Fit, GreedySearch
 from recollect.planning.ladder import Ladder, Levels
 from recollect.planning.menu import every_choice, unit_menu
 from recollect.planning.polish import polish
+from recollect.planning.script import Script
 from recollect.planning.segments import dropped_outputs, longest_chain, single_outputs
 from recollect.planning.simulate import CallDecision, Simulation
 from recollect.planning.simulate import simulate as simulate_step
@@ -113,6 +114,7 @@ class Planner:
         # Another simulator knows nothing of the log's windows, nor the bound of it.
         self._has_log = simulate is simulate_step and bool(profile.log.sequence)
         self._windows = windows(profile) if self._has_log else []
+        self._script = Script(profile, self._windows)
         self._num_events = sum(len(profile.log.blocks[block]) for block, _ in profile.log.sequence) or 1
         self._most_probes = max(_FEWEST_PROBES, _PROBED_EVENTS // self._num_events)
         most_values = max((sum(v.producer is not None for v in g.values) for g in profile.graphs), default=0)
@@ -204,7 +206,7 @@ class Planner:
         def simulate_levels(levels: Levels) -> Simulation:
             if (stride, levels) not in self._simulated:
                 decisions = ladder.decisions(levels)
-                self._simulated[stride, levels] = simulate_step(self.profile, decisions, windows=self._windows)
+                self._simulated[stride, levels] = simulate_step(self.profile, decisions, script=self._script)
             return self._simulated[stride, levels]
 
         return simulate_levels

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from recollect.planning.simulate import rounded_bytes
+from recollect.planning.script import rounded_bytes
 from recollect.planning.windows import windows
 from recollect.profile.events import (
     ALLOC,

@@ -14,27 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from recollect.planning.script import BULK, WINDOW, Key, Script, ScriptOp, rounded_bytes
 from recollect.planning.windows import Window
-from recollect.profile.events import (
-    ALLOC,
-    BACKWARD,
-    DIES,
-    FORWARD,
-    FREE,
-    OP,
-    PHASE,
-    PHASE_NAMES,
-    RELEASE,
-    RETURN,
-    SAVE,
-    USE,
-    WORK,
-)
+from recollect.profile.events import BACKWARD, DIES, FORWARD, OP, PHASE, PHASE_NAMES, RELEASE, RETURN, SAVE, USE
 from recollect.profile.graph import OpRecord, Profile
 from recollect.replay import Node, Value
-
-# The CUDA caching allocator hands out multiples of this (PYTORCH_NO_CUDA_MEMORY_CACHING unset).
-_CUDA_BLOCK_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +45,6 @@ class Simulation:
         peak_call: path of the unit at the peak, or what else runs then ("the loss", "the optimizer step").
         peak_note: where the peak is, in words.
         kept_bytes: bytes alive when forward has ended and backward begins, persistent ones not counted.
-        timeline: (seconds are not known) bytes alive after each event, if asked for.
         window_peaks: the peak of each window that was asked for, as in `peak_bytes`.
     """
 
@@ -73,7 +56,6 @@ class Simulation:
     peak_call: str
     peak_note: str
     kept_bytes: int
-    timeline: tuple[int, ...] = ()
     window_peaks: tuple[int, ...] = ()
 
 
@@ -81,31 +63,25 @@ def simulate(
     profile: Profile,
     decisions: Sequence[CallDecision],
     *,
-    with_timeline: bool = False,
     windows: Sequence[Window] = (),
+    script: Script | None = None,
 ) -> Simulation:
     """Predict the peak and the recompute time of a step under a plan.
 
     Args:
         profile: the recorded step.
         decisions: one for each of `profile.calls`, in order.
-        with_timeline: also return the bytes alive after each event.
         windows: also return the peak of each of these stretches; all of `recollect.planning.windows.windows(profile)`.
+        script: of this profile and these windows, if there is one from an earlier simulation.
 
     Raises:
         ValueError: not one decision for each call.
 
-    Complexity: linear in the number of events; 32 layers of 70 ops take about 0.1 s.
+    Complexity: linear in the number of events.
     """
     if len(decisions) != len(profile.calls):
         raise ValueError(f"got {len(decisions)} decisions for {len(profile.calls)} unit calls, expected one for each")
-    return _Playback(profile, decisions).run(with_timeline=with_timeline, windows=windows)
-
-
-def rounded_bytes(profile: Profile, nbytes: int) -> int:
-    """Return what a storage of so many bytes takes on the profile's device."""
-    block_bytes = _CUDA_BLOCK_BYTES if profile.device.startswith("cuda") else 1
-    return -(-nbytes // block_bytes) * block_bytes
+    return _Playback(script or Script(profile, windows), decisions).run()
 
 
 class _Token:
@@ -116,20 +92,25 @@ class _Token:
     def __init__(self, playback: _Playback, nbytes: int) -> None:
         self.playback = playback
         self.nbytes = nbytes
-        playback.allocate(nbytes)
+        # Written out, as it runs for each value of each simulation: `allocate`.
+        playback.alive_bytes += nbytes
+        if playback.alive_bytes > playback.window_peak_bytes:
+            playback.note_peak()
 
     def __del__(self) -> None:
         self.playback.alive_bytes -= self.nbytes
 
 
 class _Playback:
-    def __init__(self, profile: Profile, decisions: Sequence[CallDecision]) -> None:
-        self.profile = profile
+    def __init__(self, script: Script, decisions: Sequence[CallDecision]) -> None:
+        self.script = script
+        self.profile = profile = script.profile
         self.decisions = decisions
-        self.block_bytes = _CUDA_BLOCK_BYTES if profile.device.startswith("cuda") else 1
+        self.counted = [script.counted(call, decision.recompute) for call, decision in enumerate(decisions)]
         self.alive_bytes = profile.persistent_bytes
         # At least the peak of the phase, so that the next allocation compares with one number.
         self.window_peak_bytes = self.alive_bytes
+        self.window_peaks: list[int] = []
         self.peaks_bytes = [self.alive_bytes] * len(PHASE_NAMES)
         self.peaks_at = [(-1, "")] * len(PHASE_NAMES)
         self.kept_bytes = 0
@@ -138,23 +119,18 @@ class _Playback:
         self.phase = FORWARD
         self.call = -1
         self.is_recomputing = ""
-        self.storages: dict[int, _Token] = {}
-        self.tensors: dict[tuple[int, int], _Token] = {}
-        self.dropped: dict[tuple[int, int], Value] = {}
+        # A number of bytes in place of a token where nobody can hold on to it.
+        self.tensors: dict[Key, _Token | int] = {}
+        self.dropped: dict[Key, Value] = {}
         # Values that hold a tensor which an op will write to: they get a private copy then.
-        self.leaves: dict[tuple[int, int], list[weakref.ref[Value]]] = {}
+        self.leaves: dict[Key, list[weakref.ref[Value]]] = {}
         self.handles: dict[int, tuple[Value, int]] = {}
-        self.origins = [{value: (c, v) for value, c, v in call.origins} for call in profile.calls]
 
-    def run(self, *, with_timeline: bool, windows: Sequence[Window]) -> Simulation:
-        timeline: list[int] = []
-        ends = [window.start for window in windows[1:]]
-        ends.append(-1)
-        window_peaks: list[int] = []
-        position, next_end = 0, ends[0]
+    def run(self) -> Simulation:
+        """Play everything back."""
         play: dict[int, Callable[..., None]] = {
-            ALLOC: self._alloc,
-            FREE: self._free,
+            BULK: self._bulk,
+            WINDOW: self._end_window,
             OP: self._op,
             DIES: self._dies,
             SAVE: self._save,
@@ -162,25 +138,15 @@ class _Playback:
             RELEASE: self._release,
             RETURN: self._return,
             PHASE: self._begin_phase,
-            WORK: self._work,
         }
-        for block, _ in self.profile.log.sequence:
-            for event in self.profile.log.blocks[block]:
-                if position == next_end:
-                    window_peaks.append(self.window_peak_bytes)
-                    self.window_peak_bytes = self.alive_bytes
-                    next_end = ends[len(window_peaks)]
-                position += 1
-                # Most ops outside of the units work in no bytes of their own.
-                if event[0] != WORK or event[1]:
-                    play[event[0]](*event[1:])
-                if with_timeline:
-                    timeline.append(self.alive_bytes)
-        window_peaks.append(self.window_peak_bytes)
+        for code, operands in self.script.instructions:
+            play[code](*operands)
+        self._end_window()
         # The calibration was measured on forward and backward; the optimizer step has no part in it.
         calibration_bytes = (self.profile.calibration_bytes, self.profile.calibration_bytes, 0)
         totals = [peak + extra for peak, extra in zip(self.peaks_bytes, calibration_bytes, strict=True)]
         peak_call, peak_note = self._describe_peak(totals.index(max(totals)))
+        windows = zip(self.window_peaks, self.script.windows, strict=False)
         return Simulation(
             peak_bytes=max(totals),
             forward_peak_bytes=self.peaks_bytes[FORWARD],
@@ -190,65 +156,70 @@ class _Playback:
             peak_call=peak_call,
             peak_note=peak_note,
             kept_bytes=self.kept_bytes,
-            timeline=tuple(timeline),
-            window_peaks=tuple(
-                peak + calibration_bytes[window.phase] for peak, window in zip(window_peaks, windows, strict=False)
-            ),
+            window_peaks=tuple(peak + calibration_bytes[window.phase] for peak, window in windows),
         )
 
-    def allocate(self, nbytes: int) -> None:
-        self.alive_bytes += nbytes
-        if self.alive_bytes > self.window_peak_bytes:
-            self.window_peak_bytes = self.alive_bytes
-            if self.alive_bytes > self.peaks_bytes[self.phase]:
-                self.peaks_bytes[self.phase] = self.alive_bytes
-                self.peaks_at[self.phase] = (self.call, self.is_recomputing)
+    def note_peak(self) -> None:
+        """More bytes are alive than ever before in this window."""
+        self.window_peak_bytes = self.alive_bytes
+        if self.alive_bytes > self.peaks_bytes[self.phase]:
+            self.peaks_bytes[self.phase] = self.alive_bytes
+            self.peaks_at[self.phase] = (self.call, self.is_recomputing)
 
-    def _work(self, nbytes: int) -> None:
+    def work(self, nbytes: int) -> None:
         """An op runs in so many bytes, results included: they are alive together, if only for a moment."""
-        self.allocate(nbytes)
-        self.alive_bytes -= nbytes
+        self._bulk(nbytes, 0)
 
-    def _token(self, nbytes: int) -> _Token:
-        return _Token(self, -(-nbytes // self.block_bytes) * self.block_bytes)
+    def _bulk(self, most_bytes: int, change_bytes: int) -> None:
+        if self.alive_bytes + most_bytes > self.window_peak_bytes:
+            self.alive_bytes += most_bytes
+            self.note_peak()
+            self.alive_bytes -= most_bytes
+        self.alive_bytes += change_bytes
 
-    def _alloc(self, storage: int, nbytes: int) -> None:
-        self.storages[storage] = self._token(nbytes)
+    def _end_window(self) -> None:
+        self.window_peaks.append(self.window_peak_bytes)
+        self.window_peak_bytes = self.alive_bytes
 
-    def _free(self, storage: int) -> None:
-        del self.storages[storage]
+    def token(self, nbytes: int) -> _Token:
+        """Return what holds so many bytes."""
+        return _Token(self, rounded_bytes(self.profile, nbytes))
 
-    def _op(self, call: int, op_index: int) -> None:
-        graph = self.profile.graphs[self.profile.calls[call].graph]
-        op = graph.ops[op_index]
+    def _op(self, call: int, run: ScriptOp) -> None:
+        op = run.op
         self.call = call
         drops = self.decisions[call].recompute
-        self._work(op.working_bytes)
+        if op.working_bytes:
+            self._bulk(op.working_bytes, 0)
         if op.mutates:
-            self._write(call, op, drops)
+            self._write(call, run, drops)
             return
-        sizes = [graph.values[value].nbytes for value in op.outputs]
-        for value, nbytes in zip(op.outputs, sizes, strict=True):
-            self.tensors[call, value] = self._token(nbytes)
+        counted = self.counted[call]
+        for key, nbytes in run.results:
+            if key[1] in counted:
+                self.tensors[key] = nbytes
+                self._bulk(nbytes, nbytes)
+            else:
+                self.tensors[key] = _Token(self, nbytes)
         if drops.isdisjoint(op.outputs):
             return
-        node = Node(_Rerun(self, op, sizes), [self._value(call, value) for value in op.inputs])
+        node = Node(_Rerun(self, op, run.sizes), self._values(run.inputs))
         for value in op.outputs:
             self._record(call, value, node if value in drops else None, node)
 
-    def _write(self, call: int, op: OpRecord, drops: frozenset[int]) -> None:
+    def _write(self, call: int, run: ScriptOp, drops: frozenset[int]) -> None:
+        op = run.op
         old, new = (call, op.inputs[0]), (call, op.outputs[0])
         token = self.tensors.pop(old, None)
-        if token is None:
+        if not isinstance(token, _Token):
             return
         for reference in self.leaves.pop(old, ()):
             leaf = reference()
             if leaf is not None:
-                leaf.tensor = self._token(token.nbytes)
+                leaf.tensor = _Token(self, token.nbytes)
         node = None
         if new[1] in drops and old in self.dropped:
-            call_again = _Rerun(self, op, [token.nbytes])
-            node = Node(call_again, [self._value(call, value) for value in op.inputs], mutates=True)
+            node = Node(_Rerun(self, op, (token.nbytes,)), self._values(run.inputs), mutates=True)
         self.dropped.pop(old, None)
         self.tensors[new] = token
         if node is not None:
@@ -260,28 +231,30 @@ class _Playback:
         if recorded is not None:
             self.dropped[call, value] = recorded
 
-    def _value(self, call: int, value: int) -> Value:
-        """Return what stands for a value: its recipe if it was dropped, else a value that holds its bytes."""
-        key = self.origins[call].get(value, (call, value))
-        dropped = self.dropped.get(key)
-        if dropped is not None:
-            return dropped
+    def _values(self, keys: Sequence[Key]) -> list[Value]:
+        """Return what stands for values: the recipe of one that was dropped, else a value that holds its bytes."""
+        dropped = self.dropped
+        return [dropped[key] if key in dropped else self._held(key) for key in keys]
+
+    def _held(self, key: Key) -> Value:
         held = Value(tensor=self.tensors.get(key, _NOTHING))
         held.is_viewed = True
-        if self.profile.graphs[self.profile.calls[key[0]].graph].values[key[1]].mutated_later:
+        if key in self.script.written:
             self.leaves.setdefault(key, []).append(weakref.ref(held))
         return held
 
-    def _dies(self, call: int, value: int) -> None:
-        self.tensors.pop((call, value), None)
-        self.dropped.pop((call, value), None)
+    def _dies(self, key: Key) -> None:
+        token = self.tensors.pop(key, None)
+        if type(token) is int:
+            self.alive_bytes -= token
+        self.dropped.pop(key, None)
 
-    def _save(self, call: int, value: int, handle: int, saver: int) -> None:
+    def _save(self, call: int, key: Key, handle: int, saver: int) -> None:
         if saver == call or self._is_on_tape(saver):
-            self.handles[handle] = (self._value(call, value), call)
+            self.handles[handle] = (self.dropped.get(key) or self._held(key), call)
         else:
             # Autograd itself saves what a unit off the tape gets, so that it stays whatever the plan says.
-            self.handles[handle] = (Value(tensor=self.tensors.get((call, value), _NOTHING)), call)
+            self.handles[handle] = (Value(tensor=self.tensors.get(key, _NOTHING)), call)
 
     def _is_on_tape(self, call: int) -> bool:
         """Whether `apply` wraps a unit: where outputs are dropped, any that the plan names; planners name all layers."""
@@ -338,11 +311,11 @@ class _Rerun:
 
     __slots__ = ("op", "playback", "sizes", "state")
 
-    def __init__(self, playback: _Playback, op: OpRecord, sizes: list[int]) -> None:
+    def __init__(self, playback: _Playback, op: OpRecord, sizes: Sequence[int]) -> None:
         self.playback = playback
         self.op = op
         self.sizes = sizes
-        self.state = playback._token(op.state_bytes) if op.state_bytes else None
+        self.state = playback.token(op.state_bytes) if op.state_bytes else None
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
         playback = self.playback
@@ -350,14 +323,14 @@ class _Rerun:
         playback.recomputed_ops += 1
         playback.is_recomputing = self.op.name
         # The generator's present state is put aside while the op runs from the old one.
-        present_state = playback._token(self.op.state_bytes) if self.state is not None else None
+        present_state = playback.token(self.op.state_bytes) if self.state is not None else None
         results = self._results(tensors, may_overwrite_first)
         del present_state
         return results
 
     def _results(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
         playback = self.playback
-        playback._work(self.op.working_bytes)
+        playback.work(self.op.working_bytes)
         if self.op.mutates and may_overwrite_first:
             return (tensors[0],)
-        return tuple([playback._token(nbytes) for nbytes in self.sizes])
+        return tuple([_Token(playback, nbytes) for nbytes in self.sizes])

@@ -1,0 +1,158 @@
+"""The events of a step, made ready to be played back many times: what no plan changes is worked out once.
+
+A plan changes only when values of units come and go. Between these moments whole runs of events, such as the gradients that
+a backward formula makes and lets go of, are two numbers: how far memory rises meanwhile, and by how much it has changed
+in the end (`BULK`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from recollect.planning.windows import Window
+from recollect.profile.events import ALLOC, DIES, FREE, OP, SAVE, WORK
+from recollect.profile.graph import OpRecord, Profile
+
+__all__ = ["BULK", "WINDOW", "Key", "Script", "ScriptOp", "rounded_bytes"]
+
+BULK: Final = -1
+"""`(BULK, most_bytes, change_bytes)`: memory rises by `most_bytes` at most, and by `change_bytes` in the end."""
+WINDOW: Final = -2
+"""`(WINDOW,)`: the next window begins."""
+
+# The CUDA caching allocator hands out multiples of this (PYTORCH_NO_CUDA_MEMORY_CACHING unset).
+_CUDA_BLOCK_BYTES = 512
+
+Instruction = tuple[int, tuple[Any, ...]]
+Key = tuple[int, int]
+"""A value: the call that computed it, and its index there."""
+
+
+def rounded_bytes(profile: Profile, nbytes: int) -> int:
+    """Return what a storage of so many bytes takes on the profile's device."""
+    block_bytes = _CUDA_BLOCK_BYTES if profile.device.startswith("cuda") else 1
+    return -(-nbytes // block_bytes) * block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptOp:
+    """One op of a call. Values are named by the call that computed them: (call, value).
+
+    Attributes:
+        op: what runs.
+        inputs: the values that it reads.
+        results: the values that it computes, each with its bytes.
+        sizes: the bytes of the results.
+    """
+
+    op: OpRecord
+    inputs: tuple[Key, ...]
+    results: tuple[tuple[Key, int], ...]
+    sizes: tuple[int, ...]
+
+
+class Script:
+    """What there is to play back of one profile.
+
+    Args:
+        profile: the recorded step.
+        windows: stretches of the step whose peaks are asked for.
+
+    Attributes:
+        instructions: (code, operands): events as in `recollect.profile.events`, in which an op is a `ScriptOp` and a value a
+            `Key`, with runs of what no plan changes as one `BULK`.
+        lasting: for each call, the values whose bytes somebody besides the unit's ops may hold on to, under some plan.
+        written: values whose bytes an op writes to later.
+    """
+
+    def __init__(self, profile: Profile, windows: Sequence[Window] = ()) -> None:
+        self.profile = profile
+        self.windows = tuple(windows)
+        self.lasting = _lasting(profile)
+        self.written = frozenset(
+            (index, i)
+            for index, call in enumerate(profile.calls)
+            for i, value in enumerate(profile.graph_of(call).values)
+            if value.mutated_later
+        )
+        self._origins = [{value: (c, v) for value, c, v in call.origins} for call in profile.calls]
+        self.instructions = list(self._instructions())
+        self._counted: dict[tuple[int, frozenset[int]], frozenset[int]] = {}
+
+    def counted(self, call: int, dropped: frozenset[int]) -> frozenset[int]:
+        """Return the values of a call that only have to be counted: nobody but the model's own code holds them."""
+        key = (call, dropped)
+        if key not in self._counted:
+            graph = self.profile.graph_of(self.profile.calls[call])
+            # What an op reads that may run again is held by it, unless it is a recipe itself.
+            read = {v for op in graph.ops if not dropped.isdisjoint(op.outputs) for v in op.inputs} - dropped
+            self._counted[key] = frozenset(range(len(graph.values))) - self.lasting[call] - read
+        return self._counted[key]
+
+    def _instructions(self) -> Iterator[Instruction]:
+        starts = iter([*(window.start for window in self.windows[1:]), -1])
+        next_start = next(starts)
+        sizes: dict[int, int] = {}
+        change_bytes = most_bytes = 0
+        events = (event for block, _ in self.profile.log.sequence for event in self.profile.log.blocks[block])
+        for position, event in enumerate(events):
+            code = event[0]
+            is_window = position == next_start
+            if (is_window or code not in (ALLOC, FREE, WORK)) and (change_bytes or most_bytes):
+                yield BULK, (most_bytes, change_bytes)
+                change_bytes = most_bytes = 0
+            if is_window:
+                yield WINDOW, ()
+                next_start = next(starts)
+            if code == ALLOC:
+                sizes[event[1]] = rounded_bytes(self.profile, event[2])
+                change_bytes += sizes[event[1]]
+                most_bytes = max(most_bytes, change_bytes)
+            elif code == FREE:
+                change_bytes -= sizes.pop(event[1])
+            elif code == WORK:
+                most_bytes = max(most_bytes, change_bytes + event[1])
+            else:
+                yield code, self._operands(event)
+        if change_bytes or most_bytes:
+            yield BULK, (most_bytes, change_bytes)
+
+    def _operands(self, event: tuple[int, ...]) -> tuple[Any, ...]:
+        if event[0] == DIES:
+            return (event[1:],)
+        if event[0] == SAVE:
+            call, value, handle, saver = event[1:]
+            return call, self._key(call, value), handle, saver
+        return (event[1], self._op(event[1], event[2])) if event[0] == OP else event[1:]
+
+    def _op(self, call: int, index: int) -> ScriptOp:
+        graph = self.profile.graph_of(self.profile.calls[call])
+        op = graph.ops[index]
+        sizes = tuple(rounded_bytes(self.profile, graph.values[value].nbytes) for value in op.outputs)
+        return ScriptOp(
+            op=op,
+            inputs=tuple(self._key(call, value) for value in op.inputs),
+            results=tuple(((call, value), nbytes) for value, nbytes in zip(op.outputs, sizes, strict=True)),
+            sizes=sizes,
+        )
+
+    def _key(self, call: int, value: int) -> Key:
+        return self._origins[call].get(value, (call, value))
+
+
+def _lasting(profile: Profile) -> list[frozenset[int]]:
+    """Return, for each call, what is saved, returned, read by another call, or shares its bytes with another value."""
+    found: list[set[int]] = [set() for _ in profile.calls]
+    for index, call in enumerate(profile.calls):
+        graph = profile.graph_of(call)
+        found[index].update(i for i, value in enumerate(graph.values) if value.is_output or value.mutated_later)
+        found[index].update(v for op in graph.ops if op.mutates for v in op.outputs)
+        for _, source, value in call.origins:
+            found[source].add(value)
+    for block, _ in profile.log.sequence:
+        for event in profile.log.blocks[block]:
+            if event[0] == SAVE:
+                found[event[1]].add(event[2])
+    return [frozenset(values) for values in found]
