@@ -7,6 +7,7 @@
         UnknownNameError                      a unit or value that the model does not have
       ProfileFormatError (ValueError)         malformed JSON, or JSON of a later version
       BudgetTooSmallError (ValueError)        no plan fits
+      HardwareError (ValueError)              no known device, or a malformed file about one
       UnsupportedModelError (ValueError)      no repeated layers, or nothing that could be planned
       AlreadyAppliedError (RuntimeError)      the model, or a layer of it, is wrapped already
       RecordError (RuntimeError)              the recorded step did not run
@@ -34,6 +35,7 @@ __all__ = [
     "CheckpointError",
     "DataError",
     "FreedValueError",
+    "HardwareError",
     "MeterError",
     "MutatedValueError",
     "PlanError",
@@ -149,6 +151,10 @@ class BudgetTooSmallError(RecollectError, ValueError):
             f"{format_bytes(least_peak_bytes)} ({least_peak_bytes} bytes), which {unit} needs. "
             "Raise the budget, or use a smaller batch."
         )
+
+
+class HardwareError(RecollectError, ValueError):
+    """A device that the cost model does not know, or a malformed file that should describe one."""
 
 
 class UnsupportedModelError(RecollectError, ValueError):

@@ -21,6 +21,8 @@ TORCH_FREE_FILES = sorted(
         "planning/**/*.py",
         "profile/__init__.py",
         "profile/graph.py",
+        "profile/hardware*.py",
+        "profile/roofline.py",
         "quantities.py",
         "replay.py",
     )

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.integration
 STEP = ["--size", "tiny", "--num-layers", "4", "--batch-size", "4", "--seq-length", "128", "--device", "cpu"]
 
 
-@pytest.mark.parametrize("more", [[], ["--fake"], ["--dtype", "bf16"]])
+@pytest.mark.parametrize("more", [[], ["--fake"], ["--fake", "--hardware", "L40S"], ["--dtype", "bf16"]])
 def test_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
     out = tmp_path / "plan.json"
     assert main(["plan", *STEP, *more, "--memory-budget", "70%", "--out", str(out)]) == 0
@@ -56,6 +56,11 @@ def test_hugging_face_config_is_planned(tmp_path: Path) -> None:
         (["plan", *STEP, "--memory-budget", "70%", "--out", "{folder}/none/p.json"], "none/p.json: cannot be written"),
         (["plan", "--hf-config", "{folder}/none.json", "--memory-budget", "1GiB"], "none.json: no such file"),
         (["plan", "--hf-config", "{folder}/broken.json", "--memory-budget", "1GiB"], "transformers cannot build it"),
+        (
+            ["plan", *STEP, "--fake", "--hardware", "A10", "--memory-budget", "70%"],
+            "hardware: got 'A10', expected one of",
+        ),
+        (["frontier", *STEP, "--hardware", "H100", "--out", "{folder}/p.png"], "hardware: got 'H100' with fake=False"),
         (["frontier", *STEP, "--out", "{folder}/picture.xyz"], "picture.xyz: cannot be written"),
     ],
 )

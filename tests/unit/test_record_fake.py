@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 import recollect
 from quick_meter import few_objects  # noqa: F401
-from recollect.errors import RecordError
+from recollect.errors import HardwareError, RecordError
 from recollect.models.llama import Llama
 from recollect.models.sizes import SIZES, LlamaConfig
 from recollect.planning.decisions import decide
 from recollect.planning.simulate import simulate
 from recollect.profile.graph import Profile
+from recollect.profile.hardware_table import HARDWARE
 from small_llama import SMALL, batch_of, graph_at, llama
 from zoo import ZOO
 
@@ -165,3 +166,41 @@ def test_data_dependent_model_cannot_be_recorded_fake(function: Callable[[Tensor
     with pytest.raises(RecordError, match=message):
         recollect.record(model, batch, loss_fn=mean_square, fake=True)
     assert recollect.record(model, batch, loss_fn=mean_square).calls
+
+
+def test_times_are_for_the_hardware_that_is_named(tmp_path: Path) -> None:
+    config = LlamaConfig(num_layers=2, hidden_size=1024, num_heads=16, vocab_size=512)
+    with torch.device("meta"):
+        model = Llama(config).bfloat16()
+    batch = batch_of(config, sequences=1, length=1024)
+    profiles = {
+        name: recollect.record(model, batch, fake=True, hardware=name) for name in ("B200", "H100", "L40S", "RTX 4090")
+    }
+    times = [profile.step_s for profile in profiles.values()]
+    assert times == sorted(times)
+    assert times[0] < 0.7 * times[-1]
+    assert profiles["L40S"].device_name == "NVIDIA L40S"
+    path = tmp_path / "l40s.json"
+    path.write_text(HARDWARE["L40S"].to_json(), encoding="utf-8")
+    assert recollect.record(model, batch, fake=True, hardware=path) == profiles["L40S"]
+    assert recollect.record(model, batch, fake=True, hardware=HARDWARE["L40S"]) == profiles["L40S"]
+    assert Profile.from_json(profiles["L40S"].to_json()).device_name == "NVIDIA L40S"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the default is the GPU that is there")
+def test_times_are_for_an_h100_by_default() -> None:
+    assert recollect.record(llama(), batch_of(), fake=True).device_name == "NVIDIA H100 SXM"
+
+
+def test_hardware_that_nobody_knows() -> None:
+    with pytest.raises(HardwareError, match=r"^hardware: got 'H10', expected one of H100, .* Did you mean 'H100'"):
+        recollect.record(llama(), batch_of(), fake=True, hardware="H10")
+
+
+def test_hardware_without_fake() -> None:
+    message = (
+        r"^hardware: got 'H100' with fake=False, where times are measured on the device itself; expected none, or "
+        r"fake=True\.$"
+    )
+    with pytest.raises(HardwareError, match=message):
+        recollect.record(llama(), batch_of(), hardware="H100")

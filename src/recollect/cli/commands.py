@@ -41,6 +41,9 @@ class RecordedStep:
     """A torch device; auto is cuda where there is one, else cpu."""
     fake: bool = False
     """Record on fake tensors: any size in seconds and without its memory; times come from a cost model."""
+    hardware: str | None = None
+    """With --fake: what the times are for, such as H100, B200, RTX 4090, or a file that recollect calibrate wrote; default:
+    this machine's GPU if it is known, else H100."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "seq_length"):

@@ -22,7 +22,7 @@ def record_step(flags: RecordedStep) -> Profile:
     """Build what the flags describe and record one training step of it.
 
     Args:
-        flags: model, batch, dtype and device.
+        flags: model, batch, dtype, and the device or the hardware that its times are modelled for.
 
     Returns:
         The profile.
@@ -37,7 +37,8 @@ def record_step(flags: RecordedStep) -> Profile:
         model = model.to(torch.bfloat16 if flags.dtype == "bf16" else torch.float32).train()
         tokens = torch.zeros(flags.batch_size, flags.seq_length, dtype=torch.int64)
     batch: dict[str, Tensor] = {"tokens" if flags.hf_config is None else "input_ids": tokens, "labels": tokens}
-    profile: Profile = recollect.record(model, batch, optimizer=build_optimizer(model, OptimFlags()), fake=flags.fake)
+    optimizer = build_optimizer(model, OptimFlags())
+    profile: Profile = recollect.record(model, batch, optimizer=optimizer, fake=flags.fake, hardware=flags.hardware)
     return profile
 
 

@@ -205,7 +205,7 @@ class Profile:
         step_s: predicted seconds of forward and backward without recompute.
         persistent: bytes that live through the whole step, by kind ("parameters", "gradients", "buffers",
             "optimizer_state").
-        device: "cpu", "cuda:0", ...; `device_name` is the model of it.
+        device: "cpu", "cuda:0", ...; `device_name` is the model of the device that the times are for.
         fake: recorded on fake tensors, so times come from a cost model.
         calibration_bytes: measured minus simulated peak of the recorded step; 0 for a fake profile.
         torch_version, model_class, batch: what was recorded, in words.

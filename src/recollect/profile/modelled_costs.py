@@ -1,6 +1,6 @@
 """What an op costs where nothing can be measured, because its tensors are fake: a cost model.
 
-See `op_costs.py` for ops that really run.
+See `op_costs.py` for ops that really run, `op_work.py` for what an op does, `roofline.py` for how long that takes.
 """
 
 from __future__ import annotations
@@ -9,27 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch.utils.flop_counter import flop_registry
-
-from recollect._torch_private import tree_leaves
 from recollect.engine.facts import OpFacts
+from recollect.profile.hardware import Hardware
 from recollect.profile.op_costs import Key, OpRun, key_of
+from recollect.profile.op_work import work_of
+from recollect.profile.roofline import seconds
 
 
 class ModelledCosts:
-    """A roofline: the longer of arithmetic at peak rate and memory traffic at full bandwidth, and a launch.
+    """Runs ops on fake tensors and says how long they would take on some hardware."""
 
-    The default is an NVIDIA H100 SXM by its data sheet (989.5 TFLOP/s dense bf16, 3.35 TB/s) at the 70 % of it that large
-    matrix products reach, and 5 us a launch. Good for choosing between values, not for promising seconds.
-    """
-
-    def __init__(
-        self, *, flops_per_s: float = 0.7 * 989.5e12, bytes_per_s: float = 0.7 * 3.35e12, launch_s: float = 5e-6
-    ) -> None:
-        self._flops_per_s = flops_per_s
-        self._bytes_per_s = bytes_per_s
-        self._launch_s = launch_s
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
         self._seconds: dict[Key, float] = {}
 
     @contextmanager
@@ -42,7 +33,7 @@ class ModelledCosts:
         output = func(*args, **kwargs)
         key = key_of(func, args, kwargs)
         if key not in self._seconds:
-            self._seconds[key] = self._estimate(func, args, kwargs, output)
+            self._seconds[key] = seconds(work_of(func, facts, args, kwargs, output), self.hardware)
         return output, OpRun(key, 0)
 
     def seconds_of(self, run: OpRun | None) -> float:
@@ -52,10 +43,3 @@ class ModelledCosts:
     def working_bytes_of(self, run: OpRun | None) -> int:
         """Fake tensors have no kernels, so no workspaces: only the results count, and those are known anyway."""
         return 0
-
-    def _estimate(self, func: Any, args: Any, kwargs: Any, output: Any) -> float:
-        tensors = [t for t in tree_leaves((args, kwargs, output)) if isinstance(t, torch.Tensor)]
-        traffic_bytes = sum(t.numel() * t.element_size() for t in tensors)
-        formula = flop_registry.get(getattr(func, "overloadpacket", None))
-        flops = formula(*args, **kwargs, out_val=output) if formula is not None else 0
-        return self._launch_s + max(flops / self._flops_per_s, traffic_bytes / self._bytes_per_s)

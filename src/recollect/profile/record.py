@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -12,13 +13,15 @@ from torch import nn
 
 from recollect._torch_private import DATA_DEPENDENT, tree_leaves
 from recollect.engine.apply import apply_policy
-from recollect.errors import RecordError
+from recollect.errors import HardwareError, RecordError
 from recollect.planning.decisions import drop_all
 from recollect.planning.simulate import simulate
 from recollect.profile import events
 from recollect.profile.fake_model import fake_batch, fake_tensors
 from recollect.profile.find_units import Unit, find_units
 from recollect.profile.graph import OpRecord, Profile, StepLog, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.hardware import Hardware
+from recollect.profile.hardware_table import choose_hardware
 from recollect.profile.meter import measure_peak, storage_bytes
 from recollect.profile.modelled_costs import ModelledCosts
 from recollect.profile.op_costs import MeasuredCosts
@@ -42,6 +45,7 @@ def record(
     optimizer: torch.optim.Optimizer | None = None,
     loss_fn: LossFunction | None = None,
     fake: bool = False,
+    hardware: str | os.PathLike[str] | Hardware | None = None,
     units: Iterable[str] | None = None,
     accumulates_gradients: bool = False,
 ) -> Profile:
@@ -57,6 +61,9 @@ def record(
         loss_fn: from the model's output to a scalar; by default `output.loss`, or the output itself if it is a scalar.
         fake: record on fake tensors, with neither the memory nor the arithmetic; the model may be on the meta device.
             Times then come from a cost model, and values cannot steer the control flow.
+        hardware: with `fake`, what the times are for: a name such as "H100" or "RTX 4090" (all stand in
+            `recollect.profile.hardware_table`), or the path of a file that `recollect calibrate` wrote. By default this
+            machine's GPU if it is known, else an H100. `profile.device_name` says which it is.
         units: module paths of the layers to plan, where `find_units` does not find them.
         accumulates_gradients: gradients exist already when the step begins (gradient accumulation).
 
@@ -66,6 +73,7 @@ def record(
     Raises:
         UnsupportedModelError: the model has no repeated layers.
         AlreadyAppliedError: the model recomputes already.
+        HardwareError: an unknown name or a malformed file; or given without `fake`, where times are measured.
         RecordError: the model rejected the batch, the loss is not a scalar or needs no gradient, or, with `fake`, the
             step depends on data.
 
@@ -78,13 +86,19 @@ def record(
         >>> [call.path for call in profile.calls]
         ['embed_tokens', 'rotary_emb', 'layers.0', 'layers.1', 'norm', 'lm_head']
     """
+    if hardware is not None and not fake:
+        raise HardwareError(
+            f"hardware: got {str(hardware)!r} with fake=False, where times are measured on the device itself; expected "
+            "none, or fake=True."
+        )
+    modelled = ModelledCosts(_hardware(hardware)) if fake else None
     found = find_units(model, units)
     device = device_of(model, batch)
     optimizer_step = record_optimizer_step(optimizer, device)
     session = _Session(model, loss_fn, found, device, accumulates_gradients)
-    if fake:
+    if modelled is not None:
         with fake_tensors(model, device):
-            return session.profile(ModelledCosts(), fake_batch(batch, device), optimizer_step)
+            return session.profile(modelled, fake_batch(batch, device), optimizer_step)
     with undisturbed(model):
         profile = session.profile(MeasuredCosts(device), batch, optimizer_step)
         return session.calibrated(profile, batch)
@@ -141,7 +155,7 @@ class _Session:
             self.layers,
             persistent=persistent,
             device=str(self.device),
-            device_name=_device_name(self.device),
+            device_name=costs.hardware.name if isinstance(costs, ModelledCosts) else _device_name(self.device),
             fake=is_fake,
             torch_version=torch.__version__,
             model_class=type(self.model).__name__,
@@ -242,6 +256,12 @@ def _graph(call: RecordedCall, costs: Costs) -> UnitGraph:
         for op in call.ops
     )
     return UnitGraph(values, ops)
+
+
+def _hardware(which: str | os.PathLike[str] | Hardware | None) -> Hardware:
+    # Asking for the GPU's name starts CUDA, so it is asked for only where it counts.
+    own_device = torch.cuda.get_device_name() if which is None and torch.cuda.is_available() else ""
+    return choose_hardware(which, own_device=own_device)
 
 
 def _device_name(device: torch.device) -> str:

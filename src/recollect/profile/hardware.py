@@ -1,0 +1,236 @@
+"""What a device can do, as frozen data: rates, bandwidths, and the part of them that real kernels reach.
+
+The cost model (`roofline.py`) reads it; `hardware_table.py` has it for devices by name, and `recollect calibrate` measures
+it. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, get_args
+
+from recollect.errors import HardwareError
+from recollect.fields import Field, read_document
+
+__all__ = ["KINDS", "ArithmeticRate", "ElementRate", "Hardware", "Kind"]
+
+# What an op is limited by, apart from memory.
+Kind = Literal[
+    "matmul",
+    "attention",
+    "attention_backward",
+    "copy",
+    "elementwise",
+    "transcendental",
+    "reduction",
+    "softmax",
+    "random",
+    "gather",
+    "scatter",
+    "sort",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_FORMAT = "recollect.hardware"
+_VERSION = 1
+_BASE_DTYPE = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class ArithmeticRate:
+    """How fast a device multiplies matrices of one dtype.
+
+    Attributes:
+        dtype: "fp32", "tf32", "fp16", "bf16", "fp8" or "fp64".
+        peak_flops_per_s: dense peak (no structured sparsity), a multiply-add counted as two.
+        matmul_efficiency: fraction of it that large matrix products reach.
+        attention_efficiency, attention_backward_efficiency: fraction that fused attention kernels reach on long sequences.
+        half_rate_outputs: elements of the product at which a matrix product reaches half its rate, for want of work for
+            all cores: half of what the device computes at a time (half a wave of tiles).
+        half_rate_depth: inner dimension at which a matrix product reaches half its rate, because loads and stores of
+            a tile are not yet hidden.
+    """
+
+    dtype: str
+    peak_flops_per_s: float
+    matmul_efficiency: float = 0.8
+    attention_efficiency: float = 0.5
+    attention_backward_efficiency: float = 0.4
+    half_rate_outputs: float = 0.0
+    half_rate_depth: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_positive(f"rate {self.dtype!r}: peak_flops_per_s", self.peak_flops_per_s)
+        for name in ("matmul_efficiency", "attention_efficiency", "attention_backward_efficiency"):
+            _check_fraction(f"rate {self.dtype!r}: {name}", getattr(self, name))
+        for name in ("half_rate_outputs", "half_rate_depth"):
+            _check_not_negative(f"rate {self.dtype!r}: {name}", getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class ElementRate:
+    """Elements a second that a device gets through in one kind of op, where that and not memory is the limit.
+
+    Attributes:
+        kind: one of `KINDS`, such as "transcendental".
+        elements_per_s: elements of the largest tensor of the op, a second.
+    """
+
+    kind: str
+    elements_per_s: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"elements {self.kind!r}: expected one of {', '.join(KINDS)}")
+        _check_positive(f"elements {self.kind!r}: elements_per_s", self.elements_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One device, or one processor with a number of threads.
+
+    Attributes:
+        name: what people call it, such as "NVIDIA H100 SXM".
+        device: its torch device type, "cuda" or "cpu".
+        memory_bytes: size of its memory.
+        bandwidth_bytes_per_s: peak of reading and writing that memory.
+        traffic_efficiency: fraction of it that elementwise ops, copies and reductions reach.
+        launch_s: seconds that the smallest op takes.
+        rates: by dtype; "fp32" must be there and stands in for dtypes that are not.
+        cache_bytes, cache_bytes_per_s: what an op touches up to this size moves at this rate; 0 to leave the cache out.
+        elements: kinds of ops that are limited by something else than memory.
+
+    Raises:
+        ValueError: a number that is not finite or not positive, an efficiency above 1, a dtype or kind that is there
+            twice, no rate for "fp32".
+
+    Example:
+        >>> hardware = Hardware(
+        ...     name="my card",
+        ...     device="cuda",
+        ...     memory_bytes=16 * 2**30,
+        ...     bandwidth_bytes_per_s=500e9,
+        ...     launch_s=5e-6,
+        ...     rates=(ArithmeticRate("fp32", 20e12),),
+        ... )
+        >>> Hardware.from_json(hardware.to_json()) == hardware
+        True
+    """
+
+    name: str
+    device: str
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    launch_s: float
+    rates: tuple[ArithmeticRate, ...]
+    traffic_efficiency: float = 0.85
+    cache_bytes: int = 0
+    cache_bytes_per_s: float = 0.0
+    elements: tuple[ElementRate, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device: got {self.device!r}, expected 'cpu' or 'cuda'")
+        for name in ("memory_bytes", "bandwidth_bytes_per_s", "launch_s"):
+            _check_positive(name, getattr(self, name))
+        _check_fraction("traffic_efficiency", self.traffic_efficiency)
+        for name in ("cache_bytes", "cache_bytes_per_s"):
+            _check_not_negative(name, getattr(self, name))
+        if (self.cache_bytes > 0) != (self.cache_bytes_per_s > 0):
+            raise ValueError("cache_bytes, cache_bytes_per_s: got one of them, expected both or none")
+        for what, keys in (("rates", [r.dtype for r in self.rates]), ("elements", [e.kind for e in self.elements])):
+            twice = next((key for key in keys if keys.count(key) > 1), None)
+            if twice is not None:
+                raise ValueError(f"{what}: {twice!r} is there twice, expected each once")
+        if _BASE_DTYPE not in (rate.dtype for rate in self.rates):
+            raise ValueError(
+                f"rates: {_BASE_DTYPE!r} is missing, which stands in for dtypes without a rate of their own"
+            )
+
+    def rate(self, dtype: str) -> ArithmeticRate:
+        """Return the rate of a dtype; that of "fp32" for a dtype that the device has no rate for."""
+        by_dtype = {rate.dtype: rate for rate in self.rates}
+        return by_dtype.get(dtype, by_dtype[_BASE_DTYPE])
+
+    def to_json(self) -> str:
+        """Return the hardware as JSON text, which `from_json` reads back to an equal one."""
+        document = {"format": _FORMAT, "version": _VERSION}
+        document |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("rates", "elements")}
+        document["rates"] = {
+            rate.dtype: {f.name: getattr(rate, f.name) for f in fields(rate) if f.name != "dtype"}
+            for rate in self.rates
+        }
+        document["elements_per_s"] = {element.kind: element.elements_per_s for element in self.elements}
+        return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Hardware:
+        """Read what `to_json` or `recollect calibrate` wrote; numbers may be edited by hand.
+
+        Raises:
+            HardwareError: no JSON, not of this format, a later version, or a number that cannot be; says where.
+        """
+        root = read_document(text, format=_FORMAT, version=_VERSION, error=HardwareError)
+        numbers = [f.name for f in fields(cls) if f.name not in ("name", "device", "rates", "elements")]
+        root.keys(allowed=["format", "version", "name", "device", *numbers, "rates", "elements_per_s"])
+        found = {name: root.get(name).number() for name in numbers}
+        rates, elements = root.get("rates"), root.get("elements_per_s")
+        try:
+            return cls(
+                name=root.get("name").text(),
+                device=root.get("device").text(),
+                memory_bytes=root.get("memory_bytes").integer(),
+                bandwidth_bytes_per_s=found["bandwidth_bytes_per_s"],
+                launch_s=found["launch_s"],
+                traffic_efficiency=found["traffic_efficiency"],
+                cache_bytes=root.get("cache_bytes").integer(),
+                cache_bytes_per_s=found["cache_bytes_per_s"],
+                rates=tuple(_decode_rate(dtype, rates.get(dtype)) for dtype in rates.keys()),
+                elements=tuple(ElementRate(kind, elements.get(kind).number()) for kind in elements.keys()),
+            )
+        except ValueError as problem:
+            if isinstance(problem, HardwareError):
+                raise
+            raise HardwareError(str(problem)) from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Hardware:
+        """Read a file that `recollect calibrate` wrote.
+
+        Raises:
+            HardwareError: the file cannot be read, or does not hold hardware; names the file.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as problem:
+            raise HardwareError(
+                f"{path}: cannot be read ({problem}), expected a file that `recollect calibrate` wrote."
+            ) from None
+        try:
+            return cls.from_json(text)
+        except HardwareError as error:
+            raise HardwareError(f"{path}: {error}") from None
+
+
+def _decode_rate(dtype: str, place: Field) -> ArithmeticRate:
+    names = [f.name for f in fields(ArithmeticRate) if f.name != "dtype"]
+    place.keys(allowed=names)
+    return ArithmeticRate(dtype, *(place.get(name).number() for name in names))
+
+
+def _check_positive(what: str, number: float) -> None:
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{what}: got {number}, expected a finite number above 0")
+
+
+def _check_not_negative(what: str, number: float) -> None:
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{what}: got {number}, expected a finite number, 0 or more")
+
+
+def _check_fraction(what: str, number: float) -> None:
+    if not 0 < number <= 1:
+        raise ValueError(f"{what}: got {number}, expected a fraction above 0, at most 1")
