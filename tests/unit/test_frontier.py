@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import replace
 
 import pytest
 
+import recollect
+from recollect.errors import PlanError, ProfileFormatError
+from recollect.planning.bound import LowerBound
 from recollect.planning.classic import classic_plan
 from recollect.planning.decisions import decide
 from recollect.planning.frontier import Frontier, frontier
+from recollect.planning.simulate import simulate as simulate_step
+from recollect.profile.graph import Profile, StepLog
+from small_llama import SMALL, batch_of, llama
 from toy_profile import simulate, stack
 
 
@@ -54,6 +62,68 @@ def test_best_within_a_budget(found: Frontier) -> None:
 
 def test_table() -> None:
     lines = str(frontier(stack(3), simulate=simulate)).splitlines()
-    assert lines[0] == "      peak  slowdown  plan"
-    assert lines[-1] == "   3.9 KiB     0.0 %  keep_all"
+    assert lines[0] == "      peak  slowdown     bound  plan"
+    assert lines[-1] == "   3.9 KiB     0.0 %            keep_all"
     assert all(len(line) <= 100 for line in lines)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Profile:
+    return recollect.record(llama(), batch_of(SMALL), fake=True)
+
+
+def test_recorded_step_from_the_least_peak_to_the_plain_one(recorded: Profile) -> None:
+    found = recollect.frontier(recorded)
+    assert found.points[-1].slowdown == 0
+    assert found.points[-1].peak_bytes <= found.plain_peak_bytes
+    for point in (*found.points, *found.classics):
+        simulation = simulate_step(recorded, decide(recorded, point.plan))
+        assert (point.peak_bytes, point.plan.budget_bytes) == (simulation.peak_bytes, simulation.peak_bytes)
+        assert point.slowdown == pytest.approx(simulation.recompute_s / recorded.step_s)
+    with pytest.raises(recollect.errors.BudgetTooSmallError) as caught:
+        recollect.plan(recorded, 1)
+    assert found.points[0].peak_bytes <= caught.value.least_peak_bytes
+
+
+def test_bound_is_below_every_plan_and_ends_where_no_plan_can_be(recorded: Profile) -> None:
+    found = recollect.frontier(recorded)
+    bound = LowerBound(recorded)
+    for point in (*found.points, *found.classics):
+        assert point.bound_slowdown is not None
+        assert point.bound_slowdown == point.plan.bound_slowdown
+        # Both are solved to a tolerance of 1e-6.
+        assert point.bound_slowdown <= min(point.slowdown, bound.slowdown(point.peak_bytes) + 1e-9)
+    budgets = [point.budget_bytes for point in found.bound]
+    assert budgets == sorted(budgets)
+    assert {point.peak_bytes for point in found.points} <= set(budgets)
+    assert found.bound[0].budget_bytes < found.points[0].peak_bytes
+    assert all(math.isfinite(point.slowdown) for point in found.bound[1:])
+    for lean, fat in itertools.pairwise(found.bound):
+        assert lean.slowdown >= fat.slowdown
+
+
+def test_nothing_to_recompute_is_one_point() -> None:
+    alone = Profile(graphs=(), calls=(), log=StepLog(), step_s=1.0, persistent={"parameters": 100})
+    found = recollect.frontier(alone)
+    assert [(point.peak_bytes, point.slowdown) for point in found.points] == [(100, 0.0)]
+    assert str(found.points[0].plan).splitlines()[0] == "all units  keep all"
+
+
+def test_no_bytes_to_save_is_one_point() -> None:
+    """Values that are all kept whatever the plan says: the leanest plan is the plain one."""
+    kept = stack(2, chained=False)
+    graphs = tuple(replace(g, values=tuple(replace(v, must_keep=True) for v in g.values)) for g in kept.graphs)
+    found = frontier(replace(kept, graphs=graphs), simulate=simulate)
+    assert len(found.points) == 1
+    assert found.points[0].slowdown == 0
+    assert found.points[0].peak_bytes == found.plain_peak_bytes
+
+
+def test_empty_frontier_is_an_error() -> None:
+    with pytest.raises(PlanError, match="got no points, expected at least one plan"):
+        Frontier(points=())
+
+
+def test_profile_without_events_is_an_error() -> None:
+    with pytest.raises(ProfileFormatError, match="frontier of Profile.Toy .*: got no memory events, expected"):
+        frontier(stack(2))

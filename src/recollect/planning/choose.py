@@ -129,6 +129,17 @@ class Planner:
         self._simulated: dict[tuple[int, Levels], Simulation] = {}
         self._least: Prediction = self._plain
 
+    @property
+    def plain_peak_bytes(self) -> int:
+        """Predicted peak of the step that keeps everything."""
+        return self._plain.peak_bytes
+
+    def bound_slowdown(self, budget_bytes: int) -> float | None:
+        """Return the least slowdown of any plan within a budget; inf if there is none, None where no bound is known."""
+        if not self._has_log or self.profile.step_s <= 0:
+            return None
+        return self._bound_s(budget_bytes) / self.profile.step_s
+
     def plan(self, budget: int | str) -> Plan:
         """Return the plan for a budget; the same as `plan`, or a better one that an earlier budget happened to find.
 

@@ -1,34 +1,53 @@
-"""Slowdown against peak, for every budget: the planner's ladder, sampled and simulated, with the classics beside it."""
+"""Slowdown against peak, for every budget: the planner's plans, the bound below them, the classic schedules beside them."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass
-from itertools import accumulate
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
+from recollect.errors import BudgetTooSmallError, PlanError, ProfileFormatError
 from recollect.plan import Plan
+from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
-from recollect.planning.decisions import Simulate, simulated_plan
-from recollect.planning.ladder import Ladder, Levels, Move
-from recollect.planning.segments import dropped_outputs, longest_chain
+from recollect.planning.decisions import Simulate
+from recollect.planning.segments import longest_chain
 from recollect.planning.simulate import simulate as simulate_step
 from recollect.profile.graph import Profile
 from recollect.quantities import format_bytes
 
-__all__ = ["Frontier", "FrontierPoint", "frontier"]
+__all__ = ["BoundPoint", "Frontier", "FrontierPoint", "frontier"]
 
-_NUM_POINTS = 40
+# Where between the least peak (0) and the plain one (1) plans are made: closer together where the curve bends most.
+_FRACTIONS = (0.0, 0.01, 0.02, 0.04, 0.07, *(step / 16 for step in range(2, 16)), 0.98, 1.0)
+# How far below the least peak the bound is looked at, as parts of the same stretch, until it says that there is no plan.
+_FRACTIONS_BELOW = (0.02, 0.05, 0.1, 0.2, 0.4)
 _STRIDES = (2, 4, 8)
+# Each try plans for the least peak that the one before it found.
+_MOST_LEAST_TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """One plan, with its predicted peak in bytes and its predicted slowdown (0.03 is 3 %)."""
+    """One plan, with its predicted peak in bytes and its predicted slowdown (0.03 is 3 %).
+
+    `bound_slowdown`: no plan whose peak is within `peak_bytes` can be below this; None where no bound is known.
+    """
 
     peak_bytes: int
     slowdown: float
     plan: Plan
     name: str = ""
+    bound_slowdown: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BoundPoint:
+    """No plan whose peak is within a budget can have a slowdown below this one; inf if there is no such plan at all."""
+
+    budget_bytes: int
+    slowdown: float
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,18 +55,32 @@ class Frontier:
     """Plans from the leanest to the fastest.
 
     Attributes:
-        points: peaks rise and slowdowns fall; no point is beaten by another in both.
+        points: peaks rise and slowdowns fall; no point is beaten by another in both. One point alone means that no byte
+            can be saved: there is nothing to recompute.
         classics: full recompute, every Nth layer and so on, by name; not filtered.
+        bound: least possible slowdown by budget, the smallest budget first; empty where no bound is known.
+        plain_peak_bytes: predicted peak of the step that keeps everything.
+
+    Raises:
+        PlanError: no points.
     """
 
     points: tuple[FrontierPoint, ...]
     classics: tuple[FrontierPoint, ...] = ()
+    bound: tuple[BoundPoint, ...] = ()
+    plain_peak_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise PlanError("frontier: got no points, expected at least one plan; make it with recollect.frontier")
 
     def __repr__(self) -> str:
         rows = [*self.points, *self.classics]
-        lines = [f"{'peak':>10}  {'slowdown':>8}  plan"]
+        lines = [f"{'peak':>10}  {'slowdown':>8}  {'bound':>8}  plan"]
         for point in sorted(rows, key=lambda p: (p.peak_bytes, p.slowdown)):
-            lines.append(f"{format_bytes(point.peak_bytes):>10}  {100 * point.slowdown:>6.1f} %  {point.name}".rstrip())
+            bound = "" if point.bound_slowdown is None else f"{100 * point.bound_slowdown:.1f} %"
+            slowdown = f"{100 * point.slowdown:.1f} %"
+            lines.append(f"{format_bytes(point.peak_bytes):>10}  {slowdown:>8}  {bound:>8}  {point.name}".rstrip())
         return "\n".join(lines)
 
     def best_within(self, budget_bytes: int) -> FrontierPoint | None:
@@ -56,19 +89,20 @@ class Frontier:
 
 
 def frontier(profile: Profile, *, simulate: Simulate = simulate_step) -> Frontier:
-    """Return plans for all budgets, and the classic schedules on the same profile.
+    """Return plans for all budgets, the bound on all of them, and the classic schedules on the same profile.
 
     Args:
         profile: the recorded step.
         simulate: predicts the peak and the recompute time of a choice.
 
     Returns:
-        About 40 points at most, the first of them the leanest plan that is known, the last one keeping everything.
+        About 22 points at most, the first of them the leanest plan that is known, the last one without recompute. Each
+        plan has its own peak as its budget. Where nothing can be saved, one point.
 
     Raises:
-        ValueError: the profile's log does not fit its calls.
+        ProfileFormatError: the profile has units, but no memory events to predict a peak from.
 
-    Complexity: about 60 simulations.
+    Complexity: one plan for each point (`Planner`), and two linear programs. 32 recorded layers: a few seconds.
 
     Example:
         >>> import torch, recollect
@@ -76,48 +110,84 @@ def frontier(profile: Profile, *, simulate: Simulate = simulate_step) -> Frontie
         >>> model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
         >>> tokens = torch.randint(0, 64, (1, 16))
         >>> found = recollect.frontier(recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True))
-        >>> found.points[0].peak_bytes <= found.points[-1].peak_bytes
+        >>> found.points[0].peak_bytes <= found.points[-1].peak_bytes <= found.plain_peak_bytes
         True
     """
-    ladder = Ladder(profile)
-    moves = ladder.free_moves_first(lambda levels: simulate(profile, ladder.decisions(levels)).peak_bytes)
-    points = [_simulated(ladder, ladder.climb(ladder.leanest, moves[:number]), simulate) for number in _lengths(moves)]
-    for stride in _STRIDES:
-        if stride <= longest_chain(profile):
-            lean = Ladder(profile, dropped_outputs=dropped_outputs(profile, stride=stride))
-            points.append(_simulated(lean, lean.leanest, simulate, note=f"keeps the input of every {stride} layers"))
-    return Frontier(points=_undominated(points), classics=_classics(profile, simulate))
+    if simulate is simulate_step and profile.calls and not profile.log.sequence:
+        raise ProfileFormatError(
+            f"frontier of {profile!r}: got no memory events, expected those of a recorded step, from which peaks are "
+            "predicted; record it again"
+        )
+    planner = Planner(profile, simulate=simulate)
+    plans = _plans(planner)
+    classics = _classics(profile, simulate)
+    points = _undominated(itertools.chain(plans, (p for p in classics if p.note == "keep_all")))
+    return Frontier(
+        points=tuple(_point(planner, replace(plan, note="")) for plan in points),
+        classics=tuple(_point(planner, plan, plan.note) for plan in classics),
+        bound=_bound(planner, [plan.predicted_peak_bytes or 0 for plan in points]),
+        plain_peak_bytes=planner.plain_peak_bytes,
+    )
 
 
-def _simulated(ladder: Ladder, levels: Levels, simulate: Simulate, *, note: str = "") -> FrontierPoint:
-    simulation = simulate(ladder.profile, ladder.decisions(levels))
-    return _point(simulated_plan(ladder.profile, ladder.plan(levels, note=note), simulation))
+def _plans(planner: Planner) -> list[Plan]:
+    """Return plans from the least peak that is known to the plain one."""
+    leanest = _leanest(planner)
+    least_bytes = leanest.predicted_peak_bytes or 0
+    stretch_bytes = planner.plain_peak_bytes - least_bytes
+    budgets = {least_bytes + round(stretch_bytes * fraction) for fraction in _FRACTIONS} - {least_bytes}
+    return [leanest, *(planner.plan(budget_bytes) for budget_bytes in sorted(budgets))]
 
 
-def _lengths(moves: list[Move]) -> list[int]:
-    """Return lengths of prefixes that add about the same number of bytes each, none and all of the moves included."""
-    spent_bytes = [0, *accumulate(move.extra_bytes for move in moves)]
-    marks = [spent_bytes[-1] * step / (_NUM_POINTS - 1) for step in range(_NUM_POINTS)]
-    return sorted({0, len(moves), *(bisect_left(spent_bytes, mark) for mark in marks)})
+def _leanest(planner: Planner) -> Plan:
+    """Return the plan with the least peak that the planner knows."""
+    budget_bytes = 0
+    for _ in range(_MOST_LEAST_TRIES):
+        try:
+            return planner.plan(budget_bytes)
+        except BudgetTooSmallError as error:
+            budget_bytes = error.least_peak_bytes
+    return planner.plan(planner.plain_peak_bytes)
 
 
-def _point(plan: Plan, name: str = "") -> FrontierPoint:
-    return FrontierPoint(plan.predicted_peak_bytes or 0, plan.predicted_slowdown or 0.0, plan, name)
+def _point(planner: Planner, plan: Plan, name: str = "") -> FrontierPoint:
+    peak_bytes, slowdown = plan.predicted_peak_bytes or 0, plan.predicted_slowdown or 0.0
+    bound = planner.bound_slowdown(peak_bytes)
+    # Solved to a tolerance: a plan can be at its bound.
+    bound = None if bound is None else min(bound, slowdown)
+    return FrontierPoint(
+        peak_bytes, slowdown, replace(plan, budget_bytes=peak_bytes, bound_slowdown=bound), name, bound
+    )
 
 
-def _undominated(points: list[FrontierPoint]) -> tuple[FrontierPoint, ...]:
-    kept: list[FrontierPoint] = []
-    for point in sorted(points, key=lambda p: (p.peak_bytes, p.slowdown)):
-        if not kept or point.slowdown < kept[-1].slowdown:
-            kept.append(point)
-    return tuple(kept)
+def _bound(planner: Planner, peaks_bytes: list[int]) -> tuple[BoundPoint, ...]:
+    """Return the bound at these peaks, and below them until it says that there is no plan."""
+    stretch_bytes = max(planner.plain_peak_bytes - peaks_bytes[0], 0)
+    below = [peaks_bytes[0] - round(stretch_bytes * fraction) for fraction in _FRACTIONS_BELOW]
+    found = []
+    for budget_bytes in sorted({*peaks_bytes, *(nbytes for nbytes in below if nbytes >= 0)}, reverse=True):
+        slowdown = planner.bound_slowdown(budget_bytes)
+        if slowdown is None:
+            return ()
+        found.append(BoundPoint(budget_bytes, slowdown))
+        if math.isinf(slowdown):
+            break
+    return tuple(reversed(found))
 
 
-def _classics(profile: Profile, simulate: Simulate) -> tuple[FrontierPoint, ...]:
+def _undominated(plans: Iterable[Plan]) -> list[Plan]:
+    kept: list[Plan] = []
+    for plan in sorted(plans, key=lambda p: (p.predicted_peak_bytes or 0, p.predicted_slowdown or 0.0)):
+        if not kept or (plan.predicted_slowdown or 0.0) < (kept[-1].predicted_slowdown or 0.0):
+            kept.append(plan)
+    return kept
+
+
+def _classics(profile: Profile, simulate: Simulate) -> list[Plan]:
     plans = [classic_plan(profile, name, simulate=simulate) for name in ("keep_all", "full")]
     if longest_chain(profile) >= 2:
         plans.append(classic_plan(profile, "sqrt", simulate=simulate))
     for n in _STRIDES:
         if 2 <= n <= longest_chain(profile):
             plans.append(classic_plan(profile, "every_nth", n, simulate=simulate))
-    return tuple(_point(plan, plan.note) for plan in plans)
+    return plans
