@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from recollect.planning.choose import plan
     from recollect.planning.classic import classic_plan
     from recollect.planning.frontier import Frontier, frontier
+    from recollect.planning.timeline import PeakReport, Timeline, explain_peak, timeline
     from recollect.profile.graph import Profile
     from recollect.profile.meter import PeakMeasurement, measure_peak
     from recollect.profile.record import record
@@ -27,18 +28,22 @@ __all__ = [
     "Applied",
     "Frontier",
     "PeakMeasurement",
+    "PeakReport",
     "Plan",
     "Profile",
     "Report",
+    "Timeline",
     "UnitPlan",
     "applied_to",
     "apply",
     "classic_plan",
+    "explain_peak",
     "fit",
     "frontier",
     "measure_peak",
     "plan",
     "record",
+    "timeline",
     "verify",
 ]
 
@@ -48,18 +53,22 @@ _HOME_OF_NAME = {
     "Applied": "recollect.engine.apply",
     "Frontier": "recollect.planning.frontier",
     "PeakMeasurement": "recollect.profile.meter",
+    "PeakReport": "recollect.planning.timeline",
     "Plan": "recollect.plan",
     "Profile": "recollect.profile.graph",
     "Report": "recollect.verify",
+    "Timeline": "recollect.planning.timeline",
     "UnitPlan": "recollect.plan",
     "applied_to": "recollect.engine.apply",
     "apply": "recollect.engine.apply",
     "classic_plan": "recollect.planning.classic",
+    "explain_peak": "recollect.planning.timeline",
     "fit": "recollect.fitting",
     "frontier": "recollect.planning.frontier",
     "measure_peak": "recollect.profile.meter",
     "plan": "recollect.planning.choose",
     "record": "recollect.profile.record",
+    "timeline": "recollect.planning.timeline",
     "verify": "recollect.verify",
 }
 

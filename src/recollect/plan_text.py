@@ -18,7 +18,7 @@ from recollect.quantities import format_bytes
 if TYPE_CHECKING:
     from recollect.plan import Plan, UnitPlan
 
-__all__ = ["diff_text", "plan_text", "summarise_names"]
+__all__ = ["diff_text", "label_paths", "plan_text", "summarise_names"]
 
 _COLUMNS = 100
 _WIDEST_LABEL = 32
@@ -33,7 +33,7 @@ def plan_text(plan: Plan) -> str:
     paths_of: dict[tuple[str, ...], list[str]] = {}
     for path, unit in plan.units.items():
         paths_of.setdefault(tuple(_unit_items(unit)), []).append(path)
-    rows = [(_label(paths), list(items)) for items, paths in paths_of.items()]
+    rows = [(label_paths(paths), list(items)) for items, paths in paths_of.items()]
     rows.append(("all others" if rows else "all units", ["keep all"]))
     return "\n".join([*_table(rows), *_prediction(plan)])
 
@@ -44,7 +44,7 @@ def diff_text(old: Plan, new: Plan) -> str:
     for path in dict.fromkeys([*old.units, *new.units]):
         if items := _unit_changes(old.units.get(path), new.units.get(path)):
             paths_of.setdefault(tuple(items), []).append(path)
-    lines = _table([(_label(paths), list(items)) for items, paths in paths_of.items()])
+    lines = _table([(label_paths(paths), list(items)) for items, paths in paths_of.items()])
     for what, before, after in (
         ("budget", _bytes(old.budget_bytes), _bytes(new.budget_bytes)),
         ("predicted peak", _bytes(old.predicted_peak_bytes), _bytes(new.predicted_peak_bytes)),
@@ -77,8 +77,13 @@ def _prediction(plan: Plan) -> list[str]:
     return [*([line] if line else []), *([plan.note] if plan.note else [])]
 
 
-def _label(paths: Sequence[str]) -> str:
-    """Return paths in short; those that differ in their last component only share the rest: "layers.{0-2,4}"."""
+def label_paths(paths: Sequence[str]) -> str:
+    """Return paths in short; those that differ in their last component only share the rest.
+
+    Example:
+        >>> label_paths(["layers.0", "layers.1", "layers.2", "layers.4"])
+        'layers.{0-2,4}'
+    """
     members: dict[str, list[str]] = {}
     for path in compress_paths(paths):
         stem, _, last = path.rpartition(".")

@@ -12,13 +12,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from recollect.planning.script import BULK, WINDOW, Key, Script, ScriptOp, rounded_bytes
 from recollect.planning.windows import Window
 from recollect.profile.events import BACKWARD, DIES, FORWARD, OP, PHASE, PHASE_NAMES, RELEASE, RETURN, SAVE, USE
 from recollect.profile.graph import OpRecord, Profile
 from recollect.replay import Node, Value
+
+Owner: TypeAlias = tuple[int, int]
+"""Whose bytes: the `Key` of a value, or one of the following, with the number of the storage or call."""
+OUTSIDE = -1
+GENERATOR = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +86,15 @@ def simulate(
     """
     if len(decisions) != len(profile.calls):
         raise ValueError(f"got {len(decisions)} decisions for {len(profile.calls)} unit calls, expected one for each")
-    return _Playback(script or Script(profile, windows), decisions).run()
+    return Playback(script or Script(profile, windows), decisions).run()
 
 
-class _Token:
+class Token:
     """Bytes that are alive as long as somebody refers to this object."""
 
     __slots__ = ("nbytes", "playback")
 
-    def __init__(self, playback: _Playback, nbytes: int) -> None:
+    def __init__(self, playback: Playback, nbytes: int, owner: Owner) -> None:
         self.playback = playback
         self.nbytes = nbytes
         # Written out, as it runs for each value of each simulation: `allocate`.
@@ -101,7 +106,11 @@ class _Token:
         self.playback.alive_bytes -= self.nbytes
 
 
-class _Playback:
+class Playback:
+    """Plays a step back under a plan; `planning/lifetimes.py` derives from it, to see who owns which bytes when."""
+
+    token_type: Callable[[Any, int, Owner], Token] = Token
+
     def __init__(self, script: Script, decisions: Sequence[CallDecision]) -> None:
         self.script = script
         self.profile = profile = script.profile
@@ -120,7 +129,7 @@ class _Playback:
         self.call = -1
         self.is_recomputing = ""
         # A number of bytes in place of a token where nobody can hold on to it.
-        self.tensors: dict[Key, _Token | int] = {}
+        self.tensors: dict[Key, Token | int] = {}
         self.dropped: dict[Key, Value] = {}
         # Values that hold a tensor which an op will write to: they get a private copy then.
         self.leaves: dict[Key, list[weakref.ref[Value]]] = {}
@@ -128,7 +137,14 @@ class _Playback:
 
     def run(self) -> Simulation:
         """Play everything back."""
-        play: dict[int, Callable[..., None]] = {
+        play = self.actions()
+        for code, operands in self.script.instructions:
+            play[code](*operands)
+        return self._finished()
+
+    def actions(self) -> dict[int, Callable[..., None]]:
+        """Return what to do for each code of the script."""
+        return {
             BULK: self._bulk,
             WINDOW: self._end_window,
             OP: self._op,
@@ -139,8 +155,8 @@ class _Playback:
             RETURN: self._return,
             PHASE: self._begin_phase,
         }
-        for code, operands in self.script.instructions:
-            play[code](*operands)
+
+    def _finished(self) -> Simulation:
         self._end_window()
         # The calibration was measured on forward and backward; the optimizer step has no part in it.
         calibration_bytes = (self.profile.calibration_bytes, self.profile.calibration_bytes, 0)
@@ -166,9 +182,10 @@ class _Playback:
             self.peaks_bytes[self.phase] = self.alive_bytes
             self.peaks_at[self.phase] = (self.call, self.is_recomputing)
 
-    def work(self, nbytes: int) -> None:
-        """An op runs in so many bytes, results included: they are alive together, if only for a moment."""
-        self._bulk(nbytes, 0)
+    def work(self, op: OpRecord) -> None:
+        """Run an op in its working memory, results included: all that is alive together, if only for a moment."""
+        if op.working_bytes:
+            self._bulk(op.working_bytes, 0)
 
     def _bulk(self, most_bytes: int, change_bytes: int) -> None:
         if self.alive_bytes + most_bytes > self.window_peak_bytes:
@@ -181,9 +198,9 @@ class _Playback:
         self.window_peaks.append(self.window_peak_bytes)
         self.window_peak_bytes = self.alive_bytes
 
-    def token(self, nbytes: int) -> _Token:
+    def token(self, nbytes: int, owner: Owner) -> Token:
         """Return what holds so many bytes."""
-        return _Token(self, rounded_bytes(self.profile, nbytes))
+        return self.token_type(self, rounded_bytes(self.profile, nbytes), owner)
 
     def _op(self, call: int, run: ScriptOp) -> None:
         op = run.op
@@ -200,10 +217,10 @@ class _Playback:
                 self.tensors[key] = nbytes
                 self._bulk(nbytes, nbytes)
             else:
-                self.tensors[key] = _Token(self, nbytes)
+                self.tensors[key] = self.token_type(self, nbytes, key)
         if drops.isdisjoint(op.outputs):
             return
-        node = Node(_Rerun(self, op, run.sizes), self._values(run.inputs))
+        node = Node(Rerun(self, run, run.sizes), self._values(run.inputs))
         for value in op.outputs:
             self._record(call, value, node if value in drops else None, node)
 
@@ -211,15 +228,15 @@ class _Playback:
         op = run.op
         old, new = (call, op.inputs[0]), (call, op.outputs[0])
         token = self.tensors.pop(old, None)
-        if not isinstance(token, _Token):
+        if not isinstance(token, Token):
             return
         for reference in self.leaves.pop(old, ()):
             leaf = reference()
             if leaf is not None:
-                leaf.tensor = _Token(self, token.nbytes)
+                leaf.tensor = self.token_type(self, token.nbytes, old)
         node = None
         if new[1] in drops and old in self.dropped:
-            node = Node(_Rerun(self, op, (token.nbytes,)), self._values(run.inputs), mutates=True)
+            node = Node(Rerun(self, run, (token.nbytes,)), self._values(run.inputs), mutates=True)
         self.dropped.pop(old, None)
         self.tensors[new] = token
         if node is not None:
@@ -306,31 +323,39 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-class _Rerun:
+class Rerun:
     """Runs an op again: makes its results' bytes anew and counts its time."""
 
-    __slots__ = ("op", "playback", "sizes", "state")
+    __slots__ = ("op", "playback", "results", "sizes", "state")
 
-    def __init__(self, playback: _Playback, op: OpRecord, sizes: Sequence[int]) -> None:
+    def __init__(self, playback: Playback, run: ScriptOp, sizes: Sequence[int]) -> None:
         self.playback = playback
-        self.op = op
+        self.op = run.op
+        self.results = run.results
         self.sizes = sizes
-        self.state = playback.token(op.state_bytes) if op.state_bytes else None
+        self.state = self._new_state()
+
+    def _new_state(self) -> Token | None:
+        if not self.op.state_bytes:
+            return None
+        return self.playback.token(self.op.state_bytes, (GENERATOR, self.results[0][0][0]))
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
+        """Run it, as `recollect.replay` asks."""
         playback = self.playback
         playback.recompute_s += self.op.time_s
         playback.recomputed_ops += 1
         playback.is_recomputing = self.op.name
         # The generator's present state is put aside while the op runs from the old one.
-        present_state = playback.token(self.op.state_bytes) if self.state is not None else None
+        present_state = self._new_state()
         results = self._results(tensors, may_overwrite_first)
         del present_state
         return results
 
     def _results(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
         playback = self.playback
-        playback.work(self.op.working_bytes)
+        playback.work(self.op)
         if self.op.mutates and may_overwrite_first:
             return (tensors[0],)
-        return tuple([_Token(playback, nbytes) for nbytes in self.sizes])
+        results = zip(self.results, self.sizes, strict=True)
+        return tuple([playback.token_type(playback, nbytes, key) for (key, _), nbytes in results])

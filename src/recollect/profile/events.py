@@ -7,7 +7,7 @@ number of its own. "Dies" means that nothing outside of the tape refers to the s
 |---|---|
 | `(ALLOC, storage, nbytes)` | a storage outside of the unit calls' forward was made |
 | `(FREE, storage)` | it died |
-| `(WORK, run)` | an op outside of the units' forward runs; `run` is replaced by the bytes that it works in |
+| `(WORK, run)` | an op outside of the units' forward runs; in a profile `(WORK, nbytes, time_ns)`: what it works in, its time |
 | `(SUM, storage, addend, nbytes)` | autograd added a gradient to an earlier one, in a new storage |
 | `(OP, call, op)` | an op of a unit's forward ran: its results were made |
 | `(DIES, call, value)` | the storage of a value died |

@@ -215,16 +215,17 @@ def _assemble(recorder: StepRecorder, costs: Costs, layers: set[str], **facts: A
 
 
 def _resolved(recorder: StepRecorder, costs: Costs) -> tuple[tuple[int, ...], ...]:
-    """The events as a step without recorder has them: bytes instead of op numbers, gradients added up in place."""
+    """The events as a step without recorder has them: bytes and times instead of op numbers, gradients added up in place."""
     resolved: list[tuple[int, ...]] = []
     same: dict[int, int] = {}
     recorded = recorder.events
     for position, (code, *rest) in enumerate(recorded):
         following = recorded[position + 1] if position + 1 < len(recorded) else ()
         if code == events.WORK:
+            run = recorder.other_runs[rest[0]]
             # The sum's own memory is told by SUM.
-            if not following or following[0] != events.SUM:
-                resolved.append((code, costs.working_bytes_of(recorder.other_runs[rest[0]])))
+            is_sum = bool(following) and following[0] == events.SUM
+            resolved.append((code, 0 if is_sum else costs.working_bytes_of(run), round(1e9 * costs.seconds_of(run))))
         elif code == events.SUM:
             storage, addend, nbytes = rest
             if following == (events.FREE, addend):

@@ -1,0 +1,177 @@
+"""The memory of a step over time: it adds up to what the simulator predicts, to the byte, and says what the bytes are."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import recollect
+from recollect.plan import Plan, UnitPlan
+from recollect.planning.decisions import decide, recompute_all_unit
+from recollect.planning.lifetimes import LOSS, lifetimes
+from recollect.planning.simulate import GENERATOR, simulate
+from recollect.planning.timeline import CATEGORIES, PHASES, AliveItem, PeakReport
+from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
+from recollect.profile.graph import Profile, StepLog
+from small_llama import batch_of, llama
+from synthetic_step import random_step
+
+
+class Block(nn.Module):
+    """Dropout, whose random generator's states have to be held, and an op that writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.dropout(functional.relu(self.up(x), inplace=True), 0.1))
+
+
+@pytest.fixture(scope="module")
+def measured() -> Profile:
+    model = llama()
+    return recollect.record(model, batch_of(), optimizer=torch.optim.AdamW(model.parameters()))
+
+
+@pytest.fixture(scope="module")
+def accumulating() -> Profile:
+    return recollect.record(llama(), batch_of(), fake=True, accumulates_gradients=True)
+
+
+@pytest.fixture(scope="module")
+def random_ops() -> Profile:
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    return recollect.record(model, torch.randn(256, 32), loss_fn=lambda output: output.square().mean())
+
+
+def plans(profile: Profile) -> list[Plan]:
+    least = recollect.frontier(profile).points[0].plan
+    everything = Plan({call.path: recompute_all_unit(profile.graph_of(call), output="keep") for call in profile.calls})
+    return [
+        Plan({}),
+        recollect.classic_plan(profile, "full"),
+        recollect.classic_plan(profile, "every_nth", 2),
+        recollect.plan(profile, "85%"),
+        least,
+        everything,
+    ]
+
+
+@pytest.mark.parametrize("name", ["measured", "accumulating", "random_ops"])
+def test_categories_add_up_to_the_predicted_peak(name: str, request: pytest.FixtureRequest) -> None:
+    profile: Profile = request.getfixturevalue(name)
+    for plan in plans(profile):
+        simulation = simulate(profile, decide(profile, plan))
+        found = recollect.timeline(profile, plan)
+        assert int(found.total_bytes.max()) == simulation.peak_bytes
+        assert int(found.total_bytes[found.peak]) == simulation.peak_bytes
+        assert sum(item.nbytes for item in found.report.items) == simulation.peak_bytes == found.report.peak_bytes
+        assert found.report.by_category == {
+            category: int(nbytes[found.peak]) for category, nbytes in found.bytes_of.items() if nbytes[found.peak]
+        }
+        assert found.report.where == simulation.peak_note
+        assert all(int(nbytes.min()) >= 0 for nbytes in found.bytes_of.values())
+
+
+def test_random_steps_add_up() -> None:
+    for seed in range(60):
+        profile = random_step(seed, num_values=6, num_units=2, state_bytes=7)
+        for actions in itertools.product(("keep", "recompute"), repeat=2):
+            units = {
+                call.path: UnitPlan(
+                    {
+                        value.name: actions[index % 2]
+                        for index, value in enumerate(profile.graph_of(call).values)
+                        if value.producer is not None
+                    }
+                )
+                for call in profile.calls
+            }
+            plan = Plan(units)
+            assert lifetimes(profile, decide(profile, plan)).simulation == simulate(profile, decide(profile, plan))
+            found = recollect.timeline(profile, plan)
+            assert int(found.total_bytes.max()) == simulate(profile, decide(profile, plan)).peak_bytes, seed
+            assert sum(item.nbytes for item in found.report.items) == found.report.peak_bytes, seed
+
+
+def test_time_goes_on_as_predicted(measured: Profile) -> None:
+    for plan in plans(measured):
+        found = recollect.timeline(measured, plan)
+        recompute_s = simulate(measured, decide(measured, plan)).recompute_s
+        assert found.has_times
+        assert np.all(np.diff(found.time_s) >= 0)
+        # Times outside of the units are whole nanoseconds; a step has about a thousand of them.
+        assert found.time_s[-1] == pytest.approx(measured.step_s + recompute_s, abs=1e-6)
+        phases = [phase for phase, _ in itertools.groupby(found.phases.tolist())]
+        assert phases == [FORWARD, LOSS, BACKWARD, OPTIMIZER]
+
+
+def test_profile_without_times_outside_of_the_units(measured: Profile) -> None:
+    """As recorded by the first version: the rest of the step is spread over the ops outside."""
+    blocks = tuple(tuple(e[:2] if e[0] == WORK else e for e in block) for block in measured.log.blocks)
+    old = replace(measured, log=StepLog(blocks, measured.log.sequence))
+    found = recollect.timeline(old, Plan({}))
+    assert not found.has_times
+    assert found.time_s[-1] == pytest.approx(measured.step_s)
+    assert found.report == recollect.explain_peak(measured, Plan({}))
+
+
+def test_gradients_and_optimizer_are_told_apart(measured: Profile, accumulating: Profile) -> None:
+    found = recollect.timeline(measured, recollect.classic_plan(measured, "full"))
+    parameters = sum(parameter.nbytes for parameter in llama().parameters())
+    at_end = {category: int(nbytes[-1]) for category, nbytes in found.bytes_of.items()}
+    assert at_end["gradients"] == at_end["parameters"] == parameters
+    # Two moments of the size of the parameters, and a step counter for each.
+    assert 2 * parameters <= at_end["optimizer state"] < 2.01 * parameters
+    assert int(found.bytes_of["gradients"][0]) == 0
+    assert not any(at_end[category] for category in ("kept values", "recomputed values", "working memory"))
+    before = recollect.timeline(accumulating, Plan({})).bytes_of["gradients"]
+    assert int(before[0]) == int(before[-1]) == parameters
+
+
+def test_recomputed_and_kept_values_are_told_apart(measured: Profile) -> None:
+    kept_all = recollect.timeline(measured, Plan({}))
+    assert not kept_all.bytes_of["recomputed values"].any()
+    full = recollect.timeline(measured, recollect.classic_plan(measured, "full"))
+    assert full.bytes_of["recomputed values"].any()
+    is_forward = (full.phases == FORWARD) | (full.phases == LOSS)
+    assert not full.bytes_of["recomputed values"][is_forward].any()
+    at_backward = int(np.argmax(full.phases == BACKWARD))
+    assert full.bytes_of["kept values"][at_backward] < 0.3 * kept_all.bytes_of["kept values"][at_backward]
+    assert any(item.name == "layers.0-3 up_proj" for item in kept_all.report.items)
+
+
+def test_generator_states_are_kept_values(random_ops: Profile) -> None:
+    """Dropped dropout masks leave the state that makes them again."""
+    every = Plan({call.path: recompute_all_unit(random_ops.graph_of(call)) for call in random_ops.calls})
+    states = [s for s in lifetimes(random_ops, decide(random_ops, every)).storages if s.owner[0] == GENERATOR]
+    assert states
+    kept_bytes = int(recollect.timeline(random_ops, every).bytes_of["kept values"].max())
+    assert kept_bytes >= sum(state.nbytes for state in states if not state.recomputed)
+    names = {item.name for item in recollect.explain_peak(random_ops, every).items}
+    assert any(name.endswith("states of the random generator") for name in names), names
+
+
+def test_moments_have_a_place(measured: Profile) -> None:
+    found = recollect.timeline(measured, recollect.classic_plan(measured, "full"))
+    places = {found.where(moment) for moment in range(len(found.time_s))}
+    assert {"forward of layers.3", "loss", "backward of layers.0", "optimizer step"} <= places
+    assert set(found.bytes_of) == set(CATEGORIES)
+    assert set(found.phases.tolist()) == set(PHASES)
+
+
+def test_report_is_a_table() -> None:
+    items = (AliveItem("parameters", "parameters", 2048), AliveItem("kept values", "layers.0-1 up", 1024))
+    assert str(PeakReport(3072, "forward of layers.1", items)).splitlines() == [
+        "3.0 KiB alive at the peak: forward of layers.1",
+        "   2.0 KiB  parameters",
+        "   1.0 KiB  kept values",
+        "               1.0 KiB  layers.0-1 up",
+    ]
