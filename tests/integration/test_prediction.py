@@ -1,4 +1,4 @@
-"""Predicted peaks against measured ones, on whole training steps with AdamW: every model of the zoo, any kind of plan.
+"""Predicted peaks against measured ones, on whole training steps: every model of the zoo, any kind of plan.
 
 A batch here is eight times that of the zoo, so that activations are the larger part of memory.
 """
@@ -33,14 +33,14 @@ pytestmark = pytest.mark.integration
 
 IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FRACTIONS = (0.0, 0.3, 0.6, 1.0)
+MORE_FRACTIONS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0)
 NUM_RANDOM_PLANS = 3
 
-# Of the whole peak. What is off is memory that is counted for longer than it lives: tensors that the model's own code makes
-# between units and that a unit reads (GPT-2's sum of embeddings in front of a dropout, attention masks).
-TOLERANCE = 0.02
-CLOSE = 0.005
-# Nothing is left out but scalars, and room for these is added.
-UNDERESTIMATE = 0.001
+# What is left out are scalars that PyTorch makes out of sight (24 bytes here). A KiB is added for them, and the recorded
+# step, by which the prediction is calibrated, may have had a few kernels' workspaces more alive at its peak.
+MOST_OVER_BYTES = 4096
+# T5 with every second layer's output dropped is the one trial that is under, by 2432 bytes: 0.1 % of its peak.
+MOST_UNDER_BYTES = 2500
 
 
 def larger(batch: Batch, times: int = 8) -> Batch:
@@ -75,7 +75,8 @@ LAYERS = tuple(f"layers.{i}" for i in range(4))
 REFERENCE = Case("reference", _reference_llama, _reference_batch, LAYERS, _loss)
 GPT2 = Case("gpt2_6_layers", _larger_gpt2, ZOO["gpt2"].batch, tuple(f"transformer.h.{i}" for i in range(6)))
 CASES = {**ZOO, REFERENCE.name: REFERENCE, GPT2.name: GPT2}
-CLOSE_CASES = ("reference", "llama", "mixtral", "deepseek_v3")
+# With more budgets, and without an optimizer too, so that activations alone decide where the peak is.
+MAIN_CASES = ("reference", "llama", "mixtral", "deepseek_v3", "gpt2_6_layers")
 
 
 @dataclass
@@ -90,12 +91,12 @@ class Trial:
 
 @dataclass
 class Experiment:
-    """One model with AdamW, recorded, and its trials by name."""
+    """One model, with AdamW or without optimizer, recorded, and its trials by name."""
 
     case: Case
     model: nn.Module
     batch: Batch
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
     profile: Profile
     plain: Step
     trials: dict[str, Trial] = field(default_factory=dict)
@@ -109,34 +110,35 @@ class Experiment:
         self.trials[name] = Trial(predicted_bytes, measured_bytes, plan.budget_bytes, step)
 
     def peak_bytes(self) -> int:
-        """The measured peak of forward, backward and optimizer step, with all that is there before the step."""
+        """The measured peak of forward, backward and any optimizer step, with all that is there before the step."""
         for parameter in self.model.parameters():
             parameter.grad = None
 
         def step() -> None:
             loss_of(call(self.model, self.batch), self.case.loss_fn).backward()
-            self.optimizer.step()
+            if self.optimizer is not None:
+                self.optimizer.step()
 
         return self.profile.persistent_bytes + measure_peak(step, device="cpu").peak_growth_bytes
 
 
-def experiment(case: Case) -> Experiment:
+def experiment(case: Case, *, with_optimizer: bool = True) -> Experiment:
     model, batch = case.model(), larger(case.data())
     # With this learning rate weights and routing stay what they were, step after step.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0) if with_optimizer else None
     profile = recollect.record(model, batch, optimizer=optimizer, loss_fn=case.loss_fn)
     made = Experiment(case, model, batch, optimizer, profile, gradients(model, batch, case.loss_fn))
     made.peak_bytes()  # The first step makes the optimizer's state.
     return made
 
 
-def budgets(profile: Profile) -> list[int]:
+def budgets(profile: Profile, fractions: tuple[float, ...]) -> list[int]:
     """Budgets from the least peak to that of keeping everything."""
     most = recollect.classic_plan(profile, "keep_all").predicted_peak_bytes or 0
     with pytest.raises(BudgetTooSmallError) as refused:
         recollect.plan(profile, 1)
     least = refused.value.least_peak_bytes
-    return [round(least + fraction * (most - least)) for fraction in FRACTIONS]
+    return [round(least + fraction * (most - least)) for fraction in fractions]
 
 
 def random_plan(profile: Profile, seed: int) -> Plan:
@@ -158,14 +160,18 @@ def random_plan(profile: Profile, seed: int) -> Plan:
     return Plan(units)
 
 
-@pytest.fixture(scope="module", params=CASES)
+VARIANTS = [(name, True) for name in CASES] + [(name, False) for name in MAIN_CASES]
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=lambda v: v[0] if v[1] else f"{v[0]}-no_optimizer")
 def tried(request: pytest.FixtureRequest, few_objects: None) -> Iterator[Experiment]:  # noqa: F811
     """Each model under planned, classic and random plans."""
-    CASES[request.param].model()  # Loads its code, which the meter then need not look at.
+    name, with_optimizer = request.param
+    CASES[name].model()  # Loads its code, which the meter then need not look at.
     gc.collect()
     gc.freeze()
-    made = experiment(CASES[request.param])
-    for budget in budgets(made.profile):
+    made = experiment(CASES[name], with_optimizer=with_optimizer)
+    for budget in budgets(made.profile, MORE_FRACTIONS if name in MAIN_CASES else FRACTIONS):
         made.try_plan(f"budget {budget}", recollect.plan(made.profile, budget))
     made.try_plan("full", recollect.classic_plan(made.profile, "full"))
     made.try_plan("keep all", recollect.classic_plan(made.profile, "keep_all"))
@@ -177,9 +183,8 @@ def tried(request: pytest.FixtureRequest, few_objects: None) -> Iterator[Experim
 
 
 def test_measured_peak_is_what_was_predicted(tried: Experiment) -> None:
-    tolerance = CLOSE if tried.case.name in CLOSE_CASES else TOLERANCE
-    off = {name: trial.measured_bytes / trial.predicted_bytes - 1 for name, trial in tried.trials.items()}
-    assert {name: f"{share:+.2%}" for name, share in off.items() if not -tolerance < share < UNDERESTIMATE} == {}
+    off_bytes = {name: trial.measured_bytes - trial.predicted_bytes for name, trial in tried.trials.items()}
+    assert {name: off for name, off in off_bytes.items() if not -MOST_OVER_BYTES <= off <= MOST_UNDER_BYTES} == {}
 
 
 def test_measured_peak_is_within_the_budget(tried: Experiment) -> None:
@@ -208,7 +213,7 @@ def test_gradients_are_equal(tried: Experiment) -> None:
 
 
 def test_what_is_there_before_the_step(tried: Experiment) -> None:
-    state = [t for s in tried.optimizer.state.values() for t in s.values()]
+    state = [t for s in tried.optimizer.state.values() for t in s.values()] if tried.optimizer is not None else []
     assert dict(tried.profile.persistent) == {
         "parameters": storage_bytes(tried.model.parameters()),
         "gradients": 0,
@@ -271,7 +276,7 @@ def test_plans_made_by_hand(name: str, make: Callable[[Profile], Plan]) -> None:
     made = experiment(CASES[name])
     made.try_plan("by hand", make(made.profile))
     trial = made.trials["by hand"]
-    assert trial.measured_bytes == pytest.approx(trial.predicted_bytes, rel=CLOSE)
+    assert -MOST_OVER_BYTES <= trial.measured_bytes - trial.predicted_bytes <= 0
     assert_same_gradients(made.plain, trial.step)
 
 
@@ -286,7 +291,7 @@ def test_gradients_that_exist_already() -> None:
             growth = measure_peak(lambda: _loss(call(made.model, made.batch)).backward()).peak_growth_bytes
         simulation = simulate(profile, decide(profile, plan))
         predicted = max(simulation.forward_peak_bytes, simulation.backward_peak_bytes) + profile.calibration_bytes
-        assert profile.persistent_bytes + growth == pytest.approx(predicted, rel=CLOSE)
+        assert -MOST_OVER_BYTES <= profile.persistent_bytes + growth - predicted <= 0
 
 
 def test_bf16() -> None:
@@ -296,7 +301,7 @@ def test_bf16() -> None:
     made = experiment(Case("bf16", build, _reference_batch, LAYERS, _loss))
     for name in ("keep_all", "full", "sqrt"):
         made.try_plan(name, recollect.classic_plan(made.profile, name))  # type: ignore[arg-type]
-        assert made.trials[name].measured_bytes == pytest.approx(made.trials[name].predicted_bytes, rel=CLOSE)
+        assert -MOST_OVER_BYTES <= made.trials[name].measured_bytes - made.trials[name].predicted_bytes <= 0
         assert_same_gradients(made.plain, made.trials[name].step)
 
 
@@ -314,4 +319,4 @@ def test_no_optimizer_and_frozen_embedding() -> None:
         model.zero_grad()
         with recollect.apply(model, plan):
             growth = measure_peak(step).peak_growth_bytes
-        assert profile.persistent_bytes + growth == pytest.approx(plan.predicted_peak_bytes, rel=CLOSE)
+        assert -MOST_OVER_BYTES <= profile.persistent_bytes + growth - (plan.predicted_peak_bytes or 0) <= 0

@@ -30,7 +30,7 @@ def profile() -> Profile:
         (LEAF, ValueRecord("op", 4, producer=0, **flags)), (OpRecord("op", (0,), (1,), 1e-5, mutates=True),)
     )
     plain = stack(2, graph=graph)
-    calls = (*plain.calls[:2], replace(plain.calls[2], origins=((0, 1, 1),)), *plain.calls[3:])
+    calls = (*plain.calls[:2], replace(plain.calls[2], origins=((0, 1, 1),), outside=((1, 5),)), *plain.calls[3:])
     return replace(plain, calls=calls, log=LOG, fake=True, device="cuda:0", device_name="H100", calibration_bytes=-12)
 
 
@@ -153,6 +153,14 @@ def edited(**changes: Any) -> str:
         (
             edited(calls=[{"path": "a", "graph": 0, "origins": [[1, 2]]}]),
             r"calls\[0\]\.origins\[0\]: got \[1, 2\], expected \[value, call, value of that call\]",
+        ),
+        (
+            edited(calls=[{"path": "a", "graph": 0, "outside": [[1, 2, 3]]}]),
+            r"calls\[0\]\.outside\[0\]: got \[1, 2, 3\], expected \[value, storage\]",
+        ),
+        (
+            edited(calls=[{"path": "a", "graph": 0, "outside": [[99, 2]]}]),
+            r"document: call 0 \('a'\): outside \(99, 2\) is of a value that is not there",
         ),
         (edited(log={"blocks": [], "sequence": [[0, 0]]}), "log: sequence entry 0: block 0"),
         (

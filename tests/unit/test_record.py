@@ -160,6 +160,29 @@ def test_layer_by_hand() -> None:
     assert first.chained and [origin[1] for origin in second.origins] == [profile.calls.index(first)]
 
 
+def test_what_is_made_between_units_lives_as_long_as_a_unit_needs_it() -> None:
+    """A unit's input that the model's own code made: without a plan's help it dies when the model lets go of it."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            for layer in self.layers:
+                hidden = layer(hidden * 2)
+            return hidden
+
+    units = ["layers.0", "layers.1"]
+    profile = recollect.record(Scaled(), torch.randn(4, 8), loss_fn=mean_square, units=units)
+    second = profile.calls[1]
+    ((value, storage),) = second.outside
+    assert profile.graph_of(second).values[value].nbytes == 4 * 8 * 4
+    logged = [event for block in profile.log.blocks for event in block]
+    assert (events.SAVE, 1, value) in [event[:3] for event in logged]  # by the linear layer, for its weight's gradient
+    assert logged.index((events.FREE, storage)) < logged.index((events.PHASE, events.BACKWARD))
+
+
 def test_shared_layer_is_one_unit_with_several_calls() -> None:
     class Universal(nn.Module):
         def __init__(self) -> None:

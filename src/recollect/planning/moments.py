@@ -102,7 +102,11 @@ class _Scan:
         self._events = [event for block, _ in profile.log.sequence for event in profile.log.blocks[block]]
         self._last_use = {event[1]: at for at, event in enumerate(self._events) if event[0] == USE}
         self._origins = [{value: (c, v) for value, c, v in call.origins} for call in profile.calls]
+        self._outside = [dict(call.outside) for call in profile.calls]
+        # Of storages outside of the units: their bytes, and who holds them (the model's code, and what autograd saved).
         self._storages: dict[int, int] = {}
+        self._holders: dict[int, int] = {}
+        self._borrowed: dict[int, int] = {}
         self._handles: dict[int, _Key] = {}
         self._in_use: set[int] = set()
         self._undead: set[_Key] = set()
@@ -172,10 +176,14 @@ class _Scan:
 
     def _alloc(self, _: int, storage: int, nbytes: int) -> None:
         self._storages[storage] = rounded_bytes(self._profile, nbytes)
+        self._holders[storage] = 1
         self._alive_bytes += self._storages[storage]
 
     def _free(self, _: int, storage: int) -> None:
-        self._alive_bytes -= self._storages.pop(storage)
+        self._holders[storage] -= 1
+        if not self._holders[storage]:
+            del self._holders[storage]
+            self._alive_bytes -= self._storages.pop(storage)
 
     def _op(self, _: int, call: int, op_index: int) -> None:
         op = self._profile.graph_of(self._profile.calls[call]).ops[op_index]
@@ -199,6 +207,10 @@ class _Scan:
         return True
 
     def _save(self, position: int, call: int, value: int, handle: int, saver: int) -> None:
+        storage = self._outside[call].get(value, -1)
+        if storage in self._holders:
+            self._borrowed[handle] = storage
+            self._holders[storage] += 1
         key = self._origins[call].get(value, (call, value))
         # What the simulator does not hold at this point costs no bytes there: parameters, what the batch brought.
         if key in self._undead:
@@ -217,6 +229,8 @@ class _Scan:
             self._count(self._waiting, key, -1)
 
     def _release(self, _: int, handle: int) -> None:
+        if handle in self._borrowed:
+            self._free(0, self._borrowed.pop(handle))
         key = self._handles.pop(handle, None)
         if key is not None and handle in self._in_use:
             self._in_use.remove(handle)

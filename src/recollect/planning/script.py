@@ -27,7 +27,7 @@ _CUDA_BLOCK_BYTES = 512
 
 Instruction = tuple[int, tuple[Any, ...]]
 Key = tuple[int, int]
-"""A value: the call that computed it, and its index there."""
+"""A value: the call that computed it, and its index there; or (-1, number of a storage) for what no unit made."""
 
 
 def rounded_bytes(profile: Profile, nbytes: int) -> int:
@@ -61,8 +61,8 @@ class Script:
         windows: stretches of the step whose peaks are asked for.
 
     Attributes:
-        instructions: (code, operands): events as in `recollect.profile.events`, in which an op is a `ScriptOp` and a value a
-            `Key`, with runs of what no plan changes as one `BULK`.
+        instructions: (code, operands): events as in `recollect.profile.events`, in which an op is a `ScriptOp`, a value or a
+            storage a `Key`, with runs of what no plan changes as one `BULK`.
         lasting: for each call, the values whose bytes somebody besides the unit's ops may hold on to, under some plan.
         written: values whose bytes an op writes to later.
     """
@@ -77,7 +77,12 @@ class Script:
             for i, value in enumerate(profile.graph_of(call).values)
             if value.mutated_later
         )
-        self._origins = [{value: (c, v) for value, c, v in call.origins} for call in profile.calls]
+        self._origins = [
+            {value: (c, v) for value, c, v in call.origins} | {value: (-1, storage) for value, storage in call.outside}
+            for call in profile.calls
+        ]
+        # Storages outside of the units that a plan may make live longer.
+        self._borrowed = frozenset(storage for call in profile.calls for _, storage in call.outside)
         self.instructions = list(self._instructions())
         self._counted: dict[tuple[int, frozenset[int]], frozenset[int]] = {}
 
@@ -100,26 +105,34 @@ class Script:
         for position, event in enumerate(events):
             code = event[0]
             is_window = position == next_start
-            if (is_window or code not in (ALLOC, FREE, WORK)) and (change_bytes or most_bytes):
+            is_bulk = code in (ALLOC, FREE, WORK) and not self._is_of_borrowed(event)
+            if (is_window or not is_bulk) and (change_bytes or most_bytes):
                 yield BULK, (most_bytes, change_bytes)
                 change_bytes = most_bytes = 0
             if is_window:
                 yield WINDOW, ()
                 next_start = next(starts)
-            if code == ALLOC:
+            if not is_bulk:
+                yield code, self._operands(event)
+            elif code == ALLOC:
                 sizes[event[1]] = rounded_bytes(self.profile, event[2])
                 change_bytes += sizes[event[1]]
                 most_bytes = max(most_bytes, change_bytes)
             elif code == FREE:
                 change_bytes -= sizes.pop(event[1])
-            elif code == WORK:
-                most_bytes = max(most_bytes, change_bytes + event[1])
             else:
-                yield code, self._operands(event)
+                most_bytes = max(most_bytes, change_bytes + event[1])
         if change_bytes or most_bytes:
             yield BULK, (most_bytes, change_bytes)
 
+    def _is_of_borrowed(self, event: tuple[int, ...]) -> bool:
+        return event[0] != WORK and event[1] in self._borrowed
+
     def _operands(self, event: tuple[int, ...]) -> tuple[Any, ...]:
+        if event[0] == ALLOC:
+            return (-1, event[1]), rounded_bytes(self.profile, event[2])
+        if event[0] == FREE:
+            return ((-1, event[1]),)
         if event[0] == DIES:
             return (event[1:],)
         if event[0] == SAVE:

@@ -16,7 +16,20 @@ from typing import Any, TypeAlias
 
 from recollect.planning.script import BULK, WINDOW, Key, Script, ScriptOp, rounded_bytes
 from recollect.planning.windows import Window
-from recollect.profile.events import BACKWARD, DIES, FORWARD, OP, PHASE, PHASE_NAMES, RELEASE, RETURN, SAVE, USE
+from recollect.profile.events import (
+    ALLOC,
+    BACKWARD,
+    DIES,
+    FORWARD,
+    FREE,
+    OP,
+    PHASE,
+    PHASE_NAMES,
+    RELEASE,
+    RETURN,
+    SAVE,
+    USE,
+)
 from recollect.profile.graph import OpRecord, Profile
 from recollect.replay import Node, Value
 
@@ -147,6 +160,8 @@ class Playback:
         return {
             BULK: self._bulk,
             WINDOW: self._end_window,
+            ALLOC: self._alloc,
+            FREE: self._dies,
             OP: self._op,
             DIES: self._dies,
             SAVE: self._save,
@@ -201,6 +216,9 @@ class Playback:
     def token(self, nbytes: int, owner: Owner) -> Token:
         """Return what holds so many bytes."""
         return self.token_type(self, rounded_bytes(self.profile, nbytes), owner)
+
+    def _alloc(self, key: Key, nbytes: int) -> None:
+        self.tensors[key] = _Token(self, nbytes)
 
     def _op(self, call: int, run: ScriptOp) -> None:
         op = run.op

@@ -38,6 +38,7 @@ def encode_profile(profile: Profile) -> str:
                 "graph": call.graph,
                 **_encode_flags(call, _CALL_FLAGS),
                 **({"origins": call.origins} if call.origins else {}),
+                **({"outside": call.outside} if call.outside else {}),
             }
             for call in profile.calls
         ],
@@ -134,11 +135,12 @@ def _decode_value(value: Field) -> ValueRecord:
 
 
 def _decode_call(call: Field) -> UnitCall:
-    origins = call.find("origins")
+    origins, outside = call.find("origins"), call.find("outside")
     return UnitCall(
         path=call.get("path").text(),
         graph=call.get("graph").integer(least=0),
         origins=() if origins is None else tuple(_decode_origin(origin) for origin in origins.array()),
+        outside=() if outside is None else tuple(_decode_outside(entry) for entry in outside.array()),
         **_decode_flags(call, _CALL_FLAGS),
     )
 
@@ -148,6 +150,13 @@ def _decode_origin(origin: Field) -> tuple[int, int, int]:
     if len(numbers) != 3:
         raise origin.error(f"{origin.where}: got {list(numbers)}, expected [value, call, value of that call]")
     return numbers[0], numbers[1], numbers[2]
+
+
+def _decode_outside(entry: Field) -> tuple[int, int]:
+    numbers = entry.integers()
+    if len(numbers) != 2:
+        raise entry.error(f"{entry.where}: got {list(numbers)}, expected [value, storage]")
+    return numbers[0], numbers[1]
 
 
 def _decode_flags(record: Field, names: tuple[str, ...]) -> dict[str, bool]:

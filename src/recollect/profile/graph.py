@@ -156,6 +156,7 @@ class UnitCall:
         chained: the unit's output is an input of the next call in `Profile.calls`, so that this output may be dropped
             and computed again from an earlier unit's input.
         origins: for each value of the graph that another call computed: (value, index of that call, its value there).
+        outside: for each value of the graph that was made between units: (value, number of its storage in the log).
     """
 
     path: str
@@ -163,6 +164,7 @@ class UnitCall:
     repeated: bool = False
     chained: bool = False
     origins: tuple[tuple[int, int, int], ...] = ()
+    outside: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +242,10 @@ class Profile:
                 raise ValueError(f"{what}: graph {call.graph}, expected 0 to {len(self.graphs) - 1}")
             for origin in call.origins:
                 self._check_origin(f"call {index} ({call.path!r}): origin {origin}", call, origin)
+            for value, storage in call.outside:
+                if not 0 <= value < len(self.graphs[call.graph].values):
+                    what = f"call {index} ({call.path!r}): outside ({value}, {storage})"
+                    raise ValueError(f"{what} is of a value that is not there")
         for position, (_, call_index) in enumerate(self.log.sequence):
             if call_index >= len(self.calls):
                 raise ValueError(f"log entry {position}: call {call_index}, expected -1 to {len(self.calls) - 1}")

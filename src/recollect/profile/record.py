@@ -204,6 +204,7 @@ def _assemble(recorder: StepRecorder, costs: Costs, layers: set[str], **facts: A
             repeated=call.path in layers,
             chained=index + 1 < len(sources) and index in sources[index + 1],
             origins=tuple((value, source, source_value) for (source, source_value), value in call.origins.items()),
+            outside=tuple((value, storage) for storage, value in call.outside.items()),
         )
         for index, (call, graph) in enumerate(zip(recorder.calls, graph_of_call, strict=True))
     )

@@ -12,7 +12,7 @@ from recollect.engine.tape import Decision, Tape, TapeMode, value_stem
 from recollect.engine.values import UNWATCHED, record_of
 from recollect.profile import events
 from recollect.profile.step_recorder import RecordedCall, StepRecorder
-from recollect.profile.trackers import TrackedValue, storage_of, tracker_of
+from recollect.profile.trackers import TrackedOther, TrackedValue, storage_of, tracker_of
 
 
 class _Handle:
@@ -79,7 +79,7 @@ class RecordingTape(Tape):
         """Hold a copy, so that the storage dies when the model lets go of it."""
         storage = storage_of(tensor)
         tracker = tracker_of(storage)
-        if storage is None or not isinstance(tracker, TrackedValue):
+        if storage is None or not isinstance(tracker, (TrackedValue, TrackedOther)):
             return super().alias(tensor, in_hook)
         with self.recorder.unseen(), torch.no_grad():
             return tracker.copy_of(tensor, storage), UNWATCHED
@@ -123,12 +123,15 @@ class _RecordingMode(TapeMode):
         tracker = tracker_of(storage)
         if tracker is None and storage is not None:
             tracker = recorder.note_opaque(storage)
-        if not isinstance(tracker, TrackedValue):
+        if storage is None or not isinstance(tracker, (TrackedValue, TrackedOther)):
             return packed
         handle = _Handle(recorder, packed)
-        recorder.calls[tracker.call].values[tracker.value].saved = True
-        saver = tracker.call if recorder.current is None else recorder.current
-        recorder.log(events.SAVE, tracker.call, tracker.value, handle.index, saver)
+        if isinstance(tracker, TrackedValue):
+            recorder.calls[tracker.call].values[tracker.value].saved = True
+            saver = tracker.call if recorder.current is None else recorder.current
+            recorder.log(events.SAVE, tracker.call, tracker.value, handle.index, saver)
+        elif (value := recorder.value_index(storage)) is not None and recorder.current is not None:
+            recorder.log(events.SAVE, recorder.current, value, handle.index, recorder.current)
         return handle
 
 

@@ -63,6 +63,13 @@ class RecordedCall:
     values: list[RecordedValue] = field(default_factory=list)
     ops: list[RecordedOp] = field(default_factory=list)
     origins: dict[tuple[int, int], int] = field(default_factory=dict)
+    outside: dict[int, int] = field(default_factory=dict)
+
+    def add_input(self, nbytes: int) -> int:
+        """Add a value that another unit, or what runs between units, made; return its index."""
+        name = f"input {len(self.origins) + len(self.outside)}"
+        self.values.append(RecordedValue(name, nbytes, producer=None))
+        return len(self.values) - 1
 
 
 class StepRecorder:
@@ -147,16 +154,20 @@ class StepRecorder:
     def value_index(self, storage: torch.UntypedStorage) -> int | None:
         """Return the index, in the current call, of the value that a storage holds now; None for what is no value."""
         tracker = tracker_of(storage)
-        if not isinstance(tracker, TrackedValue) or self.current is None:
+        if self.current is None:
+            return None
+        call = self.calls[self.current]
+        if isinstance(tracker, TrackedOther):
+            if tracker.storage not in call.outside:
+                call.outside[tracker.storage] = call.add_input(storage.nbytes())
+            return call.outside[tracker.storage]
+        if not isinstance(tracker, TrackedValue):
             return None
         if tracker.call == self.current:
             return tracker.value
-        call = self.calls[self.current]
         origin = (tracker.call, tracker.value)
         if origin not in call.origins:
-            source = self.calls[tracker.call].values[tracker.value]
-            call.values.append(RecordedValue(f"input {len(call.origins)}", source.nbytes, producer=None))
-            call.origins[origin] = len(call.values) - 1
+            call.origins[origin] = call.add_input(self.calls[tracker.call].values[tracker.value].nbytes)
         return call.origins[origin]
 
     def _note_op(self, index: int, facts: OpFacts, args: Any, kwargs: Any, output: Any, run: OpRun) -> None:

@@ -54,48 +54,60 @@ def unmark(storages: Iterable[torch.UntypedStorage]) -> None:
         vars(storage).pop(_TRACKER, None)
 
 
-class TrackedValue:
-    """Hangs on a storage that a unit's forward made.
+class _Tracked:
+    """Hangs on a storage that was made in the step.
 
     Where the tape keeps such a tensor, it gets a copy, so that the storage dies when the model lets go of it: how long a
     plan keeps it is for the simulator to find out.
+
+    `value`: which of its unit's values the storage holds now; -1 for what no unit made.
     """
 
-    __slots__ = ("_copy", "_copied_value", "call", "recorder", "value")
+    __slots__ = ("_copied_content", "_copy", "recorder", "value")
 
-    def __init__(self, recorder: StepRecorder, call: int, value: int) -> None:
+    def __init__(self, recorder: StepRecorder, value: int = -1) -> None:
         self.recorder = recorder
-        self.call = call
         self.value = value
         self._copy: weakref.ref[torch.UntypedStorage] | None = None
-        self._copied_value = -1
+        self._copied_content = (-1, -1)
 
     def copy_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return a tensor like this one on a copy of the storage, which is shared by all that ask while it lives."""
-        copy = self._copy() if self._copy is not None and self._copied_value == self.value else None
+        content = self.value, 0 if tensor.is_inference() else tensor._version
+        copy = self._copy() if self._copy is not None and self._copied_content == content else None
         layout = tensor.size(), tensor.stride(), tensor.storage_offset()
         if copy is not None:
             return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(copy, layout[2], *layout[:2])
         whole = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).clone()
         if not is_fake_tensor(tensor):
             self._copy = weakref.ref(whole.untyped_storage())
-            self._copied_value = self.value
+            self._copied_content = content
         return whole.as_strided(*layout)
+
+
+class TrackedValue(_Tracked):
+    """Hangs on a storage that a unit's forward made."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, recorder: StepRecorder, call: int, value: int) -> None:
+        super().__init__(recorder, value)
+        self.call = call
 
     def __del__(self) -> None:
         self.recorder.log(events.DIES, self.call, self.value)
 
 
-class TrackedOther:
+class TrackedOther(_Tracked):
     """Hangs on a storage that was made outside of the units' forward.
 
     `made`, `used`: the autograd nodes in whose formula it was made, and last used.
     """
 
-    __slots__ = ("made", "recorder", "storage", "used")
+    __slots__ = ("made", "storage", "used")
 
     def __init__(self, recorder: StepRecorder, storage: int, made: int) -> None:
-        self.recorder = recorder
+        super().__init__(recorder)
         self.storage = storage
         self.made = made
         self.used = -1
