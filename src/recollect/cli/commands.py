@@ -75,3 +75,17 @@ class DrawFrontier:
     """Where to write the picture; needs matplotlib."""
     debug: bool = False
     """Show the traceback of an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate:
+    """Measure this device in about a minute and write a file for --hardware, which models times on it."""
+
+    device: str = "auto"
+    """A torch device; auto is cuda where there is one, else cpu, with as many threads as PyTorch uses."""
+    out: Path = Path("hardware.json")
+    """Where to write what was measured."""
+    quick: bool = False
+    """Small tensors and three runs of each: seconds, and a rough answer."""
+    debug: bool = False
+    """Show the traceback of an error."""

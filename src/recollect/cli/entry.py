@@ -12,12 +12,12 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from recollect.cli.commands import DrawFrontier, MakePlan, Train
+from recollect.cli.commands import Calibrate, DrawFrontier, MakePlan, Train
 from recollect.errors import RecollectError
 from recollect.train.config import demo_config
 
-Command = Train | MakePlan | DrawFrontier
-_COMMANDS: dict[str, Any] = {"train": Train, "plan": MakePlan, "frontier": DrawFrontier}
+Command = Train | MakePlan | DrawFrontier | Calibrate
+_COMMANDS: dict[str, Any] = {"train": Train, "plan": MakePlan, "frontier": DrawFrontier, "calibrate": Calibrate}
 # Any: a type checker cannot see that a union of annotated types is a type.
 _EVERY_COMMAND: Any = functools.reduce(
     operator.or_, (Annotated[kind, tyro.conf.subcommand(name)] for name, kind in _COMMANDS.items())
@@ -84,7 +84,11 @@ def _run(command: Command) -> None:
         from recollect.cli.plan import run_plan
 
         run_plan(command, console)
-    else:
+    elif isinstance(command, DrawFrontier):
         from recollect.cli.frontier import run_frontier
 
         run_frontier(command, console)
+    else:
+        from recollect.cli.calibrate import run_calibrate
+
+        run_calibrate(command, console)

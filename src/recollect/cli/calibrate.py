@@ -1,0 +1,75 @@
+"""`recollect calibrate`."""
+
+from __future__ import annotations
+
+import statistics
+
+from rich.console import Console
+from rich.table import Table
+
+from recollect.cli.commands import Calibrate
+from recollect.errors import RecollectError
+from recollect.profile.calibrate import Calibration, calibrate
+from recollect.profile.hardware import KINDS
+from recollect.quantities import format_bytes
+from recollect.train.files import write_text
+from recollect.train.step import resolve_device
+
+
+def run_calibrate(command: Calibrate, console: Console) -> None:
+    """Measure, print what came out and how well the model fits, and write it.
+
+    Args:
+        command: the flags.
+        console: where the tables go.
+
+    Raises:
+        RecollectError: the device cannot be measured, or the file cannot be written.
+    """
+    measured = calibrate(resolve_device(command.device), quick=command.quick)
+    console.print(rates_table(measured))
+    console.print(fit_table(measured))
+    try:
+        write_text(command.out, measured.hardware.to_json())
+    except OSError as problem:
+        raise RecollectError(
+            f"--out {command.out}: cannot be written ({problem.strerror}), expected a file in a writable folder."
+        ) from None
+    console.print(f"Written to {command.out}, for --hardware {command.out}.", markup=False, soft_wrap=True)
+
+
+def rates_table(measured: Calibration) -> Table:
+    """Return what the device does a second."""
+    hardware = measured.hardware
+    table = Table(title=hardware.name, title_justify="left")
+    table.add_column("what")
+    table.add_column("rate", justify="right")
+    for rate in hardware.rates:
+        for name, efficiency in (
+            ("large matrix products", rate.matmul_efficiency),
+            ("attention forward", rate.attention_efficiency),
+            ("attention backward", rate.attention_backward_efficiency),
+        ):
+            table.add_row(f"{rate.dtype} {name}", f"{rate.peak_flops_per_s * efficiency / 1e9:,.0f} GFLOP/s")
+    bandwidth = hardware.bandwidth_bytes_per_s * hardware.traffic_efficiency
+    table.add_row("memory", f"{bandwidth / 1e9:,.1f} GB/s")
+    table.add_row(f"within {format_bytes(hardware.cache_bytes)}", f"{hardware.cache_bytes_per_s / 1e9:,.1f} GB/s")
+    for element in hardware.elements:
+        table.add_row(f"{element.kind}, fp32", f"{element.elements_per_s / 1e6:,.0f} million elements/s")
+    table.add_row("smallest op", f"{hardware.launch_s * 1e6:.1f} us")
+    return table
+
+
+def fit_table(measured: Calibration) -> Table:
+    """Return how far the model is from what was measured, by kind of op: the median of the larger over the smaller time."""
+    title = f"Modelled against measured, {measured.rounds} rounds in {measured.elapsed_s:.0f} s"
+    table = Table(title=title, title_justify="left")
+    table.add_column("kind")
+    for column in ("ops", "modelled / measured", "off by a factor of"):
+        table.add_column(column, justify="right")
+    for kind in (*KINDS, None):
+        ratios = measured.ratios(kind)
+        if ratios:
+            off = statistics.median(max(ratio, 1 / ratio) for ratio in ratios)
+            table.add_row(kind or "all", str(len(ratios)), f"{statistics.median(ratios):.2f}", f"{off:.2f}")
+    return table
