@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recollect.planning.script import Instruction, Script, ScriptOp
-from recollect.planning.simulate import OUTSIDE, CallDecision, Owner, Playback, Simulation, Token
-from recollect.profile.events import ALLOC, BACKWARD, FORWARD, FREE, OPTIMIZER, WORK
+from recollect.planning.simulate import CallDecision, Owner, Playback, Simulation, Token
+from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
 from recollect.profile.graph import OpRecord, Profile
 
 __all__ = ["LOSS", "Lifetime", "Lifetimes", "lifetimes"]
@@ -137,7 +137,6 @@ class _WatchedPlayback(Playback):
         self.calls: list[int] = []
         self.storages_made: list[Lifetime] = []
         self.last_return = 0
-        self.outside: dict[int, Token] = {}
         self.moment()
 
     def moment(self) -> int:
@@ -159,7 +158,7 @@ class _WatchedPlayback(Playback):
             lifetime.died = self.moment()
 
     def actions(self) -> dict[int, Callable[..., None]]:
-        return {**super().actions(), ALLOC: self._alloc, FREE: self._free, WORK: self._work_outside}
+        return {**super().actions(), WORK: self._work_outside}
 
     def work(self, op: OpRecord) -> None:
         self._work(op.working_bytes, op.time_s, op.name)
@@ -178,12 +177,6 @@ class _WatchedPlayback(Playback):
         self.call = call
         self.work(run.op)
         super()._op(call, run)
-
-    def _alloc(self, storage: int, nbytes: int) -> None:
-        self.outside[storage] = self.token(nbytes, (OUTSIDE, storage))
-
-    def _free(self, storage: int) -> None:
-        del self.outside[storage]
 
     def _return(self, call: int) -> None:
         super()._return(call)

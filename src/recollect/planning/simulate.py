@@ -218,7 +218,7 @@ class Playback:
         return self.token_type(self, rounded_bytes(self.profile, nbytes), owner)
 
     def _alloc(self, key: Key, nbytes: int) -> None:
-        self.tensors[key] = Token(self, nbytes)
+        self.tensors[key] = self.token_type(self, nbytes, key)
 
     def _op(self, call: int, run: ScriptOp) -> None:
         op = run.op
