@@ -18,6 +18,7 @@
       CheckpointError (RuntimeError)          training checkpoint missing, corrupt, or of another run
 
     PlanMismatchWarning (UserWarning)         a plan that does not fit the ops it meets
+    ProfileMismatchWarning (UserWarning)      a plan from a profile of another version or device
 
 Errors that carry numbers or names keep them as attributes, and their text is derived from these. Each one can be
 pickled, because training programs send errors between processes.
@@ -26,7 +27,7 @@ pickled, because training programs send errors between processes.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "PlanFormatError",
     "PlanMismatchWarning",
     "ProfileFormatError",
+    "ProfileMismatchWarning",
     "QuantityError",
     "RecollectError",
     "RecordError",
@@ -138,18 +140,21 @@ class BudgetTooSmallError(RecollectError, ValueError):
         budget_bytes: the budget that was asked for.
         least_peak_bytes: the least peak that any plan known to the planner reaches.
         unit: the unit in whose forward or backward that peak lies.
+        advice: sentences that say what would help, the most promising first.
     """
 
-    def __init__(self, *, budget_bytes: int, least_peak_bytes: int, unit: str) -> None:
+    def __init__(self, *, budget_bytes: int, least_peak_bytes: int, unit: str, advice: Sequence[str] = ()) -> None:
         from recollect.quantities import format_bytes  # noqa: PLC0415 - quantities raises this module's errors
 
         self.budget_bytes = budget_bytes
         self.least_peak_bytes = least_peak_bytes
         self.unit = unit
+        self.advice = tuple(advice)
+        remedy = f". {' '.join(advice)}" if advice else ", or use a smaller batch."
         super().__init__(
             f"{format_bytes(budget_bytes)} ({budget_bytes} bytes) is below the least possible peak "
             f"{format_bytes(least_peak_bytes)} ({least_peak_bytes} bytes), which {unit} needs. "
-            "Raise the budget, or use a smaller batch."
+            f"Raise the budget{remedy}"
         )
 
 
@@ -229,3 +234,7 @@ class CheckpointError(RecollectError, RuntimeError):
 
 class PlanMismatchWarning(UserWarning):
     """A plan does not fit the ops that it meets; what it does not name is kept."""
+
+
+class ProfileMismatchWarning(UserWarning):
+    """A plan was made from a profile that was recorded with another version of PyTorch, or on another device."""

@@ -27,6 +27,7 @@ Engine = Literal["tape", "region"]
 
 _FORMAT = "recollect.plan"
 _VERSION = 1
+_TEXTS = ("note", "torch_version", "device_name")
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class Plan:
         predicted_slowdown: seconds of recompute over seconds of forward and backward without it; 0.03 is 3 %.
         bound_slowdown: no plan within the budget can be below this.
         note: where the plan comes from, in words.
+        torch_version, device_name: of the profile that the plan was made from; empty where they do not matter, such as the
+            device of a fake profile. `apply` compares them with what it finds.
 
     Raises:
         PlanError: a negative number of bytes, or a slowdown that is negative or not finite.
@@ -104,6 +107,8 @@ class Plan:
     predicted_slowdown: float | None = None
     bound_slowdown: float | None = None
     note: str = ""
+    torch_version: str = ""
+    device_name: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", MappingProxyType(dict(self.units)))
@@ -146,7 +151,8 @@ class Plan:
         root = read_document(text, format=_FORMAT, version=_VERSION, error=PlanFormatError)
         root.keys(allowed=["format", "version", *(field.name for field in fields(cls))])
         budget, peak = root.find("budget_bytes"), root.find("predicted_peak_bytes")
-        slowdown, bound, note = root.find("predicted_slowdown"), root.find("bound_slowdown"), root.find("note")
+        slowdown, bound = root.find("predicted_slowdown"), root.find("bound_slowdown")
+        texts = {name: found.text() for name in _TEXTS if (found := root.find(name)) is not None}
         try:
             return cls(
                 units=_decode_units(root.get("units")),
@@ -154,7 +160,7 @@ class Plan:
                 predicted_peak_bytes=None if peak is None else peak.integer(least=0),
                 predicted_slowdown=None if slowdown is None else slowdown.number(),
                 bound_slowdown=None if bound is None else bound.number(),
-                note="" if note is None else note.text(),
+                **texts,
             )
         except PlanFormatError:
             raise

@@ -22,6 +22,7 @@ from recollect.errors import (
     PlanFormatError,
     PlanMismatchWarning,
     ProfileFormatError,
+    ProfileMismatchWarning,
     QuantityError,
     RecollectError,
     RecordError,
@@ -71,9 +72,11 @@ def test_tree_in_the_docstring_names_every_class() -> None:
         | {
             "RecollectError",
             "PlanMismatchWarning",
+            "ProfileMismatchWarning",
         }
     )
     assert issubclass(PlanMismatchWarning, UserWarning)
+    assert issubclass(ProfileMismatchWarning, UserWarning)
 
 
 @pytest.mark.parametrize("error", [*WITH_ATTRIBUTES, RecordError("plain")], ids=lambda error: type(error).__name__)
@@ -92,6 +95,12 @@ def test_budget_too_small() -> None:
         "needs. Raise the budget, or use a smaller batch."
     )
     assert (error.budget_bytes, error.least_peak_bytes, error.unit) == (12884901888, 16106127360, "layers.17")
+
+
+def test_budget_too_small_with_advice() -> None:
+    error = BudgetTooSmallError(budget_bytes=10, least_peak_bytes=20, unit="head", advice=["Try this.", "Or that."])
+    assert str(error).endswith("which head needs. Raise the budget. Try this. Or that.")
+    assert error.advice == ("Try this.", "Or that.")
 
 
 def test_unknown_name_suggests_similar_names() -> None:

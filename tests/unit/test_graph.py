@@ -6,6 +6,7 @@ import copy
 import gzip
 import json
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,19 @@ from typing import Any
 import pytest
 
 from recollect.errors import ProfileFormatError
+from recollect.profile.events import ALLOC, DIES, FREE, OP, PHASE, RELEASE, RETURN, SAVE, USE, WORK
 from recollect.profile.graph import OpRecord, Profile, StepLog, UnitCall, UnitGraph, ValueRecord
 from toy_profile import layer, stack
 
 LEAF = ValueRecord("x", 8, producer=None)
-LOG = StepLog(blocks=(((1, 2), (3,)), ((4, -5, 6),)), sequence=((0, -1), (1, 0), (1, 1)))
+LOG = StepLog(
+    blocks=(
+        ((ALLOC, 0, 8), (OP, 1, 0), (SAVE, 1, 1, 0, 1), (FREE, 0)),
+        ((PHASE, 1), (USE, 0), (WORK, 4)),
+        ((RELEASE, 0),),
+    ),
+    sequence=((0, -1), (1, 0), (1, 1), (2, -1)),
+)
 
 
 def with_origin(*origin: int) -> tuple[UnitCall, ...]:
@@ -52,6 +61,8 @@ def test_sums() -> None:
         ([LEAF], [OpRecord("o", (-1,), (), 0.0)], "refers to value -1"),
         ([LEAF], [OpRecord("o", (0,), (), float("nan"))], "got a time of nan s, expected a finite number, 0 or more"),
         ([LEAF], [OpRecord("o", (0,), (), -1.0)], r"got a time of -1\.0 s"),
+        ([LEAF], [OpRecord("o", (0,), (), 0.0, state_bytes=-1)], "got -1 state_bytes, expected 0 or more"),
+        ([LEAF], [OpRecord("o", (0,), (), 0.0, working_bytes=-2)], "got -2 working_bytes, expected 0 or more"),
         (
             [ValueRecord("v", 1, producer=0)],
             [OpRecord("o", (0,), (0,), 0.0)],
@@ -176,6 +187,68 @@ def edited(**changes: Any) -> str:
 def test_malformed_documents_say_where(text: str, message: str) -> None:
     with pytest.raises(ProfileFormatError, match=message):
         Profile.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        ((10,), r"got event 10, expected one of 0, 1, 2"),
+        ((ALLOC, 1), "ALLOC with 1 operands, expected 2"),
+        ((ALLOC, 1, -5), "ALLOC of -5 bytes, expected 0 or more"),
+        ((WORK, -1), "WORK in -1 bytes, expected 0 or more"),
+        ((FREE, 7), "FREE of storage 7, which is not alive"),
+        ((OP, 9, 0), "OP of call 9, expected 0 to 3"),
+        ((OP, 1, 5), "OP 5 of call 1, expected 0 to 0"),
+        ((DIES, 1, 2), "DIES 2 of call 1, expected 0 to 1"),
+        ((SAVE, 1, 1, 0, -1), "SAVE of call -1, expected 0 to 3"),
+        ((USE, 3), "USE of handle 3, which is not saved"),
+        ((RELEASE, 3), "RELEASE of handle 3, which is not saved"),
+        ((RETURN, 4), "RETURN of call 4, expected 0 to 3"),
+        ((PHASE, 3), "PHASE 3, expected 0 to 2"),
+    ],
+)
+def test_events_that_cannot_be_played_back_say_where(event: tuple[int, ...], message: str) -> None:
+    text = edited(log={"blocks": [[[WORK, 8], list(event)]], "sequence": [[0, -1]]})
+    with pytest.raises(ProfileFormatError, match=rf"^document: log\.blocks\[0\]\[1\]: {message}"):
+        Profile.from_json(text)
+
+
+def number_places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where a document has numbers, the first of each array."""
+    if isinstance(data, dict):
+        for key, item in data.items():
+            yield from number_places(item, (*path, key))
+    elif isinstance(data, list) and data:
+        yield from number_places(data[0], (*path, 0))
+    elif type(data) in (int, float):
+        yield path
+
+
+def with_number(path: tuple[Any, ...], number: float) -> str:
+    document = json.loads(profile().to_json())
+    place = document
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = number
+    return json.dumps(document)
+
+
+NUMBERS = list(number_places(json.loads(profile().to_json())))
+
+
+@pytest.mark.parametrize("path", NUMBERS, ids=lambda path: ".".join(map(str, path)))
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e400, -(10**9)])
+def test_no_number_of_an_edited_file_may_be_impossible(path: tuple[Any, ...], number: float) -> None:
+    """NaN, infinity and negative numbers, wherever they are put, are refused, by a message with a place or a name."""
+    if path == ("calibration_bytes",) and number < 0:
+        return  # The recorded step may need less than its simulation.
+    with pytest.raises(ProfileFormatError, match=r"expected|does not list it"):
+        Profile.from_json(with_number(path, number))
+
+
+def test_all_numbers_are_edited_by_the_test_above() -> None:
+    names = {path[-1] for path in NUMBERS if isinstance(path[-1], str)}
+    assert names >= {"version", "step_s", "parameters", "calibration_bytes", "graph", "nbytes", "time_s"}
 
 
 def test_infinite_times_in_an_edited_file() -> None:

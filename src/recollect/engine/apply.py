@@ -19,6 +19,7 @@ from torch import nn
 
 from recollect._torch_private import is_checkpoint_wrapper, is_compiled_module
 from recollect.engine.plan_policy import PlanPolicy
+from recollect.engine.recorded_on import warn_if_recorded_elsewhere
 from recollect.engine.region import run_region
 from recollect.engine.tape import Policy, Tape
 from recollect.errors import AlreadyAppliedError, UnknownNameError
@@ -169,6 +170,7 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
 
     Warns:
         PlanMismatchWarning: once, if the ops that a unit runs are not those of the plan; what the plan does not name is kept.
+        ProfileMismatchWarning: the plan's profile was recorded with another version of PyTorch, or on another device.
 
     Example:
         >>> import recollect
@@ -178,6 +180,7 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
         >>> applied = recollect.apply(model, plan)
         >>> applied.remove()
     """
+    warn_if_recorded_elsewhere(model, plan)
     # A unit that keeps everything still has to be on the tape where what it gets may have been dropped by another one.
     drops_outputs = any(unit.output == "recompute" for unit in plan.units.values())
     active = {path: unit for path, unit in plan.units.items() if unit.recomputes_anything or drops_outputs}

@@ -17,6 +17,7 @@ from functools import cache, partial
 
 from recollect.errors import BudgetTooSmallError
 from recollect.plan import Plan
+from recollect.planning.advice import advice
 from recollect.planning.bound import LowerBound
 from recollect.planning.chain import Chain
 from recollect.planning.classic import classic_plan
@@ -66,7 +67,8 @@ def plan(profile: Profile, budget: int | str, *, simulate: Simulate = simulate_s
         A plan with `predicted_peak_bytes <= budget_bytes`, the same for every run.
 
     Raises:
-        BudgetTooSmallError: no plan that is tried fits; carries the least peak and the unit that needs it.
+        BudgetTooSmallError: no plan that is tried fits; carries the least peak, the unit that needs it, and what
+            would help.
         QuantityError: the budget is no number of bytes.
 
     Complexity: about as many simulations as the distinct units have options. To plan for many budgets, use `Planner`.
@@ -162,7 +164,12 @@ class Planner:
         if full.predicted_peak_bytes is not None and full.predicted_peak_bytes <= budget_bytes:
             return replace(full, budget_bytes=budget_bytes)
         least = min(self._least, greedy.least, key=lambda s: s.peak_bytes)
-        raise BudgetTooSmallError(budget_bytes=budget_bytes, least_peak_bytes=least.peak_bytes, unit=least.peak_call)
+        raise BudgetTooSmallError(
+            budget_bytes=budget_bytes,
+            least_peak_bytes=least.peak_bytes,
+            unit=least.peak_call,
+            advice=advice(self.profile, least, budget_bytes),
+        )
 
     def _bound_s(self, budget_bytes: int) -> float:
         """Return the least seconds of recompute of any plan; 0 where nothing is known."""

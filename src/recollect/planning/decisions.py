@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeAlias
 
 from recollect.plan import Action, Plan, UnitPlan
@@ -119,11 +120,11 @@ def decide(profile: Profile, plan: Plan) -> list[CallDecision]:
 def simulated_plan(profile: Profile, plan: Plan, simulation: Prediction) -> Plan:
     """Return the plan with what the simulation predicts of it."""
     slowdown = simulation.recompute_s / profile.step_s if profile.step_s > 0 else 0.0
-    return Plan(
-        plan.units,
-        budget_bytes=plan.budget_bytes,
+    return replace(
+        plan,
         predicted_peak_bytes=simulation.peak_bytes,
         predicted_slowdown=slowdown,
-        bound_slowdown=plan.bound_slowdown,
-        note=plan.note,
+        torch_version=profile.torch_version,
+        # A fake profile is of no device: its times are modelled.
+        device_name="" if profile.fake else profile.device_name,
     )

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from recollect.errors import ProfileFormatError
 from recollect.fields import Field, read_document
+from recollect.profile.check_log import check_log
 from recollect.profile.graph import OpRecord, Profile, StepLog, UnitCall, UnitGraph, ValueRecord
 
 __all__ = ["decode_profile", "encode_profile"]
@@ -83,7 +84,7 @@ def decode_profile(text: str) -> Profile:
     persistent = root.get("persistent")
     texts = {name: found.text() for name in _TEXTS if (found := root.find(name)) is not None}
     log = root.get("log")
-    return _build(
+    profile = _build(
         Profile,
         root,
         graphs=tuple(_decode_graph(graph) for graph in root.get("graphs").array()),
@@ -100,6 +101,8 @@ def decode_profile(text: str) -> Profile:
         calibration_bytes=0 if calibration is None else calibration.integer(),
         **texts,
     )
+    _build(check_log, root, profile=profile)
+    return profile
 
 
 def _decode_graph(graph: Field) -> UnitGraph:

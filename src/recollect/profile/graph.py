@@ -121,6 +121,9 @@ class UnitGraph:
         where = f"op {index} ({op.name!r})"
         if not (math.isfinite(op.time_s) and op.time_s >= 0):
             raise ValueError(f"{where}: got a time of {op.time_s} s, expected a finite number, 0 or more")
+        for name in ("state_bytes", "working_bytes"):
+            if getattr(op, name) < 0:
+                raise ValueError(f"{where}: got {getattr(op, name)} {name}, expected 0 or more")
         for value in (*op.inputs, *op.outputs):
             if not 0 <= value < len(self.values):
                 raise ValueError(f"{where}: refers to value {value}, expected 0 to {len(self.values) - 1}")

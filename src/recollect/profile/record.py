@@ -13,6 +13,7 @@ from torch import nn
 
 from recollect._torch_private import DATA_DEPENDENT, tree_leaves
 from recollect.engine.apply import apply_policy
+from recollect.engine.recorded_on import device_name
 from recollect.errors import HardwareError, RecordError
 from recollect.planning.decisions import drop_all
 from recollect.planning.simulate import simulate
@@ -155,7 +156,7 @@ class _Session:
             self.layers,
             persistent=persistent,
             device=str(self.device),
-            device_name=costs.hardware.name if isinstance(costs, ModelledCosts) else _device_name(self.device),
+            device_name=costs.hardware.name if isinstance(costs, ModelledCosts) else device_name(self.device),
             fake=is_fake,
             torch_version=torch.__version__,
             model_class=type(self.model).__name__,
@@ -264,7 +265,3 @@ def _hardware(which: str | os.PathLike[str] | Hardware | None) -> Hardware:
     # Asking for the GPU's name starts CUDA, so it is asked for only where it counts.
     own_device = torch.cuda.get_device_name() if which is None and torch.cuda.is_available() else ""
     return choose_hardware(which, own_device=own_device)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

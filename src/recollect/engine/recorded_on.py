@@ -1,0 +1,42 @@
+"""Whether a plan is used where its profile was recorded."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from recollect.errors import ProfileMismatchWarning
+
+if TYPE_CHECKING:
+    from recollect.plan import Plan
+
+
+def device_name(device: torch.device) -> str:
+    """Name what a device is: "NVIDIA H100 80GB HBM3", "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def warn_if_recorded_elsewhere(model: nn.Module, plan: Plan) -> None:
+    """Warn if the plan's profile was recorded with another PyTorch, or on another device than the model is on.
+
+    Builds of one version ("2.13.0+cpu") count as the same: what differs between them is the device.
+    """
+    differences = []
+    recorded, here = (version.partition("+")[0] for version in (plan.torch_version, torch.__version__))
+    if recorded and recorded != here:
+        differences.append(f"with torch {recorded}, and this is torch {here}")
+    devices = {tensor.device for tensor in model.parameters() if tensor.device.type != "meta"}
+    names = sorted({device_name(device) for device in devices})
+    if plan.device_name and names and names != [plan.device_name]:
+        differences.append(f"on {plan.device_name}, and this model is on {' and '.join(names)}")
+    if differences:
+        warnings.warn(
+            f"the plan's profile was recorded {', and '.join(differences)}: ops, their times and the bytes that they work in "
+            "can differ, so that the step, though exact, may need more memory or time than predicted. Record it here and "
+            "make a new plan.",
+            ProfileMismatchWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,89 @@
+"""What would help where no plan fits: chosen by what takes the bytes at the least peak."""
+
+from __future__ import annotations
+
+from recollect.planning.decisions import Prediction
+from recollect.profile.events import ALLOC, FREE, OPTIMIZER, PHASE
+from recollect.profile.graph import Profile
+from recollect.quantities import format_bytes
+
+__all__ = ["advice", "lasting_bytes"]
+
+# Logits below this part of the bytes that grow with the batch are not worth a chunked loss.
+_LARGE_PART = 0.1
+
+
+def advice(profile: Profile, least: Prediction, budget_bytes: int) -> tuple[str, ...]:
+    """Return sentences that say what would make a budget possible, the most promising first.
+
+    Args:
+        profile: the recorded step.
+        least: the simulation with the least peak that any plan reaches.
+        budget_bytes: the budget, which is below that peak.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from recollect.profile.graph import StepLog
+        >>> profile = Profile((), (), StepLog(), 1.0, persistent={"parameters": 600, "optimizer_state": 1200})
+        >>> print(*advice(profile, SimpleNamespace(peak_bytes=2000, recompute_s=0.0, peak_call="head"), 1500))
+        What lives through the whole step takes 1.8 KiB by itself (parameters 600 B, optimizer_state 1.2 KiB), which no \
+recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 parameters.
+    """
+    fixed = {**{kind: n for kind, n in profile.persistent.items() if n}}
+    made_bytes = lasting_bytes(profile)
+    if made_bytes:
+        fixed["gradients"] = fixed.get("gradients", 0) + made_bytes
+    fixed_bytes = sum(fixed.values())
+    if fixed_bytes >= budget_bytes:
+        parts = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in fixed.items())
+        return (
+            f"What lives through the whole step takes {format_bytes(fixed_bytes)} by itself ({parts}), which no recompute "
+            "changes: shard it (FSDP), use an optimizer with less state, or bf16 parameters.",
+        )
+    if least.peak_call == "the optimizer step":
+        return (
+            "The peak is what the optimizer's step works in, which no recompute changes: make the optimizer with "
+            "foreach=False (one parameter at a time) or fused=True, or use one with less state.",
+        )
+    found = []
+    logits_bytes = _logits_bytes(profile, least.peak_call)
+    if logits_bytes >= _LARGE_PART * (least.peak_bytes - fixed_bytes):
+        found.append(
+            f"The peak is in the loss and the head, whose output alone takes {format_bytes(logits_bytes)}: compute the loss "
+            'in chunks (recollect.fit(..., loss_chunks="auto")).'
+        )
+    fraction = (budget_bytes - fixed_bytes) / (least.peak_bytes - fixed_bytes)
+    # What grows with the batch does so in proportion; rounded down, to be on the safe side.
+    found.append(
+        f"Use a smaller micro-batch, with gradient accumulation: about {int(100 * fraction)} % of the recorded one "
+        f"({profile.batch or 'size unknown'}) fits."
+    )
+    found.append(
+        "Or offload what backward needs to host memory (torch.autograd.graph.save_on_cpu around the step, without a plan)."
+    )
+    return tuple(found)
+
+
+def lasting_bytes(profile: Profile) -> int:
+    """Return the bytes that forward and backward make and leave behind for the optimizer: gradients."""
+    alive: dict[int, int] = {}
+    for block, _ in profile.log.sequence:
+        for event in profile.log.blocks[block]:
+            if event[0] == ALLOC:
+                alive[event[1]] = event[2]
+            elif event[0] == FREE:
+                alive.pop(event[1], None)
+            elif event[:2] == (PHASE, OPTIMIZER):
+                return sum(alive.values())
+    return sum(alive.values())
+
+
+def _logits_bytes(profile: Profile, peak_call: str) -> int:
+    """Return the bytes that the last unit returns, if the peak is in it or in the loss; else 0."""
+    if not profile.calls:
+        return 0
+    last = profile.calls[-1]
+    is_there = peak_call == last.path or peak_call not in {call.path for call in profile.calls}
+    if last.repeated or not is_there:
+        return 0
+    return sum(value.nbytes for value in profile.graph_of(last).values if value.is_output)

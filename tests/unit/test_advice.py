@@ -1,0 +1,136 @@
+"""What the error of a budget that is too small says would help: one case for each place where the bytes can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import recollect
+from recollect.errors import BudgetTooSmallError
+from recollect.models.llama import Llama, LlamaConfig
+from recollect.planning.advice import advice, lasting_bytes
+from recollect.planning.choose import plan
+from recollect.planning.simulate import CallDecision, simulate
+from recollect.profile.graph import Profile
+from synthetic_step import random_step
+from toy_profile import ToySimulation, stack
+
+
+def least(profile: Profile, *, peak_bytes: int, peak_call: str) -> ToySimulation:
+    return ToySimulation(peak_bytes=peak_bytes, recompute_s=0.0, peak_call=peak_call)
+
+
+def llama(vocab_size: int = 64) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=vocab_size))
+    tokens = torch.randint(0, vocab_size, (4, 32))
+    return model, {"tokens": tokens, "labels": tokens}
+
+
+def refused(profile: Profile, budget_bytes: int) -> BudgetTooSmallError:
+    with pytest.raises(BudgetTooSmallError) as error:
+        plan(profile, budget_bytes)
+    return error.value
+
+
+def test_what_lives_through_the_step_is_named_with_its_bytes() -> None:
+    profile = replace(stack(1), persistent={"parameters": 1000, "buffers": 0, "optimizer_state": 2048})
+    (said,) = advice(profile, least(profile, peak_bytes=9000, peak_call="layers.0"), 3048)
+    assert said == (
+        "What lives through the whole step takes 3.0 KiB by itself (parameters 1000 B, optimizer_state 2.0 KiB), which no "
+        "recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 parameters."
+    )
+    assert "by itself" not in advice(profile, least(profile, peak_bytes=9000, peak_call="layers.0"), 3049)[0]
+
+
+def test_gradients_that_the_step_makes_live_to_its_end_too() -> None:
+    model, batch = llama()
+    profile = recollect.record(model, batch, fake=True)
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert lasting_bytes(profile) == num_bytes
+    error = refused(profile, 2 * num_bytes)
+    assert f"gradients {recollect.quantities.format_bytes(num_bytes)}" in str(error)
+
+
+def test_optimizer_step() -> None:
+    profile = stack(1)
+    (said,) = advice(profile, least(profile, peak_bytes=9000, peak_call="the optimizer step"), 8000)
+    assert said == (
+        "The peak is what the optimizer's step works in, which no recompute changes: make the optimizer with foreach=False "
+        "(one parameter at a time) or fused=True, or use one with less state."
+    )
+
+
+@pytest.mark.parametrize("where", ["head", "the loss and what surrounds the units"])
+def test_loss_with_large_logits(where: str) -> None:
+    profile = stack(1)
+    said = advice(profile, least(profile, peak_bytes=1000 + 800, peak_call=where), 1500)
+    assert said[0] == (
+        "The peak is in the loss and the head, whose output alone takes 80 B: compute the loss in chunks "
+        '(recollect.fit(..., loss_chunks="auto")).'
+    )
+    assert said[1].startswith("Use a smaller micro-batch")
+
+
+@pytest.mark.parametrize(("peak_bytes", "where"), [(1000 + 801, "head"), (1800, "layers.0"), (1800, "embed")])
+def test_loss_is_not_blamed_for_what_it_does_not_take(peak_bytes: int, where: str) -> None:
+    profile = stack(1)
+    said = advice(profile, least(profile, peak_bytes=peak_bytes, peak_call=where), 1500)
+    assert "chunks" not in " ".join(said)
+
+
+def test_last_layer_is_no_head() -> None:
+    profile = replace(stack(1), calls=stack(1).calls[:-1])
+    said = advice(profile, least(profile, peak_bytes=1100, peak_call="layers.0"), 1050)
+    assert "chunks" not in " ".join(said)
+
+
+def test_a_layer_gets_the_part_of_the_batch_that_fits() -> None:
+    profile = stack(1)
+    said = advice(profile, least(profile, peak_bytes=1000 + 900, peak_call="layers.0"), 1300)
+    assert said == (
+        "Use a smaller micro-batch, with gradient accumulation: about 33 % of the recorded one (2 x 16) fits.",
+        "Or offload what backward needs to host memory (torch.autograd.graph.save_on_cpu around the step, without a plan).",
+    )
+
+
+def test_unknown_batch() -> None:
+    profile = replace(stack(1), batch="")
+    assert "(size unknown)" in advice(profile, least(profile, peak_bytes=1900, peak_call="layers.0"), 1300)[0]
+
+
+def test_profile_without_calls() -> None:
+    profile = Profile((), (), stack(1).log, 1.0)
+    assert advice(profile, least(profile, peak_bytes=100, peak_call=""), 50)[0].startswith("Use a smaller micro-batch")
+
+
+def test_part_of_the_batch_that_is_said_to_fit_does() -> None:
+    """On a real model, whose peak is in a layer: the micro-batch that the error names has a plan."""
+    model, batch = llama(vocab_size=8)
+    batch = {name: tokens.repeat(8, 4) for name, tokens in batch.items()}
+    profile = recollect.record(model, batch, fake=True)
+    error = refused(profile, profile.persistent_bytes + lasting_bytes(profile) + 1)
+    budget_bytes = (error.least_peak_bytes + profile.persistent_bytes + lasting_bytes(profile)) // 2
+    error = refused(profile, budget_bytes)
+    percent = int(str(error).partition("about ")[2].partition(" %")[0])
+    assert 30 <= percent <= 50
+    num_samples = 32 * percent // 100
+    smaller = {name: tokens[:num_samples] for name, tokens in batch.items()}
+    assert recollect.plan(recollect.record(model, smaller, fake=True), budget_bytes).predicted_peak_bytes
+
+
+def test_planner_gives_the_advice_of_the_least_peak() -> None:
+    profile = random_step(0, num_values=5)
+
+    def optimizer_peak(profile: Profile, decisions: Sequence[CallDecision]) -> Any:
+        return replace(simulate(profile, decisions), peak_bytes=5000, peak_call="the optimizer step")
+
+    with pytest.raises(
+        BudgetTooSmallError, match=r"which the optimizer step needs\. Raise the budget\. The peak is what the"
+    ):
+        plan(profile, 4000, simulate=optimizer_peak)

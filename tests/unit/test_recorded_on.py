@@ -1,0 +1,90 @@
+"""A plan from a profile of another PyTorch or another device: it is applied, with a warning that names the difference."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import recollect
+from recollect.errors import ProfileMismatchWarning
+from recollect.models.llama import Llama, LlamaConfig
+from recollect.plan import Plan
+from recollect.profile.graph import Profile
+
+VERSION = torch.__version__.partition("+")[0]
+
+
+def model() -> Llama:
+    return Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+
+
+def recorded(*, fake: bool = False, **changes: Any) -> Profile:
+    tokens = torch.randint(0, 64, (1, 16))
+    return replace(recollect.record(model(), {"tokens": tokens, "labels": tokens}, fake=fake), **changes)
+
+
+def warned(plan: Plan) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        recollect.apply(model(), plan).remove()
+    assert all(warning.category is ProfileMismatchWarning for warning in caught)
+    # It points at who called `apply`.
+    assert all(warning.filename == __file__ for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+def test_same_version_and_device() -> None:
+    plan = recollect.plan(recorded(), "100%")
+    assert (plan.torch_version, plan.device_name) == (torch.__version__, "cpu")
+    assert warned(plan) == []
+
+
+def test_other_build_of_the_same_version() -> None:
+    assert warned(recollect.plan(recorded(torch_version=f"{VERSION}+cu128"), "100%")) == []
+
+
+def test_other_version() -> None:
+    (message,) = warned(recollect.plan(recorded(torch_version="2.11.0"), "100%"))
+    assert message == (
+        f"the plan's profile was recorded with torch 2.11.0, and this is torch {VERSION}: ops, their times and the bytes that "
+        "they work in can differ, so that the step, though exact, may need more memory or time than predicted. Record it "
+        "here and make a new plan."
+    )
+
+
+def test_other_device_and_version() -> None:
+    profile = recorded(torch_version="2.11.0", device="cuda:0", device_name="NVIDIA H100")
+    (message,) = warned(recollect.plan(profile, "100%"))
+    assert f"with torch 2.11.0, and this is torch {VERSION}, and on NVIDIA H100, and this model is on cpu:" in message
+
+
+def test_classic_plans_say_where_they_come_from_too() -> None:
+    (message,) = warned(recollect.classic_plan(recorded(device_name="NVIDIA H100"), "full"))
+    assert "on NVIDIA H100" in message
+
+
+def test_plan_read_from_a_file_remembers(tmp_path: Any) -> None:
+    plan = recollect.plan(recorded(torch_version="2.11.0"), "100%")
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert len(warned(Plan.load(tmp_path / "plan.json"))) == 1
+
+
+def test_device_of_a_fake_profile_does_not_matter() -> None:
+    assert warned(recollect.plan(recorded(fake=True, device_name="NVIDIA H100"), "100%")) == []
+
+
+def test_plans_written_by_hand_are_of_no_version() -> None:
+    assert warned(Plan({})) == []
+
+
+def test_model_without_parameters_in_memory() -> None:
+    plan = recollect.plan(recorded(device_name="NVIDIA H100"), "100%")
+    with torch.device("meta"):
+        on_meta = model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recollect.apply(on_meta, plan).remove()
