@@ -94,7 +94,7 @@ class Plan:
         >>> plan = Plan({"layers.0": lean, "layers.1": lean}, budget_bytes=2**30, predicted_peak_bytes=2**29)
         >>> print(plan)
         layers.0-1  keep       up
-                    recompute  norm act
+                    recompute  all else
         all others  keep all
         predicted peak 512.0 MiB, budget 1.0 GiB
         >>> Plan.from_json(plan.to_json()) == plan

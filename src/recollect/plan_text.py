@@ -2,7 +2,8 @@
 
 A unit can have hundreds of values, so names are shortened where that says the same: a module of which all values are
 treated alike stands for them, a module path is cut to the part that names one module of the unit, and several ops of
-one module share its name: "self_attn.{mul,cat}". `_scaled_dot_product_*` ops are written as `sdpa`.
+one module share its name: "self_attn.{mul,cat}". `_scaled_dot_product_*` ops are written as `sdpa`. Of what is kept and
+what is recomputed the shorter list is shown; the other is "all else".
 """
 
 from __future__ import annotations
@@ -136,8 +137,10 @@ def _unit_items(unit: UnitPlan) -> list[str]:
         return ["recompute all" + and_output if summary else "recompute the output"]
     if set(summary) == {"keep"}:
         return ["keep all but the output"]
-    recompute = " ".join(summary["recompute"]) + and_output
-    return [f"keep       \t{' '.join(summary['keep'])}", f"recompute  \t{recompute}"]
+    keep, recompute = (" ".join(summary[action]) for action in ("keep", "recompute"))
+    # One list says it all: the shorter one.
+    keep, recompute = (keep, "all else") if len(keep) <= len(recompute) else ("all else", recompute)
+    return [f"keep       \t{keep}", f"recompute  \t{recompute}{and_output}"]
 
 
 def _unit_changes(old: UnitPlan | None, new: UnitPlan | None) -> list[str]:

@@ -45,14 +45,27 @@ def test_prints_what_each_group_of_layers_keeps() -> None:
     assert str(llama_plan()).splitlines() == [
         "model.layers.0-22   keep       input_layernorm.rsqrt q_proj k_proj v_proj self_attn.sdpa o_proj",
         "                               post_attention_layernorm.rsqrt gate_proj",
-        "                    recompute  input_layernorm.{pow,mean,add,mul} self_attn.{neg,cat,mul,add} add",
-        "                               post_attention_layernorm.{pow,mean,mul} act_fn up_proj mlp.mul",
-        "                               down_proj",
+        "                    recompute  all else",
         "model.layers.23-31  keep all",
         "all others          keep all",
         "predicted peak 15.6 GiB, budget 16.0 GiB; predicted slowdown 3.1 %, no plan can be below 2.9 %",
     ]
     assert repr(llama_plan()) == str(llama_plan())
+
+
+def test_the_shorter_list_is_shown() -> None:
+    names = {"norm.mul": "recompute", "up.mm": "keep", "act.silu": "keep", "down.mm": "keep"}
+    for output, ending in (("keep", ""), ("recompute", " and the output")):
+        plan = Plan({"layers.0": UnitPlan(names, output=output)})  # type: ignore[arg-type]
+        assert str(plan).splitlines()[:2] == [
+            "layers.0    keep       all else",
+            f"            recompute  norm{ending}",
+        ]
+
+
+def test_of_two_lists_that_are_as_long_what_is_kept_is_shown() -> None:
+    plan = Plan({"layers.0": UnitPlan({"up.mm": "keep", "to.mm": "recompute"})})
+    assert str(plan).splitlines()[:2] == ["layers.0    keep       up", "            recompute  all else"]
 
 
 def test_prints_interleaved_layers_under_one_label() -> None:
