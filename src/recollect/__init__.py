@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from recollect.engine.apply import Applied, applied_to, apply
     from recollect.fitting import fit
+    from recollect.loss.chunked import chunked_cross_entropy
     from recollect.plan import Plan, UnitPlan
     from recollect.planning.choose import plan
     from recollect.planning.classic import classic_plan
@@ -36,6 +37,7 @@ __all__ = [
     "UnitPlan",
     "applied_to",
     "apply",
+    "chunked_cross_entropy",
     "classic_plan",
     "explain_peak",
     "fit",
@@ -61,6 +63,7 @@ _HOME_OF_NAME = {
     "UnitPlan": "recollect.plan",
     "applied_to": "recollect.engine.apply",
     "apply": "recollect.engine.apply",
+    "chunked_cross_entropy": "recollect.loss.chunked",
     "classic_plan": "recollect.planning.classic",
     "explain_peak": "recollect.planning.timeline",
     "fit": "recollect.fitting",

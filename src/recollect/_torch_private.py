@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler, _profiler_enabled
+from torch._C._autograd import (
+    _disable_profiler,
+    _enable_profiler,
+    _get_current_graph_task_keep_graph,
+    _prepare_profiler,
+    _profiler_enabled,
+)
 from torch._C._profiler import (
     ProfilerActivity,
     ProfilerConfig,
@@ -49,6 +55,7 @@ __all__ = [
     "below_autograd",
     "current_autograd_node",
     "is_traceable_wrapper_subclass",
+    "keeps_graph",
     "profiler_is_active",
     "quiet_allocator",
     "share_version_counters",
@@ -98,6 +105,14 @@ def desugars(kind: type) -> bool:
     """
     handler: object = getattr(kind, "__torch_dispatch__", None)
     return handler is not torch._C._disabled_torch_dispatch_impl and not issubclass(kind, FakeTensor)
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that is running may be followed by another one over the same graph (`retain_graph`).
+
+    Private, because there is no public way to ask; without it a saved tensor may never be used up by a backward.
+    """
+    return bool(_get_current_graph_task_keep_graph())
 
 
 def current_autograd_node() -> int:

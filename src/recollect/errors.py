@@ -11,6 +11,7 @@
       UnsupportedModelError (ValueError)      no repeated layers, or nothing that could be planned
       AlreadyAppliedError (RuntimeError)      the model, or a layer of it, is wrapped already
       RecordError (RuntimeError)              the recorded step did not run
+      ChunkedLossError (RuntimeError)         the loss cannot be computed in chunks
       MeterError (RuntimeError)               memory cannot be measured here
       MutatedValueError (RuntimeError)        a value was changed in place before it was used again
       FreedValueError (RuntimeError)          a value's memory was freed (FSDP resharding) before it was used again
@@ -34,6 +35,7 @@ __all__ = [
     "AlreadyAppliedError",
     "BudgetTooSmallError",
     "CheckpointError",
+    "ChunkedLossError",
     "DataError",
     "FreedValueError",
     "HardwareError",
@@ -172,6 +174,10 @@ class AlreadyAppliedError(RecollectError, RuntimeError):
 
 class RecordError(RecollectError, RuntimeError):
     """The step that was to be recorded did not run: the model rejected the batch, or the loss is no scalar."""
+
+
+class ChunkedLossError(RecollectError, RuntimeError):
+    """The loss cannot be computed in chunks: the head, or what is between it and the loss, would not give the same."""
 
 
 class MeterError(RecollectError, RuntimeError):

@@ -85,9 +85,11 @@ class Plan:
         note: where the plan comes from, in words.
         torch_version, device_name: of the profile that the plan was made from; empty where they do not matter, such as the
             device of a fake profile. `apply` compares them with what it finds.
+        loss_chunks: parts in which output matrix and loss are computed, so that only one part's logits are alive; 1: as
+            the model computes them.
 
     Raises:
-        PlanError: a negative number of bytes, or a slowdown that is negative or not finite.
+        PlanError: a negative number of bytes, a slowdown that is negative or not finite, or fewer chunks than one.
 
     Example:
         >>> lean = UnitPlan({"norm.mul": "recompute", "mlp.up.mm": "keep", "mlp.act.silu": "recompute"})
@@ -109,6 +111,7 @@ class Plan:
     note: str = ""
     torch_version: str = ""
     device_name: str = ""
+    loss_chunks: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", MappingProxyType(dict(self.units)))
@@ -120,9 +123,12 @@ class Plan:
             slowdown = getattr(self, name)
             if slowdown is not None and not (math.isfinite(slowdown) and slowdown >= 0):
                 raise PlanError(f"{name}: got {slowdown}, expected a finite number, 0 or more")
+        if self.loss_chunks < 1:
+            raise PlanError(f"loss_chunks: got {self.loss_chunks}, expected 1 or more")
 
     def __hash__(self) -> int:
-        return hash((frozenset(self.units.items()), self.budget_bytes, self.predicted_peak_bytes, self.note))
+        numbers = (self.budget_bytes, self.predicted_peak_bytes, self.loss_chunks)
+        return hash((frozenset(self.units.items()), *numbers, self.note))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, (dict(self.units), *(getattr(self, field.name) for field in fields(self)[1:]))
@@ -153,6 +159,7 @@ class Plan:
         budget, peak = root.find("budget_bytes"), root.find("predicted_peak_bytes")
         slowdown, bound = root.find("predicted_slowdown"), root.find("bound_slowdown")
         texts = {name: found.text() for name in _TEXTS if (found := root.find(name)) is not None}
+        loss_chunks = root.find("loss_chunks")
         try:
             return cls(
                 units=_decode_units(root.get("units")),
@@ -161,6 +168,7 @@ class Plan:
                 predicted_slowdown=None if slowdown is None else slowdown.number(),
                 bound_slowdown=None if bound is None else bound.number(),
                 **texts,
+                loss_chunks=1 if loss_chunks is None else loss_chunks.integer(least=1),
             )
         except PlanFormatError:
             raise

@@ -36,6 +36,8 @@ def plan_text(plan: Plan) -> str:
         paths_of.setdefault(tuple(_unit_items(unit)), []).append(path)
     rows = [(label_paths(paths), list(items)) for items, paths in paths_of.items()]
     rows.append(("all others" if rows else "all units", ["keep all"]))
+    if plan.loss_chunks > 1:
+        rows.append(("loss", [_chunks(plan.loss_chunks)]))
     return "\n".join([*_table(rows), *_prediction(plan)])
 
 
@@ -50,10 +52,15 @@ def diff_text(old: Plan, new: Plan) -> str:
         ("budget", _bytes(old.budget_bytes), _bytes(new.budget_bytes)),
         ("predicted peak", _bytes(old.predicted_peak_bytes), _bytes(new.predicted_peak_bytes)),
         ("predicted slowdown", _percent(old.predicted_slowdown), _percent(new.predicted_slowdown)),
+        ("loss", _chunks(old.loss_chunks), _chunks(new.loss_chunks)),
     ):
         if before != after:
             lines.append(f"{what} {before} -> {after}")
     return "\n".join(lines) or "no difference"
+
+
+def _chunks(number: int) -> str:
+    return "in one piece" if number == 1 else f"in {number} chunks"
 
 
 def _bytes(nbytes: int | None) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from recollect._torch_private import DATA_DEPENDENT, tree_leaves
-from recollect.errors import RecordError
+from recollect.errors import RecollectError, RecordError
 
 LossFunction = Callable[[Any], torch.Tensor]
 
@@ -26,7 +26,7 @@ def run_forward(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> t
     try:
         output = call_model(model, batch)
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
-        if isinstance(error, (torch.OutOfMemoryError, RecordError, *DATA_DEPENDENT)):
+        if isinstance(error, (torch.OutOfMemoryError, RecollectError, *DATA_DEPENDENT)):
             raise
         raise RecordError(
             f"{name} rejected the batch ({describe_batch(batch)}): {type(error).__name__}: {error}. A dict is passed as "

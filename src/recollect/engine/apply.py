@@ -8,8 +8,7 @@ run outside of the tape, as they run outside of `forward`.
 from __future__ import annotations
 
 import difflib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,50 +17,19 @@ import torch
 from torch import nn
 
 from recollect._torch_private import is_checkpoint_wrapper, is_compiled_module
+from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.plan_policy import PlanPolicy
 from recollect.engine.recorded_on import warn_if_recorded_elsewhere
 from recollect.engine.region import run_region
 from recollect.engine.tape import Policy, Tape
 from recollect.errors import AlreadyAppliedError, UnknownNameError
+from recollect.loss.intercept import loss_forwards
 
 if TYPE_CHECKING:
     from recollect.plan import Plan
 
 
-class _Forward:
-    """Stands in for a module's bound `forward`; copies and pickles as the plain method, without any plan."""
-
-    applied: Applied
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.is_on = False
-        self.is_placed = False
-        self.forward: Callable[..., Any] = module.forward
-        functools.update_wrapper(self, self.forward)  # type: ignore[arg-type]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self.module, "forward")
-
-    def put(self) -> None:
-        self.is_on = True
-        if not self.is_placed:
-            self.had_own_forward = "forward" in vars(self.module)
-            vars(self.module)["forward"] = self
-            self.is_placed = True
-
-    def take_off(self) -> None:
-        self.is_on = False
-        if vars(self.module).get("forward") is not self:
-            return  # Somebody put their own forward around this one: it stays, and finds the module's own behind it.
-        self.is_placed = False
-        if self.had_own_forward:
-            vars(self.module)["forward"] = self.forward
-        else:
-            del vars(self.module)["forward"]
-
-
-class _ScopeForward(_Forward):
+class _ScopeForward(PlacedForward):
     """Tells the tape which module inside a unit is running, so that values have the names that the plan knows."""
 
     def __init__(self, module: nn.Module, tape: Tape, scope: str) -> None:
@@ -80,7 +48,7 @@ class _ScopeForward(_Forward):
             mode.scope = outer
 
 
-class _UnitForward(_Forward):
+class _UnitForward(PlacedForward):
     """Runs a unit on the tape."""
 
     def __init__(self, module: nn.Module, tape: Tape, path: str) -> None:
@@ -94,7 +62,7 @@ class _UnitForward(_Forward):
         return self.tape.run(self.path, self.forward, args, kwargs)
 
 
-class _RegionForward(_Forward):
+class _RegionForward(PlacedForward):
     """Runs a unit as one region that is re-run as a whole in backward."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +84,7 @@ class Applied:
         True
     """
 
-    def __init__(self, model: nn.Module, forwards: Iterable[_Forward], plan: Plan | None) -> None:
+    def __init__(self, model: nn.Module, forwards: Iterable[PlacedForward], plan: Plan | None) -> None:
         self.model = model
         self.plan = plan
         self._forwards = list(forwards)
@@ -167,6 +135,7 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
     Raises:
         UnknownNameError: the plan names a unit, or a module in a unit, that the model does not have.
         AlreadyAppliedError: a plan, `CheckpointWrapper` or Hugging Face's gradient checkpointing is on this model.
+        ChunkedLossError: the plan's loss is in chunks, which this model cannot do.
 
     Warns:
         PlanMismatchWarning: once, if the ops that a unit runs are not those of the plan; what the plan does not name is kept.
@@ -191,7 +160,8 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
     region_paths = [path for path, unit in active.items() if unit.engine == "region"]
     _check_not_applied(model, [modules[path] for path in active])
     forwards = _tape_forwards(model, tape_paths, Tape(PlanPolicy(plan)))
-    return Applied(model, [*forwards, *(_RegionForward(modules[path]) for path in region_paths)], plan)
+    forwards += [_RegionForward(modules[path]) for path in region_paths]
+    return Applied(model, [*forwards, *loss_forwards(model, plan.loss_chunks)], plan)
 
 
 def applied_to(model: nn.Module) -> list[Applied]:
@@ -211,7 +181,7 @@ def applied_to(model: nn.Module) -> list[Applied]:
         []
     """
     forwards = (vars(module).get("forward") for module in model.modules())
-    return list(dict.fromkeys(forward.applied for forward in forwards if isinstance(forward, _Forward)))
+    return list(dict.fromkeys(forward.applied for forward in forwards if isinstance(forward, PlacedForward)))
 
 
 def apply_policy(model: nn.Module, unit_paths: Iterable[str], policy: Policy | Tape) -> Applied:
@@ -222,9 +192,9 @@ def apply_policy(model: nn.Module, unit_paths: Iterable[str], policy: Policy | T
     return Applied(model, _tape_forwards(model, paths, tape), None)
 
 
-def _tape_forwards(model: nn.Module, unit_paths: list[str], tape: Tape) -> list[_Forward]:
+def _tape_forwards(model: nn.Module, unit_paths: list[str], tape: Tape) -> list[PlacedForward]:
     units = {id(_find_unit(model, path)) for path in unit_paths}
-    forwards: list[_Forward] = []
+    forwards: list[PlacedForward] = []
     for path in unit_paths:
         unit = _find_unit(model, path)
         forwards.append(_UnitForward(unit, tape, path))
@@ -273,7 +243,7 @@ def value_scope(value_name: str) -> str:
 def _check_not_applied(model: nn.Module, units: list[nn.Module]) -> None:
     inside = {id(module) for unit in units for module in unit.modules()}
     for name, module in model.named_modules():
-        if isinstance(vars(module).get("forward"), _Forward) and id(module) in inside:
+        if isinstance(vars(module).get("forward"), PlacedForward) and id(module) in inside:
             raise _already_applied(name, "a recollect plan", "call applied.remove() first")
         if is_checkpoint_wrapper(module):
             raise _already_applied(name, "torch's CheckpointWrapper", "build the model without checkpoint_wrapper")

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recollect.loss.chunked import chunked_cross_entropy
 from recollect.models.sizes import SIZES, LlamaConfig
 
 __all__ = ["SIZES", "Llama", "LlamaConfig", "LlamaOutput"]
@@ -27,9 +28,14 @@ IGNORE_INDEX = -100
 
 
 class LlamaOutput(NamedTuple):
-    """Logits [B, T, V] in the compute dtype; the loss as an fp32 scalar, None without labels."""
+    """What a forward returns.
 
-    logits: Tensor
+    Attributes:
+        logits: [B, T, V] in the compute dtype; None if the loss was computed in chunks.
+        loss: an fp32 scalar; None without labels.
+    """
+
+    logits: Tensor | None
     loss: Tensor | None
 
 
@@ -155,6 +161,10 @@ class Llama(nn.Module):
         config: dimensions, see `LlamaConfig`; `SIZES` has the published ones by name.
         compute_dtype: dtype of activations and of the weights inside matrix products; None: the dtype of the weights.
 
+    Attributes:
+        loss_chunks: parts in which output matrix and loss are computed where there are labels; with more than one the
+            logits are not there as a whole, and the output has None. A plan sets it.
+
     Example:
         >>> model = Llama(SIZES["tiny"])
         >>> tokens = torch.randint(256, (2, 17))
@@ -169,6 +179,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
+        self.loss_chunks = 1
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope_theta)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
@@ -198,15 +209,22 @@ class Llama(nn.Module):
             labels: [B, T]; `labels[b, t]` is the token after `tokens[b, t]` (already shifted), -100 where none counts.
 
         Returns:
-            Logits [B, T, V] and, with labels, the mean cross entropy in fp32.
+            Logits [B, T, V], None with labels and more than one of `loss_chunks`; with labels, the mean cross entropy in fp32.
         """
         x_BTD = self.embed_tokens(tokens)
         x_BTD = x_BTD.to(self.compute_dtype or x_BTD.dtype)
         cos_T1C, sin_T1C = self.rotary_emb(x_BTD)
         for layer in self.layers:
             x_BTD = layer(x_BTD, cos_T1C, sin_T1C)
-        logits_BTV = self.lm_head(self.norm(x_BTD))
+        x_BTD = self.norm(x_BTD)
+        if labels is not None and self.loss_chunks > 1:
+            return LlamaOutput(None, self._chunked_loss(x_BTD, labels))
+        logits_BTV = self.lm_head(x_BTD)
         if labels is None:
             return LlamaOutput(logits_BTV, None)
         loss = F.cross_entropy(logits_BTV.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         return LlamaOutput(logits_BTV, loss)
+
+    def _chunked_loss(self, x_BTD: Tensor, labels: Tensor) -> Tensor:
+        weight = self.lm_head.weight
+        return chunked_cross_entropy(x_BTD, weight, labels, num_chunks=self.loss_chunks, ignore_index=IGNORE_INDEX)

@@ -127,4 +127,5 @@ def simulated_plan(profile: Profile, plan: Plan, simulation: Prediction) -> Plan
         torch_version=profile.torch_version,
         # A fake profile is of no device: its times are modelled.
         device_name="" if profile.fake else profile.device_name,
+        loss_chunks=profile.loss_chunks,
     )

@@ -33,6 +33,7 @@ def encode_profile(profile: Profile) -> str:
         "step_s": profile.step_s,
         "persistent": dict(profile.persistent),
         "calibration_bytes": profile.calibration_bytes,
+        "loss_chunks": profile.loss_chunks,
         "calls": [
             {
                 "path": call.path,
@@ -81,6 +82,7 @@ def decode_profile(text: str) -> Profile:
     root = read_document(text, format=_FORMAT, version=_VERSION, error=ProfileFormatError)
     fake = root.find("fake")
     calibration = root.find("calibration_bytes")
+    loss_chunks = root.find("loss_chunks")
     persistent = root.get("persistent")
     texts = {name: found.text() for name in _TEXTS if (found := root.find(name)) is not None}
     log = root.get("log")
@@ -99,6 +101,7 @@ def decode_profile(text: str) -> Profile:
         persistent={kind: persistent.get(kind).integer(least=0) for kind in persistent.keys()},
         fake=fake is not None and fake.flag(),
         calibration_bytes=0 if calibration is None else calibration.integer(),
+        loss_chunks=1 if loss_chunks is None else loss_chunks.integer(least=1),
         **texts,
     )
     _build(check_log, root, profile=profile)

@@ -214,6 +214,7 @@ class Profile:
         fake: recorded on fake tensors, so times come from a cost model.
         calibration_bytes: measured minus simulated peak of the recorded step; 0 for a fake profile.
         torch_version, model_class, batch: what was recorded, in words.
+        loss_chunks: parts in which output matrix and loss were computed; see `Plan.loss_chunks`.
 
     Raises:
         ValueError: a call or an event that refers to what is not there, or a negative or non-finite number.
@@ -231,11 +232,14 @@ class Profile:
     torch_version: str = ""
     model_class: str = ""
     batch: str = ""
+    loss_chunks: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "persistent", MappingProxyType(dict(self.persistent)))
         if not (math.isfinite(self.step_s) and self.step_s >= 0):
             raise ValueError(f"step_s: got {self.step_s}, expected a finite number of seconds, 0 or more")
+        if self.loss_chunks < 1:
+            raise ValueError(f"loss_chunks: got {self.loss_chunks}, expected 1 or more")
         for kind, nbytes in self.persistent.items():
             if nbytes < 0:
                 raise ValueError(f"persistent[{kind!r}]: got {nbytes} bytes, expected 0 or more")

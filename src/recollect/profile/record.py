@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from recollect._torch_private import DATA_DEPENDENT, tree_leaves
 from recollect.engine.apply import apply_policy
 from recollect.engine.recorded_on import device_name
 from recollect.errors import HardwareError, RecordError
+from recollect.loss.intercept import loss_in_chunks
 from recollect.planning.decisions import drop_all
 from recollect.planning.simulate import simulate
 from recollect.profile import events
@@ -49,6 +51,7 @@ def record(
     hardware: str | os.PathLike[str] | Hardware | None = None,
     units: Iterable[str] | None = None,
     accumulates_gradients: bool = False,
+    loss_chunks: int = 1,
 ) -> Profile:
     """Run one training step and write down all that a planner needs to know.
 
@@ -67,6 +70,8 @@ def record(
             machine's GPU if it is known, else an H100. `profile.device_name` says which it is.
         units: module paths of the layers to plan, where `find_units` does not find them.
         accumulates_gradients: gradients exist already when the step begins (gradient accumulation).
+        loss_chunks: parts in which output matrix and loss are computed, in this step and under the plans made from it; see
+            `chunked_cross_entropy`. 1: as the model does.
 
     Returns:
         The profile: frozen, torch-free, saved with `profile.save(path)`.
@@ -75,6 +80,7 @@ def record(
         UnsupportedModelError: the model has no repeated layers.
         AlreadyAppliedError: the model recomputes already.
         HardwareError: an unknown name or a malformed file; or given without `fake`, where times are measured.
+        ChunkedLossError: the model's loss cannot be computed in chunks.
         RecordError: the model rejected the batch, the loss is not a scalar or needs no gradient, or, with `fake`, the
             step depends on data.
 
@@ -96,7 +102,7 @@ def record(
     found = find_units(model, units)
     device = device_of(model, batch)
     optimizer_step = record_optimizer_step(optimizer, device)
-    session = _Session(model, loss_fn, found, device, accumulates_gradients)
+    session = _Session(model, loss_fn, found, device, accumulates_gradients, loss_chunks)
     if modelled is not None:
         with fake_tensors(model, device):
             return session.profile(modelled, fake_batch(batch, device), optimizer_step)
@@ -115,6 +121,7 @@ class _Session:
         units: list[Unit],
         device: torch.device,
         accumulates_gradients: bool,
+        loss_chunks: int,
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
@@ -122,6 +129,7 @@ class _Session:
         self.paths = [unit.path for unit in units]
         self.device = device
         self.accumulates_gradients = accumulates_gradients
+        self.loss_chunks = loss_chunks
 
     def profile(self, costs: Costs, batch: Any, optimizer_step: OptimizerStep) -> Profile:
         """Run the step under the recorder."""
@@ -130,7 +138,7 @@ class _Session:
         tensors = self._persistent_tensors(batch)
         persistent = {name: storage_bytes(group) for name, group in tensors.items()}
         marked = mark_persistent(tensor for group in tensors.values() for tensor in group)
-        with apply_policy(self.model, self.paths, RecordingTape(recorder)):
+        with apply_policy(self.model, self.paths, RecordingTape(recorder)), self._loss_in_chunks():
             try:
                 with costs.recording(), StepMode(recorder):
                     recorder.begin_phase(events.FORWARD)
@@ -161,6 +169,7 @@ class _Session:
             torch_version=torch.__version__,
             model_class=type(self.model).__name__,
             batch=describe_batch(batch),
+            loss_chunks=self.loss_chunks,
         )
 
     def calibrated(self, profile: Profile, batch: Any) -> Profile:
@@ -171,11 +180,14 @@ class _Session:
             run_forward(self.model, batch, self.loss_fn).backward()
 
         self._prepare_gradients()
-        with apply_policy(self.model, self.paths, DropAll()):
+        with apply_policy(self.model, self.paths, DropAll()), self._loss_in_chunks():
             measured = measure_peak(step, device=self.device)
         growth_bytes = max(simulated.forward_peak_bytes, simulated.backward_peak_bytes) - profile.persistent_bytes
         missing_bytes = max(0, measured.peak_growth_bytes - growth_bytes)
         return replace(profile, calibration_bytes=missing_bytes + _UNSEEN_BYTES)
+
+    def _loss_in_chunks(self) -> AbstractContextManager[None]:
+        return loss_in_chunks(self.model, self.loss_chunks)
 
     def _prepare_gradients(self) -> None:
         for parameter in self.model.parameters():

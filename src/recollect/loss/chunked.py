@@ -1,0 +1,304 @@
+"""The cross entropy of a language model's head, computed in chunks of tokens.
+
+The logits of N tokens over V words are often the largest tensors of a step: the model holds them in its own dtype, in fp32,
+as log-probabilities, and as gradients of each. Here they exist for one chunk at a time. The gradients of a chunk are
+computed right after its loss, in forward, while its logits are there; so nothing is computed twice, and backward only
+multiplies. The idea is that of Liger-Kernel's fused linear cross entropy (P.-L. Hsu et al., "Liger Kernel: Efficient Triton
+Kernels for LLM Training", 2024, section 3.2, https://arxiv.org/abs/2410.10989).
+
+With p the softmax of a token's logits, y its label, and n the number of tokens that count:
+    loss = -log p[y] / n        d loss / d logits = (p - onehot(y)) / n
+
+NOTE [ Rounding ]
+1. The loss and the gradient of the logits are computed in fp32 (fp64 for fp64), whatever the dtype of the matrices.
+2. The gradient of the logits is rounded to the dtype of the matrix products, as it is without chunks, after the division
+   by n. Under fp16, where p / n would underflow, the division comes last, together with the gradient scaler's factor.
+3. Gradients of weight and bias are added up over chunks in fp32 and rounded once, in backward: a bf16 sum would lose bits
+   with each chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recollect._torch_private import is_traceable_wrapper_subclass, keeps_graph, untraced
+from recollect.errors import ChunkedLossError
+
+__all__ = ["chunked_cross_entropy"]
+
+# Rows of the weight's gradient that are computed at once where the product has another dtype than the sum: enough for a
+# matrix product to run at full speed, few enough for the product to need no memory worth a mention.
+_ROWS_AT_ONCE = 8192
+
+Transform = Callable[[Tensor], Tensor]
+
+
+@untraced
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    num_chunks: int,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    label_smoothing: float = 0.0,
+    transform: Transform | None = None,
+) -> Tensor:
+    """Compute `cross_entropy(linear(hidden, weight, bias), labels)` without ever holding all logits.
+
+    Gradients are exact: they differ from those of the two calls by the order of sums only. Under autocast the products run
+    in its dtype; else in the dtype of `hidden`, to which `weight` is cast. Compiled code calls it as it is, with a graph
+    break.
+
+    Args:
+        hidden: [..., D], what the output matrix is applied to.
+        weight: [V, D], the output matrix; tied to the embedding or frozen if need be.
+        labels: [...] int64, one word for each row of `hidden`.
+        num_chunks: parts that the tokens are split into, of equal size but for the last; more parts than tokens are as
+            many as tokens. Working memory is 4 to 8 bytes times V times the tokens of one part.
+        bias: [V], added to the logits.
+        ignore_index: the label of tokens that do not count.
+        reduction: "mean" over the tokens that count (nan if there are none, as PyTorch has it), or "sum".
+        label_smoothing: weight of the uniform distribution in the target, 0 to 1.
+        transform: maps the logits [tokens, V] of some tokens to what the softmax sees, each element on its own, such as
+            `lambda logits: 30 * torch.tanh(logits / 30)`.
+
+    Returns:
+        The loss, a scalar: fp32, or fp64 if the products are.
+
+    Raises:
+        ChunkedLossError: shapes that do not fit, another reduction, a DTensor or a sharded weight, or, in backward,
+            `create_graph=True`.
+
+    Example:
+        >>> import torch
+        >>> hidden, weight = torch.randn(2, 5, 8), torch.randn(100, 8, requires_grad=True)
+        >>> labels = torch.randint(100, (2, 5))
+        >>> loss = chunked_cross_entropy(hidden, weight, labels, num_chunks=4)
+        >>> plain = torch.nn.functional.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten())
+        >>> torch.allclose(loss, plain)
+        True
+    """
+    _check(hidden, weight, labels, num_chunks, bias, reduction, label_smoothing)
+    device_type = hidden.device.type
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled(device_type) and dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(device_type)
+    settings = _Settings(
+        num_chunks=num_chunks,
+        dtype=dtype,
+        ignore_index=ignore_index,
+        is_mean=reduction == "mean",
+        label_smoothing=label_smoothing,
+        transform=transform,
+        has_gradients=torch.is_grad_enabled(),
+    )
+    with torch.autocast(device_type, enabled=False):
+        loss: Any = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden.flatten(0, -2), weight, bias, labels.flatten(), settings
+        )
+    return cast(Tensor, loss)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    num_chunks: int
+    dtype: torch.dtype
+    ignore_index: int
+    is_mean: bool
+    label_smoothing: float
+    transform: Transform | None
+    has_gradients: bool
+
+    @property
+    def divides_last(self) -> bool:
+        """Whether the division by the number of tokens waits for backward; see NOTE [ Rounding ]."""
+        return self.dtype is torch.float16
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """The dtype of losses and sums."""
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings
+    ) -> Tensor:
+        wanted = [needed and settings.has_gradients for needed in ctx.needs_input_grad[:3]]
+        counts = labels != settings.ignore_index
+        num_counted = counts.sum()
+        divisor = num_counted.clamp(min=1) if settings.is_mean else torch.ones_like(num_counted)
+        run = _Run(hidden.to(settings.dtype), weight.to(settings.dtype), bias, wanted, settings)
+        loss = torch.zeros((), dtype=settings.wide_dtype, device=hidden.device)
+        num_tokens = labels.numel()
+        size = max(1, -(-num_tokens // settings.num_chunks))
+        for begin in range(0, num_tokens, size):
+            end = min(begin + size, num_tokens)
+            loss += run.chunk(begin, end, labels[begin:end], counts[begin:end], divisor)
+        if settings.is_mean:
+            loss /= num_counted  # by zero if nothing counts: nan, as PyTorch has it
+        ctx.dtypes = [tensor.dtype if tensor is not None else None for tensor in (hidden, weight, bias)]
+        ctx.divides_last = settings.divides_last
+        ctx.save_for_backward(run.hidden_gradient, run.weight_gradient, run.bias_gradient, divisor)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise ChunkedLossError(
+                "chunked_cross_entropy: got a backward with create_graph=True, but its gradients are computed in forward and "
+                "have no graph. Use loss_chunks=1 for gradients of gradients."
+            )
+        (factor,) = grad_outputs
+        *gradients, divisor = ctx.saved_tensors
+        if ctx.divides_last:
+            factor = factor / divisor
+        # What is saved may be used up, unless another backward will want it.
+        is_last = not keeps_graph()
+        scaled = [
+            None if gradient is None else (gradient.mul_(factor) if is_last else gradient * factor).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return (*scaled, None, None)
+
+
+class _Run:
+    """One forward: the matrices in the dtype of the products, and the gradients as they grow."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], settings: _Settings
+    ) -> None:
+        self.hidden = hidden
+        self.weight = weight
+        self.bias = None if bias is None else bias.to(settings.dtype)
+        self.settings = settings
+        wants_hidden, self.wants_weight, wants_bias = wanted
+        self.wants_any = any(wanted)
+        self.hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        is_empty = self.wants_weight and not hidden.shape[0]
+        self.weight_gradient = torch.zeros_like(weight) if is_empty else None
+        self.bias_gradient = weight.new_zeros(weight.shape[0], dtype=settings.wide_dtype) if wants_bias else None
+
+    def chunk(self, begin: int, end: int, labels: Tensor, counts: Tensor, divisor: Tensor) -> Tensor:
+        """Add the gradients of some tokens, and return the sum of their losses."""
+        hidden = self.hidden[begin:end]
+        raw = F.linear(hidden, self.weight, self.bias)
+        logits, seen = self._transformed(raw)
+        if seen is None:
+            del raw  # a low-precision copy, or the logits themselves
+        loss = _loss_and_gradient(logits, labels, counts, divisor, self.settings, wants_gradient=self.wants_any)
+        if not self.wants_any:
+            return loss
+        gradient = logits  # overwritten
+        if seen is not None:
+            (gradient,) = torch.autograd.grad(seen, raw, gradient.to(seen.dtype))
+        gradient = gradient.to(self.settings.dtype)
+        del logits
+        if self.hidden_gradient is not None:
+            torch.mm(gradient, self.weight, out=self.hidden_gradient[begin:end])
+        if self.bias_gradient is not None:
+            self.bias_gradient += gradient.sum(0, dtype=self.bias_gradient.dtype)
+        if self.wants_weight:
+            self._add_to_weight_gradient(gradient.t(), hidden)
+        return loss
+
+    def _transformed(self, raw: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what the softmax sees, in a tensor that may be overwritten, and the end of the transform's graph."""
+        wide = self.settings.wide_dtype
+        if self.settings.transform is None:
+            return raw.to(wide), None
+        with torch.enable_grad():
+            seen = self.settings.transform(raw.requires_grad_())
+        return seen.detach().to(wide, copy=True), seen
+
+    def _add_to_weight_gradient(self, gradient_T: Tensor, hidden: Tensor) -> None:
+        """Add [V, tokens] times [tokens, D]."""
+        wide = self.settings.wide_dtype
+        if self.weight_gradient is None and (self.settings.num_chunks == 1 or hidden.dtype is wide):
+            self.weight_gradient = torch.mm(gradient_T, hidden)
+            return
+        if self.weight_gradient is None:
+            self.weight_gradient = torch.zeros_like(self.weight, dtype=wide)
+        sums = self.weight_gradient
+        if hidden.dtype is wide:
+            torch.addmm(sums, gradient_T, hidden, out=sums)
+            return
+        for rows, total in zip(gradient_T.split(_ROWS_AT_ONCE), sums.split(_ROWS_AT_ONCE), strict=True):
+            total += torch.mm(rows, hidden)
+
+
+def _loss_and_gradient(
+    logits: Tensor, labels: Tensor, counts: Tensor, divisor: Tensor, settings: _Settings, *, wants_gradient: bool
+) -> Tensor:
+    """Return the sum of the losses of some tokens; `logits` become their gradient, in place."""
+    target = torch.where(counts, labels, 0).unsqueeze(1)
+    smoothing = settings.label_smoothing
+    vocab_size = logits.shape[1]
+    logits -= logits.amax(1, keepdim=True)
+    at_target = logits.gather(1, target)
+    mean_logit = logits.mean(1, keepdim=True) if smoothing else 0.0
+    total = logits.exp_().sum(1, keepdim=True)
+    losses = total.log() - (1 - smoothing) * at_target - smoothing * mean_logit
+    if wants_gradient:
+        scale = counts.unsqueeze(1).to(logits.dtype)
+        if not settings.divides_last:
+            scale /= divisor
+        logits *= scale / total
+        if smoothing:
+            logits -= scale * (smoothing / vocab_size)
+        logits.scatter_add_(1, target, (smoothing - 1) * scale)
+    return torch.where(counts, losses.squeeze(1), 0).sum()
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    num_chunks: int,
+    bias: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+) -> None:
+    def fail(what: str) -> None:
+        raise ChunkedLossError(f"chunked_cross_entropy: {what}")
+
+    if num_chunks < 1:
+        fail(f"num_chunks: got {num_chunks}, expected 1 or more.")
+    if reduction not in ("mean", "sum"):
+        fail(
+            f"reduction: got {reduction!r}, expected 'mean' or 'sum': gradients are computed in forward, where the weight "
+            "of each token's own loss is not known yet. Use loss_chunks=1."
+        )
+    if not 0 <= label_smoothing <= 1:
+        fail(f"label_smoothing: got {label_smoothing}, expected 0 to 1.")
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if tensor is not None and is_traceable_wrapper_subclass(tensor):
+            fail(
+                f"{name} is a {type(tensor).__name__} of shape {list(tensor.shape)}, expected a whole tensor. A head of its "
+                "own under FSDP2 is gathered in its own forward only: shard it together with the root module. A head under "
+                "tensor parallelism needs loss_chunks=1."
+            )
+    if weight.dim() != 2 or hidden.dim() < 2 or hidden.shape[-1] != weight.shape[-1]:
+        fail(f"got hidden {list(hidden.shape)} and weight {list(weight.shape)}, expected [..., D] and [V, D].")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        fail(f"got bias {list(bias.shape)}, expected [{weight.shape[0]}], one number for each row of weight.")
+    if labels.shape != hidden.shape[:-1] or labels.is_floating_point():
+        fail(
+            f"got labels {labels.dtype} {list(labels.shape)}, expected int64 {list(hidden.shape[:-1])}: one word for each "
+            "row of hidden."
+        )
+    if weight.numel() and not weight.untyped_storage().nbytes():
+        fail(
+            "the weight has no memory now: its storage was freed, as FSDP does when it reshards a module of its own. Shard "
+            "the head together with the root module."
+        )
