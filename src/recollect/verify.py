@@ -14,6 +14,7 @@ from torch import nn
 
 from recollect._torch_private import tree_leaves
 from recollect.engine.apply import applied_to, apply
+from recollect.loss.intercept import loss_in_chunks
 from recollect.plan import Plan
 from recollect.profile.meter import measure_peak, storage_bytes
 from recollect.profile.optimizer_step import record_optimizer_step
@@ -31,7 +32,8 @@ class Report:
     Attributes:
         compared: "step" if the whole step ran with and without the plan; "units" if the plain step does not fit, so that
             each unit was compared on its own, with the inputs that it gets in the step.
-        gradients_equal: every gradient has the same bits with and without the plan; so has the loss.
+        gradients_equal: every gradient has the same bits with and without the plan; so has the loss. Where the plan's loss
+            is in chunks, "without the plan" means with these chunks and nothing recomputed.
         first_difference: name of the first parameter (or unit, or "the loss") that differs, and the largest absolute
             difference; None if there is none.
         num_compared: number of gradients that were compared.
@@ -39,6 +41,9 @@ class Report:
             optimizer state counted; None where the plain step did not run.
         predicted_peak_bytes, predicted_slowdown: what the plan says.
         measured_slowdown: median time with the plan over median time without it, less one; runs alternate.
+        loss_chunks: parts of the plan's loss; with more than one, sums are taken in another order than the model's.
+        unchunked_difference: the gradient (or "the loss") that is furthest from the model's own, in one piece, and how far:
+            the norm of the difference over the norm; None with one chunk, or where the plain step did not run.
     """
 
     compared: Literal["step", "units"]
@@ -50,6 +55,8 @@ class Report:
     predicted_peak_bytes: int | None
     predicted_slowdown: float | None
     measured_slowdown: float | None
+    loss_chunks: int = 1
+    unchunked_difference: tuple[str, float] | None = None
 
     def __str__(self) -> str:
         how = ", unit by unit" if self.compared == "units" else ""
@@ -58,6 +65,9 @@ class Report:
             name, difference = self.first_difference
             equal = f"DIFFERENT, first at {name}, by up to {difference:.3g}"
         lines = [f"gradients        {equal}"]
+        if self.unchunked_difference is not None:
+            name, difference = self.unchunked_difference
+            lines.append(f"loss             in {self.loss_chunks} chunks: off by {difference:.1e} at most, at {name}")
         plain = "did not fit" if self.plain_peak_bytes is None else format_bytes(self.plain_peak_bytes)
         lines.append(f"peak without     {plain}")
         lines.append(f"peak with plan   {format_bytes(self.plan_peak_bytes)}{self._compared_peak()}")
@@ -97,7 +107,7 @@ def verify(
             than full recompute; "auto" tries the step and turns to units if it runs out of memory.
 
     Returns:
-        What was found; `print(report)` shows it in four lines.
+        What was found; `print(report)` shows it in four lines, or five where the loss is in chunks.
 
     Raises:
         UnknownNameError, RecordError: see `apply` and `record`.
@@ -137,7 +147,12 @@ class _Check:
 
     def by_step(self, plan: Plan) -> Report:
         plain_peak_bytes = self._peak_bytes()
-        expected = self._gradients()
+        unchunked = self._gradients()
+        if plan.loss_chunks == 1:
+            expected = unchunked
+        else:
+            with loss_in_chunks(self.model, plan.loss_chunks):
+                expected = self._gradients()
         with apply(self.model, plan):
             plan_peak_bytes = self._peak_bytes()
             got = self._gradients()
@@ -150,12 +165,15 @@ class _Check:
             plain_peak_bytes,
             plan_peak_bytes,
             slowdown,
+            None if plan.loss_chunks == 1 else _largest_difference(unchunked, expected),
         )
 
     def by_unit(self, plan: Plan) -> Report:
         with apply(self.model, plan):
             plan_peak_bytes = self._peak_bytes()
-        difference, num_compared = compare_units(self.model, plan, lambda: call_model(self.model, self.batch))
+        # Logits that did not fit would not fit here either.
+        with loss_in_chunks(self.model, plan.loss_chunks, without_gradients=True):
+            difference, num_compared = compare_units(self.model, plan, lambda: call_model(self.model, self.batch))
         return self._report(plan, "units", difference, num_compared, None, plan_peak_bytes, None)
 
     def _report(
@@ -167,6 +185,7 @@ class _Check:
         plain_peak_bytes: int | None,
         plan_peak_bytes: int,
         slowdown: float | None,
+        unchunked_difference: tuple[str, float] | None = None,
     ) -> Report:
         return Report(
             compared=compared,
@@ -178,6 +197,8 @@ class _Check:
             predicted_peak_bytes=plan.predicted_peak_bytes,
             predicted_slowdown=plan.predicted_slowdown,
             measured_slowdown=slowdown,
+            loss_chunks=plan.loss_chunks,
+            unchunked_difference=unchunked_difference,
         )
 
     def clear(self) -> None:
@@ -240,6 +261,17 @@ def _first_difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Te
         if not torch.equal(tensor, other):
             return name, float((tensor.double() - other.double()).abs().max())
     return next(((name, float("inf")) for name in got if name not in expected), None)
+
+
+def _largest_difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> tuple[str, float]:
+    """Return the name of the tensor that is furthest off, and the norm of the difference over the norm."""
+    far = {}
+    for name, tensor in expected.items():
+        exact, other = tensor.double(), got[name].double()
+        norm = float(exact.norm())
+        far[name] = float((exact - other).norm()) / norm if norm else float(other.norm())
+    name = max(far, key=lambda name: far[name])
+    return name, far[name]
 
 
 @contextmanager
