@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from recollect.engine.apply import apply
+from recollect.loss.choose import LossChunks, plan_with_chunks
 from recollect.plan import Plan
-from recollect.planning.choose import plan
+from recollect.profile.graph import Profile
 from recollect.profile.record import record
 from recollect.step import LossFunction
 
@@ -22,6 +23,7 @@ def fit(
     optimizer: torch.optim.Optimizer | None = None,
     loss_fn: LossFunction | None = None,
     accumulates_gradients: bool = False,
+    loss_chunks: LossChunks = 1,
 ) -> Plan:
     """Make the model's training step fit into a budget of bytes, with the least recompute.
 
@@ -33,12 +35,16 @@ def fit(
         optimizer: counts with its state and the working memory of its step.
         loss_fn: from the model's output to a scalar; see `record`.
         accumulates_gradients: gradients exist already when the step begins.
+        loss_chunks: parts in which output matrix and loss are computed, so that the logits of one part only are alive; see
+            `chunked_cross_entropy`. 1: as the model does, so that gradients keep their bits. "auto": as many as the fastest
+            plan needs, and 1 if that is as fast; records up to four times.
 
     Returns:
         The plan, which is on the model now. `recollect.applied_to(model)` has the handle that takes it off.
 
     Raises:
         BudgetTooSmallError: no plan fits; says the least possible peak and the unit that needs it.
+        ChunkedLossError: the model's loss cannot be computed in chunks.
         QuantityError, UnsupportedModelError, AlreadyAppliedError, RecordError: see `plan` and `record`.
 
     Example:
@@ -50,7 +56,17 @@ def fit(
         >>> plan.predicted_peak_bytes <= plan.budget_bytes
         True
     """
-    profile = record(model, batch, optimizer=optimizer, loss_fn=loss_fn, accumulates_gradients=accumulates_gradients)
-    chosen = plan(profile, budget)
+
+    def record_with(num_chunks: int) -> Profile:
+        return record(
+            model,
+            batch,
+            optimizer=optimizer,
+            loss_fn=loss_fn,
+            accumulates_gradients=accumulates_gradients,
+            loss_chunks=num_chunks,
+        )
+
+    chosen = plan_with_chunks(record_with, budget, loss_chunks).plan
     apply(model, chosen)
     return chosen

@@ -40,7 +40,8 @@ class Report:
         plain_peak_bytes, plan_peak_bytes: measured peaks of forward and backward, with parameters, buffers, batch and
             optimizer state counted; None where the plain step did not run.
         predicted_peak_bytes, predicted_slowdown: what the plan says.
-        measured_slowdown: median time with the plan over median time without it, less one; runs alternate.
+        measured_slowdown: median time with the plan over median time without recompute (the loss in the plan's chunks in
+            both, as in the prediction), less one; runs alternate.
         loss_chunks: parts of the plan's loss; with more than one, sums are taken in another order than the model's.
         unchunked_difference: the gradient (or "the loss") that is furthest from the model's own, in one piece, and how far:
             the norm of the difference over the norm; None with one chunk, or where the plain step did not run.
@@ -147,12 +148,13 @@ class _Check:
 
     def by_step(self, plan: Plan) -> Report:
         plain_peak_bytes = self._peak_bytes()
-        unchunked = self._gradients()
-        if plan.loss_chunks == 1:
-            expected = unchunked
-        else:
+        expected = self._gradients()
+        off = None
+        if plan.loss_chunks > 1:
             with loss_in_chunks(self.model, plan.loss_chunks):
-                expected = self._gradients()
+                unchunked, expected = expected, self._gradients()
+            off = _largest_difference(unchunked, expected)
+            del unchunked
         with apply(self.model, plan):
             plan_peak_bytes = self._peak_bytes()
             got = self._gradients()
@@ -165,7 +167,7 @@ class _Check:
             plain_peak_bytes,
             plan_peak_bytes,
             slowdown,
-            None if plan.loss_chunks == 1 else _largest_difference(unchunked, expected),
+            off,
         )
 
     def by_unit(self, plan: Plan) -> Report:
@@ -233,7 +235,8 @@ class _Check:
     def _slowdown(self, plan: Plan) -> float:
         plain_s, plan_s = [], []
         for _ in range(_NUM_TIMINGS):
-            plain_s.append(self._seconds())
+            with loss_in_chunks(self.model, plan.loss_chunks):
+                plain_s.append(self._seconds())
             with apply(self.model, plan):
                 plan_s.append(self._seconds())
         # The ratio of neighbours, so that a machine that gets slower meanwhile does not count against either.

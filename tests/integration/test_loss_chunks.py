@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ import gradients as steps
 import recollect
 from gradients import Step, assert_same_gradients, call
 from quick_meter import few_objects  # noqa: F401
-from recollect.errors import AlreadyAppliedError, ChunkedLossError
+from recollect.cli import main
+from recollect.errors import AlreadyAppliedError, BudgetTooSmallError, ChunkedLossError, PlanError, PlanFormatError
+from recollect.loss.choose import COUNTS, plan_with_chunks
 from recollect.models.llama import Llama, LlamaConfig
 from recollect.plan import Plan
 from recollect.planning.decisions import decide
@@ -287,3 +291,124 @@ def test_twice_is_an_error(build: Callable[[], nn.Module]) -> None:
         pytest.raises(AlreadyAppliedError, match="loss in chunks already.*applied.remove"),
     ):
         recollect.apply(model, IN_8)
+
+
+def test_the_plan_says_so_and_survives_json() -> None:
+    model = reference(vocab_size=64)
+    profile = recollect.record(model, batch_of(model, 64, 12), loss_chunks=8, fake=True)
+    assert recollect.Profile.from_json(profile.to_json()) == profile
+    plan = recollect.plan(profile, "100%")
+    assert Plan.from_json(plan.to_json()) == plan != recollect.classic_plan(profile, "full")
+    assert plan.loss_chunks == 8
+    assert "loss        in 8 chunks" in str(plan)
+    assert "loss in one piece -> in 8 chunks" in Plan({}).diff(IN_8)
+    assert all(point.plan.loss_chunks == 8 for point in recollect.frontier(profile).points)
+    old = json.loads(Plan({}).to_json())
+    del old["loss_chunks"]
+    assert Plan.from_json(json.dumps(old)).loss_chunks == 1
+    with pytest.raises(PlanError, match="loss_chunks: got 0, expected 1 or more"):
+        Plan({}, loss_chunks=0)
+    with pytest.raises(PlanFormatError, match="loss_chunks"):
+        Plan.from_json(json.dumps({**old, "loss_chunks": 0}))
+
+
+@pytest.mark.parametrize("compare", ["step", "units"])
+@pytest.mark.parametrize("build", [hugging_face, lambda: reference(vocab_size=64)], ids=["Hugging Face", "reference"])
+def test_verify_is_honest(build: Callable[[], nn.Module], compare: Any) -> None:
+    model = build()
+    batch = batch_of(model, 64, 12)
+    plan = recollect.classic_plan(recollect.record(model, batch, loss_chunks=3), "full")
+    report = recollect.verify(model, batch, plan, compare=compare)
+    assert report.gradients_equal
+    assert report.loss_chunks == 3
+    if compare == "units":
+        assert report.unchunked_difference is None
+        return
+    assert report.unchunked_difference is not None
+    name, off = report.unchunked_difference
+    assert name == "the loss" or name in dict(model.named_parameters())
+    assert 0 < off < SAME_BUT_FOR_THE_ORDER
+    assert f"loss             in 3 chunks: off by {off:.1e} at most, at {name}" in str(report)
+
+
+def test_verify_sees_a_wrong_chunked_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = reference(vocab_size=64)
+    batch = batch_of(model, 64, 12)
+    own = Llama._chunked_loss
+    monkeypatch.setattr(Llama, "_chunked_loss", lambda *args: 1.25 * own(*args))
+    report = recollect.verify(model, batch, Plan({}, loss_chunks=2))
+    assert report.unchunked_difference is not None
+    assert report.unchunked_difference[1] == pytest.approx(0.25, rel=1e-3)
+
+
+def recorder(model: nn.Module, tried: list[int]) -> Callable[[int], recollect.Profile]:
+    batch = batch_of(model)
+
+    def record(loss_chunks: int) -> recollect.Profile:
+        tried.append(loss_chunks)
+        return recollect.record(model, batch, loss_chunks=loss_chunks, fake=True)
+
+    return record
+
+
+def test_auto_keeps_the_models_own_loss_where_that_is_as_fast() -> None:
+    tried: list[int] = []
+    planned = plan_with_chunks(recorder(reference(), tried), "100%", "auto")
+    assert (tried, planned.plan.loss_chunks, planned.plan.predicted_slowdown) == ([1], 1, 0.0)
+
+
+def test_auto_takes_as_many_chunks_as_the_budget_needs() -> None:
+    model = LARGE["Hugging Face, bf16"]()
+    tried: list[int] = []
+    record = recorder(model, tried)
+    with pytest.raises(BudgetTooSmallError):
+        plan_with_chunks(record, "50%", 1)
+    planned = plan_with_chunks(record, "50%", "auto")
+    assert tried == [1, 1, 4]
+    assert planned.plan.loss_chunks == planned.profile.loss_chunks == 4
+    assert planned.plan.budget_bytes == planned.plain_peak_bytes // 2
+    assert planned.plan.predicted_peak_bytes is not None
+    assert planned.plan.predicted_peak_bytes <= planned.plain_peak_bytes // 2
+
+
+def test_auto_gives_up_when_more_chunks_free_nothing() -> None:
+    tried: list[int] = []
+    with pytest.raises(BudgetTooSmallError) as raised:
+        plan_with_chunks(recorder(reference(), tried), "10%", "auto")
+    assert tried == [1, 4, 16]
+    assert raised.value.least_peak_bytes < 40e6  # not the 67 MB of the plain loss
+
+
+def test_auto_with_a_loss_that_cannot_be_split() -> None:
+    model = hugging_face()
+    model.loss_function = lambda logits, labels, **_: logits.log_softmax(-1).mean()
+    batch = batch_of(model, 64, 12)
+
+    def record(loss_chunks: int) -> recollect.Profile:
+        return recollect.record(model, batch, loss_chunks=loss_chunks, fake=True)
+
+    assert plan_with_chunks(record, "100%", "auto").plan.loss_chunks == 1
+    with pytest.raises(BudgetTooSmallError) as raised:
+        plan_with_chunks(record, "1%", "auto")
+    assert isinstance(raised.value.__cause__, ChunkedLossError)
+
+
+def test_fit_with_chunks_trains_within_the_budget() -> None:
+    model = hugging_face(vocab_size=WORDS, hidden_size=64)
+    batch = batch_of(model)
+    plan = recollect.fit(model, batch, "40MB", loss_chunks="auto")
+    (applied,) = recollect.applied_to(model)
+    assert applied.plan is plan
+    assert plan.loss_chunks > 1
+    resident = sum(parameter.nbytes for parameter in model.parameters()) + 2 * 2 * 64 * 8
+    assert resident + recollect.measure_peak(partial(run_step, model, batch)).peak_growth_bytes <= 40e6
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    sizes = ["--size", "tiny", "--vocab-size", str(WORDS), "--seq-length", "128", "--fake"]
+    out = tmp_path / "plan.json"
+    assert main(["plan", *sizes, "--memory-budget", "80%", "--loss-chunks", "auto", "--out", str(out)]) == 0
+    assert Plan.load(out).loss_chunks in COUNTS
+    assert main(["plan", *sizes, "--memory-budget", "100%", "--loss-chunks", "4", "--out", str(out)]) == 0
+    assert Plan.load(out).loss_chunks == 4
+    assert main(["plan", *sizes, "--memory-budget", "100%", "--loss-chunks", "0", "--out", str(out)]) == 2

@@ -82,10 +82,10 @@ def test_demo_settings_hold_what_they_promise() -> None:
     demo = demo_config()
     assert demo.run.measure_plain
     from recollect.cli.commands import RecordedStep
-    from recollect.cli.step import record_step
+    from recollect.cli.step import step_recorder
 
     flags = RecordedStep(model=demo.model, batch_size=demo.optim.batch_size, seq_length=demo.data.seq_length, fake=True)
-    profile = record_step(flags)
+    profile = step_recorder(flags)(1)
     assert demo.step.memory_budget is not None
     plan = recollect.plan(profile, demo.step.memory_budget)
     plain = recollect.classic_plan(profile, "keep_all")

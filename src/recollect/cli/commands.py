@@ -59,6 +59,8 @@ class MakePlan:
     """The training step."""
     memory_budget: str
     """Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the peak without recompute."""
+    loss_chunks: Literal["auto"] | int = 1
+    """Parts in which output matrix and loss are computed; 1 is as the model does, auto as many as the fastest plan needs."""
     out: Path = Path("plan.json")
     """Where to write the plan."""
     debug: bool = False
@@ -71,6 +73,8 @@ class DrawFrontier:
 
     step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
     """The training step."""
+    loss_chunks: int = 1
+    """Parts in which output matrix and loss are computed; 1 is as the model does."""
     out: Path = Path("frontier.png")
     """Where to write the picture; needs matplotlib."""
     debug: bool = False

@@ -10,7 +10,7 @@ from rich.table import Table
 
 import recollect
 from recollect.cli.commands import DrawFrontier
-from recollect.cli.step import record_step
+from recollect.cli.step import step_recorder
 from recollect.errors import RecollectError
 from recollect.planning.frontier import Frontier
 from recollect.quantities import format_bytes
@@ -29,7 +29,7 @@ def run_frontier(command: DrawFrontier, console: Console) -> None:
         RecollectError: matplotlib is not installed or the picture cannot be written; what recording raises.
     """
     pyplot = _pyplot()  # before the work, which can take minutes
-    profile = record_step(command.step)
+    profile = step_recorder(command.step)(command.loss_chunks)
     frontier = recollect.frontier(profile)
     console.print(frontier_table(frontier))
     _draw(pyplot, frontier, command.out, title=f"{profile.model_class}, batch {profile.batch}")

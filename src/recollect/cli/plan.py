@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rich.console import Console
 
-import recollect
 from recollect.cli.commands import MakePlan
-from recollect.cli.step import record_step
+from recollect.cli.step import step_recorder
 from recollect.errors import RecollectError
+from recollect.loss.choose import plan_with_chunks
 from recollect.quantities import format_bytes
 from recollect.train.files import write_text
 
@@ -22,11 +22,10 @@ def run_plan(command: MakePlan, console: Console) -> None:
     Raises:
         RecollectError: the file cannot be written; what recording and planning raise.
     """
-    profile = record_step(command.step)
-    plan = recollect.plan(profile, command.memory_budget)
+    planned = plan_with_chunks(step_recorder(command.step), command.memory_budget, command.loss_chunks)
+    plan = planned.plan
     console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
-    plain_bytes = recollect.classic_plan(profile, "keep_all").predicted_peak_bytes or 0
-    console.print(f"without recompute {format_bytes(plain_bytes)}", highlight=False)
+    console.print(f"without recompute {format_bytes(planned.plain_peak_bytes)}", highlight=False)
     try:
         write_text(command.out, plan.to_json() + "\n")
     except OSError as problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from recollect.train.optim import build_optimizer
 from recollect.train.step import resolve_device
 
 
-def record_step(flags: RecordedStep) -> Profile:
-    """Build what the flags describe and record one training step of it.
+def step_recorder(flags: RecordedStep) -> Callable[[int], Profile]:
+    """Build what the flags describe, to record one training step of it.
 
     Args:
         flags: model, batch, dtype, and the device or the hardware that its times are modelled for.
 
     Returns:
-        The profile.
+        Records the step, its loss in so many chunks.
 
     Raises:
         RecollectError: a Hugging Face config that cannot be read or used; what `recollect.record` raises.
@@ -38,8 +39,9 @@ def record_step(flags: RecordedStep) -> Profile:
         tokens = torch.zeros(flags.batch_size, flags.seq_length, dtype=torch.int64)
     batch: dict[str, Tensor] = {"tokens" if flags.hf_config is None else "input_ids": tokens, "labels": tokens}
     optimizer = build_optimizer(model, OptimFlags())
-    profile: Profile = recollect.record(model, batch, optimizer=optimizer, fake=flags.fake, hardware=flags.hardware)
-    return profile
+    return lambda loss_chunks: recollect.record(
+        model, batch, optimizer=optimizer, fake=flags.fake, hardware=flags.hardware, loss_chunks=loss_chunks
+    )
 
 
 def _own_model(flags: RecordedStep) -> nn.Module:

@@ -111,6 +111,9 @@ class StepFlags:
 
     memory_budget: str | None = None
     """Bound on the peak of the whole step, such as 16GiB, 900MB or 60%; none: no recompute."""
+    loss_chunks: Literal["auto"] | int = 1
+    """Parts in which output matrix and loss are computed, so that the logits of one part only are alive; auto: as many as the
+    fastest plan within the budget needs."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Dtype of activations and matrix products; weights, gradients and optimizer state are fp32 in both."""
     device: str = "auto"
@@ -119,6 +122,10 @@ class StepFlags:
     """Seed of weights and of the order of the data."""
     deterministic: bool = True
     """On CUDA, use kernels that give the same bits each run; a CPU does so anyway."""
+
+    def __post_init__(self) -> None:
+        if self.loss_chunks != "auto":
+            _at_least(self, 1, "loss_chunks")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 import recollect
+from recollect.loss.choose import plan_with_chunks
+from recollect.profile.graph import Profile
 from recollect.quantities import format_bytes
 from recollect.train.files import write_text
 from recollect.train.memory import measure_plain
@@ -39,6 +41,9 @@ def prepare(session: Session, console: Console) -> tuple[Plan | None, Baseline]:
         BudgetTooSmallError: no plan fits the budget.
         PlanFormatError: plan.json is damaged.
     """
+    chunks = session.config.step.loss_chunks
+    if session.config.step.memory_budget is None and chunks != "auto":
+        session.model.loss_chunks = chunks  # else the plan sets it
     plan_path, baseline_path = session.folder / "plan.json", session.folder / "baseline.json"
     budget = session.config.step.memory_budget
     if baseline_path.exists() and (budget is None or plan_path.exists()):
@@ -63,18 +68,21 @@ def prepare(session: Session, console: Console) -> tuple[Plan | None, Baseline]:
 
 def _decide(session: Session, budget: str, path: Path) -> tuple[Plan, int]:
     """Return the plan, and the predicted peak in bytes of the step without recompute."""
-    profile = recollect.record(
-        session.model,
-        next(session.batches(0)),
-        optimizer=session.optimizer,
-        # From the second micro-batch on, gradients are there through forward too: that is the one that must fit.
-        accumulates_gradients=session.config.optim.accumulation > 1,
-    )
-    plan = recollect.plan(profile, budget)
-    write_text(path, plan.to_json())
-    plain = recollect.classic_plan(profile, "keep_all")
-    assert plain.predicted_peak_bytes is not None
-    return plan, plain.predicted_peak_bytes
+
+    def record(loss_chunks: int) -> Profile:
+        profile: Profile = recollect.record(
+            session.model,
+            next(session.batches(0)),
+            optimizer=session.optimizer,
+            # From the second micro-batch on, gradients are there through forward too: that is the one that must fit.
+            accumulates_gradients=session.config.optim.accumulation > 1,
+            loss_chunks=loss_chunks,
+        )
+        return profile
+
+    planned = plan_with_chunks(record, budget, session.config.step.loss_chunks)
+    write_text(path, planned.plan.to_json())
+    return planned.plan, planned.plain_peak_bytes
 
 
 def _measure_plain(session: Session) -> tuple[int, float]:
