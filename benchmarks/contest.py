@@ -16,66 +16,12 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from peers import Forwards
-from recollect import Applied, Plan
+from recollect import Plan
+from recompute import Recompute
 from subject import Step
-
-
-class Recompute(Protocol):
-    """Something that can be put on the model and taken off again, at no cost worth a mention."""
-
-    def on(self) -> AbstractContextManager[None]:
-        """Put it on for the length of a with-block."""
-        ...
-
-
-class Nothing:
-    """The model as it is."""
-
-    def on(self) -> AbstractContextManager[None]:
-        """Do nothing."""
-        return nullcontext()
-
-
-class Replaced:
-    """Layers with other forwards."""
-
-    def __init__(self, forwards: Forwards) -> None:
-        self._forwards = forwards
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Replace the forwards for the length of a with-block."""
-        for layer, forward in self._forwards.items():
-            vars(layer)["forward"] = forward
-        try:
-            yield
-        finally:
-            for layer in self._forwards:
-                del vars(layer)["forward"]
-
-
-class OnTape:
-    """A plan or policy that recollect has applied; it remembers what it learnt in earlier steps, as in training."""
-
-    def __init__(self, applied: Applied) -> None:
-        self._applied = applied
-        self._absence = ExitStack()
-        self._absence.enter_context(applied.suspended())
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Put it back for the length of a with-block."""
-        self._absence.close()
-        try:
-            yield
-        finally:
-            self._absence.enter_context(self._applied.suspended())
 
 
 @dataclass(eq=False, kw_only=True)
@@ -84,6 +30,7 @@ class Contestant:
 
     Attributes:
         differs_at: the first gradient that is not that of the plain step bit for bit; None if all are.
+        difference: the largest difference of a gradient, over its largest entry.
         plan: recollect's plan, where it is one of recollect's.
         ratios: step time over that of the plain step beside it, by round and by the place of its group in the list.
     """
@@ -93,6 +40,7 @@ class Contestant:
     plan: Plan | None = None
     peak_bytes: int = 0
     differs_at: str | None = None
+    difference: float = 0.0
     ratios: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def percentile(self, percent: int) -> float:
@@ -124,14 +72,20 @@ class Race:
         self.report = report
         self.plain_s: list[float] = []
         self.num_rounds = 0
+        self.is_interrupted = False
         self._random = random.Random(step.flags.seed)
 
     def run(self, groups: Sequence[Sequence[Contestant]], *, seconds: float, least_rounds: int) -> None:
-        """Run as many rounds as the time allows, but no fewer than `least_rounds`."""
+        """Run as many rounds as the time allows, but no fewer than `least_rounds`; Ctrl+C ends this race and all later."""
+        if self.is_interrupted or not groups:
+            return
         gc.collect()
         gc.freeze()  # what is there now (PyTorch itself) would make each collection take as long as a small step
         try:
             self._run(groups, seconds, least_rounds)
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+            self.report("interrupted: going on with what there is")
         finally:
             gc.unfreeze()
 
@@ -151,7 +105,7 @@ class Race:
         before_s = self.step.seconds()
         self.plain_s.append(before_s)
         for place in self._random.sample(range(len(groups)), len(groups)):
-            turn = self._random.sample(groups[place], len(groups[place]))
+            turn = self._random.sample(list(groups[place]), len(groups[place]))
             seconds = {contestant: self._seconds(contestant) for contestant in turn}
             after_s = self.step.seconds()
             for contestant, step_s in seconds.items():

@@ -12,7 +12,6 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from environment import settle_allocator
@@ -27,10 +26,12 @@ from rich.table import Table
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contest import Contestant, Nothing, OnTape, Race, Replaced, percentile
+from contest import Contestant, Race, percentile
+from flags import MachineFlags, RunFlags
 from peers import full, selective
 from recollect.engine.apply import apply_policy
-from results_csv import RESULTS, Number, append, machine_name
+from recompute import Nothing, OnTape, Replaced
+from results_csv import Number, append, machine_name
 from subject import Step, StepFlags, first_difference
 
 _PLAIN, _FULL, _REENTRANT = "plain", "checkpoint", "checkpoint, reentrant"
@@ -40,8 +41,8 @@ _SAME_KEPT_SET = ((_TAPE_MATMULS, _SAC_MATMULS), (_TAPE_NOTHING, _SAC_NOTHING))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags:
-    """Sizes and time of the two parts."""
+class Flags(MachineFlags, RunFlags):
+    """Sizes and time of the two parts. Tiny tensors get one thread."""
 
     num_layers: int = 8
     """Layers of the tiny model."""
@@ -59,12 +60,6 @@ class Flags:
     """Dtypes at real size."""
     least_rounds: int = 5
     """Rounds that are run even if the time is over."""
-    device: str = "cpu"
-    """A torch device."""
-    threads: int = 2
-    """Threads of PyTorch on the CPU at real size; tiny tensors get one."""
-    out: Path = RESULTS
-    """Folder of the rows."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,13 @@
-"""Recompute by hand, as people set it up today with `torch.utils.checkpoint`: the peers that recollect is compared with.
+"""Recompute by hand, layer by layer, as people set it up today: the peers that recollect is compared with.
 
-Each peer replaces the `forward` of some layers, all settings of `checkpoint` at their defaults unless its own library
-sets them. A peer is written here from what it does, none of it is imported, so that all run in one process on one model.
+Hugging Face's schedules are run by its own switch. The others are written here from what they do, with all settings of
+`torch.utils.checkpoint` at their defaults unless their library sets them, so that all run in one process on one model.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,28 +16,29 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-Forward = Callable[..., Any]
-Forwards = dict[nn.Module, Forward]
+from recompute import Forward, Forwards, HuggingFace, Recompute, Replaced
+from subject import Step
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A way to recompute. `forwards`: from the model's layers to the forwards that take the place of their own."""
+    """A way to recompute. `recompute`: makes it for a step; it may raise, which is reported with the results."""
 
     name: str
     what: str
-    forwards: Callable[[Sequence[nn.Module]], Forwards]
+    recompute: Callable[[Step], Recompute]
 
 
-def _aten(*names: str) -> frozenset[Any]:
+def aten(*names: str) -> frozenset[Any]:
     """The overloads of these names that this version of PyTorch has."""
     packets = (getattr(torch.ops.aten, name, None) for name in names)
     return frozenset(packet.default for packet in packets if packet is not None)
 
 
-MATMUL = _aten("mm", "addmm", "bmm")
-LINEAR = _aten("mm", "linear")
-ATTENTION = _aten(
+MATMUL = aten("mm", "addmm", "bmm")
+LINEAR = aten("mm", "linear")
+GROUPED = aten("_grouped_mm")
+ATTENTION = aten(
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
@@ -50,12 +50,12 @@ ATTENTION = _aten(
     "_scaled_dot_product_flash_attention_for_cpu",
 )
 # torchtitan b5bcd76c66, distributed/activation_checkpoint.py: `compute_intensive_ops` of PyTorch's partitioner, and what
-# that file adds to it. Collectives and compiled regions do not occur here.
+# that file adds to it. Collectives and compiled regions do not occur here, nor do its names for a router's gate.
 TORCHTITAN = (
     MATMUL
     | LINEAR
     | ATTENTION
-    | _aten("_scaled_mm", "convolution", "convolution_backward", "upsample_bilinear2d", "max", "topk")
+    | aten("_scaled_mm", "convolution", "convolution_backward", "upsample_bilinear2d", "max", "topk")
 )
 
 
@@ -66,23 +66,29 @@ def full(layers: Sequence[nn.Module], *, every: int = 1, use_reentrant: bool = F
     }
 
 
-def sqrt_segments(layers: Sequence[nn.Module]) -> Forwards:
-    """Checkpoint segments of sqrt(n) layers each; the last one runs plain, as in `checkpoint_sequential`."""
-    length = max(1, round(math.sqrt(len(layers))))
-    starts = range(0, len(layers), length)
-    forwards: Forwards = {}
-    for start in starts[:-1]:
-        segment = [layer.forward for layer in layers[start : start + length]]
-        forwards[layers[start]] = functools.partial(checkpoint, _chained(segment), use_reentrant=False)
-        forwards.update(dict.fromkeys(layers[start + 1 : start + length], _pass_on))
+def every_nth(step: Step, *, every: int) -> Recompute:
+    """Checkpoint every nth layer: by the model's own switch if it is one of Hugging Face's."""
+    if hasattr(step.model, "activation_checkpointing_enable"):
+        return HuggingFace(step.model, every)
+    return Replaced(full(list(step.layers.values()), every=every))
+
+
+def uniform(layers: Sequence[nn.Module], *, length: int) -> Forwards:
+    """Checkpoint regions of so many layers each, as Megatron's `uniform`; the last one may be shorter."""
+    forwards: dict[nn.Module, Forward] = {}
+    for start in range(0, len(layers), length):
+        region = layers[start : start + length]
+        chained = _chained([layer.forward for layer in region])
+        forwards[region[0]] = functools.partial(checkpoint, chained, use_reentrant=False)
+        forwards.update(dict.fromkeys(region[1:], _pass_on))
     return forwards
 
 
-def _chained(segment: Sequence[Forward]) -> Forward:
+def _chained(region: Sequence[Forward]) -> Forward:
     """Run layers one after the other; what else they take (positions, a mask) is the same for all."""
 
     def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
-        for layer_forward in segment:
+        for layer_forward in region:
             x = layer_forward(x, *args, **kwargs)
         return x
 
@@ -90,8 +96,13 @@ def _chained(segment: Sequence[Forward]) -> Forward:
 
 
 def _pass_on(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for a layer that the segment before has run already."""
+    """Stand in for a layer that the region before has run already."""
     return x
+
+
+def block(layers: Sequence[nn.Module], *, fraction: float) -> Forwards:
+    """Checkpoint the first layers, each on its own, and no others, as Megatron's `block`."""
+    return full(layers[: max(1, round(fraction * len(layers)))])
 
 
 def selective(layers: Sequence[nn.Module], save: Iterable[Any]) -> Forwards:
@@ -103,47 +114,89 @@ def selective(layers: Sequence[nn.Module], save: Iterable[Any]) -> Forwards:
     }
 
 
-def every_other_matmul(layers: Sequence[nn.Module], save: frozenset[Any], *, early_stop: bool = True) -> Forwards:
-    """Selective checkpoint of each layer that saves what these ops return, but only the first of each two matmuls."""
+def saving_some_matmuls(
+    modules: Sequence[nn.Module],
+    save: frozenset[Any],
+    saves: Callable[[int], bool],
+    *,
+    matmul: frozenset[Any] = LINEAR,
+    early_stop: bool = True,
+) -> Forwards:
+    """Selective checkpoint of each module that saves what these ops return, and of the matmuls some, counted from 1."""
 
     def contexts() -> Any:
-        return create_selective_checkpoint_contexts(_skipping_policy(save))
+        return create_selective_checkpoint_contexts(_counting_policy(save, saves, matmul))
 
     return {
-        layer: functools.partial(
-            checkpoint, layer.forward, use_reentrant=False, context_fn=contexts, early_stop=early_stop
+        module: functools.partial(
+            checkpoint, module.forward, use_reentrant=False, context_fn=contexts, early_stop=early_stop
         )
-        for layer in layers
+        for module in modules
     }
 
 
-def _skipping_policy(save: frozenset[Any]) -> Callable[..., CheckpointPolicy]:
+def _counting_policy(
+    save: frozenset[Any], saves: Callable[[int], bool], matmul: frozenset[Any]
+) -> Callable[..., CheckpointPolicy]:
     # Up to torch 2.12 the policy is asked in recompute too, where it has to count on its own.
     counts = {False: itertools.count(1), True: itertools.count(1)}
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op not in save or (op in LINEAR and next(counts[ctx.is_recompute]) % 2 == 0):
+        if op not in save or (op in matmul and not saves(next(counts[ctx.is_recompute]))):
             return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE
 
     return policy
 
 
-PEERS = (
-    Peer("full", "checkpoint of every layer", full),
-    Peer("every 2nd layer", "Hugging Face every_n_layers=2", functools.partial(full, every=2)),
-    Peer("every 4th layer", "Hugging Face every_n_layers=4", functools.partial(full, every=4)),
-    Peer("sqrt segments", "checkpoint of sqrt(n) layers at a time", sqrt_segments),
-    Peer("SAC attention", "saves attention", functools.partial(selective, save=ATTENTION)),
+def every_other(number: int) -> bool:
+    """The first of two, the third, ..."""
+    return number % 2 == 1
+
+
+def _of_layers(make: Callable[..., Forwards], **settings: Any) -> Callable[[Step], Recompute]:
+    return lambda step: Replaced(make(list(step.layers.values()), **settings))
+
+
+LAYER_PEERS = (
+    Peer("full", "checkpoint of every layer (Hugging Face every_n_layers=1)", functools.partial(every_nth, every=1)),
+    Peer("every 2nd layer", "Hugging Face every_n_layers=2", functools.partial(every_nth, every=2)),
+    Peer("every 4th layer", "Hugging Face every_n_layers=4", functools.partial(every_nth, every=4)),
+    Peer("uniform 2", "Megatron full, uniform: 2 layers a region", _of_layers(uniform, length=2)),
+    Peer("uniform 4", "Megatron full, uniform: 4 layers a region", _of_layers(uniform, length=4)),
+    Peer("block 1/4", "Megatron full, block: the first quarter of the layers", _of_layers(block, fraction=0.25)),
+    Peer("block 3/4", "Megatron full, block: the first three quarters", _of_layers(block, fraction=0.75)),
+    Peer("SAC attention", "saves attention", _of_layers(selective, save=ATTENTION)),
     Peer(
         "SAC 2nd matmul",
         "saves attention and every other matmul",
-        functools.partial(every_other_matmul, save=MATMUL | LINEAR | ATTENTION),
+        _of_layers(
+            saving_some_matmuls,
+            save=MATMUL | LINEAR | GROUPED | ATTENTION,
+            saves=every_other,
+            matmul=LINEAR | GROUPED,
+        ),
     ),
     Peer(
         "torchtitan SAC",
         "its list and its rule: every other matmul, no early stop",
-        functools.partial(every_other_matmul, save=TORCHTITAN, early_stop=False),
+        _of_layers(saving_some_matmuls, save=TORCHTITAN, saves=every_other, early_stop=False),
     ),
-    Peer("SAC matmuls", "saves attention and all matmuls", functools.partial(selective, save=MATMUL | ATTENTION)),
+    Peer(
+        "torchtitan SAC less topk",
+        "for routers that write into what topk returned, which cannot be saved then",
+        _of_layers(saving_some_matmuls, save=TORCHTITAN - aten("topk", "max"), saves=every_other, early_stop=False),
+    ),
+    Peer(
+        "SAC matmuls",
+        "saves attention and all matmuls",
+        _of_layers(selective, save=MATMUL | LINEAR | GROUPED | ATTENTION),
+    ),
 )
+_FOR_ROUTERS = {"torchtitan SAC less topk"}
+
+
+def layer_peers(step: Step) -> list[Peer]:
+    """Return those that say something on this model."""
+    has_router = step.model_name == "moe"
+    return [peer for peer in LAYER_PEERS if has_router or peer.name not in _FOR_ROUTERS]

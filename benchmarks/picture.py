@@ -1,4 +1,4 @@
-"""The frontier benchmark as a picture."""
+"""The frontier benchmark as a picture: recollect as a line, its peers as numbered points, their names beside it."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ import matplotlib
 from contest import Contestant
 
 if TYPE_CHECKING:
-    from frontier import Comparison
+    from comparison import Comparison
 
 matplotlib.use("agg")  # a file needs no display
 from matplotlib import pyplot
 
-_MIB = 1 << 20
 _OURS = "#1f5fa8"
 _PEER = "#c4512d"
 _PALE = "#9db8d6"
 _INK = "#333333"
-# Where a label may stand, in points from its mark, the best place first.
+# Where a number may stand, in points from its mark, the best place first.
 _PLACES = [
-    (side * x, y, "left" if side > 0 else "right")
-    for y in (6, -12, 16, -22, 27, -33, 38, -44)
-    for side in (1, -1)
-    for x in (7, 2, 16)
+    (radius * math.cos(math.radians(angle)), radius * math.sin(math.radians(angle)))
+    for radius in (10, 15, 21, 28)
+    for angle in (45, 135, 0, 90, 180, 270, 225, 315)
 ]
 
 
 def draw(found: Comparison, out: Path, *, title: str, note: str) -> None:
-    """Draw peak against slowdown: recollect as a line, predicted and measured, its peers as points."""
-    figure, axes = pyplot.subplots(figsize=(9.5, 5.6), layout="constrained")
-    peers = [match.peer for match in found.matches]
+    """Draw peak against slowdown, both measured; recollect's predictions as a dashed line. Nothing timed, no picture."""
+    peers = sorted((one for one in found.peers if one.ratios), key=lambda one: (one.peak_bytes, one.slowdown))
+    ours = [one for one in found.recollect if one.ratios]
+    if not peers or not ours:
+        return
+    figure, (axes, side) = pyplot.subplots(1, 2, figsize=(11.5, 6), width_ratios=(3, 1), layout="constrained")
     plans = sorted(found.plans, key=lambda plan: plan.predicted_peak_bytes or 0)
     axes.plot(
-        [(plan.predicted_peak_bytes or 0) / _MIB for plan in plans],
+        [_percent(found, plan.predicted_peak_bytes or 0) for plan in plans],
         [100 * (plan.predicted_slowdown or 0.0) for plan in plans],
         color=_PALE,
         linewidth=1.6,
@@ -46,83 +47,103 @@ def draw(found: Comparison, out: Path, *, title: str, note: str) -> None:
         label="recollect, predicted",
         zorder=2,
     )
-    x, y = _coordinates(found.recollect)
-    axes.plot(x, y, color=_OURS, linewidth=2.2, marker="o", markersize=5.5, label="recollect, measured", zorder=4)
-    spread = [[100 * one.percentile(percent) for one in found.recollect] for percent in (20, 80)]
-    axes.fill_between(x, spread[0], spread[1], color=_OURS, alpha=0.12, linewidth=0, zorder=1)
-    x, y = _coordinates(peers)
-    below = [max(0.0, 100 * (one.slowdown - one.percentile(20))) for one in peers]
-    above = [max(0.0, 100 * (one.percentile(80) - one.slowdown)) for one in peers]
-    axes.errorbar(
-        x,
-        y,
-        yerr=[below, above],
-        fmt="D",
-        color=_PEER,
-        markersize=6,
-        elinewidth=1,
-        alpha=0.95,
-        label="by hand, measured",
-        zorder=5,
-    )
-    axes.plot(found.plain.peak_bytes / _MIB, 0, marker="s", markersize=7, color=_INK, linestyle="none", zorder=5)
+    x = [_percent(found, one.peak_bytes) for one in ours]
+    y = [100 * one.slowdown for one in ours]
+    axes.plot(x, y, color=_OURS, linewidth=2.2, marker="o", markersize=4.5, label="recollect, measured", zorder=4)
+    low, high = ([100 * one.percentile(percent) for one in ours] for percent in (20, 80))
+    axes.fill_between(x, low, high, color=_OURS, alpha=0.12, linewidth=0, zorder=1)
+    _draw_peers(found, axes, peers)
+    axes.plot(100, 0, marker="s", markersize=7, color=_INK, linestyle="none", zorder=5, label="no recompute")
     _style(axes, title, note)
-    _label(figure, axes, [*peers, found.plain], found.recollect)
+    _list_names(side, peers)
+    _number(
+        figure,
+        axes,
+        [(_percent(found, one.peak_bytes), 100 * one.slowdown) for one in peers],
+        [*zip(x, y, strict=True)],
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=160)
     pyplot.close(figure)
 
 
-def _coordinates(contestants: Sequence[Contestant]) -> tuple[list[float], list[float]]:
-    """Peaks in MiB, slowdowns in percent."""
-    return [one.peak_bytes / _MIB for one in contestants], [100 * _slowdown(one) for one in contestants]
+def _percent(found: Comparison, peak_bytes: int) -> float:
+    """How much of the plain step's activations a peak leaves room for."""
+    return 100 * (peak_bytes - found.step.resident_bytes) / found.activation_bytes
 
 
-def _slowdown(one: Contestant) -> float:
-    return one.slowdown if one.ratios else 0.0
+def _draw_peers(found: Comparison, axes: Any, peers: Sequence[Contestant]) -> None:
+    axes.errorbar(
+        [_percent(found, one.peak_bytes) for one in peers],
+        [100 * one.slowdown for one in peers],
+        yerr=[
+            [max(0.0, 100 * (one.slowdown - one.percentile(20))) for one in peers],
+            [max(0.0, 100 * (one.percentile(80) - one.slowdown)) for one in peers],
+        ],
+        fmt="D",
+        color=_PEER,
+        markersize=5,
+        elinewidth=0.8,
+        alpha=0.95,
+        label="peers, measured",
+        zorder=5,
+    )
 
 
 def _style(axes: Any, title: str, note: str) -> None:
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=_INK, pad=22)
     axes.text(0, 1.02, note, transform=axes.transAxes, fontsize=8.5, color="#777777")
-    axes.set_xlabel("peak of the step, parameters and gradients included (MiB)", color=_INK)
+    axes.set_xlabel("peak above parameters and gradients, in % of the step without recompute", color=_INK)
     axes.set_ylabel("slowdown of the step (%)", color=_INK)
     axes.axhline(0, color="#bbbbbb", linewidth=0.8, zorder=0)
     axes.grid(color="#e6e6e6", linewidth=0.7)
     axes.set_axisbelow(True)
-    axes.margins(x=0.1, y=0.1)
+    axes.margins(x=0.06, y=0.08)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.tick_params(colors=_INK)
     axes.legend(frameon=False, loc="upper right", fontsize=9.5)
 
 
-def _label(figure: Any, axes: Any, named: Sequence[Contestant], line: Sequence[Contestant]) -> None:
-    """Write names where they cover neither marks, nor the line, nor other names, as far as there is room."""
+def _list_names(side: Any, peers: Sequence[Contestant]) -> None:
+    """Write who is who, the leanest first."""
+    side.axis("off")
+    lines = [f"{number:>2}  {_short(one.name)}" for number, one in enumerate(peers, 1)]
+    side.text(0, 1, "\n".join(lines), va="top", fontsize=8.5, color=_PEER, linespacing=1.6, transform=side.transAxes)
+
+
+def _short(name: str) -> str:
+    return name.partition(" (")[0]
+
+
+def _number(figure: Any, axes: Any, peers: Sequence[tuple[float, float]], line: Sequence[tuple[float, float]]) -> None:
+    """Write numbers where they cover neither marks, nor the line, nor other numbers, as far as there is room."""
     figure.canvas.draw()
-    figure.set_layout_engine("none")  # a label must not move what the others were placed by
+    figure.set_layout_engine("none")  # a number must not move what the others were placed by
     renderer = figure.canvas.get_renderer()
-    at = {one: axes.transData.transform((one.peak_bytes / _MIB, 100 * _slowdown(one))) for one in [*named, *line]}
+    marks = [axes.transData.transform(point) for point in peers]
+    nodes = [axes.transData.transform(point) for point in line]
     taken = [axes.get_legend().get_window_extent(renderer)]
-    taken += [_around(x, y, 9) for x, y in at.values()]
-    taken += [_around(x, y, 2) for x, y in _between([at[one] for one in line])]
-    for one in sorted(named, key=lambda one: (one.peak_bytes, _slowdown(one))):
+    taken += [_around(x, y, 8) for x, y in [*marks, *nodes]]
+    taken += [_around(x, y, 2) for x, y in _between(nodes)]
+    for number, point in enumerate(peers, 1):
         best: tuple[float, Any, Any] | None = None
-        for rank, (right, up, align) in enumerate(_PLACES):
+        for rank, place in enumerate(_PLACES):
             text = axes.annotate(
-                one.name,
-                (one.peak_bytes / _MIB, 100 * _slowdown(one)),
-                xytext=(right, up),
+                str(number),
+                point,
+                xytext=place,
                 textcoords="offset points",
-                ha=align,
-                fontsize=9,
-                color=_PEER if one.ratios else _INK,
+                ha="center",
+                va="center",
+                fontsize=8.5,
+                color=_PEER,
+                arrowprops={"arrowstyle": "-", "color": _PEER, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2},
                 zorder=6,
             )
             box = text.get_window_extent(renderer)
-            nearest = min(named, key=lambda other: _distance(box, at[other]))
-            cost = rank + sum(_overlap(box, other) for other in taken)
-            cost += 1e6 * _outside(box, axes.bbox) + 300 * (nearest is not one)
+            box = _around((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2, 12) if box.width > 60 else box
+            cost = 3 * rank + sum(_overlap(box, other) for other in taken) + 1e6 * _outside(box, axes.bbox)
             if best is None or cost < best[0]:
                 if best is not None:
                     best[1].remove()
@@ -144,12 +165,6 @@ def _between(points: Sequence[Any]) -> list[tuple[float, float]]:
         steps = 1 + int(max(abs(x1 - x0), abs(y1 - y0)) / 4)
         found += [(x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps) for i in range(steps)]
     return found
-
-
-def _distance(box: Any, point: Any) -> float:
-    """Pixels from a point to the nearest edge of a box."""
-    x, y = point
-    return math.hypot(max(box.x0 - x, 0.0, x - box.x1), max(box.y0 - y, 0.0, y - box.y1))
 
 
 def _overlap(one: Any, other: Any) -> float:

@@ -14,7 +14,6 @@ import torch
 from environment import commit, processor_name
 
 COLUMNS = ("metric", "unit", "contestant", "value", "config", "machine", "torch", "date", "commit")
-RESULTS = Path(__file__).parent / "results"
 
 
 class Number(NamedTuple):
@@ -23,7 +22,7 @@ class Number(NamedTuple):
     metric: str
     unit: str
     contestant: str
-    value: float | int
+    value: float | int | str
 
 
 def machine_name(device: str) -> str:

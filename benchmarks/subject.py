@@ -1,4 +1,8 @@
-"""The training step that the contestants run: the reference Llama on random tokens, forward, loss and backward."""
+"""The training step that the contestants run, on random tokens: forward, loss, and backward into existing gradients.
+
+Gradients are there before the step begins, as in gradient accumulation, and zeroed between steps. So what a step adds to
+memory is activations and working memory, and nothing else: that is what recompute is about.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,17 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from recollect.models.llama import Llama, LlamaConfig
+from flags import MachineFlags
+from models import ModelName, build, model_inputs
 from recollect.profile.find_units import find_units
 from recollect.profile.meter import storage_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepFlags:
+class StepFlags(MachineFlags):
     """Sizes of the step, and where it runs."""
 
-    hidden_size: int = 512
+    hidden_size: int = 384
     """Width of the residual stream."""
     num_layers: int = 8
     """Number of decoder layers."""
@@ -33,11 +38,7 @@ class StepFlags:
     seq_length: int = 512
     """Tokens in a sequence."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of activations and matrix products; weights are fp32, as in training."""
-    device: str = "cpu"
-    """A torch device."""
-    threads: int = 2
-    """Threads of PyTorch on the CPU."""
+    """Dtype of activations and matrix products; weights are fp32 in the reference Llama, of this dtype in the others."""
     seed: int = 0
     """Of weights, tokens, and the order of contestants."""
 
@@ -51,38 +52,46 @@ class Step:
 
     Attributes:
         layers: the repeated layers, by module path.
-        resident_bytes: parameters, buffers and batch, which are alive in every step.
+        resident_bytes: parameters, buffers, gradients and batch, which are alive in every step.
     """
 
-    def __init__(self, flags: StepFlags) -> None:
+    def __init__(self, flags: StepFlags, model: ModelName = "reference") -> None:
         torch.set_num_threads(flags.threads)
         torch.manual_seed(flags.seed)
         self.flags = flags
+        self.model_name = model
         self.device = torch.device(flags.device)
-        heads = flags.num_heads or max(1, flags.hidden_size // 64)
-        dimensions = LlamaConfig(
-            vocab_size=flags.vocab_size,
-            hidden_size=flags.hidden_size,
-            num_layers=flags.num_layers,
-            num_heads=heads,
-        )
         with self.device:
-            self.model = Llama(dimensions, compute_dtype=torch.bfloat16 if flags.dtype == "bf16" else None)
+            self.model = build(
+                model,
+                hidden_size=flags.hidden_size,
+                num_layers=flags.num_layers,
+                num_heads=flags.num_heads,
+                vocab_size=flags.vocab_size,
+            )
             tokens = torch.randint(flags.vocab_size, (flags.batch_size, flags.seq_length + 1))
-        self.batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+        if flags.dtype == "bf16":
+            _to_bf16(self.model)
+        self.batch = model_inputs(model, tokens)
         self.layers: dict[str, nn.Module] = {unit.path: unit.module for unit in find_units(self.model) if unit.is_layer}
-        self.resident_bytes = storage_bytes([*self.model.parameters(), *self.model.buffers(), tokens])
+        self.clear()
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        resident = [*self.model.parameters(), *self.model.buffers(), *gradients, *self.batch.values()]
+        self.resident_bytes = storage_bytes(resident)
 
     def run(self) -> Tensor:
-        """Forward, loss and backward; gradients are there afterwards."""
+        """Forward, loss and backward; gradients are added up."""
         loss: Tensor = self.model(**self.batch).loss
         loss.backward()
         return loss.detach()
 
     def clear(self) -> None:
-        """Throw the gradients away."""
+        """Make gradients of zeros, in place where there are some."""
         for parameter in self.model.parameters():
-            parameter.grad = None
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad.zero_()
 
     def seconds(self) -> float:
         """Run one step and time it."""
@@ -97,21 +106,30 @@ class Step:
     def peak_bytes(self) -> int:
         """Run one step and measure its peak, what is resident counted, of the optimizer nothing."""
         self.clear()
-        measured = recollect.measure_peak(self.run, device=self.device)
-        self.clear()
-        return self.resident_bytes + measured.peak_growth_bytes
+        gc.collect()
+        return self.resident_bytes + recollect.measure_peak(self.run, device=self.device).peak_growth_bytes
 
     def gradients(self) -> dict[str, Tensor]:
-        """Run one step and return the loss and all gradients, by name."""
+        """Run one step and return the loss and copies of all gradients, by name."""
         self.clear()
         loss = self.run()
-        found = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        self.clear()
+        found = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
         return {"the loss": loss, **found}
+
+    def record(self) -> recollect.Profile:
+        """Record the step for recollect's planner."""
+        return recollect.record(self.model, self.batch, accumulates_gradients=True)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _to_bf16(model: nn.Module) -> None:
+    if hasattr(model, "compute_dtype"):
+        model.compute_dtype = torch.bfloat16
+    else:
+        model.to(torch.bfloat16)
 
 
 def first_difference(expected: dict[str, Tensor], got: dict[str, Tensor]) -> str | None:
@@ -120,3 +138,14 @@ def first_difference(expected: dict[str, Tensor], got: dict[str, Tensor]) -> str
         if name not in got or name not in expected or not torch.equal(expected[name], got[name]):
             return name
     return None
+
+
+def largest_difference(expected: dict[str, Tensor], got: dict[str, Tensor]) -> float:
+    """Return the largest difference of any tensor, over that tensor's largest entry."""
+    return max(
+        (
+            float((got[name] - tensor).abs().max() / tensor.abs().max().clamp_min(1e-30))
+            for name, tensor in expected.items()
+        ),
+        default=0.0,
+    )

@@ -1,0 +1,319 @@
+"""What one might pick instead: `torch.compile` and its own recompute, against recollect in eager and on compiled blocks.
+
+    python benchmarks/compiled.py
+
+At each compiled variant's measured peak stand recollect's plan for the eager model, and the model whose blocks
+are compiled, of which a plan can re-run some as a whole. All are timed side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from environment import settle_allocator
+
+if __name__ == "__main__":
+    settle_allocator()
+    # What is compiled is not looked up from runs before: the time that compiling takes is reported.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled-")
+
+import shutil
+import statistics
+import time
+
+import tyro
+from rich.console import Console
+from tyro.conf import OmitArgPrefixes
+
+from compiled_peers import compiled, compiled_peers
+from contest import Contestant, Race, percentile
+from flags import RunFlags
+from models import DESCRIPTIONS, ModelName
+from peers import Peer
+from recollect import Plan, UnitPlan, apply
+from recollect.errors import BudgetTooSmallError
+from recollect.planning.choose import Planner
+from recollect.quantities import format_bytes
+from recompute import Nothing, OnTape, Replaced, Together
+from results_csv import Number, append
+from subject import Step, StepFlags, largest_difference
+from tables import markdown
+
+# Compiled code adds up in another order: gradients are equal within this part of their largest entry, or the row says no.
+_TOLERANCE = 1e-3
+
+
+Measured = Callable[[Contestant], Contestant]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(RunFlags):
+    """Compare recollect with compiled steps, at equal peak."""
+
+    step: OmitArgPrefixes[StepFlags] = field(default_factory=StepFlags)
+    """The training step."""
+    models: tuple[ModelName, ...] = ("dense",)
+    """Models to run, one after the other."""
+    minutes: float = 5.0
+    """Time for timed rounds, of each model; compiling and measuring peaks comes on top."""
+    only: str = ""
+    """Only the variants whose names contain this."""
+    quick: bool = False
+    """Tiny sizes, few variants and one round, to see that it runs; times mean nothing then."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Entry:
+    """A variant, and recollect's answers to its peak; `reason`: why there is none."""
+
+    peer: Peer
+    contestant: Contestant | None = None
+    compile_s: float = 0.0
+    answers: dict[str, Contestant] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+class EagerPlans:
+    """recollect as it is: the plan for a budget, on the eager model."""
+
+    name = "recollect, eager"
+
+    def __init__(self, step: Step, measured: Measured) -> None:
+        self._step = step
+        self._measured = measured
+        self._planner = Planner(step.record())
+        self._made: dict[str, Contestant] = {}
+
+    def within(self, budget_bytes: int) -> Contestant:
+        """Return the plan for a budget; the same contestant if it is the same plan.
+
+        Raises:
+            BudgetTooSmallError: there is none.
+        """
+        plan = self._planner.plan(budget_bytes)
+        key = repr(sorted((path, sorted(unit.actions.items()), unit.output) for path, unit in plan.units.items()))
+        if key not in self._made:
+            recompute = OnTape(apply(self._step.model, plan))
+            name = f"{self.name} {plan.predicted_peak_bytes}"
+            self._made[key] = self._measured(Contestant(name=name, recompute=recompute, plan=plan))
+        return self._made[key]
+
+
+class RerunBlocks:
+    """recollect on compiled blocks: the tape cannot see into them, so a plan can only have the first n re-run as a whole.
+
+    The planner does not choose such plans, nor predict them. They are tried from the fewest blocks on, by measured peak.
+    """
+
+    name = "recollect, compiled blocks"
+
+    def __init__(self, step: Step, measured: Measured) -> None:
+        self._step = step
+        self._measured = measured
+        self._blocks = Replaced(compiled(step.layers, "compiled blocks under recollect"))
+        self._made: list[Contestant] = []
+
+    def within(self, budget_bytes: int) -> Contestant:
+        """Return the contestant that re-runs the fewest blocks within a budget.
+
+        Raises:
+            BudgetTooSmallError: there is none.
+        """
+        for number in range(len(self._step.layers) + 1):
+            if number == len(self._made):
+                self._made.append(self._measured(self._contestant(number)))
+            if self._made[number].peak_bytes <= budget_bytes:
+                return self._made[number]
+        least_bytes = min(one.peak_bytes for one in self._made)
+        raise BudgetTooSmallError(budget_bytes=budget_bytes, least_peak_bytes=least_bytes, unit="a block")
+
+    def _contestant(self, number: int) -> Contestant:
+        rerun = UnitPlan({}, engine="region")
+        plan = Plan(dict.fromkeys(list(self._step.layers)[:number], rerun))
+        with self._blocks.on():
+            on_tape = OnTape(apply(self._step.model, plan))
+        name = f"{self.name}, {number} re-run"
+        return Contestant(name=name, recompute=Together([self._blocks, on_tape]), plan=plan)
+
+
+class Comparison:
+    """All of one model."""
+
+    def __init__(self, flags: Flags, model: ModelName, say: Callable[[str], None]) -> None:
+        self.say = say
+        self.step = Step(flags.step, model)
+        self.race = Race(self.step, lambda text: say(f"  {text}"))
+        self._expected = self.step.gradients()
+        self.plain = self._measured(Contestant(name="eager, no recompute", recompute=Nothing()))
+
+    def prepare(self, peers: list[Peer]) -> None:
+        """Compile, plan, and measure peaks and gradients."""
+        self.say("compiling")
+        self.entries = [self._entry(peer) for peer in peers]
+        for make in (EagerPlans, RerunBlocks):
+            self.say(f"planning: {make.name}")
+            try:
+                ours = make(self.step, self._measured)
+                for entry in self.entries:
+                    self._answer(entry, ours)
+            except Exception as error:  # a combination that does not work is a result
+                self.say(f"  {_reason(error)}")
+                for entry in self.entries:
+                    entry.reasons.setdefault(make.name, _reason(error))
+
+    def _answer(self, entry: Entry, ours: EagerPlans | RerunBlocks) -> None:
+        if entry.contestant is None:
+            return
+        try:
+            entry.answers[ours.name] = ours.within(entry.contestant.peak_bytes)
+        except BudgetTooSmallError as error:
+            entry.reasons[ours.name] = f"needs {self.percent(error.least_peak_bytes)}"
+
+    def run(self, *, seconds: float, least_rounds: int) -> None:
+        """Race each variant against its answers."""
+        groups = [[e.contestant, *e.answers.values()] for e in self.entries if e.contestant is not None]
+        self.say(f"timing {sum(map(len, groups))} contestants for {seconds:.0f} s")
+        self.race.run(groups, seconds=seconds, least_rounds=least_rounds)
+
+    def percent(self, peak_bytes: int) -> str:
+        """Write a peak as a part of what the eager step adds to what is resident."""
+        resident_bytes = self.step.resident_bytes
+        part = (peak_bytes - resident_bytes) / (self.plain.peak_bytes - resident_bytes)
+        return f"{100 * part:.1f} %"
+
+    def _entry(self, peer: Peer) -> Entry:
+        begin = time.perf_counter()
+        try:
+            contestant = Contestant(name=peer.name, recompute=peer.recompute(self.step))
+            with contestant.recompute.on():
+                self.step.run()
+            compile_s = time.perf_counter() - begin
+            contestant = self._measured(contestant)
+        except Exception as error:  # what a variant raises is a result, and no reason not to measure the others
+            self.step.clear()
+            self.say(f"  {peer.name}: {_reason(error)}")
+            return Entry(peer=peer, reasons={"": _reason(error)})
+        self.say(f"  {peer.name}: {self.percent(contestant.peak_bytes)}, compiled in {compile_s:.0f} s")
+        return Entry(peer=peer, contestant=contestant, compile_s=compile_s)
+
+    def _measured(self, contestant: Contestant) -> Contestant:
+        with contestant.recompute.on():
+            contestant.difference = largest_difference(self._expected, self.step.gradients())
+            contestant.peak_bytes = self.step.peak_bytes()
+        return contestant
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:120]}"
+
+
+def table(found: Comparison) -> str:
+    """Write the results of one model."""
+    names = [EagerPlans.name, RerunBlocks.name]
+    header = ["compiled variant", "its peak", "to eager", *(f"{n}: peak | to eager | to the variant" for n in names)]
+    header = " | ".join(header).split(" | ")
+    rows = []
+    for entry in found.entries:
+        one = entry.contestant
+        if one is None:
+            rows.append([entry.peer.name, entry.reasons[""], *[""] * (len(header) - 2)])
+            continue
+        is_right = one.difference <= _TOLERANCE
+        row = [entry.peer.name + ("" if is_right else f" (gradients differ by {one.difference:.0e})")]
+        row += [found.percent(one.peak_bytes), _change(one.slowdown) if one.ratios else "not timed"]
+        for name in names:
+            answer = entry.answers.get(name)
+            if answer is None or not answer.ratios:
+                row += [entry.reasons.get(name, "not timed"), "", ""]
+                continue
+            ratios = answer.time_ratios_to(one)
+            low, middle, high = (percentile(ratios, p) - 1 for p in (20, 50, 80))
+            row += [found.percent(answer.peak_bytes), _change(answer.slowdown)]
+            row += [f"{_change(middle)} ({100 * low:+.1f} .. {100 * high:+.1f})"]
+        rows.append(row)
+    return markdown(rows, header)
+
+
+def _change(ratio: float) -> str:
+    return f"{100 * ratio:+.1f} %"
+
+
+def numbers(found: Comparison) -> list[Number]:
+    """All results as rows."""
+    rows = [Number("peak", "bytes", found.plain.name, found.plain.peak_bytes)]
+    rows += [Number("resident", "bytes", found.plain.name, found.step.resident_bytes)]
+    if found.race.plain_s:
+        rows += [Number("step_time", "s", found.plain.name, statistics.median(found.race.plain_s))]
+    for entry in found.entries:
+        rows += [Number("failed", "text", entry.peer.name, f"{n} {why}".strip()) for n, why in entry.reasons.items()]
+        if entry.contestant is None:
+            continue
+        rows += [*_of_one(entry.contestant), Number("compile_time", "s", entry.peer.name, entry.compile_s)]
+        for name, answer in entry.answers.items():
+            ratios = answer.time_ratios_to(entry.contestant)
+            versus = f"{name} / {entry.peer.name}"
+            rows += [Number("peak", "bytes", versus, answer.peak_bytes)]
+            if ratios:
+                rows += [Number("time_ratio_at_equal_peak", "1", versus, percentile(ratios, 50))]
+                rows += [Number(f"time_ratio_at_equal_peak_p{p}", "1", versus, percentile(ratios, p)) for p in (20, 80)]
+                rows += [Number("rounds", "1", versus, len(ratios))]
+    return rows
+
+
+def _of_one(one: Contestant) -> list[Number]:
+    rows = [Number("peak", "bytes", one.name, one.peak_bytes)]
+    rows += [Number("gradients_largest_difference", "1", one.name, one.difference)]
+    if one.ratios:
+        rows += [Number("slowdown", "1", one.name, one.slowdown), Number("rounds", "1", one.name, len(one.ratios))]
+        rows += [Number(f"slowdown_p{p}", "1", one.name, one.percentile(p)) for p in (20, 80)]
+    return rows
+
+
+def run_model(flags: Flags, model: ModelName, console: Console) -> Comparison:
+    """Run one model, and write its rows."""
+    console.print(f"{DESCRIPTIONS[model]}: {flags.step}", style="bold")
+    found = Comparison(flags, model, lambda text: console.print(text, style="dim", highlight=False))
+    found.prepare([peer for peer in compiled_peers() if flags.only in peer.name])
+    found.run(seconds=60 * flags.minutes, least_rounds=flags.least_rounds)
+    append(flags.out / "compiled.csv", numbers(found), {**dataclasses.asdict(flags.step), "model": model})
+    resident = format_bytes(found.step.resident_bytes)
+    peak = format_bytes(found.plain.peak_bytes)
+    text = f"### {DESCRIPTIONS[model]}, compiled\n\n{flags.step}; the eager step peaks at {peak}, {resident} of it resident."
+    text += f"\n\n{table(found)}\n"
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
+    return found
+
+
+@contextmanager
+def _cache_removed() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if __name__ == "__main__":
+            shutil.rmtree(os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the benchmark with the flags of the command line."""
+    flags = tyro.cli(Flags, args=arguments, description=__doc__)
+    if flags.quick:
+        step = dataclasses.replace(flags.step, hidden_size=32, num_layers=2, vocab_size=64, seq_length=32, threads=1)
+        flags = dataclasses.replace(flags, step=step, minutes=0.0, least_rounds=1, only=flags.only or "full")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    with _cache_removed():
+        for model in flags.models:
+            if run_model(flags, model, console).race.is_interrupted:
+                break
+    console.print(f"appended to {flags.out / 'compiled.csv'}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The models of the benchmarks: the reference Llama, and three unmodified ones of Hugging Face with random weights."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from recollect.models.llama import Llama, LlamaConfig
+
+ModelName = Literal["reference", "dense", "moe", "mla"]
+HUGGING_FACE: tuple[ModelName, ...] = ("dense", "moe", "mla")
+DESCRIPTIONS: dict[ModelName, str] = {
+    "reference": "reference Llama",
+    "dense": "dense (Hugging Face Llama)",
+    "moe": "MoE (Hugging Face Mixtral, 4 experts, 2 a token, grouped)",
+    "mla": "MLA and MoE (Hugging Face DeepSeek-V3, 8 experts, 2 a token, 1 shared, grouped)",
+}
+_HEAD_CHANNELS = 64
+
+
+def build(name: ModelName, *, hidden_size: int, num_layers: int, num_heads: int, vocab_size: int) -> nn.Module:
+    """Make a model in training mode. `num_heads`: 0 is one for each 64 channels."""
+    heads = num_heads or max(1, hidden_size // _HEAD_CHANNELS)
+    if name == "reference":
+        sizes = LlamaConfig(vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers, num_heads=heads)
+        return Llama(sizes)
+    config: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        # As in every training script: the cache of keys and values is for generation.
+        "use_cache": False,
+    }
+    return {"dense": _dense, "moe": _mixture, "mla": _latent}[name](hidden_size, config).train()
+
+
+def _dense(hidden_size: int, config: dict[str, Any]) -> nn.Module:
+    import transformers
+
+    sizes = {"intermediate_size": _rounded(hidden_size * 8 / 3)}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, **sizes))
+
+
+def _mixture(hidden_size: int, config: dict[str, Any]) -> nn.Module:
+    """Two of four experts, each as wide as the model: per token about the arithmetic of the dense model."""
+    import transformers
+
+    sizes = {"intermediate_size": _rounded(hidden_size), "num_local_experts": 4, "num_experts_per_tok": 2}
+    loss = {"output_router_logits": True}  # the auxiliary loss that balances experts
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**config, **sizes, **loss))
+
+
+def _latent(hidden_size: int, config: dict[str, Any]) -> nn.Module:
+    """DeepSeek-V3's proportions: latents narrower than the model, one dense layer, then routed and shared experts."""
+    import transformers
+
+    heads = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+    latents = {"q_lora_rank": _rounded(hidden_size / 2), "kv_lora_rank": _rounded(hidden_size / 4)}
+    experts = {
+        "intermediate_size": _rounded(hidden_size * 8 / 3),
+        "moe_intermediate_size": _rounded(hidden_size / 2),
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+    }
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**config, **heads, **latents, **experts))
+
+
+def _rounded(size: float) -> int:
+    return max(16, 16 * round(size / 16))
+
+
+def model_inputs(name: ModelName, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the batch: Hugging Face's models shift the labels themselves."""
+    if name == "reference":
+        return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+    return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, :-1].contiguous()}

@@ -1,0 +1,103 @@
+"""Ways to put recompute on a model and to take it off again, at no cost worth a mention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Protocol
+
+from torch import nn
+
+from recollect import Applied
+
+Forward = Callable[..., Any]
+Forwards = Mapping[nn.Module, Forward]
+
+
+class Recompute(Protocol):
+    """Something that can be put on the model and taken off again."""
+
+    def on(self) -> AbstractContextManager[None]:
+        """Put it on for the length of a with-block."""
+        ...
+
+
+class Nothing:
+    """The model as it is."""
+
+    def on(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
+
+
+class Replaced:
+    """Modules with other forwards."""
+
+    def __init__(self, forwards: Forwards) -> None:
+        self._forwards = forwards
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Replace the forwards for the length of a with-block."""
+        before = {module: vars(module).get("forward") for module in self._forwards}
+        for module, forward in self._forwards.items():
+            vars(module)["forward"] = forward
+        try:
+            yield
+        finally:
+            for module, forward in before.items():
+                if forward is None:
+                    del vars(module)["forward"]
+                else:
+                    vars(module)["forward"] = forward
+
+
+class OnTape:
+    """A plan or policy that recollect has applied; it remembers what it learnt in earlier steps, as in training."""
+
+    def __init__(self, applied: Applied) -> None:
+        self._applied = applied
+        self._absence = ExitStack()
+        self._absence.enter_context(applied.suspended())
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Put it back for the length of a with-block."""
+        self._absence.close()
+        try:
+            yield
+        finally:
+            self._absence.enter_context(self._applied.suspended())
+
+
+class HuggingFace:
+    """Hugging Face's own activation checkpointing, by its own switch: every layer, or every nth."""
+
+    def __init__(self, model: Any, every_n_layers: int) -> None:
+        self._model = model
+        self._every_n_layers = every_n_layers
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Switch it on for the length of a with-block."""
+        self._model.activation_checkpointing_enable(every_n_layers=self._every_n_layers)
+        try:
+            yield
+        finally:
+            self._model.activation_checkpointing_disable()
+            self._model.disable_input_require_grads()  # the switch above leaves its hook on the embedding
+
+
+class Together:
+    """Several at once."""
+
+    def __init__(self, parts: Sequence[Recompute]) -> None:
+        self._parts = list(parts)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Put all of them on for the length of a with-block, the last one on the outside."""
+        with ExitStack() as stack:
+            for part in self._parts:
+                stack.enter_context(part.on())
+            yield
