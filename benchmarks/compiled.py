@@ -9,6 +9,7 @@ are compiled, of which a plan can re-run some as a whole. All are timed side by 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -148,6 +149,9 @@ class Comparison:
 
     def __init__(self, flags: Flags, model: ModelName, say: Callable[[str], None]) -> None:
         self.say = say
+        # What is there now (PyTorch itself) would make each collection take longer than a small step; tensors come later.
+        gc.collect()
+        gc.freeze()
         self.step = Step(flags.step, model)
         self.race = Race(self.step, lambda text: say(f"  {text}"))
         self._expected = self.step.gradients()

@@ -22,10 +22,11 @@ _OURS = "#1f5fa8"
 _PEER = "#c4512d"
 _PALE = "#9db8d6"
 _INK = "#333333"
+_HALF_NUMBER = 6  # half the side of the square that a number of two digits needs, in points
 # Where a number may stand, in points from its mark, the best place first.
 _PLACES = [
     (radius * math.cos(math.radians(angle)), radius * math.sin(math.radians(angle)))
-    for radius in (10, 15, 21, 28)
+    for radius in (11, 17, 24, 32, 42)
     for angle in (45, 135, 0, 90, 180, 270, 225, 315)
 ]
 
@@ -126,32 +127,27 @@ def _number(figure: Any, axes: Any, peers: Sequence[tuple[float, float]], line: 
     taken = [axes.get_legend().get_window_extent(renderer)]
     taken += [_around(x, y, 8) for x, y in [*marks, *nodes]]
     taken += [_around(x, y, 2) for x, y in _between(nodes)]
-    for number, point in enumerate(peers, 1):
-        best: tuple[float, Any, Any] | None = None
-        for rank, place in enumerate(_PLACES):
-            text = axes.annotate(
-                str(number),
-                point,
-                xytext=place,
-                textcoords="offset points",
-                ha="center",
-                va="center",
-                fontsize=8.5,
-                color=_PEER,
-                arrowprops={"arrowstyle": "-", "color": _PEER, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2},
-                zorder=6,
-            )
-            box = text.get_window_extent(renderer)
-            box = _around((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2, 12) if box.width > 60 else box
+    pixels = figure.dpi / 72
+    for number, (point, mark) in enumerate(zip(peers, marks, strict=True), 1):
+        costs = []
+        for rank, (right, up) in enumerate(_PLACES):
+            box = _around(mark[0] + right * pixels, mark[1] + up * pixels, _HALF_NUMBER * pixels)
             cost = 3 * rank + sum(_overlap(box, other) for other in taken) + 1e6 * _outside(box, axes.bbox)
-            if best is None or cost < best[0]:
-                if best is not None:
-                    best[1].remove()
-                best = (cost, text, box)
-            else:
-                text.remove()
-        if best is not None:
-            taken.append(best[2])
+            costs.append((cost, rank, box))
+        _, rank, box = min(costs, key=lambda one: one[:2])
+        taken.append(box)
+        axes.annotate(
+            str(number),
+            point,
+            xytext=_PLACES[rank],
+            textcoords="offset points",
+            ha="center",
+            va="center",
+            fontsize=8.5,
+            color=_PEER,
+            arrowprops={"arrowstyle": "-", "color": _PEER, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2},
+            zorder=6,
+        )
 
 
 def _around(x: float, y: float, radius: float) -> Any:
