@@ -13,7 +13,7 @@ the same playback that predicts the peak (`planning/simulate.py`).
 | recomputed values | made again for backward |
 | passing values | values that die in the phase that made them: gradients on their way, results that nobody saves |
 | working memory | what an op works in while it runs, its results among them |
-| unexplained | measured peak of the recorded step less its simulated one (`Profile.calibration_bytes`) |
+| calibration | measured peak of the recorded step less its simulated one (`Profile.calibration_bytes`) |
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CATEGORIES = (
     "recomputed values",
     "passing values",
     "working memory",
-    "unexplained",
+    "calibration",
 )
 """From what stays longest to what comes and goes."""
 
@@ -172,7 +172,7 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
             changes[storage.died] -= storage.nbytes
     alive = {category: np.cumsum(changes)[:num_moments] for category, changes in bytes_of.items()}
     # As the simulator has it: the calibration was measured on forward and backward.
-    alive["unexplained"] += np.where(lives.phases == OPTIMIZER, 0, profile.calibration_bytes)
+    alive["calibration"] += np.where(lives.phases == OPTIMIZER, 0, profile.calibration_bytes)
     total = _total(alive)
     peak = int(np.argmax(total))
     where = lives.simulation.peak_note
@@ -248,7 +248,7 @@ def _alive_at(profile: Profile, lives: Lifetimes, categories: _Categories, momen
         for kind, nbytes in profile.persistent.items()
     ]
     if lives.phases[moment] != OPTIMIZER:
-        items.append(AliveItem("unexplained", "measured beyond the simulation", profile.calibration_bytes))
+        items.append(AliveItem("calibration", "measured beyond the simulation", profile.calibration_bytes))
     paths_of: dict[tuple[str, str, str], dict[str, None]] = {}
     bytes_of: dict[tuple[str, str, str], int] = {}
     names = _ShortNames(profile)

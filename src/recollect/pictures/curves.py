@@ -1,0 +1,110 @@
+"""A step's memory as a curve that can be drawn: a few hundred points, none of the peaks lost."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recollect.planning.timeline import PHASES, Timeline
+from recollect.profile.events import OPTIMIZER
+
+__all__ = ["MemoryCurve", "Span", "TimeUnit", "memory_curve"]
+
+TimeUnit: TypeAlias = tuple[float, str]
+"""Seconds in one unit, and its name."""
+
+# The optimizer's ops are not timed: the step gets this part of the width.
+_OPTIMIZER_PART = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of the time axis with a name."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryCurve:
+    """Stretches of equal length, each with the moment of most bytes in it; on the time axis, in its unit.
+
+    Attributes:
+        start: where each stretch begins.
+        end: where the last one ends.
+        moments: for each stretch, the moment (index in the timeline) at which most bytes are alive.
+        peak_at: where the peak is.
+        phases: forward, loss, backward, optimizer step.
+        units: paths of the units that run, one after the other; "" outside of them.
+        axis: what the time axis shows, in words.
+    """
+
+    start: NDArray[np.float64]
+    end: float
+    moments: NDArray[np.int64]
+    peak_at: float
+    phases: tuple[Span, ...]
+    units: tuple[Span, ...]
+    axis: str
+
+
+def memory_curve(timeline: Timeline, *, num_points: int, time_unit: TimeUnit) -> MemoryCurve:
+    """Return the curve of a step.
+
+    Args:
+        timeline: the step.
+        num_points: number of stretches.
+        time_unit: of the axis.
+    """
+    at, axis = _positions(timeline, time_unit)
+    end = float(at[-1])
+    edges = np.linspace(0.0, end, num_points + 1)
+    first = np.searchsorted(at, edges, side="left")
+    total = timeline.total_bytes
+    # What was alive before the stretch is alive when it begins; the last one includes its end.
+    starts = np.maximum(first[:-1] - 1, 0)
+    ends = np.append(first[1:-1], len(at))
+    moments = [
+        int(start + np.argmax(total[start : max(end, start + 1)])) for start, end in zip(starts, ends, strict=True)
+    ]
+    return MemoryCurve(
+        start=edges[:-1],
+        end=end,
+        moments=np.array(moments),
+        peak_at=float(at[timeline.peak]),
+        phases=_spans(at, [PHASES[phase] for phase in timeline.phases.tolist()], end),
+        units=_spans(at, [timeline.paths[call] if call >= 0 else "" for call in timeline.calls.tolist()], end),
+        axis=axis,
+    )
+
+
+def _positions(timeline: Timeline, time_unit: TimeUnit) -> tuple[NDArray[np.float64], str]:
+    """Return where each moment stands on the axis, and what to call that."""
+    unit_s, unit = time_unit
+    at = timeline.time_s / unit_s
+    if at[-1] <= 0:
+        return np.arange(1, len(at) + 1, dtype=np.float64), "events of the step (no times are known)"
+    axis = f"predicted time ({unit})"
+    if not timeline.has_times:
+        axis += ", roughly: only the units' ops are timed"
+    optimizer = np.flatnonzero(timeline.phases == OPTIMIZER)
+    if len(optimizer) > 1:
+        at[optimizer] += np.linspace(0.0, _OPTIMIZER_PART * at[-1], len(optimizer))
+        axis += "; the optimizer step is not to scale"
+    return at, axis
+
+
+def _spans(at: NDArray[np.float64], names: list[str], end: float) -> tuple[Span, ...]:
+    spans: list[Span] = []
+    position = 0
+    for name, group in itertools.groupby(names):
+        start, position = position, position + len(list(group))
+        end = float(at[position]) if position < len(at) else end
+        if end > at[start]:
+            spans.append(Span(name, float(at[start]), end))
+    return tuple(spans)

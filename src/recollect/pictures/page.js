@@ -1,0 +1,220 @@
+"use strict";
+// Fills the page from the JSON in it. Names of modules are anybody's text: they go in by textContent, and into Plotly,
+// which reads a little HTML, only through `plain`.
+(async () => {
+  const element = (id) => document.getElementById(id);
+  const data = JSON.parse(element("data").textContent);
+  const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  const size = (value) => `${value.toPrecision(4)} ${data.unit}`;
+  let chosen = data.chosen;
+
+  try {
+    const packed = Uint8Array.from(atob(element("plotly").textContent), (c) => c.charCodeAt(0));
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const script = document.createElement("script");
+    script.textContent = await new Response(stream).text();
+    document.head.append(script);
+  } catch (problem) {
+    element("problem").textContent = `The charts need a browser of 2023 or later (${problem}).`;
+    element("problem").hidden = false;
+  }
+  document.querySelector("main").hidden = false;
+
+  function layout(more) {
+    const axis = { gridcolor: color("line"), zerolinecolor: color("line"), linecolor: color("line"), fixedrange: true };
+    return {
+      paper_bgcolor: color("paper"), plot_bgcolor: color("paper"), font: { color: color("ink"), size: 12 },
+      margin: { l: 58, r: 12, t: 14, b: 46 }, hovermode: "closest",
+      hoverlabel: { align: "left", bgcolor: color("panel"), bordercolor: color("pale"), font: { color: color("ink") } },
+      showlegend: false,
+      ...more,
+      xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, rangemode: "tozero", ...more.yaxis },
+    };
+  }
+  // As Plotly calls them, and as they are written in the legend.
+  const symbols = [
+    ["diamond", "\u25c6"], ["square", "\u25a0"], ["triangle-up", "\u25b2"], ["cross", "\u271a"], ["star", "\u2605"],
+    ["x", "\u2716"], ["triangle-down", "\u25bc"], ["hexagon", "\u2b22"],
+  ];
+  const config = { displayModeBar: false, responsive: true };
+
+  function pointTrace(group, name, indices, style) {
+    return {
+      name, type: "scatter", customdata: indices, hovertemplate: "%{text}<extra></extra>", meta: group,
+      x: indices.map((i) => data.plans[i].peak), y: indices.map((i) => data.plans[i].slowdown),
+      text: indices.map((i) => data.plans[i].hover.map((line, n) => n ? plain(line) : `<b>${plain(line)}</b>`).join("<br>")),
+      textposition: "none", ...style,
+    };
+  }
+
+  function drawFrontier() {
+    const of = (group) => data.plans.flatMap((plan, i) => plan.group === group ? [i] : []);
+    const traces = [
+      {
+        name: "no plan can be here", type: "scatter", mode: "lines", hoverinfo: "skip", fill: "tozeroy",
+        x: data.bound.map((corner) => corner[0]), y: data.bound.map((corner) => corner[1]),
+        line: { color: color("bound"), width: 1 }, fillcolor: `${color("bound")}33`, visible: data.bound.length > 0,
+      },
+      pointTrace("plan", "recollect", of("plan"), {
+        mode: "lines+markers", line: { color: color("ours"), width: 2.5 }, marker: { size: 9 },
+      }),
+      ...of("classic").map((i, n) => pointTrace("classic", data.plans[i].name, [i], {
+        mode: "markers", marker: { size: 11, color: color("classic"), symbol: symbols[n % symbols.length][0] },
+      })),
+      {
+        name: "shown below", type: "scatter", mode: "markers", hoverinfo: "skip",
+        x: [data.plans[chosen].peak], y: [data.plans[chosen].slowdown],
+        marker: { size: 19, symbol: "circle-open", color: color("ink"), line: { width: 2.5 } },
+      },
+    ];
+    const frame = layout({
+      xaxis: { title: { text: `predicted peak of the step (${data.unit})` }, range: data.range },
+      yaxis: { title: { text: "predicted slowdown (%)" } },
+    });
+    return Plotly.react("frontier", traces, frame, config);
+  }
+
+  function drawMemory() {
+    const memory = data.plans[chosen].memory;
+    const step = memory.end / memory.places.length;
+    // One corner more than stretches, so that the last one has a width.
+    const x = [...memory.places.map((_, i) => i * step), memory.end];
+    const closed = (values) => [...values, values[values.length - 1]];
+    const values = data.categories.map((_, c) => typeof memory.bytes[c] === "number"
+      ? memory.places.map(() => memory.bytes[c]) : memory.bytes[c]);
+    const total = memory.places.map((_, i) => values.reduce((sum, of) => sum + of[i], 0));
+    const hover = memory.places.map((place, i) => [
+      `<b>${size(total[i])}, ${plain(memory.names[place])}</b>`,
+      ...data.categories.flatMap((c, n) => values[n][i] > 0 ? [`${size(values[n][i])}  ${plain(c.name)}`] : []).reverse(),
+    ].join("<br>"));
+    const bare = data.plain;
+    const traces = [
+      ...data.categories.map((category, c) => ({
+        name: category.name, type: "scatter", mode: "lines", stackgroup: "alive", hoverinfo: "skip", x, y: closed(values[c]),
+        line: { shape: "hv", width: 0 }, fillcolor: category.color,
+      })),
+      {
+        type: "scatter", mode: "lines", x, y: closed(total), text: closed(hover), hovertemplate: "%{text}<extra></extra>",
+        line: { shape: "hv", width: 1, color: color("ink") },
+      },
+      {
+        type: "scatter", mode: "lines", hoverinfo: "skip", x: bare.bytes.map((_, i) => i * bare.end / bare.bytes.length),
+        y: bare.bytes, line: { shape: "hv", width: 1, color: color("pale") },
+      },
+      ...(memory.budget ? [{
+        type: "scatter", mode: "lines", hoverinfo: "skip", x: [0, memory.end], y: [memory.budget[0], memory.budget[0]],
+        line: { dash: "dash", width: 1.5, color: color("ink") },
+      }] : []),
+      {
+        name: "peak", type: "scatter", mode: "markers", hoverinfo: "skip", x: [memory.peak_at], y: [data.plans[chosen].peak],
+        marker: { size: 10, color: color("ink"), line: { width: 2, color: color("paper") } },
+      },
+    ];
+    const wide = (phase) => phase[2] - phase[1] > 0.12 * memory.end;
+    const frame = layout({
+      hovermode: "x",
+      xaxis: { title: { text: memory.axis }, range: [0, memory.end] },
+      yaxis: { title: { text: `bytes alive (${data.unit})` }, range: [0, 1.2 * Math.max(bare.peak, data.plans[chosen].peak)] },
+      shapes: memory.phases.filter((phase) => phase[1] > 0).map((phase) => ({
+        type: "line", x0: phase[1], x1: phase[1], y0: 0, y1: 1, yref: "paper", line: { width: 1, color: color("pale") },
+      })),
+      annotations: [
+        ...memory.phases.filter(wide).map((phase) => ({
+          text: plain(phase[0]), x: (phase[1] + phase[2]) / 2, y: 1, yref: "paper", yanchor: "top", showarrow: false,
+        })),
+        { text: "without recompute", x: bare.peak_at, y: bare.peak, yanchor: "bottom", showarrow: false, font: { size: 11 } },
+        ...(memory.budget ? [{
+          text: memory.budget[1], x: memory.end, xanchor: "right", y: memory.budget[0], yanchor: "bottom", showarrow: false,
+          font: { size: 11 },
+        }] : []),
+      ],
+    });
+    return Plotly.react("memory", traces, frame, config);
+  }
+
+  function fillText() {
+    const plan = data.plans[chosen];
+    element("plan").value = String(chosen);
+    element("reading").textContent = plan.hover[0] + (plan.bound_text ? `; ${plan.bound_text}` : "");
+    element("where").textContent = plan.where;
+    element("text").textContent = plan.text;
+    const swatch = (c) => {
+      const mark = document.createElement("span");
+      mark.className = "swatch";
+      mark.style.background = data.categories[c].color;
+      return mark;
+    };
+    const row = (name, amount, category) => {
+      const line = document.createElement("tr");
+      const [what, number] = [document.createElement(category === null ? "td" : "th"), document.createElement("td")];
+      if (category === null) what.className = "item"; else what.append(swatch(category));
+      what.append(name);
+      number.className = "number";
+      number.textContent = amount;
+      line.append(what, number);
+      return line;
+    };
+    const rows = plan.alive.flatMap((group) => [
+      row(data.categories[group.category].name, group.size, group.category),
+      ...group.items.map(([name, amount]) => row(name, amount, null)),
+    ]);
+    element("alive").tBodies[0].replaceChildren(...rows);
+    element("legend").replaceChildren(...data.categories.flatMap((category, c) => {
+      const values = plan.memory.bytes[c];
+      if (values === 0) return [];
+      const entry = document.createElement("li");
+      entry.append(swatch(c), category.name);
+      return [entry];
+    }).reverse());
+  }
+
+  function fillKey() {
+    const entry = (name, glyph, shade) => {
+      const [line, mark] = [document.createElement("li"), document.createElement("span")];
+      mark.textContent = `${glyph} `;
+      mark.style.color = `var(--${shade})`;
+      line.append(mark, name);
+      return line;
+    };
+    element("key").replaceChildren(
+      entry("recollect", "\u25cf", "ours"),
+      ...data.plans.filter((plan) => plan.group === "classic")
+        .map((plan, n) => entry(plan.name, symbols[n % symbols.length][1], "classic")),
+      entry("shown below", "\u25cb", "ink"),
+      ...(data.bound.length ? [entry("no plan can be here", "\u25a0", "bound")] : []),
+    );
+  }
+
+  function draw() {
+    fillText();
+    if (!window.Plotly) return Promise.resolve();
+    return Promise.all([data.plans.length > 1 ? drawFrontier() : null, drawMemory()]);
+  }
+
+  function choose(index) {
+    chosen = index;
+    draw();
+  }
+
+  for (const [group, name] of [["plan", "recollect"], ["classic", "classic schedules"]]) {
+    const options = document.createElement("optgroup");
+    options.label = name;
+    data.plans.forEach((plan, i) => {
+      if (plan.group === group) options.append(new Option(plan.label, String(i)));
+    });
+    if (options.children.length) element("plan").append(options);
+  }
+  fillKey();
+  element("choice").hidden = data.plans.length < 2;
+  element("plan").addEventListener("change", (event) => choose(Number(event.target.value)));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  await draw();
+  if (window.Plotly && data.plans.length > 1) {
+    element("frontier").on("plotly_click", (event) => {
+      const index = event.points[0].customdata;
+      if (index !== undefined) choose(index);
+    });
+  }
+  document.body.dataset.ready = "yes";
+})();

@@ -1,0 +1,222 @@
+"""One self-contained HTML page in which one can hover and read: the frontier, and the memory of each of its plans.
+
+The page asks the network for nothing, and its content security policy would not let it: plotly.js is inside, compressed.
+Module paths and value names are text from anywhere. They are in the page as JSON in which nothing can end the script, and
+`page.js` puts them in as text.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+import math
+import re
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recollect.errors import RecollectError
+from recollect.pictures.bounds import bound_corners
+from recollect.pictures.curves import memory_curve
+from recollect.pictures.style import CATEGORY_COLORS
+from recollect.pictures.words import byte_unit, classics_of, describe_profile, percent, time_unit_of
+from recollect.plan import Plan
+from recollect.planning.classic import classic_plan
+from recollect.planning.frontier import Frontier, FrontierPoint
+from recollect.planning.timeline import CATEGORIES, PeakReport, timeline
+from recollect.profile.graph import Profile
+from recollect.quantities import format_bytes
+
+__all__ = ["require_plotly", "write_frontier_page", "write_plan_page"]
+
+_NUM_POINTS = 300
+_DIGITS = 5
+_MOST_HOVER_LINES = 9
+_HOVER_COLUMNS = 64
+_LEFT_PART = 0.15
+_RIGHT_PART = 0.05
+
+
+def require_plotly() -> Any:
+    """Return the package plotly.
+
+    Raises:
+        RecollectError: it is not installed.
+    """
+    try:
+        import plotly
+    except ImportError:
+        raise RecollectError(
+            "a page needs the package `plotly`, which is not installed. Run: pip install 'recollect[plot]'"
+        ) from None
+    return plotly
+
+
+def write_frontier_page(profile: Profile, frontier: Frontier, out: str | Path) -> None:
+    """Write a page with the frontier, the bound and the classic schedules, and the memory of each plan over time.
+
+    Args:
+        profile: the recorded step.
+        frontier: `recollect.frontier(profile)`.
+        out: the HTML file.
+
+    Raises:
+        RecollectError: plotly is not installed, or the file cannot be written.
+    """
+    points = [("plan", point) for point in frontier.points] + [("classic", point) for point in classics_of(frontier)]
+    unit_bytes, unit = byte_unit(frontier.plain_peak_bytes)
+    peaks = [point.peak_bytes / unit_bytes for _, point in points]
+    stretch = (max(peaks) - min(peaks)) or max(peaks) or 1.0
+    _write(profile, out, f"{profile.model_class or 'Model'}: every memory budget and what it costs", {
+        "plans": [_plan_entry(profile, point, group, unit_bytes) for group, point in points],
+        "chosen": len(frontier.points) // 4,
+        "bound": [[_rounded(nbytes / unit_bytes), _rounded(100 * s)] for nbytes, s in bound_corners(frontier.bound)],
+        "range": [min(peaks) - _LEFT_PART * stretch, max(peaks) + _RIGHT_PART * stretch],
+        "unit": unit,
+        "unit_bytes": unit_bytes,
+    })  # fmt: skip
+
+
+def write_plan_page(profile: Profile, plan: Plan, out: str | Path) -> None:
+    """Write a page with the memory of one plan over time, and what is alive at its peak.
+
+    Args:
+        profile: the recorded step.
+        plan: any plan for it.
+        out: the HTML file.
+
+    Raises:
+        RecollectError: plotly is not installed, or the file cannot be written.
+    """
+    plain_bytes = classic_plan(profile, "keep_all").predicted_peak_bytes or 0
+    peak_bytes = plan.predicted_peak_bytes or timeline(profile, plan).report.peak_bytes
+    unit_bytes, unit = byte_unit(max(plain_bytes, peak_bytes))
+    point = FrontierPoint(peak_bytes, plan.predicted_slowdown or 0.0, plan, bound_slowdown=plan.bound_slowdown)
+    _write(profile, out, f"{profile.model_class or 'Model'}: the memory of a plan", {
+        "plans": [_plan_entry(profile, point, "plan", unit_bytes)],
+        "chosen": 0,
+        "bound": [],
+        "unit": unit,
+        "unit_bytes": unit_bytes,
+    })  # fmt: skip
+
+
+def _write(profile: Profile, out: str | Path, title: str, data: dict[str, Any]) -> None:
+    plotly = require_plotly()
+    unit_bytes = data["unit_bytes"]
+    plain = timeline(profile, classic_plan(profile, "keep_all"))
+    curve = memory_curve(plain, num_points=_NUM_POINTS, time_unit=time_unit_of(profile))
+    data["plain"] = {
+        "end": _rounded(curve.end),
+        "peak": _rounded(plain.report.peak_bytes / unit_bytes),
+        "peak_at": _rounded(curve.peak_at),
+        "bytes": [_rounded(nbytes / unit_bytes) for nbytes in plain.total_bytes[curve.moments].tolist()],
+    }
+    data["categories"] = [{"name": name, "color": CATEGORY_COLORS[name]} for name in CATEGORIES]
+    parts = {
+        "title": html.escape(title),
+        "note": html.escape(describe_profile(profile)),
+        "style": _resource("page.css"),
+        "script": _resource("page.js"),
+        "plotly": _packed_plotly(),
+        "plotly_version": html.escape(plotly.__version__),
+        "data": _script_json(data),
+    }
+    # In one pass: what is put in is not looked at again.
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _resource("page.html"))
+    try:
+        Path(out).write_text(page, encoding="utf-8")
+    except OSError as problem:
+        raise RecollectError(
+            f"{out}: cannot be written ({problem.strerror}), expected a file in a writable folder."
+        ) from None
+
+
+def _script_json(data: dict[str, Any]) -> str:
+    """Return JSON that means the same inside of a script element, whatever its texts are."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _resource(name: str) -> str:
+    return resources.files("recollect.pictures").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _packed_plotly() -> str:
+    """Return plotly.js, 4.8 MB as it is and 1.9 MB like this."""
+    from plotly.offline import get_plotlyjs
+
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+
+
+def _plan_entry(profile: Profile, point: FrontierPoint, group: str, unit_bytes: int) -> dict[str, Any]:
+    found = timeline(profile, point.plan)
+    curve = memory_curve(found, num_points=_NUM_POINTS, time_unit=time_unit_of(profile))
+    places = [found.where(int(moment)) for moment in curve.moments]
+    names = list(dict.fromkeys(places))
+    number_of = {name: number for number, name in enumerate(names)}
+    is_plain = point.slowdown == 0 and not any(unit.recomputes_anything for unit in point.plan.units.values())
+    name = point.name or ("keep all" if is_plain else "")
+    headline = f"{format_bytes(point.peak_bytes)}, {percent(point.slowdown)} slower"
+    bound = point.bound_slowdown
+    has_bound = bound is not None and math.isfinite(bound)
+    bound_text = f"no plan within this peak is below {percent(bound)}" if has_bound and bound is not None else ""
+    text = str(point.plan)
+    budget_bytes = point.plan.budget_bytes
+    return {
+        "name": name,
+        "group": group,
+        "label": f"{name}: {headline}" if name else headline,
+        "peak": point.peak_bytes / unit_bytes,
+        "slowdown": _rounded(100 * point.slowdown),
+        "bound_text": bound_text,
+        "hover": [f"{name}: {headline}" if name else headline, *([bound_text] if bound_text else []), *_shortened(text)],
+        "text": text,
+        "where": f"{format_bytes(found.report.peak_bytes)}, {found.report.where}",
+        "alive": _alive(found.report),
+        "memory": {
+            "end": _rounded(curve.end),
+            "peak_at": _rounded(curve.peak_at),
+            "budget": None if budget_bytes is None else [budget_bytes / unit_bytes, f"budget {format_bytes(budget_bytes)}"],
+            "axis": curve.axis,
+            "phases": [[span.name, _rounded(span.start), _rounded(span.end)] for span in curve.phases],
+            "names": names,
+            "places": [number_of[place] for place in places],
+            "bytes": [_series(found.bytes_of[category][curve.moments] / unit_bytes) for category in CATEGORIES],
+        },
+    }  # fmt: skip
+
+
+def _shortened(text: str) -> list[str]:
+    """Return the first lines of a plan, cut to the width of a hover label."""
+    lines = [line if len(line) <= _HOVER_COLUMNS else line[: _HOVER_COLUMNS - 1] + "…" for line in text.splitlines()]
+    return lines if len(lines) <= _MOST_HOVER_LINES else [*lines[:_MOST_HOVER_LINES], "…"]
+
+
+def _alive(report: PeakReport) -> list[dict[str, Any]]:
+    groups = []
+    for category, nbytes in report.by_category.items():
+        items = [[item.name, format_bytes(item.nbytes)] for item in report.items if item.category == category]
+        is_one = [name for name, _ in items] == [category]
+        groups.append(
+            {"category": CATEGORIES.index(category), "size": format_bytes(nbytes), "items": [] if is_one else items}
+        )
+    return groups
+
+
+def _series(values: Any) -> float | list[float]:
+    """Return rounded values; one number if they are all the same."""
+    rounded = [_rounded(float(value)) for value in np.asarray(values)]
+    return rounded[0] if len(set(rounded)) == 1 else rounded
+
+
+def _rounded(value: float) -> float:
+    """Return so many digits as can be seen; whole numbers without a point, which is shorter."""
+    short = float(f"{value:.{_DIGITS}g}")
+    return int(short) if short.is_integer() else short

@@ -1,0 +1,244 @@
+"""PNG pictures: the frontier, and the memory of one plan over time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recollect.pictures.bounds import bound_corners
+from recollect.pictures.curves import MemoryCurve, Span, TimeUnit, memory_curve
+from recollect.pictures.labels import Mark, place_labels
+from recollect.pictures.style import (
+    BOUND,
+    CATEGORY_COLORS,
+    CLASSIC,
+    INK,
+    OURS,
+    PALE,
+    new_figure,
+    save_png,
+    set_title,
+)
+from recollect.pictures.words import byte_unit, classics_of, describe_profile, percent, time_unit_of
+from recollect.plan import Plan
+from recollect.planning.classic import classic_plan
+from recollect.planning.frontier import Frontier
+from recollect.planning.timeline import CATEGORIES, Timeline, timeline
+from recollect.profile.graph import Profile
+from recollect.quantities import format_bytes
+
+__all__ = ["draw_frontier", "draw_memory"]
+
+_NUM_POINTS = 900
+# Room to the left of the leanest plan, where only the bound is.
+_LEFT_PART = 0.15
+# Narrower phases are not named: there is no room.
+_LEAST_NAMED_PART = 0.055
+# Shorter ones are not drawn: backward visits other units for a moment, such as the one that made the rotary embedding.
+_SHORTEST_UNIT_PART = 0.002
+_UNIT_SHADES = ("#5b7fa6", "#9db8d6")
+_MOST_ITEMS = 6
+_LONGEST_NAME = 34
+
+
+def draw_frontier(profile: Profile, frontier: Frontier, out: str | Path) -> None:
+    """Draw slowdown against peak: the plans, the bound below them, the classic schedules beside them.
+
+    Args:
+        profile: the recorded step, for the title.
+        frontier: `recollect.frontier(profile)`.
+        out: the PNG.
+
+    Raises:
+        RecollectError: matplotlib is not installed, or the file cannot be written.
+    """
+    figure, axes = new_figure(9.5, 5.4)
+    unit_bytes, unit = byte_unit(frontier.plain_peak_bytes)
+    plans = [Mark(point.peak_bytes / unit_bytes, 100 * point.slowdown) for point in frontier.points]
+    axes.plot(
+        [mark.x for mark in plans],
+        [mark.y for mark in plans],
+        color=OURS,
+        linewidth=2.2,
+        marker="o",
+        markersize=4.5,
+        label="recollect",
+        zorder=4,
+    )
+    named = [
+        Mark(point.peak_bytes / unit_bytes, 100 * point.slowdown, point.name, CLASSIC)
+        for point in classics_of(frontier)
+    ]
+    axes.plot([m.x for m in named], [m.y for m in named], "D", color=CLASSIC, markersize=6, label="classic schedules")
+    plain = Mark(frontier.plain_peak_bytes / unit_bytes, 0.0, "keep all", INK)
+    axes.plot(plain.x, plain.y, "s", color=INK, markersize=7, zorder=5)
+    set_title(
+        axes, f"{profile.model_class or 'Model'}: every memory budget and what it costs", describe_profile(profile)
+    )
+    axes.set_xlabel(f"predicted peak of the step ({unit})", color=INK)
+    axes.set_ylabel("predicted slowdown (%)", color=INK)
+    axes.grid(color="#e6e6e6", linewidth=0.7)
+    axes.margins(x=0.1, y=0.12)
+    axes.set_ylim(bottom=min(0.0, -0.02 * axes.get_ylim()[1]))
+    stretch = plain.x - plans[0].x
+    axes.set_xlim(left=min(mark.x for mark in [*plans, *named]) - _LEFT_PART * stretch)
+    _draw_bound(axes, frontier, unit_bytes)
+    axes.legend(frameon=False, loc="best", fontsize=9.5)
+    place_labels(figure, axes, [*named, plain], [plans])
+    save_png(figure, Path(out))
+
+
+def _draw_bound(axes: Any, frontier: Frontier, unit_bytes: int) -> None:
+    corners = bound_corners(frontier.bound)
+    if corners:
+        x, y = [nbytes / unit_bytes for nbytes, _ in corners], [100 * slowdown for _, slowdown in corners]
+        axes.fill_between(x, y, color=BOUND, alpha=0.18, linewidth=0, label="no plan can be here")
+        axes.plot(x, y, color=BOUND, linewidth=1)
+    for point in frontier.bound:
+        if math.isinf(point.slowdown):
+            left, right = axes.get_xlim()
+            if left < point.budget_bytes / unit_bytes:
+                axes.axvspan(left, point.budget_bytes / unit_bytes, color=BOUND, alpha=0.18, linewidth=0)
+            axes.set_xlim(left, right)
+
+
+def draw_memory(profile: Profile, plan: Plan, out: str | Path) -> None:
+    """Draw the memory of a step over time under a plan, by what it is, with the budget and what is alive at the peak.
+
+    Args:
+        profile: the recorded step.
+        plan: any plan for it.
+        out: the PNG.
+
+    Raises:
+        RecollectError: matplotlib is not installed, or the file cannot be written.
+    """
+    figure, axes = new_figure(11, 5.8)
+    found = timeline(profile, plan)
+    curve = memory_curve(found, num_points=_NUM_POINTS, time_unit=time_unit_of(profile))
+    plain = timeline(profile, classic_plan(profile, "keep_all"))
+    highest_bytes = max(plain.report.peak_bytes, found.report.peak_bytes, plan.budget_bytes or 0)
+    unit_bytes, unit = byte_unit(highest_bytes)
+    axes.set(xlim=(0, curve.end), ylim=(0, 1.13 * highest_bytes / unit_bytes))
+    _stack(axes, found, curve, unit_bytes)
+    _draw_plain(axes, plain, unit_bytes, time_unit_of(profile))
+    if plan.budget_bytes is not None:
+        budget = plan.budget_bytes / unit_bytes
+        axes.axhline(
+            budget,
+            color=INK,
+            linewidth=1.3,
+            linestyle=(0, (5, 3)),
+            label=f"budget {format_bytes(plan.budget_bytes)}",
+            zorder=5,
+        )
+    peak = found.report.peak_bytes / unit_bytes
+    axes.plot(curve.peak_at, peak, "o", color=INK, markersize=6, zorder=7, label=_peak_text(found))
+    slowdown = "" if plan.predicted_slowdown is None else f", {percent(plan.predicted_slowdown)} slower"
+    title = (
+        f"{profile.model_class or 'Model'}: memory of one step, peak {format_bytes(found.report.peak_bytes)}{slowdown}"
+    )
+    set_title(axes, title, describe_profile(profile))
+    _draw_phases(axes, curve)
+    _draw_units(axes, curve)
+    axes.set_xlabel(curve.axis, color=INK, labelpad=24, loc="right")
+    axes.set_ylabel(f"bytes alive ({unit})", color=INK)
+    _legend(figure, axes, found)
+    save_png(figure, Path(out))
+
+
+def _peak_text(found: Timeline) -> str:
+    return f"peak, {_shortened(found.where(found.peak))}"
+
+
+def _shortened(text: str) -> str:
+    """Return the text with its middle cut out where it is too long: both ends of a path say something."""
+    if len(text) <= _LONGEST_NAME:
+        return text
+    half = (_LONGEST_NAME - 1) // 2
+    return f"{text[:half]}…{text[-half:]}"
+
+
+def _stack(axes: Any, found: Timeline, curve: MemoryCurve, unit_bytes: int) -> None:
+    edges = np.append(curve.start, curve.end)
+    below = np.zeros(len(edges))
+    for category in CATEGORIES:
+        nbytes = found.bytes_of[category][curve.moments] / unit_bytes
+        above = below + np.append(nbytes, nbytes[-1])
+        axes.fill_between(edges, below, above, step="post", color=CATEGORY_COLORS[category], linewidth=0)
+        below = above
+
+
+def _draw_plain(axes: Any, plain: Timeline, unit_bytes: int, time_unit: TimeUnit) -> None:
+    curve = memory_curve(plain, num_points=_NUM_POINTS, time_unit=time_unit)
+    nbytes = plain.total_bytes[curve.moments] / unit_bytes
+    label = f"without recompute, {format_bytes(plain.report.peak_bytes)}"
+    axes.plot(curve.start, nbytes, color=PALE, linewidth=0.9, drawstyle="steps-post", label=label, zorder=4)
+
+
+def _draw_phases(axes: Any, curve: MemoryCurve) -> None:
+    for phase in curve.phases:
+        if phase.start > 0:
+            axes.axvline(phase.start, color=INK, linewidth=0.7, alpha=0.5)
+        if phase.end - phase.start >= _LEAST_NAMED_PART * curve.end:
+            name = phase.name.replace("optimizer step", "optimizer")
+            axes.text((phase.start + phase.end) / 2, 0.985, name, transform=axes.get_xaxis_transform(), ha="center",
+                      va="top", fontsize=9, color=INK)  # fmt: skip
+
+
+def _draw_units(axes: Any, curve: MemoryCurve) -> None:
+    """Draw a strip below the axis: which unit runs, neighbours in two shades, groups of layers with a name."""
+    strip = {"transform": axes.get_xaxis_transform(), "clip_on": False, "linewidth": 0}
+    shortest = _SHORTEST_UNIT_PART * curve.end
+    spans = [span for span in curve.units if span.name and span.end - span.start >= shortest]
+    shades: dict[str, str] = {}
+    for span in spans:
+        color = shades.setdefault(span.name, _UNIT_SHADES[len(shades) % 2])
+        axes.fill_between([span.start, span.end], -0.1, -0.075, color=color, **strip)
+    for group in _groups(spans):
+        if group.end - group.start >= 0.012 * len(group.name) * curve.end:
+            axes.text((group.start + group.end) / 2, -0.11, group.name, transform=axes.get_xaxis_transform(),
+                      ha="center", va="top", fontsize=8, color=PALE, parse_math=False)  # fmt: skip
+
+
+def _groups(spans: list[Span]) -> list[Span]:
+    """Return runs of layers of one list, such as layers.0 to layers.31 in forward, as one."""
+    found = []
+    for stem, run in itertools.groupby(spans, key=lambda span: span.name.rpartition(".")[0] or span.name):
+        members = list(run)
+        ends = [members[0].name.rpartition(".")[2], members[-1].name.rpartition(".")[2]]
+        name = members[0].name if ends[0] == ends[1] else f"{stem}.{ends[0]} to {ends[1]}"
+        found.append(Span(_shortened(name), members[0].start, members[-1].end))
+    return found
+
+
+def _legend(figure: Any, axes: Any, found: Timeline) -> None:
+    """Write beside the axes what is alive at the peak, by category, and the largest items."""
+    from matplotlib.patches import Patch
+
+    lines = axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8.5, borderaxespad=0)
+    axes.add_artist(lines)
+    at_peak = found.report.by_category
+    patches = [
+        Patch(color=CATEGORY_COLORS[category], label=f"{format_bytes(at_peak.get(category, 0))}  {category}")
+        for category in reversed(CATEGORIES)
+        if found.bytes_of[category].any()
+    ]
+    blocks = axes.legend(
+        handles=patches, loc="upper left", bbox_to_anchor=(1.01, 0.80), frameon=False, fontsize=8.5, borderaxespad=0,
+        title="alive at the peak", title_fontproperties={"size": 9, "weight": "bold"}, alignment="left",
+    )  # fmt: skip
+    blocks.get_title().set_color(INK)
+    items = [item for item in found.report.items if item.category in ("kept values", "recomputed values")]
+    items.sort(key=lambda item: -item.nbytes)
+    text = [f"{format_bytes(item.nbytes):>9}  {_shortened(item.name)}" for item in items[:_MOST_ITEMS]]
+    if text:
+        if len(items) > _MOST_ITEMS:
+            rest_bytes = sum(item.nbytes for item in items[_MOST_ITEMS:])
+            text.append(f"{format_bytes(rest_bytes):>9}  in {len(items) - _MOST_ITEMS} others")
+        axes.text(1.015, 0.0, "\n".join(["of the values:", *text]), transform=axes.transAxes, fontsize=8, color=INK,
+                  va="bottom", parse_math=False)  # fmt: skip

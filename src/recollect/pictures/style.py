@@ -1,0 +1,93 @@
+"""Colours, and what every matplotlib figure here has in common.
+
+The colours are those of Paul Tol's "bright" scheme, which people with colour-blindness can tell apart
+(https://sronpersonalpages.nl/~pault/), and greys for what is there through the whole step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from recollect.errors import RecollectError
+
+__all__ = ["BOUND", "CATEGORY_COLORS", "CLASSIC", "INK", "OURS", "PALE", "new_figure", "save_png", "set_title"]
+
+INK = "#333333"
+PALE = "#777777"
+OURS = "#4477aa"
+CLASSIC = "#aa3377"
+BOUND = "#999999"
+
+CATEGORY_COLORS = {
+    "parameters": "#8c8c8c",
+    "optimizer state": "#b3b3b3",
+    "buffers and batch": "#d4d4d4",
+    "gradients": "#ccbb44",
+    "kept values": "#4477aa",
+    "outside of the units": "#aa3377",
+    "recomputed values": "#ee6677",
+    "passing values": "#66ccee",
+    "working memory": "#228833",
+    "calibration": "#222222",
+}
+
+# Wider titles are cut, narrower text is hard to read.
+_MOST_CHARACTERS = 118
+
+
+def new_figure(width: float, height: float) -> tuple[Any, Any]:
+    """Return a figure of so many inches, and its axes.
+
+    Raises:
+        RecollectError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Not pyplot: no global state, no display, no figure that somebody has to close.
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(colors=INK)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def require_matplotlib() -> None:
+    """Check that matplotlib is there.
+
+    Raises:
+        RecollectError: it is not.
+    """
+    try:
+        import matplotlib  # noqa: F401 - optional
+    except ImportError:
+        raise RecollectError(
+            "a PNG needs the package `matplotlib`, which is not installed. Run: pip install 'recollect[plot]'"
+        ) from None
+
+
+def set_title(axes: Any, title: str, note: str) -> None:
+    """Write what the picture shows, and below it of what."""
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=22)
+    shown = note if len(note) <= _MOST_CHARACTERS else note[: _MOST_CHARACTERS - 3] + "..."
+    # parse_math: a dollar sign in a name is a dollar sign.
+    axes.text(0, 1.02, shown, transform=axes.transAxes, fontsize=8.5, color=PALE, parse_math=False)
+
+
+def save_png(figure: Any, out: Path) -> None:
+    """Write a figure.
+
+    Raises:
+        RecollectError: the file cannot be written.
+    """
+    try:
+        figure.savefig(out, dpi=150, format="png")
+    except OSError as problem:
+        raise RecollectError(
+            f"{out}: cannot be written ({problem.strerror}), expected a file in a writable folder."
+        ) from None
