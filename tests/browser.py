@@ -59,7 +59,9 @@ def requests(browser: Any) -> list[str]:
     """Return what was asked of the network since the last call: no files, nothing of the page or the browser itself."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     urls = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
-    return [url for url in urls if not url.startswith(("file:", "data:", "blob:", "chrome:", "chrome-untrusted:", "about:"))]
+    return [
+        url for url in urls if not url.startswith(("file:", "data:", "blob:", "chrome:", "chrome-untrusted:", "about:"))
+    ]
 
 
 def screenshot(browser: Any, out: Path) -> None:

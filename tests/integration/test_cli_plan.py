@@ -60,8 +60,14 @@ def test_hugging_face_config_is_planned(tmp_path: Path) -> None:
             ["plan", *STEP, "--fake", "--hardware", "A10", "--memory-budget", "70%"],
             "hardware: got 'A10', expected one of",
         ),
-        (["frontier", *STEP, "--hardware", "H100", "--out", "{folder}/p.png"], "hardware: got 'H100' with fake=False"),
-        (["frontier", *STEP, "--out", "{folder}/picture.xyz"], "picture.xyz: cannot be written"),
+        (["frontier", *STEP, "--hardware", "H100"], "hardware: got 'H100' with fake=False"),
+        (
+            ["frontier", *STEP, "--png", "{folder}/none/p.png"],
+            "--png {folder}/none/p.png: cannot be written (no folder",
+        ),
+        (["frontier", *STEP, "--html", "{folder}/none/p.html"], "--html {folder}/none/p.html: cannot be written"),
+        (["frontier", *STEP, "--html", "{folder}"], "{folder}: cannot be written (Is a directory)"),
+        (["frontier", *STEP, "--png", "{folder}"], "{folder}: cannot be written (Is a directory)"),
     ],
 )
 def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
@@ -69,22 +75,41 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert main([arg.format(folder=tmp_path) for arg in args]) == 2
     error = capsys.readouterr().err
     assert error.startswith("Error: ")
-    assert message in error
+    assert message.format(folder=tmp_path) in error
     assert error.count("\n") == 1
 
 
-def test_frontier_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_frontier_is_a_table_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    out = tmp_path / "frontier.png"
-    assert main(["frontier", *STEP, "--out", str(out)]) == 0
+    pytest.importorskip("plotly")
+    png, html = tmp_path / "frontier.png", tmp_path / "frontier.html"
+    assert main(["frontier", *STEP, "--png", str(png), "--html", str(html)]) == 0
     output = capsys.readouterr().out
-    for name in ("keep_all", "full", "sqrt", "every 2"):
+    for name in ("keep_all", "full", "sqrt", "every 2", "no plan below", f"Drawn to {png}.", f"written to {html}."):
         assert name in output
-    assert out.read_bytes().startswith(b"\x89PNG")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert html.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
-def test_optional_packages_are_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["frontier", *STEP]) == 2
-    assert "needs" in (error := capsys.readouterr().err)
-    assert "pip install matplotlib" in error
+def test_plan_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("plotly")
+    png, html, out = tmp_path / "memory.png", tmp_path / "memory.html", tmp_path / "plan.json"
+    files = ["--png", str(png), "--html", str(html), "--out", str(out)]
+    assert main(["plan", *STEP, "--memory-budget", "70%", *files]) == 0
+    assert f"Memory drawn to {png}." in capsys.readouterr().out
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert html.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(("package", "flag"), [("matplotlib", "--png"), ("plotly", "--html")])
+@pytest.mark.parametrize("command", [["frontier"], ["plan", "--memory-budget", "70%"]])
+def test_optional_packages_are_asked_for_first(
+    package: str, flag: str, command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    # A config that does not exist: recording would fail, if it were begun.
+    assert main([*command, "--hf-config", "none.json", flag, "picture"]) == 2
+    error = capsys.readouterr().err
+    assert f"needs the package `{package}`, which is not installed" in error
+    assert "pip install 'recollect[plot]'" in error

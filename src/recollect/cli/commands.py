@@ -63,20 +63,26 @@ class MakePlan:
     """Parts in which output matrix and loss are computed; 1 is as the model does, auto as many as the fastest plan needs."""
     out: Path = Path("plan.json")
     """Where to write the plan."""
+    png: Path | None = None
+    """Draw the memory of the step under the plan to this file; needs matplotlib."""
+    html: Path | None = None
+    """The same as a page for a browser, in which one can hover and read; needs plotly."""
     debug: bool = False
     """Show the traceback of an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawFrontier:
-    """Record a training step and show predicted peak against slowdown for every budget, as a table and a PNG."""
+    """Record a training step and show predicted peak against slowdown for every budget, as a table, a PNG or a page."""
 
     step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
     """The training step."""
     loss_chunks: int = 1
     """Parts in which output matrix and loss are computed; 1 is as the model does."""
-    out: Path = Path("frontier.png")
-    """Where to write the picture; needs matplotlib."""
+    png: Path | None = None
+    """Draw it to this file; needs matplotlib."""
+    html: Path | None = None
+    """Write a page for a browser, with the memory of each plan over time; needs plotly."""
     debug: bool = False
     """Show the traceback of an error."""
 

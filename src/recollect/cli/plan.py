@@ -5,9 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 
 from recollect.cli.commands import MakePlan
+from recollect.cli.pictures import check_pictures
 from recollect.cli.step import step_recorder
 from recollect.errors import RecollectError
 from recollect.loss.choose import plan_with_chunks
+from recollect.pictures.page import write_plan_page
+from recollect.pictures.png import draw_memory
 from recollect.quantities import format_bytes
 from recollect.train.files import write_text
 
@@ -20,8 +23,9 @@ def run_plan(command: MakePlan, console: Console) -> None:
         console: where the plan goes.
 
     Raises:
-        RecollectError: the file cannot be written; what recording and planning raise.
+        RecollectError: a file cannot be written, a package for a picture is missing; what recording and planning raise.
     """
+    check_pictures(command.png, command.html)
     planned = plan_with_chunks(step_recorder(command.step), command.memory_budget, command.loss_chunks)
     plan = planned.plan
     console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
@@ -33,3 +37,9 @@ def run_plan(command: MakePlan, console: Console) -> None:
             f"--out {command.out}: cannot be written ({problem.strerror}), expected a file in a writable folder."
         ) from None
     console.print(f"Written to {command.out}.", markup=False, soft_wrap=True)
+    if command.png is not None:
+        draw_memory(planned.profile, plan, command.png)
+        console.print(f"Memory drawn to {command.png}.", markup=False, soft_wrap=True)
+    if command.html is not None:
+        write_plan_page(planned.profile, plan, command.html)
+        console.print(f"Page written to {command.html}.", markup=False, soft_wrap=True)

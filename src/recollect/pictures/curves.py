@@ -104,7 +104,7 @@ def _spans(at: NDArray[np.float64], names: list[str], end: float) -> tuple[Span,
     position = 0
     for name, group in itertools.groupby(names):
         start, position = position, position + len(list(group))
-        end = float(at[position]) if position < len(at) else end
-        if end > at[start]:
-            spans.append(Span(name, float(at[start]), end))
+        until = float(at[position]) if position < len(at) else end
+        if until > at[start]:
+            spans.append(Span(name, float(at[start]), until))
     return tuple(spans)

@@ -6,7 +6,12 @@
   const data = JSON.parse(element("data").textContent);
   const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-  const size = (value) => `${value.toPrecision(4)} ${data.unit}`;
+  // As recollect.quantities.format_bytes.
+  const size = (value) => {
+    const power = Math.min(4, Math.max(0, Math.floor(Math.log(Math.max(1, value * data.unit_bytes)) / Math.log(1024))));
+    const scaled = value * data.unit_bytes / 1024 ** power;
+    return power ? `${scaled.toFixed(1)} ${" KMGT"[power]}iB` : `${Math.round(scaled)} B`;
+  };
   let chosen = data.chosen;
 
   try {
@@ -44,7 +49,7 @@
       name, type: "scatter", customdata: indices, hovertemplate: "%{text}<extra></extra>", meta: group,
       x: indices.map((i) => data.plans[i].peak), y: indices.map((i) => data.plans[i].slowdown),
       text: indices.map((i) => data.plans[i].hover.map((line, n) => n ? plain(line) : `<b>${plain(line)}</b>`).join("<br>")),
-      textposition: "none", ...style,
+      cliponaxis: false, ...style,
     };
   }
 

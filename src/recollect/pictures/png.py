@@ -39,7 +39,7 @@ _LEFT_PART = 0.15
 # Narrower phases are not named: there is no room.
 _LEAST_NAMED_PART = 0.055
 # Shorter ones are not drawn: backward visits other units for a moment, such as the one that made the rotary embedding.
-_SHORTEST_UNIT_PART = 0.002
+_SHORTEST_UNIT_PART = 0.004
 _UNIT_SHADES = ("#5b7fa6", "#9db8d6")
 _MOST_ITEMS = 6
 _LONGEST_NAME = 34
@@ -145,7 +145,7 @@ def draw_memory(profile: Profile, plan: Plan, out: str | Path) -> None:
     set_title(axes, title, describe_profile(profile))
     _draw_phases(axes, curve)
     _draw_units(axes, curve)
-    axes.set_xlabel(curve.axis, color=INK, labelpad=24, loc="right")
+    axes.set_xlabel(curve.axis, color=INK, labelpad=34)
     axes.set_ylabel(f"bytes alive ({unit})", color=INK)
     _legend(figure, axes, found)
     save_png(figure, Path(out))

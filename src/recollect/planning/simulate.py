@@ -286,10 +286,12 @@ class Playback:
 
     def _save(self, call: int, key: Key, handle: int, saver: int) -> None:
         if saver == call or self._is_on_tape(saver):
-            self.handles[handle] = (self.dropped.get(key) or self._held(key), call)
+            value = self.dropped.get(key) or self._held(key)
         else:
             # Autograd itself saves what a unit off the tape gets, so that it stays whatever the plan says.
-            self.handles[handle] = (Value(tensor=self.tensors.get(key, _NOTHING)), call)
+            value = Value(tensor=self.tensors.get(key, _NOTHING))
+        # Backward asks for it in the unit that saved it, whichever unit made it.
+        self.handles[handle] = (value, saver)
 
     def _is_on_tape(self, call: int) -> bool:
         """Whether `apply` wraps a unit: where outputs are dropped, any that the plan names; planners name all layers."""
