@@ -106,7 +106,6 @@ class Step:
     def peak_bytes(self) -> int:
         """Run one step and measure its peak, what is resident counted, of the optimizer nothing."""
         self.clear()
-        gc.collect()
         return self.resident_bytes + recollect.measure_peak(self.run, device=self.device).peak_growth_bytes
 
     def gradients(self) -> dict[str, Tensor]:

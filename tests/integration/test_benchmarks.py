@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import json
 import os
 import subprocess
@@ -93,12 +94,17 @@ def test_frontier(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model", ["dense", "moe", "mla"])
-def test_peers_compute_the_same_gradients(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_compute_the_same_gradients(
+    model: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     from megatron import megatron_peers
     from peers import layer_peers
     from subject import Step, StepFlags, largest_difference
 
+    gc.collect()
+    gc.freeze()  # each measured peak collects garbage, in which the modules of PyTorch would take most of the time
+    request.addfinalizer(gc.unfreeze)
     step = Step(StepFlags(hidden_size=32, num_layers=4, vocab_size=64, seq_length=16, threads=1), model)
     expected, plain_bytes = step.gradients(), step.peak_bytes()
     peers = [*layer_peers(step), *megatron_peers(step)]
