@@ -85,6 +85,12 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
     return next((t.device for t in candidates if t.device.type != "meta"), torch.device("cpu"))
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done all that it was given to do; the CPU is never behind."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Within the block steps may run; afterwards gradients, buffers and random generators are what they were before."""

@@ -19,7 +19,7 @@ from recollect.plan import Plan
 from recollect.profile.meter import measure_peak, storage_bytes
 from recollect.profile.optimizer_step import record_optimizer_step
 from recollect.quantities import format_bytes
-from recollect.step import LossFunction, call_model, device_of, restored_buffers, run_forward, undisturbed
+from recollect.step import LossFunction, call_model, device_of, restored_buffers, run_forward, undisturbed, wait_for
 from recollect.verify_units import compare_units
 
 _NUM_TIMINGS = 5
@@ -245,15 +245,11 @@ class _Check:
     def _seconds(self) -> float:
         self.clear()
         with restored_buffers(self.model):
-            self._synchronize()
+            wait_for(self.device)
             begin = time.perf_counter()
             self._step()
-            self._synchronize()
+            wait_for(self.device)
         return time.perf_counter() - begin
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def _first_difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> tuple[str, float] | None:

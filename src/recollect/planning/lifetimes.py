@@ -78,11 +78,16 @@ def lifetimes(profile: Profile, decisions: Sequence[CallDecision]) -> Lifetimes:
     return Lifetimes(
         simulation=simulation,
         storages=tuple(playback.storages_made),
-        time_s=np.array(playback.times_s),
+        time_s=_stretched(np.array(playback.times_s), profile.step_s + simulation.recompute_s),
         phases=phases,
         calls=np.array(playback.calls, dtype=np.int32),
         has_times=untimed_s is None,
     )
+
+
+def _stretched(time_s: NDArray[np.float64], end_s: float) -> NDArray[np.float64]:
+    """Make the last moment what the whole step takes: op times one by one leave out what is between ops."""
+    return time_s * (end_s / time_s[-1]) if time_s[-1] > 0 else time_s
 
 
 def _untimed_s(profile: Profile) -> float | None:

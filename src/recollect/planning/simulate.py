@@ -58,7 +58,7 @@ class Simulation:
     Attributes:
         peak_bytes: most bytes alive at any moment, persistent ones and calibration included.
         forward_peak_bytes, backward_peak_bytes: the same for these phases, without the calibration.
-        recompute_s: seconds spent on ops that run a second time.
+        recompute_s: seconds that recompute adds: ops that run a second time, and the tape's own time in forward.
         recomputed_ops: number of these.
         peak_call: path of the unit at the peak, or what else runs then ("the loss", "the optimizer step").
         peak_note: where the peak is, in words.
@@ -136,7 +136,10 @@ class Playback:
         self.peaks_bytes = [self.alive_bytes] * len(PHASE_NAMES)
         self.peaks_at = [(-1, "")] * len(PHASE_NAMES)
         self.kept_bytes = 0
-        self.recompute_s = 0.0
+        self.drops_outputs = any(not decision.keep_output for decision in decisions)
+        self.recompute_s = sum(
+            profile.graph_of(call).tape_s for index, call in enumerate(profile.calls) if self._is_on_tape(index)
+        )
         self.recomputed_ops = 0
         self.phase = FORWARD
         self.call = -1
@@ -296,8 +299,9 @@ class Playback:
     def _is_on_tape(self, call: int) -> bool:
         """Whether `apply` wraps a unit: where outputs are dropped, any that the plan names; planners name all layers."""
         decision = self.decisions[call]
-        is_named = self.profile.calls[call].repeated or bool(decision.recompute) or not decision.keep_output
-        return decision.is_planned and is_named
+        if decision.recompute or not decision.keep_output:
+            return True
+        return self.drops_outputs and decision.is_planned and self.profile.calls[call].repeated
 
     def _use(self, handle: int) -> None:
         value, self.call = self.handles[handle]

@@ -61,6 +61,7 @@ def encode_profile(profile: Profile) -> str:
                     }
                     for op in graph.ops
                 ],
+                **({"tape_s": graph.tape_s} if graph.tape_s else {}),
             }
             for graph in profile.graphs
         ],
@@ -122,7 +123,8 @@ def _decode_graph(graph: Field) -> UnitGraph:
         )
         for op in graph.get("ops").array()
     )
-    return _build(UnitGraph, graph, values=values, ops=ops)
+    tape = graph.find("tape_s")
+    return _build(UnitGraph, graph, values=values, ops=ops, tape_s=0.0 if tape is None else tape.number())
 
 
 def _decode_bytes(op: Field, name: str) -> int:

@@ -59,7 +59,7 @@ class OpRecord:
     Attributes:
         name: stem of the names of its results.
         inputs, outputs: indices of the values that it reads and computes.
-        time_s: seconds that one run takes.
+        time_s: seconds that one more run takes, with the tape's own Python around it.
         mutates: it writes its only output into the storage of its first input.
         working_bytes: most bytes that it adds while it runs, its results among them; 0 if only these count.
         state_bytes: size of the generator state that has to be held to run it again, for a random op.
@@ -78,6 +78,10 @@ class OpRecord:
 class UnitGraph:
     """The values and ops of one unit, ops in the order in which forward ran them.
 
+    Attributes:
+        values, ops: what there is.
+        tape_s: seconds that forward takes longer on the tape, which has to be on it if anything is to be recomputed.
+
     Raises:
         ValueError: an index out of range, a producer that does not list its value, an op that reads a value computed
             later, two produced values with one name, a negative size, or a time that is negative or not finite.
@@ -93,8 +97,11 @@ class UnitGraph:
 
     values: tuple[ValueRecord, ...]
     ops: tuple[OpRecord, ...]
+    tape_s: float = 0.0
 
     def __post_init__(self) -> None:
+        if not (math.isfinite(self.tape_s) and self.tape_s >= 0):
+            raise ValueError(f"tape_s: got {self.tape_s} s, expected a finite number, 0 or more")
         names: set[str] = set()
         for index, value in enumerate(self.values):
             self._check_value(index, value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from recollect.engine.facts import OpFacts
 from recollect.profile.working_memory import CpuWorkingMemory, CudaWorkingMemory
+from recollect.step import wait_for
 
 Key = tuple[Any, ...]
 
@@ -41,9 +42,8 @@ class MeasuredCosts:
         self._seconds: dict[Key, list[float]] = {}
         self._numbers: dict[Key, list[int]] = {}
         self._num_runs = 0
-        is_cuda = device.type == "cuda"
-        self._synchronize: Callable[[], None] = (lambda: torch.cuda.synchronize(device)) if is_cuda else lambda: None
-        self._memory = CudaWorkingMemory(device) if is_cuda else CpuWorkingMemory()
+        self._device = device
+        self._memory = CudaWorkingMemory(device) if device.type == "cuda" else CpuWorkingMemory()
         self._working_bytes: dict[Key, int] = {}
 
     @contextmanager
@@ -85,10 +85,10 @@ class MeasuredCosts:
         return self._working_bytes[run.key] if run is not None else 0
 
     def _run_once(self, func: Any, args: Any, kwargs: Any, samples: list[float]) -> Any:
-        self._synchronize()
+        wait_for(self._device)
         begin = time.perf_counter()
         output = func(*args, **kwargs)
-        self._synchronize()
+        wait_for(self._device)
         samples.append(time.perf_counter() - begin)
         return output
 

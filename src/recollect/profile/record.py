@@ -31,8 +31,9 @@ from recollect.profile.op_costs import MeasuredCosts
 from recollect.profile.optimizer_step import OptimizerStep, record_optimizer_step
 from recollect.profile.recording_tape import DropAll, RecordingTape, StepMode
 from recollect.profile.step_recorder import RecordedCall, StepRecorder
+from recollect.profile.step_times import measure_step_times, with_step_times
 from recollect.profile.trackers import mark_persistent, unmark
-from recollect.step import LossFunction, describe_batch, device_of, run_forward, undisturbed
+from recollect.step import LossFunction, call_model, describe_batch, device_of, run_forward, undisturbed
 
 # Scalars that PyTorch makes inside of C++ functions, which no dispatch mode sees: at most 24 bytes at the peak of the
 # twenty models of the test suite. A budget is a bound, so it is rounded up.
@@ -108,7 +109,7 @@ def record(
             return session.profile(modelled, fake_batch(batch, device), optimizer_step)
     with undisturbed(model):
         profile = session.profile(MeasuredCosts(device), batch, optimizer_step)
-        return session.calibrated(profile, batch)
+        return session.timed(session.calibrated(profile, batch), batch)
 
 
 class _Session:
@@ -175,19 +176,40 @@ class _Session:
     def calibrated(self, profile: Profile, batch: Any) -> Profile:
         """Run the leanest step once more, measured, and note what its simulation leaves out: workspaces of kernels."""
         simulated = simulate(profile, [drop_all(profile.graph_of(call)) for call in profile.calls])
-
-        def step() -> None:
-            run_forward(self.model, batch, self.loss_fn).backward()
-
         self._prepare_gradients()
-        with apply_policy(self.model, self.paths, DropAll()), self._loss_in_chunks():
-            measured = measure_peak(step, device=self.device)
+        with apply_policy(self.model, self.paths, DropAll()):
+            measured = measure_peak(lambda: self._step(batch), device=self.device)
         growth_bytes = max(simulated.forward_peak_bytes, simulated.backward_peak_bytes) - profile.persistent_bytes
         missing_bytes = max(0, measured.peak_growth_bytes - growth_bytes)
         return replace(profile, calibration_bytes=missing_bytes + _UNSEEN_BYTES)
 
     def _loss_in_chunks(self) -> AbstractContextManager[None]:
         return loss_in_chunks(self.model, self.loss_chunks)
+
+    def timed(self, profile: Profile, batch: Any) -> Profile:
+        """Replace sums of op times by times of the step and of its units, as far as these can be had in little memory."""
+
+        def forward() -> None:
+            with self._loss_in_chunks():
+                call_model(self.model, batch)
+
+        def step() -> None:
+            self._prepare_gradients()
+            self._step(batch)
+
+        times = measure_step_times(
+            self.model,
+            self.paths,
+            forward=forward,
+            step=step,
+            device=self.device,
+            alike=lambda call: profile.calls[call].graph,
+        )
+        return with_step_times(profile, times)
+
+    def _step(self, batch: Any) -> None:
+        with self._loss_in_chunks():
+            run_forward(self.model, batch, self.loss_fn).backward()
 
     def _prepare_gradients(self) -> None:
         for parameter in self.model.parameters():
