@@ -137,13 +137,15 @@ def test_simulation_counts_the_tape_of_units_that_are_on_it(recorded: Profile) -
     assert math.floor(every_2nd.recompute_s / 10) == 4
 
 
-def test_fewer_units_recompute_where_the_tape_is_slow(recorded: Profile) -> None:
+def test_fewer_units_recompute_where_the_tape_is_slow() -> None:
+    recorded = recollect.record(llama(), batch_of(), fake=True)
+
     def num_recomputing(tape_s: float) -> int:
         profile = replace(recorded, graphs=tuple(replace(graph, tape_s=tape_s) for graph in recorded.graphs))
-        plan = recollect.plan(profile, "97%")
+        plan = recollect.plan(profile, "90%")
         return sum(unit.recomputes_anything for unit in plan.units.values())
 
-    assert num_recomputing(10.0) < num_recomputing(0.0)
+    assert num_recomputing(10.0) == 1 < num_recomputing(0.0)
 
 
 def test_tape_time_is_saved_with_the_profile(recorded: Profile) -> None:
