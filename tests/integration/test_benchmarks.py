@@ -189,6 +189,23 @@ def test_compiled(tmp_path: Path) -> None:
     assert "| compiled blocks, full |" in output
 
 
+def test_cost_model(tmp_path: Path) -> None:
+    sizes = ["--hidden-size", "128", "--num-layers", "2", "--vocab-size", "64", "--seq-length", "32"]
+    output = run("cost_model.py", *sizes, "--calibration-s", "0", "--recordings", "1", "--out", str(tmp_path))
+    found = rows(tmp_path / "cost_model.csv")
+    models = {"reference Llama", "HF Llama", "Mixtral", "DeepSeek-V3", "GPT-2 (dropout)"}
+    ratios = values(found, "step_ratio")
+    assert set(ratios) == models
+    # Tiny ops, a quick calibration, any machine: the order of magnitude.
+    assert all(0.05 < ratio < 20 for ratio in ratios.values())
+    for metric in ("op_error_median", "op_error_90", "slowdown_50", "promised_slowdown_50"):
+        assert set(values(found, metric)) == models
+    regret = values(found, "regret_50")
+    assert set(regret) == {f"{name}{who}" for name in models for who in ("", ", times of an H100", ", all ops alike")}
+    assert json.loads(found[0]["config"])["threads"] == 1
+    assert "regret" in output
+
+
 def test_results_are_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     import results_csv

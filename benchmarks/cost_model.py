@@ -1,0 +1,272 @@
+"""How good is the cost model? Modelled op times against measured ones, and the plans that come of them.
+
+    python benchmarks/cost_model.py
+
+Five models run their step on real tensors. Each op is timed and modelled on the same arguments, on this CPU as `recollect
+calibrate` measures it first. One thread and its processor time, so that other programs on the machine count less.
+
+The regret is what bad times cost: a plan chosen with modelled times, evaluated with measured ones, less the slowdown of
+the plan chosen with measured times, in parts of the step. As controls, plans are also chosen with the times of an H100, and
+with the same time for every op.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from environment import settle_allocator
+
+if __name__ == "__main__":
+    settle_allocator()
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import recollect
+from cost_model_subjects import subjects
+from recollect.engine.facts import OpFacts
+from recollect.errors import BudgetTooSmallError
+from recollect.planning.choose import Planner
+from recollect.planning.decisions import decide
+from recollect.planning.simulate import simulate
+from recollect.profile.calibrate import calibrate
+from recollect.profile.find_units import find_units
+from recollect.profile.graph import Profile
+from recollect.profile.hardware import Hardware
+from recollect.profile.hardware_table import HARDWARE
+from recollect.profile.op_costs import Key, OpRun, key_of
+from recollect.profile.op_work import work_of
+from recollect.profile.optimizer_step import record_optimizer_step
+from recollect.profile.record import _Session  # records on real tensors with any costs, which `record` does not offer
+from recollect.profile.roofline import seconds
+from recollect.step import undisturbed
+from results_csv import RESULTS, Number, append, machine_name
+
+_MODELLED, _OTHER, _UNIFORM = "modelled", "times of an H100", "all ops alike"
+_REPEATS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Sizes of the models, and how long to measure."""
+
+    hidden_size: int = 256
+    """Width of the residual stream, a multiple of 128."""
+    num_layers: int = 4
+    """Layers of each model."""
+    vocab_size: int = 1024
+    """Number of token ids."""
+    batch_size: int = 2
+    """Sequences in the batch."""
+    seq_length: int = 256
+    """Tokens in a sequence."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of weights and activations."""
+    budgets: tuple[float, ...] = (0.75, 0.5, 0.25)
+    """Budgets, as fractions of what recompute can change: 0 is full recompute, 1 none."""
+    recordings: int = 4
+    """Steps that are measured, after one that is not."""
+    calibration_s: float = 40.0
+    """Seconds that the calibration may take; 0 for a quick one."""
+    hardware: str | None = None
+    """A file that `recollect calibrate` wrote, used instead of calibrating now."""
+    device: Literal["cpu"] = "cpu"
+    """Only the CPU: processor time is measured."""
+    seed: int = 0
+    """Of weights and tokens."""
+    out: Path = RESULTS
+    """Folder of the rows."""
+
+
+class BothCosts:
+    """Times each op and models it; `reads` chooses what a profile gets."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.reads = _MODELLED
+        self.samples: dict[Key, list[float]] = {}
+        self.counts: dict[Key, int] = {}
+        self.modelled: dict[Key, dict[str, float]] = {}
+        self._hardware = {_MODELLED: hardware, _OTHER: HARDWARE["H100"]}
+
+    def forget(self) -> None:
+        """Forget what was measured; the next recording counts the runs."""
+        self.samples.clear()
+        self.counts.clear()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Everything between is one step."""
+        self.counts.clear()
+        yield
+
+    def run(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, *, may_repeat: bool) -> tuple[Any, OpRun]:
+        """Run an op, some more times where that disturbs nothing."""
+        key = key_of(func, args, kwargs)
+        repeats = _REPEATS if may_repeat and not (facts.writes or facts.is_random or facts.keeps) else 1
+        for _ in range(repeats):
+            begin = time.thread_time()
+            output = func(*args, **kwargs)
+            self.samples.setdefault(key, []).append(time.thread_time() - begin)
+        self.counts[key] = self.counts.get(key, 0) + 1
+        if key not in self.modelled:
+            work = work_of(func, facts, args, kwargs, output)
+            times = {name: seconds(work, hardware) for name, hardware in self._hardware.items()}
+            self.modelled[key] = {**times, _UNIFORM: float(work.launches)}
+        return output, OpRun(key, 0)
+
+    def seconds_of(self, run: OpRun | None) -> float:
+        """Return the measured median of an op, or the model's answer."""
+        if run is None:
+            return 0.0
+        return self.measured_s(run.key) if self.reads == "measured" else self.modelled[run.key][self.reads]
+
+    def working_bytes_of(self, run: OpRun | None) -> int:
+        """Workspaces are the same whatever the times are."""
+        return 0
+
+    def measured_s(self, key: Key) -> float:
+        """Return the median of an op's runs."""
+        return statistics.median(self.samples[key])
+
+
+def profiles(model: nn.Module, batch: Any, costs: BothCosts, recordings: int) -> dict[str, Profile]:
+    """Record the step some times, and return its profile with measured times and with each kind of modelled ones."""
+    device = torch.device("cpu")
+    session = _Session(model, None, find_units(model), device, False)
+
+    def record(reads: str) -> Profile:
+        costs.reads = reads
+        torch.manual_seed(0)  # The same random numbers, the same routes, the same shapes.
+        return session.profile(costs, batch, record_optimizer_step(None, device))
+
+    with undisturbed(model):
+        record(_MODELLED)  # The first step loads kernels and makes the heap.
+        costs.forget()
+        for _ in range(recordings - 1):
+            record(_MODELLED)
+        return {reads: record(reads) for reads in ("measured", _MODELLED, _OTHER, _UNIFORM)}
+
+
+def weighted_quantiles(errors: list[tuple[float, float]], fractions: tuple[float, ...]) -> list[float]:
+    """Return the errors below which these fractions of the weight lie; `errors` are pairs of (error, weight)."""
+    total = sum(weight for _, weight in errors)
+    found = []
+    for fraction in fractions:
+        reached = 0.0
+        for error, weight in sorted(errors):
+            reached += weight
+            if reached >= fraction * total:
+                found.append(error)
+                break
+    return found
+
+
+def slowdown(profile: Profile, plan: recollect.Plan) -> float:
+    """Return the slowdown of a plan by the times of a profile."""
+    return simulate(profile, decide(profile, plan)).recompute_s / profile.step_s
+
+
+def regrets(found: dict[str, Profile], budgets: tuple[float, ...]) -> Iterator[tuple[str, float, float, float, float]]:
+    """Yield (chosen with, budget, slowdown promised, slowdown by measured times, the same of the plan chosen with those)."""
+    measured = found["measured"]
+    plain = recollect.classic_plan(measured, "keep_all").predicted_peak_bytes or 0
+    least = recollect.classic_plan(measured, "full").predicted_peak_bytes or 0
+    planners = {name: Planner(profile) for name, profile in found.items()}
+    for fraction in budgets:
+        budget_bytes = int(least + fraction * (plain - least))
+        try:
+            plans = {name: planner.plan(budget_bytes) for name, planner in planners.items()}
+        except BudgetTooSmallError:
+            continue
+        best = slowdown(measured, plans["measured"])
+        for name, plan in plans.items():
+            if name != "measured":
+                yield name, fraction, plan.predicted_slowdown or 0.0, slowdown(measured, plan), best
+
+
+def numbers_of(name: str, costs: BothCosts, found: dict[str, Profile], flags: Flags) -> list[Number]:
+    """Return one model's rows."""
+    total = {
+        kind: sum(count * of(key) for key, count in costs.counts.items())
+        for kind, of in (("measured", costs.measured_s), (_MODELLED, lambda key: costs.modelled[key][_MODELLED]))
+    }
+    errors = []
+    for key, count in costs.counts.items():
+        measured_s = costs.measured_s(key)
+        errors.append((abs(costs.modelled[key][_MODELLED] / measured_s - 1), count * measured_s))
+    median, high = weighted_quantiles(errors, (0.5, 0.9))
+    rows = [
+        Number("step_processor_time", "s", name, total["measured"]),
+        Number("step_ratio", "1", name, total[_MODELLED] / total["measured"]),
+        Number("op_error_median", "1", name, median),
+        Number("op_error_90", "1", name, high),
+    ]
+    for chosen_with, fraction, promised, real, best in regrets(found, flags.budgets):
+        suffix = "" if chosen_with == _MODELLED else f", {chosen_with}"
+        rows.append(Number(f"regret_{100 * fraction:.0f}", "1", f"{name}{suffix}", real - best))
+        if chosen_with == _MODELLED:
+            rows.append(Number(f"slowdown_{100 * fraction:.0f}", "1", name, best))
+            rows.append(Number(f"promised_slowdown_{100 * fraction:.0f}", "1", name, promised))
+    return rows
+
+
+def table(rows: list[Number], names: list[str], budgets: tuple[float, ...]) -> Table:
+    """Return the rows as a table, a model a line."""
+    values = {(row.metric, row.contestant): row.value for row in rows}
+    metrics = [("step_ratio", "step, modelled / measured", ".2f"), ("op_error_median", "op error, median", ".0%")]
+    metrics.append(("op_error_90", "op error, 90 %", ".0%"))
+    for fraction in budgets:
+        percent = f"{100 * fraction:.0f}"
+        metrics += [(f"slowdown_{percent}", f"slowdown at {percent} %", ".1%"), (f"regret_{percent}", "regret", ".2%")]
+    shown = Table("model", *(title for _, title, _ in metrics))
+    for name in names:
+        for suffix in ("", f", {_OTHER}", f", {_UNIFORM}"):
+            cells = [values.get((metric, name + suffix)) for metric, _, _ in metrics]
+            texts = ["" if v is None else format(v, spec) for v, (_, _, spec) in zip(cells, metrics, strict=True)]
+            shown.add_row(name if not suffix else f"  {suffix[2:]}", *texts, style="dim" if suffix else "")
+    return shown
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the benchmark with the flags of the command line."""
+    flags = tyro.cli(Flags, args=arguments, description=__doc__)
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    torch.set_num_threads(1)
+    if flags.hardware is not None:
+        hardware = Hardware.load(flags.hardware)
+    else:
+        console.print("calibrating ...", style="bold")
+        is_quick = flags.calibration_s == 0
+        measured = calibrate(torch.device("cpu"), seconds_to_spend=flags.calibration_s, quick=is_quick)
+        hardware = measured.hardware
+        off = statistics.median(max(ratio, 1 / ratio) for ratio in measured.ratios())
+        console.print(
+            f"{hardware.name}: {len(measured.ops)} ops, the fit is off by a factor of {off:.2f} in the median"
+        )
+    rows: list[Number] = []
+    names = []
+    for name, model, batch in subjects(flags):
+        console.print(f"{name} ...", style="bold")
+        costs = BothCosts(hardware)
+        found = profiles(model, batch, costs, flags.recordings)
+        rows += numbers_of(name, costs, found, flags)
+        names.append(name)
+    console.print(table(rows, names, flags.budgets))
+    config = {name: value for name, value in dataclasses.asdict(flags).items() if name != "out"}
+    append(flags.out / "cost_model.csv", rows, {**config, "threads": 1})
+    console.print(f"{machine_name('cpu')}; appended to {flags.out / 'cost_model.csv'}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
