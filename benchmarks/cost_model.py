@@ -177,8 +177,30 @@ def slowdown(profile: Profile, plan: recollect.Plan) -> float:
     return simulate(profile, decide(profile, plan)).recompute_s / profile.step_s
 
 
-def regrets(found: dict[str, Profile], budgets: tuple[float, ...]) -> Iterator[tuple[str, float, float, float, float]]:
-    """Yield (chosen with, budget, slowdown promised, slowdown by measured times, the same of the plan chosen with those)."""
+@dataclass(frozen=True)
+class Choice:
+    """A plan chosen with some times for a budget, by its slowdown.
+
+    Attributes:
+        chosen_with: which times.
+        budget: fraction of what recompute can change.
+        promised: slowdown by the times that it was chosen with.
+        real: slowdown by measured times.
+        best: the same of the plan chosen with measured times.
+        missed: how much better that plan is even by the times that this one was chosen with: what the search missed, and no
+            fault of the times.
+    """
+
+    chosen_with: str
+    budget: float
+    promised: float
+    real: float
+    best: float
+    missed: float
+
+
+def choices(found: dict[str, Profile], budgets: tuple[float, ...]) -> Iterator[Choice]:
+    """Yield the plans for each budget, chosen with each kind of times but the measured ones."""
     measured = found["measured"]
     plain = recollect.classic_plan(measured, "keep_all").predicted_peak_bytes or 0
     least = recollect.classic_plan(measured, "full").predicted_peak_bytes or 0
@@ -192,7 +214,9 @@ def regrets(found: dict[str, Profile], budgets: tuple[float, ...]) -> Iterator[t
         best = slowdown(measured, plans["measured"])
         for name, plan in plans.items():
             if name != "measured":
-                yield name, fraction, plan.predicted_slowdown or 0.0, slowdown(measured, plan), best
+                promised = plan.predicted_slowdown or 0.0
+                missed = max(0.0, promised - slowdown(found[name], plans["measured"]))
+                yield Choice(name, fraction, promised, slowdown(measured, plan), best, missed)
 
 
 def numbers_of(name: str, costs: BothCosts, found: dict[str, Profile], flags: Flags) -> list[Number]:
@@ -212,12 +236,14 @@ def numbers_of(name: str, costs: BothCosts, found: dict[str, Profile], flags: Fl
         Number("op_error_median", "1", name, median),
         Number("op_error_90", "1", name, high),
     ]
-    for chosen_with, fraction, promised, real, best in regrets(found, flags.budgets):
-        suffix = "" if chosen_with == _MODELLED else f", {chosen_with}"
-        rows.append(Number(f"regret_{100 * fraction:.0f}", "1", f"{name}{suffix}", real - best))
-        if chosen_with == _MODELLED:
-            rows.append(Number(f"slowdown_{100 * fraction:.0f}", "1", name, best))
-            rows.append(Number(f"promised_slowdown_{100 * fraction:.0f}", "1", name, promised))
+    for choice in choices(found, flags.budgets):
+        who = name if choice.chosen_with == _MODELLED else f"{name}, {choice.chosen_with}"
+        percent = f"{100 * choice.budget:.0f}"
+        rows.append(Number(f"regret_{percent}", "1", who, choice.real - choice.best))
+        rows.append(Number(f"missed_by_search_{percent}", "1", who, choice.missed))
+        if choice.chosen_with == _MODELLED:
+            rows.append(Number(f"slowdown_{percent}", "1", name, choice.best))
+            rows.append(Number(f"promised_slowdown_{percent}", "1", name, choice.promised))
     return rows
 
 
