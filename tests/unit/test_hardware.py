@@ -74,7 +74,7 @@ def test_unknown_name() -> None:
     message = str(caught.value)
     assert message.startswith("hardware: got 'RTX 4080', expected one of H100, H100 PCIe, ")
     assert "or a .json file. Did you mean 'RTX 4090'? `recollect calibrate` measures other devices." in message
-    with pytest.raises(HardwareError, match=r"MI300X, or a .json file\. `recollect calibrate`"):
+    with pytest.raises(HardwareError, match=r"MI300X, cpu, or a .json file\. `recollect calibrate`"):
         find_hardware("zzz")
 
 

@@ -39,11 +39,14 @@ def test_elementwise_reads_and_writes() -> None:
 def test_tensor_that_is_two_arguments_is_read_once() -> None:
     x = ones(10, 8)
     assert work(aten.mul.Tensor, x, x).traffic_bytes == 2 * 320
+    assert work(aten.addcmul.default, ones(10, 8), x, x).traffic_bytes == 3 * 320
 
 
 def test_expanded_tensor_is_read_once() -> None:
     assert work(aten.mul.Tensor, ones(10, 8), ones(8).expand(10, 8)).traffic_bytes == 2 * 320 + 32
     assert work(aten.clone.default, ones(1).expand(1000)).traffic_bytes == 4 + 4000
+    # Of a row of a larger tensor, too.
+    assert work(aten.mul.Tensor, ones(10, 8), ones(50, 8)[0].expand(10, 8)).traffic_bytes == 2 * 320 + 32
     # Windows that overlap touch the storage, not eight times of it.
     assert work(aten.clone.default, ones(20).unfold(0, 8, 1)).traffic_bytes == 80 + 13 * 8 * 4
 

@@ -14,6 +14,9 @@
 | RTX 4090 | 82.6 | 82.6 | 165.2 | 330.3 | 24 GB | 1.008 TB/s | NVIDIA, "Ada GPU Architecture" white paper, appendix A |
 | MI300X | 163.4 | 653.7 | 1307.4 | 2614.9 | 192 GB | 5.3 TB/s | AMD, "Instinct MI300X Accelerator" data sheet, 2023 |
 
+`cpu` is one thread of a virtual AMD EPYC (Zen 5), as `recollect calibrate` measured it with torch 2.13: no other CPU is like
+it, so calibrate your own.
+
 The RTX 4090's tensor cores are twice as fast where they add up in fp16, which PyTorch does not do unless told to.
 A GB of memory is 2**30 bytes on these sheets.
 
@@ -33,7 +36,7 @@ import re
 from pathlib import Path
 
 from recollect.errors import HardwareError
-from recollect.profile.hardware import ArithmeticRate, Hardware
+from recollect.profile.hardware import ArithmeticRate, ElementRate, Hardware
 
 __all__ = ["HARDWARE", "choose_hardware", "find_hardware", "hardware_of_device"]
 
@@ -164,6 +167,31 @@ HARDWARE: dict[str, Hardware] = {
         num_multiprocessors=304,
         tflops_per_s=_tensor_cores(163.4, 653.7, 1307.4, 2614.9),
         matmul=0.6,
+    ),
+    "cpu": Hardware(
+        name="AMD EPYC (Zen 5), 1 thread",
+        device="cpu",
+        memory_bytes=24 * _GIB,
+        bandwidth_bytes_per_s=39e9,
+        traffic_efficiency=1.0,
+        launch_s=7e-6,
+        rates=(
+            ArithmeticRate("fp32", 93e9, 1.0, 0.51, 0.54, half_rate_outputs=5100, half_rate_depth=11),
+            ArithmeticRate("bf16", 525e9, 1.0, 0.11, 0.13, half_rate_outputs=39_000, half_rate_depth=51),
+        ),
+        cache_bytes=4_300_000,
+        cache_bytes_per_s=73e9,
+        elements=(
+            ElementRate("copy", 4.6e9),
+            ElementRate("elementwise", 7.7e9),
+            ElementRate("transcendental", 1.2e9),
+            ElementRate("reduction", 7.1e9),
+            ElementRate("softmax", 2.4e9),
+            ElementRate("random", 0.2e9),
+            ElementRate("gather", 1.9e9),
+            ElementRate("scatter", 1.1e9),
+            ElementRate("sort", 0.12e9),
+        ),
     ),
 }
 
