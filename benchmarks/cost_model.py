@@ -41,16 +41,13 @@ from recollect.planning.choose import Planner
 from recollect.planning.decisions import decide
 from recollect.planning.simulate import simulate
 from recollect.profile.calibrate import calibrate
-from recollect.profile.find_units import find_units
 from recollect.profile.graph import Profile
 from recollect.profile.hardware import Hardware
 from recollect.profile.hardware_table import HARDWARE
 from recollect.profile.op_costs import Key, OpRun, key_of
 from recollect.profile.op_work import work_of
-from recollect.profile.optimizer_step import record_optimizer_step
-from recollect.profile.record import _Session  # records on real tensors with any costs, which `record` does not offer
+from recollect.profile.record import record_with
 from recollect.profile.roofline import seconds
-from recollect.step import undisturbed
 from results_csv import RESULTS, Number, append, machine_name
 
 _MODELLED, _OTHER, _UNIFORM = "modelled", "times of an H100", "all ops alike"
@@ -142,20 +139,17 @@ class BothCosts:
 
 def profiles(model: nn.Module, batch: Any, costs: BothCosts, recordings: int) -> dict[str, Profile]:
     """Record the step some times, and return its profile with measured times and with each kind of modelled ones."""
-    device = torch.device("cpu")
-    session = _Session(model, None, find_units(model), device, False)
 
     def record(reads: str) -> Profile:
         costs.reads = reads
         torch.manual_seed(0)  # The same random numbers, the same routes, the same shapes.
-        return session.profile(costs, batch, record_optimizer_step(None, device))
+        return record_with(costs, model, batch)
 
-    with undisturbed(model):
-        record(_MODELLED)  # The first step loads kernels and makes the heap.
-        costs.forget()
-        for _ in range(recordings - 1):
-            record(_MODELLED)
-        return {reads: record(reads) for reads in ("measured", _MODELLED, _OTHER, _UNIFORM)}
+    record(_MODELLED)  # The first step loads kernels and makes the heap.
+    costs.forget()
+    for _ in range(recordings - 1):
+        record(_MODELLED)
+    return {reads: record(reads) for reads in ("measured", _MODELLED, _OTHER, _UNIFORM)}
 
 
 def weighted_quantiles(errors: list[tuple[float, float]], fractions: tuple[float, ...]) -> list[float]:

@@ -112,6 +112,20 @@ def record(
         return session.timed(session.calibrated(profile, batch), batch)
 
 
+def record_with(costs: Costs, model: nn.Module, batch: Any) -> Profile:
+    """Record a step on real tensors with costs of one's own, such as a cost model's; see `record` for the others.
+
+    Args:
+        costs: runs the ops, and says what they cost.
+        model: as for `record`.
+        batch: as for `record`.
+    """
+    device = device_of(model, batch)
+    session = _Session(model, None, find_units(model), device, accumulates_gradients=False, loss_chunks=1)
+    with undisturbed(model):
+        return session.profile(costs, batch, record_optimizer_step(None, device))
+
+
 class _Session:
     """One call of `record`."""
 
