@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,15 +29,18 @@ if __name__ == "__main__":
     settle_allocator()
 
 import torch
+import transformers
 import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 import recollect
-from cost_model_subjects import subjects
+from flags import RESULTS
+from models import HUGGING_FACE, build
 from recollect.engine.facts import OpFacts
 from recollect.errors import BudgetTooSmallError
+from recollect.models.llama import Llama
 from recollect.planning.choose import Planner
 from recollect.planning.decisions import decide
 from recollect.planning.simulate import simulate
@@ -48,10 +52,12 @@ from recollect.profile.op_costs import Key, OpRun, key_of
 from recollect.profile.op_work import work_of
 from recollect.profile.record import record_with
 from recollect.profile.roofline import seconds
-from results_csv import RESULTS, Number, append, machine_name
+from results_csv import Number, append, machine_name
 
 _MODELLED, _OTHER, _UNIFORM = "modelled", "times of an H100", "all ops alike"
 _REPEATS = 3
+_NAMES = {"reference": "reference Llama", "dense": "HF Llama", "moe": "Mixtral", "mla": "DeepSeek-V3"}
+_GPT2 = "GPT-2 (dropout)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +90,30 @@ class Flags:
     """Of weights and tokens."""
     out: Path = RESULTS
     """Folder of the rows."""
+
+
+def subjects(flags: Flags) -> Iterator[tuple[str, nn.Module, dict[str, torch.Tensor]]]:
+    """Yield (name, model in training mode, batch): dense, routed, with latent attention, with dropout."""
+    sizes = {"hidden_size": flags.hidden_size, "num_layers": flags.num_layers, "vocab_size": flags.vocab_size}
+    builders = {_NAMES[name]: partial(build, name, num_heads=0, **sizes) for name in ("reference", *HUGGING_FACE)}
+    for name, builder in {**builders, _GPT2: partial(_gpt2, flags)}.items():
+        torch.manual_seed(flags.seed)
+        model = builder().to(torch.bfloat16 if flags.dtype == "bf16" else torch.float32).train()
+        tokens = torch.randint(0, flags.vocab_size, (flags.batch_size, flags.seq_length))
+        yield name, model, {"tokens" if isinstance(model, Llama) else "input_ids": tokens, "labels": tokens}
+
+
+def _gpt2(flags: Flags) -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=flags.vocab_size,
+        n_embd=flags.hidden_size,
+        n_layer=flags.num_layers,
+        n_head=max(1, flags.hidden_size // 64),
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return transformers.GPT2LMHeadModel(config)
 
 
 class BothCosts:
