@@ -52,6 +52,7 @@ _TOLERANCE = 1e-3
 
 
 Measured = Callable[[Contestant], Contestant]
+Keep = Callable[[list[Number]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,6 @@ class Entry:
 
     peer: Peer
     contestant: Contestant | None = None
-    compile_s: float = 0.0
     answers: dict[str, Contestant] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
@@ -147,8 +147,9 @@ class RerunBlocks:
 class Comparison:
     """All of one model."""
 
-    def __init__(self, flags: Flags, model: ModelName, say: Callable[[str], None]) -> None:
+    def __init__(self, flags: Flags, model: ModelName, say: Callable[[str], None], keep: Keep) -> None:
         self.say = say
+        self._keep = keep
         # What is there now (PyTorch itself) would make each collection take longer than a small step; tensors come later.
         gc.collect()
         gc.freeze()
@@ -203,9 +204,15 @@ class Comparison:
         except Exception as error:  # what a variant raises is a result, and no reason not to measure the others
             self.step.clear()
             self.say(f"  {peer.name}: {_reason(error)}")
+            self._keep([Number("failed", "text", peer.name, _reason(error))])
             return Entry(peer=peer, reasons={"": _reason(error)})
         self.say(f"  {peer.name}: {self.percent(contestant.peak_bytes)}, compiled in {compile_s:.0f} s")
-        return Entry(peer=peer, contestant=contestant, compile_s=compile_s)
+        rows = [
+            Number("peak", "bytes", peer.name, contestant.peak_bytes),
+            Number("compile_time", "s", peer.name, compile_s),
+        ]
+        self._keep([*rows, Number("gradients_largest_difference", "1", peer.name, contestant.difference)])
+        return Entry(peer=peer, contestant=contestant)
 
     def _measured(self, contestant: Contestant) -> Contestant:
         with contestant.recompute.on():
@@ -250,16 +257,16 @@ def _change(ratio: float) -> str:
 
 
 def numbers(found: Comparison) -> list[Number]:
-    """All results as rows."""
+    """All results as rows, but for those of the variants alone, which are kept as they come."""
     rows = [Number("peak", "bytes", found.plain.name, found.plain.peak_bytes)]
     rows += [Number("resident", "bytes", found.plain.name, found.step.resident_bytes)]
     if found.race.plain_s:
         rows += [Number("step_time", "s", found.plain.name, statistics.median(found.race.plain_s))]
     for entry in found.entries:
-        rows += [Number("failed", "text", entry.peer.name, f"{n} {why}".strip()) for n, why in entry.reasons.items()]
         if entry.contestant is None:
             continue
-        rows += [*_of_one(entry.contestant), Number("compile_time", "s", entry.peer.name, entry.compile_s)]
+        rows += [Number("failed", "text", f"{name} / {entry.peer.name}", why) for name, why in entry.reasons.items()]
+        rows += _times_of(entry.contestant)
         for name, answer in entry.answers.items():
             ratios = answer.time_ratios_to(entry.contestant)
             versus = f"{name} / {entry.peer.name}"
@@ -271,22 +278,26 @@ def numbers(found: Comparison) -> list[Number]:
     return rows
 
 
-def _of_one(one: Contestant) -> list[Number]:
-    rows = [Number("peak", "bytes", one.name, one.peak_bytes)]
-    rows += [Number("gradients_largest_difference", "1", one.name, one.difference)]
-    if one.ratios:
-        rows += [Number("slowdown", "1", one.name, one.slowdown), Number("rounds", "1", one.name, len(one.ratios))]
-        rows += [Number(f"slowdown_p{p}", "1", one.name, one.percentile(p)) for p in (20, 80)]
-    return rows
+def _times_of(one: Contestant) -> list[Number]:
+    if not one.ratios:
+        return []
+    rows = [Number("slowdown", "1", one.name, one.slowdown), Number("rounds", "1", one.name, len(one.ratios))]
+    return [*rows, *(Number(f"slowdown_p{p}", "1", one.name, one.percentile(p)) for p in (20, 80))]
 
 
 def run_model(flags: Flags, model: ModelName, console: Console) -> Comparison:
-    """Run one model, and write its rows."""
+    """Run one model; rows are written as soon as they are known."""
+    config = {**dataclasses.asdict(flags.step), "model": model}
     console.print(f"{DESCRIPTIONS[model]}: {flags.step}", style="bold")
-    found = Comparison(flags, model, lambda text: console.print(text, style="dim", highlight=False))
+    found = Comparison(
+        flags,
+        model,
+        lambda text: console.print(text, style="dim", highlight=False),
+        lambda rows: append(flags.out / "compiled.csv", rows, config),
+    )
     found.prepare([peer for peer in compiled_peers() if flags.only in peer.name])
     found.run(seconds=60 * flags.minutes, least_rounds=flags.least_rounds)
-    append(flags.out / "compiled.csv", numbers(found), {**dataclasses.asdict(flags.step), "model": model})
+    append(flags.out / "compiled.csv", numbers(found), config)
     resident = format_bytes(found.step.resident_bytes)
     peak = format_bytes(found.plain.peak_bytes)
     text = f"### {DESCRIPTIONS[model]}, compiled\n\n{flags.step}; the eager step peaks at {peak}, {resident} of it resident."
