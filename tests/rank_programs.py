@@ -19,7 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from blocks import Stack, built, checkpointed
 from policies import FULL, NOTHING_KEPT, Random
-from recollect.engine.apply import apply_policy
+from recollect.engine.apply import apply, apply_policy
+from recollect.models.llama import Llama, LlamaConfig
+from recollect.plan import Plan
 from watch import Watch
 
 RANKS = 2
@@ -148,6 +150,35 @@ def tensor_parallel() -> dict[str, Any]:
             kept_bytes = watch.live_bytes()
             output.square().mean().backward()
         outcome[name] = {"gradients": _gradients(model), "kept bytes": kept_bytes}
+    return outcome
+
+
+def loss_in_chunks() -> dict[str, Any]:
+    """Gradients of a language model with its loss in one piece and in chunks, replicated and sharded; or the error."""
+
+    def model(shape: str) -> nn.Module:
+        torch.manual_seed(0)
+        made = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+        if shape == "replicated":
+            return DistributedDataParallel(made)
+        for layer in made.layers:
+            fully_shard(layer)
+        if shape == "head of its own":
+            fully_shard(made.lm_head)
+        return fully_shard(made)
+
+    outcome: dict[str, Any] = {}
+    torch.manual_seed(100 + dist.get_rank())
+    tokens = torch.randint(64, (2, 9))
+    for shape in ("replicated", "sharded", "head of its own"):
+        for num_chunks in (1, 4):
+            built_model = model(shape)
+            with apply(built_model, Plan({}, loss_chunks=num_chunks)):
+                try:
+                    built_model(tokens, tokens).loss.backward()
+                    outcome[f"{shape} {num_chunks}"] = _gradients(built_model)
+                except RuntimeError as error:
+                    outcome[f"{shape} {num_chunks}"] = str(error)
     return outcome
 
 

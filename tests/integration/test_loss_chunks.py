@@ -14,9 +14,11 @@ import transformers
 from torch import Tensor, nn
 
 import gradients as steps
+import rank_programs
 import recollect
 from gradients import Step, assert_same_gradients, call
 from quick_meter import few_objects  # noqa: F401
+from rank_programs import run_on_ranks
 from recollect.cli import main
 from recollect.errors import AlreadyAppliedError, BudgetTooSmallError, ChunkedLossError, PlanError, PlanFormatError
 from recollect.loss.choose import COUNTS, plan_with_chunks
@@ -412,3 +414,14 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert main(["plan", *sizes, "--memory-budget", "100%", "--loss-chunks", "4", "--out", str(out)]) == 0
     assert Plan.load(out).loss_chunks == 4
     assert main(["plan", *sizes, "--memory-budget", "100%", "--loss-chunks", "0", "--out", str(out)]) == 2
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
+def test_replicated_and_sharded(tmp_path: Path) -> None:
+    for outcome in run_on_ranks(rank_programs.loss_in_chunks, tmp_path):
+        for shape in ("replicated", "sharded"):
+            assert_close(outcome[f"{shape} 1"], outcome[f"{shape} 4"])
+        assert isinstance(outcome["head of its own 1"], dict)
+        error = outcome["head of its own 4"]
+        assert "weight is a DTensor of shape [64, 32], expected a whole tensor" in error
+        assert "shard it together with the root module" in error
