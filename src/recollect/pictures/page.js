@@ -73,7 +73,12 @@
         marker: { size: 19, symbol: "circle-open", color: color("ink"), line: { width: 2.5 } },
       },
     ];
+    const edge = Math.max(data.range[0], data.no_plan_below ?? -Infinity);
     const frame = layout({
+      shapes: [{
+        type: "rect", layer: "below", x0: data.range[0], x1: edge, y0: 0, y1: 1, yref: "paper", line: { width: 0 },
+        fillcolor: `${color("bound")}33`,
+      }],
       xaxis: { title: { text: `predicted peak of the step (${data.unit})` }, range: data.range },
       yaxis: { title: { text: "predicted slowdown (%)" } },
     });
@@ -119,7 +124,7 @@
     const wide = (phase) => phase[2] - phase[1] > 0.12 * memory.end;
     const frame = layout({
       hovermode: "x",
-      xaxis: { title: { text: memory.axis }, range: [0, memory.end] },
+      xaxis: { title: { text: plain(memory.axis).replace("; ", "<br>") }, automargin: true, range: [0, memory.end] },
       yaxis: { title: { text: `bytes alive (${data.unit})` }, range: [0, 1.2 * Math.max(bare.peak, data.plans[chosen].peak)] },
       shapes: memory.phases.filter((phase) => phase[1] > 0).map((phase) => ({
         type: "line", x0: phase[1], x1: phase[1], y0: 0, y1: 1, yref: "paper", line: { width: 1, color: color("pale") },

@@ -71,11 +71,13 @@ def write_frontier_page(profile: Profile, frontier: Frontier, out: str | Path) -
     points = [("plan", point) for point in frontier.points] + [("classic", point) for point in classics_of(frontier)]
     unit_bytes, unit = byte_unit(frontier.plain_peak_bytes)
     peaks = [point.peak_bytes / unit_bytes for _, point in points]
+    no_plan = [point.budget_bytes / unit_bytes for point in frontier.bound if math.isinf(point.slowdown)]
     stretch = (max(peaks) - min(peaks)) or max(peaks) or 1.0
     _write(profile, out, f"{profile.model_class or 'Model'}: every memory budget and what it costs", {
         "plans": [_plan_entry(profile, point, group, unit_bytes) for group, point in points],
         "chosen": len(frontier.points) // 4,
         "bound": [[_rounded(nbytes / unit_bytes), _rounded(100 * s)] for nbytes, s in bound_corners(frontier.bound)],
+        "no_plan_below": max(no_plan, default=None),
         "range": [min(peaks) - _LEFT_PART * stretch, max(peaks) + _RIGHT_PART * stretch],
         "unit": unit,
         "unit_bytes": unit_bytes,

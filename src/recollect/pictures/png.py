@@ -42,7 +42,9 @@ _LEAST_NAMED_PART = 0.055
 _SHORTEST_UNIT_PART = 0.004
 _UNIT_SHADES = ("#5b7fa6", "#9db8d6")
 _MOST_ITEMS = 6
-_LONGEST_NAME = 34
+_LONGEST_NAME = 32
+# Left, bottom, width and height, as parts of the figure; the legends are to the right.
+_MEMORY_PLACE = (0.055, 0.175, 0.67, 0.715)
 
 
 def draw_frontier(profile: Profile, frontier: Frontier, out: str | Path) -> None:
@@ -147,7 +149,10 @@ def draw_memory(profile: Profile, plan: Plan, out: str | Path) -> None:
     _draw_units(axes, curve)
     axes.set_xlabel(curve.axis, color=INK, labelpad=34)
     axes.set_ylabel(f"bytes alive ({unit})", color=INK)
-    _legend(figure, axes, found)
+    # A fixed place: the layout engine does not make room for two legends.
+    figure.set_layout_engine("none")
+    axes.set_position(_MEMORY_PLACE)
+    _legend(axes, found)
     save_png(figure, Path(out))
 
 
@@ -216,7 +221,7 @@ def _groups(spans: list[Span]) -> list[Span]:
     return found
 
 
-def _legend(figure: Any, axes: Any, found: Timeline) -> None:
+def _legend(axes: Any, found: Timeline) -> None:
     """Write beside the axes what is alive at the peak, by category, and the largest items."""
     from matplotlib.patches import Patch
 
@@ -240,5 +245,5 @@ def _legend(figure: Any, axes: Any, found: Timeline) -> None:
         if len(items) > _MOST_ITEMS:
             rest_bytes = sum(item.nbytes for item in items[_MOST_ITEMS:])
             text.append(f"{format_bytes(rest_bytes):>9}  in {len(items) - _MOST_ITEMS} others")
-        axes.text(1.015, 0.0, "\n".join(["of the values:", *text]), transform=axes.transAxes, fontsize=8, color=INK,
-                  va="bottom", parse_math=False)  # fmt: skip
+        style = {"fontsize": 7, "family": "monospace", "color": INK, "va": "bottom", "parse_math": False}
+        axes.text(1.015, 0.0, "\n".join(["of the values", *text]), transform=axes.transAxes, **style)

@@ -23,6 +23,7 @@ __all__ = ["BoundPoint", "Frontier", "FrontierPoint", "frontier"]
 _FRACTIONS = (0.0, 0.01, 0.02, 0.04, 0.07, *(step / 16 for step in range(2, 16)), 0.98, 1.0)
 # How far below the least peak the bound is looked at, as parts of the same stretch, until it says that there is no plan.
 _FRACTIONS_BELOW = (0.02, 0.05, 0.1, 0.2, 0.4)
+_NUM_HALVINGS = 5
 _STRIDES = (2, 4, 8)
 # Each try plans for the least peak that the one before it found.
 _MOST_LEAST_TRIES = 4
@@ -171,8 +172,21 @@ def _bound(planner: Planner, peaks_bytes: list[int]) -> tuple[BoundPoint, ...]:
             return ()
         found.append(BoundPoint(budget_bytes, slowdown))
         if math.isinf(slowdown):
-            break
+            return tuple(reversed(_with_edge(planner, found)))
     return tuple(reversed(found))
+
+
+def _with_edge(planner: Planner, found: list[BoundPoint]) -> list[BoundPoint]:
+    """Return the bound with the stretch halved a few times in which it becomes infinite, the largest budget first."""
+    *finite, infinite = found
+    for _ in range(_NUM_HALVINGS if finite else 0):
+        budget_bytes = (finite[-1].budget_bytes + infinite.budget_bytes) // 2
+        slowdown = planner.bound_slowdown(budget_bytes)
+        if slowdown is None or math.isinf(slowdown):
+            infinite = BoundPoint(budget_bytes, math.inf)
+        else:
+            finite.append(BoundPoint(budget_bytes, slowdown))
+    return [*finite, infinite]
 
 
 def _undominated(plans: Iterable[Plan]) -> list[Plan]:
