@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,9 +53,6 @@ class Comparison:
 
     def __init__(self, flags: StepFlags, model: ModelName, say: Callable[[str], None]) -> None:
         self.say = say
-        # What is there now (PyTorch itself) would make each collection take longer than a small step; tensors come later.
-        gc.collect()
-        gc.freeze()
         self.step = Step(flags, model)
         self.race = Race(self.step, lambda text: say(f"  {text}"))
         self._expected = self.step.gradients()

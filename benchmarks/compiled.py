@@ -9,7 +9,6 @@ are compiled, of which a plan can re-run some as a whole. All are timed side by 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from environment import settle_allocator
+from environment import settle_allocator, settle_garbage
 
 if __name__ == "__main__":
     settle_allocator()
@@ -150,9 +149,6 @@ class Comparison:
     def __init__(self, flags: Flags, model: ModelName, say: Callable[[str], None], keep: Keep) -> None:
         self.say = say
         self._keep = keep
-        # What is there now (PyTorch itself) would make each collection take longer than a small step; tensors come later.
-        gc.collect()
-        gc.freeze()
         self.step = Step(flags.step, model)
         self.race = Race(self.step, lambda text: say(f"  {text}"))
         self._expected = self.step.gradients()
@@ -289,6 +285,7 @@ def run_model(flags: Flags, model: ModelName, console: Console) -> Comparison:
     """Run one model; rows are written as soon as they are known."""
     config = {**dataclasses.asdict(flags.step), "model": model}
     console.print(f"{DESCRIPTIONS[model]}: {flags.step}", style="bold")
+    settle_garbage()
     found = Comparison(
         flags,
         model,

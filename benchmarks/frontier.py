@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from environment import settle_allocator
+from environment import settle_allocator, settle_garbage
 
 if __name__ == "__main__":
     settle_allocator()
@@ -54,6 +54,7 @@ class Flags(RunFlags):
 def run_model(flags: Flags, model: ModelName, console: Console) -> Comparison:
     """Run one model; rows are written as soon as they are known."""
     console.print(f"{DESCRIPTIONS[model]}: {flags.step}", style="bold")
+    settle_garbage()
     found = Comparison(flags.step, model, lambda text: console.print(text, style="dim", highlight=False))
     config = {**dataclasses.asdict(flags.step), "model": model}
     found.prepare(num_budgets=flags.num_budgets)
