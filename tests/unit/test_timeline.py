@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import recollect
+from recollect.errors import BudgetTooSmallError
 from recollect.plan import Plan, UnitPlan
 from recollect.planning.decisions import decide, recompute_all_unit
 from recollect.planning.lifetimes import LOSS, lifetimes
@@ -52,7 +53,9 @@ def random_ops() -> Profile:
 
 
 def plans(profile: Profile) -> list[Plan]:
-    least = recollect.frontier(profile).points[0].plan
+    with pytest.raises(BudgetTooSmallError) as caught:
+        recollect.plan(profile, 1)
+    least = recollect.plan(profile, caught.value.least_peak_bytes)
     everything = Plan({call.path: recompute_all_unit(profile.graph_of(call), output="keep") for call in profile.calls})
     return [
         Plan({}),
@@ -162,6 +165,9 @@ def test_moments_have_a_place(measured: Profile) -> None:
     found = recollect.timeline(measured, recollect.classic_plan(measured, "full"))
     places = {found.where(moment) for moment in range(len(found.time_s))}
     assert {"forward of layers.3", "loss", "backward of layers.0", "optimizer step"} <= places
+    # What the layers save of it is asked for in the layers.
+    assert "forward of rotary_emb" in places
+    assert "backward of rotary_emb" not in places
     assert set(found.bytes_of) == set(CATEGORIES)
     assert set(found.phases.tolist()) == set(PHASES)
 
