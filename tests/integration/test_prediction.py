@@ -14,69 +14,38 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import nn
 
 import recollect
 from gradients import Step, assert_same_gradients, call, gradients, loss_of
+from predictions import (
+    CASES,
+    LAYERS,
+    MAIN_CASES,
+    MOST_OVER_BYTES,
+    REFERENCE,
+    budgets,
+    larger,
+    loss_of_output,
+    reference_batch,
+    reference_llama,
+)
 from quick_meter import few_objects  # noqa: F401
-from recollect.errors import BudgetTooSmallError
-from recollect.models.llama import Llama, LlamaConfig
 from recollect.plan import Plan, UnitPlan
 from recollect.planning.decisions import decide
 from recollect.planning.simulate import simulate
 from recollect.profile.graph import Profile, UnitGraph
 from recollect.profile.meter import measure_peak, storage_bytes
-from zoo import ZOO, Batch, Case
+from zoo import Batch, Case
 
 pytestmark = pytest.mark.integration
 
-IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FRACTIONS = (0.0, 0.3, 0.6, 1.0)
 MORE_FRACTIONS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0)
 NUM_RANDOM_PLANS = 3
 
-# What is left out are scalars that PyTorch makes out of sight (24 bytes here). A KiB is added for them, and the recorded
-# step, by which the prediction is calibrated, may have had a few kernels' workspaces more alive at its peak.
-MOST_OVER_BYTES = 4096
 # T5 with every second layer's output dropped is the one trial that is under, by 2432 bytes: 0.1 % of its peak.
 MOST_UNDER_BYTES = 2500
-
-
-def larger(batch: Batch, times: int = 8) -> Batch:
-    """The batch so many times over."""
-    if isinstance(batch, Tensor):
-        return batch.repeat(times, *[1] * (batch.dim() - 1))
-    if isinstance(batch, dict):
-        return {name: larger(tensor, times) for name, tensor in batch.items()}
-    return tuple(larger(tensor, times) for tensor in batch)
-
-
-def _reference_llama() -> nn.Module:
-    return Llama(LlamaConfig(num_layers=4, hidden_size=64, num_heads=4, num_kv_heads=2, vocab_size=128))
-
-
-def _reference_batch() -> Batch:
-    tokens = torch.randint(0, 128, (1, 24))
-    return {"tokens": tokens, "labels": tokens}
-
-
-def _larger_gpt2() -> nn.Module:
-    config = transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=6, n_head=4, n_positions=32, **IDS)
-    return transformers.GPT2LMHeadModel(config)
-
-
-def _loss(output: Any) -> Tensor:
-    loss: Tensor = output.loss
-    return loss
-
-
-LAYERS = tuple(f"layers.{i}" for i in range(4))
-REFERENCE = Case("reference", _reference_llama, _reference_batch, LAYERS, _loss)
-GPT2 = Case("gpt2_6_layers", _larger_gpt2, ZOO["gpt2"].batch, tuple(f"transformer.h.{i}" for i in range(6)))
-CASES = {**ZOO, REFERENCE.name: REFERENCE, GPT2.name: GPT2}
-# With more budgets, and without an optimizer too, so that activations alone decide where the peak is.
-MAIN_CASES = ("reference", "llama", "mixtral", "deepseek_v3", "gpt2_6_layers")
 
 
 @dataclass
@@ -130,15 +99,6 @@ def experiment(case: Case, *, with_optimizer: bool = True) -> Experiment:
     made = Experiment(case, model, batch, optimizer, profile, gradients(model, batch, case.loss_fn))
     made.peak_bytes()  # The first step makes the optimizer's state.
     return made
-
-
-def budgets(profile: Profile, fractions: tuple[float, ...]) -> list[int]:
-    """Budgets from the least peak to that of keeping everything."""
-    most = recollect.classic_plan(profile, "keep_all").predicted_peak_bytes or 0
-    with pytest.raises(BudgetTooSmallError) as refused:
-        recollect.plan(profile, 1)
-    least = refused.value.least_peak_bytes
-    return [round(least + fraction * (most - least)) for fraction in fractions]
 
 
 def random_plan(profile: Profile, seed: int) -> Plan:
@@ -286,9 +246,9 @@ def test_gradients_that_exist_already() -> None:
     profile = recollect.record(made.model, made.batch, optimizer=made.optimizer, accumulates_gradients=True)
     assert profile.persistent["gradients"] == profile.persistent["parameters"]
     for plan in (recollect.classic_plan(profile, "keep_all"), recollect.classic_plan(profile, "full")):
-        _loss(call(made.model, made.batch)).backward()
+        loss_of_output(call(made.model, made.batch)).backward()
         with recollect.apply(made.model, plan):
-            growth = measure_peak(lambda: _loss(call(made.model, made.batch)).backward()).peak_growth_bytes
+            growth = measure_peak(lambda: loss_of_output(call(made.model, made.batch)).backward()).peak_growth_bytes
         simulation = simulate(profile, decide(profile, plan))
         predicted = max(simulation.forward_peak_bytes, simulation.backward_peak_bytes) + profile.calibration_bytes
         assert -MOST_OVER_BYTES <= profile.persistent_bytes + growth - predicted <= 0
@@ -296,9 +256,9 @@ def test_gradients_that_exist_already() -> None:
 
 def test_bf16() -> None:
     def build() -> nn.Module:
-        return _reference_llama().bfloat16()
+        return reference_llama().bfloat16()
 
-    made = experiment(Case("bf16", build, _reference_batch, LAYERS, _loss))
+    made = experiment(Case("bf16", build, reference_batch, LAYERS, loss_of_output))
     for name in ("keep_all", "full", "sqrt"):
         made.try_plan(name, recollect.classic_plan(made.profile, name))  # type: ignore[arg-type]
         assert -MOST_OVER_BYTES <= made.trials[name].measured_bytes - made.trials[name].predicted_bytes <= 0
@@ -306,9 +266,9 @@ def test_bf16() -> None:
 
 
 def test_no_optimizer_and_frozen_embedding() -> None:
-    model = _reference_llama()
+    model = reference_llama()
     model.embed_tokens.requires_grad_(False)
-    batch: Any = larger(_reference_batch())
+    batch: Any = larger(reference_batch())
 
     def step() -> None:
         model(**batch).loss.backward()

@@ -17,7 +17,7 @@ class OpFacts:
     """Facts about one op overload.
 
     `name`: as in value names, "mm" or "mylib:op" outside of ATen.
-    `is_view`: every result shares the storage of an argument.
+    `is_view`: makes no storage: every result shares that of an argument, or is no tensor (`prim::device`).
     `is_lazy`: a view that differs from its base by a sign or conjugate that is applied when it is read; no layout tells it.
     `writes`: positions and keywords of the arguments that are written in place.
     `is_random`: reads the generator of its device, so that a second run needs the same generator state.
@@ -108,6 +108,9 @@ _RUNNING_STATS = {
     "miopen_batch_norm": ((3, 4), 5),
 }
 
+# Fake tensors answer what C++ asks about them by ops of this namespace.
+_QUESTIONS = "prim"
+
 _REPLAYABLE_NAMESPACES = frozenset({"aten", "prims", "torchvision"})
 
 
@@ -131,7 +134,8 @@ def facts_of(func: Any) -> OpFacts:
     changes_layout_only = torch.Tag.inplace_view in tags and name not in _MOVES
     return OpFacts(
         name=name if namespace == "aten" else f"{namespace}:{name}",
-        is_view=not writes and name not in _LAZY_VIEWS and (bool(aliased) or name in _UNANNOTATED_VIEWS),
+        is_view=namespace == _QUESTIONS
+        or (not writes and name not in _LAZY_VIEWS and (bool(aliased) or name in _UNANNOTATED_VIEWS)),
         is_lazy=name in _LAZY_VIEWS,
         writes=writes,
         # A custom op can read the generator without a tag that says so (flash-attn's dropout does).

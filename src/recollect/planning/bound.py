@@ -120,7 +120,9 @@ class LowerBound:
     def _build(self) -> None:
         """Lay out the variables: seconds of each call, kept bytes of each (call, demand), bytes of each moment."""
         chosen = moments(self._profile)
-        self._seconds_per_unit = max((op.time_s for g in self._profile.graphs for op in g.ops), default=0.0) or 1.0
+        graphs = self._profile.graphs
+        self._seconds_per_unit = max((s for g in graphs for s in (g.tape_s, *(op.time_s for op in g.ops))), default=0.0)
+        self._seconds_per_unit = self._seconds_per_unit or 1.0
         self._rows: list[int] = []
         kept: dict[tuple[int, Demand], int] = {}
         current: dict[int, int] = {}
@@ -157,8 +159,25 @@ class LowerBound:
 
 
 def demand_hull(profile: Profile, demand: Demand) -> tuple[Option, ...]:
-    """Return the hull of one unit for one demand, with everything left out that not every plan needs."""
-    return unit_hull(_optimistic(profile, demand), output="recompute")
+    """Return the hull of one unit for one demand, with everything left out that not every plan needs.
+
+    A unit that recomputes anything is on the tape, whose own time is a fixed charge: of the points with it, the lower
+    convex hull is what no plan can be below.
+    """
+    hull: list[Option] = []
+    for option in unit_hull(_optimistic(profile, demand), output="recompute"):
+        if option.recompute_ops:
+            option = replace(option, recompute_s=option.recompute_s + profile.graphs[demand.graph].tape_s)
+        while len(hull) > 1 and _is_above(hull[-1], hull[-2], option):
+            hull.pop()
+        hull.append(option)
+    return tuple(hull)
+
+
+def _is_above(middle: Option, lean: Option, fat: Option) -> bool:
+    """Whether a point lies on or above the line between its neighbours."""
+    rise = (middle.recompute_s - lean.recompute_s) * (fat.kept_bytes - lean.kept_bytes)
+    return rise >= (fat.recompute_s - lean.recompute_s) * (middle.kept_bytes - lean.kept_bytes)
 
 
 def _optimistic(profile: Profile, demand: Demand) -> UnitGraph:
