@@ -82,19 +82,14 @@ def test_plan_of_a_larger_unit_is_the_best_of_all_plans(seed: int, num_values: i
 
 
 @pytest.mark.parametrize("num_units", [2, 3])
-def test_plans_of_chains_are_almost_always_the_best_of_all_plans(num_units: int) -> None:
-    """Over everything that a plan can say, not only over options that the planner knows; in 98 % of the cases equal."""
-    gaps = []
-    for seed in range(50):
-        profile = random_step(seed, num_values=6 - num_units, num_units=num_units)
-        points = all_plans(profile)
-        planner = Planner(profile)
-        gaps += [gap_s(profile, planner, points, budget) / profile.step_s for budget in budgets(points)]
-    assert len(gaps) > 150
-    num_missed = sum(gap > TOLERANCE_S for gap in gaps)
-    # Recorded: 1 of 193 for two units (no plan found at the very least peak), 0 of 195 for three.
-    assert num_missed <= 0.02 * len(gaps)
-    assert statistics.quantiles(gaps, n=50)[-1] <= 0.06
+@pytest.mark.parametrize("seed", range(60))
+def test_plans_of_chains_are_the_best_of_all_plans(seed: int, num_units: int) -> None:
+    """Over everything that a plan can say, not only over options that the planner knows."""
+    profile = random_step(seed, num_values=6 - num_units, num_units=num_units)
+    points = all_plans(profile)
+    planner = Planner(profile)
+    for budget in budgets(points):
+        assert gap_s(profile, planner, points, budget) <= TOLERANCE_S
 
 
 def on_a_slow_tape(profile: Profile, seed: int) -> Profile:

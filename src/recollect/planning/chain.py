@@ -17,7 +17,7 @@ whatever the model says.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -30,13 +30,15 @@ from recollect.planning.ladder import Ladder, Levels
 from recollect.planning.simulate import Simulation
 from recollect.planning.windows import Window
 
-__all__ = ["Chain"]
+__all__ = ["Chain", "WorkingSets"]
 
 _NUM_CELLS = 1000
 _NO_LIMIT = 2**62
-_MOST_ROUNDS = 6
+_MOST_ROUNDS = 8
 
-_Kind = tuple[int, tuple[Action, ...], int, int]
+_Kind = tuple[int, tuple[Action, ...], bool, int]
+WorkingSets = dict[tuple[_Kind, int], dict[int, int]]
+"""Bytes by option, over those of the reference, for each kind of unit and each of its windows."""
 SimulateLevels = Callable[[Levels], Simulation]
 
 
@@ -57,14 +59,21 @@ class Chain:
         windows: the windows of the step.
         simulate: plays the plan of these levels back, with the peaks of these windows.
         most_probes: how many simulations may measure working sets; an option between two that were measured is taken to
-            be as bad as the worse one.
+            lie between them, until it is in a plan that is simulated.
+        working: what chains over other ladders of the same profile measured; this chain adds to it.
 
     Complexity: one simulation for each option that a unit has, divided by how many identical units there are; then, for
         each budget, up to six rounds of one program and one simulation.
     """
 
     def __init__(
-        self, ladder: Ladder, windows: Sequence[Window], simulate: SimulateLevels, *, most_probes: int
+        self,
+        ladder: Ladder,
+        windows: Sequence[Window],
+        simulate: SimulateLevels,
+        *,
+        most_probes: int,
+        working: WorkingSets | None = None,
     ) -> None:
         self._ladder = ladder
         self._simulate = simulate
@@ -73,7 +82,8 @@ class Chain:
         self._rows = self._assign(windows)
         self._base = np.zeros(len(windows), dtype=np.int64)
         self._kinds = self._sort_into_kinds()
-        self._working: dict[tuple[_Kind, int], dict[int, int]] = {}
+        self._working: WorkingSets = {} if working is None else working
+        self._known_kinds = {kind for kind, _ in self._working}
         # The leanest options; outputs stay where that is a choice, since a dropped one is work for the next unit.
         self._reference = tuple(rung.outputs.index("keep") if "keep" in rung.outputs else 0 for rung in ladder.rungs)
         # The probe with the least peak, which the model can fall back on.
@@ -116,9 +126,13 @@ class Chain:
         for part, group in enumerate(self._groups()):
             alike: dict[_Kind, list[int]] = {}
             for index in group:
+                if self._kinds[index] in self._known_kinds:
+                    continue
                 alike.setdefault(self._kinds[index], []).append(index)
             longest = max((-(-len(self._ladder.rungs[m[0]].options) // len(m)) for m in alike.values()), default=0)
-            num_probes = min(longest, self._most_probes if part == 0 else self._most_probes // 2)
+            num_probes = min(
+                longest, self._most_probes if part == 0 and not self._known_kinds else self._most_probes // 4
+            )
             for probe in range(num_probes):
                 levels = list(self._reference)
                 for members in alike.values():
@@ -139,13 +153,13 @@ class Chain:
         return fixed, *free
 
     def _sort_into_kinds(self) -> dict[int, _Kind]:
-        """Say which rungs work in the same way: same graph and options, and as many dropped outputs right before them."""
+        """Say which rungs work in the same way: same graph and options, and alike in whether they read a dropped output."""
         kinds: dict[int, _Kind] = {}
-        depth = 0
+        reads_dropped = False
         for index in self._order:
             rung = self._ladder.rungs[index]
-            kinds[index] = (rung.graph, rung.outputs, depth, index if len(rung.calls) > 1 else -1)
-            depth = depth + 1 if rung.output == "recompute" else 0
+            kinds[index] = (rung.graph, rung.outputs, reads_dropped, index if len(rung.calls) > 1 else -1)
+            reads_dropped = rung.output == "recompute"
         return kinds
 
     def _working_of(self, rung: int, number: int) -> dict[int, int]:
@@ -169,14 +183,24 @@ class Chain:
                 peak_bytes = max(peak_bytes, int(self._base[window]) + earlier[position] + working)
         return peak_bytes
 
+    def estimate_s(self, budget_bytes: int) -> float:
+        """Return the seconds of recompute of the best plan by the model, without simulating it; inf if there is none."""
+        levels = self._solve(budget_bytes)
+        if levels is None:
+            return math.inf
+        return math.fsum(self._ladder.rungs[rung].options[level].recompute_s for rung, level in enumerate(levels))
+
     def correct(self, levels: Levels, simulation: Simulation) -> None:
         """Take over what a simulation says about each window."""
         earlier = self._earlier(levels)
         for window, (position, number) in enumerate(self._rows):
             if position >= 0:
                 rung = self._order[position]
-                working = self._working_of(rung, number).get(levels[rung], 0)
-                self._base[window] = simulation.window_peaks[window] - earlier[position] - working
+                known = self._working_of(rung, number)
+                growth_bytes = simulation.window_peaks[window] - earlier[position]
+                # What was not measured before is now; where it was, the window is another one than the model thought.
+                working = known.setdefault(levels[rung], growth_bytes - int(self._base[window]))
+                self._base[window] = growth_bytes - working
 
     def best(self, budget_bytes: int) -> Iterator[tuple[Levels, Simulation]]:
         """Yield plans for a budget with their simulations, each made with what was learned from the one before.
@@ -184,17 +208,23 @@ class Chain:
         Ends when the model has no plan, or says of its best plan what the simulation said.
         """
         tried: set[Levels] = set()
+        # Bytes that the model is refused, because plans that it took to fit did not.
+        margin_bytes = excess_bytes = 0
         for _ in range(_MOST_ROUNDS):
-            levels = self._solve(budget_bytes)
+            levels = self._solve(budget_bytes - margin_bytes)
             if levels is None and not tried and self._leanest is not None:
                 self.correct(*self._leanest)
                 levels = self._solve(budget_bytes)
+            if levels in tried and excess_bytes > 0:
+                margin_bytes += excess_bytes
+                levels = self._solve(budget_bytes - margin_bytes)
             if levels is None or levels in tried:
                 return
             tried.add(levels)
             simulation = self._simulate(levels)
             yield levels, simulation
             self.correct(levels, simulation)
+            excess_bytes = simulation.peak_bytes - budget_bytes
 
     def _stages(self) -> list[_Stage]:
         own: list[NDArray[np.int64]] = []
@@ -243,14 +273,10 @@ class Chain:
 
 
 def _filled_in(known: Mapping[int, int], num_options: int) -> NDArray[np.int64]:
-    """Return the bytes of all options; one that was not measured is taken to need the larger of its neighbours'."""
+    """Return the bytes of all options; those of one that was not measured lie between its neighbours'."""
     levels = sorted(known)
-    result = []
-    for level in range(num_options):
-        after = bisect_left(levels, level)
-        around = levels[max(0, after - 1) : after + 1] if level not in known else [level]
-        result.append(max(known[other] for other in around))
-    return np.array(result, dtype=np.int64)
+    filled = np.interp(np.arange(num_options), levels, [known[level] for level in levels])
+    return np.asarray(np.rint(filled), dtype=np.int64)
 
 
 def _most_kept(stages: Sequence[_Stage], budget_bytes: int) -> list[int]:

@@ -34,7 +34,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from recollect.profile.graph import UnitGraph
 
-__all__ = ["Option", "evaluate", "unit_hull"]
+__all__ = ["Evaluator", "Option", "evaluate", "unit_hull"]
 
 _INFINITE = 2**31 - 1
 # The finite capacities add up to this, so that no flow reaches _INFINITE.
@@ -107,27 +107,49 @@ def evaluate(graph: UnitGraph, keep: Iterable[int], *, output: Literal["keep", "
 
     Values outside `keep` that are needed but cannot be computed again are kept too, as the engine does.
     """
-    wanted = set(keep)
-    outputs = {i for i, v in enumerate(graph.values) if output == "keep" and v.is_output and v.producer is not None}
-    free = {i for i in outputs if graph.values[i].saved or not graph.values[i].mutated_later}
-    fixed_ops = _fixed_ops(graph)
-    needed = _saved(graph)
-    recompute_ops = set()
-    for index in range(len(graph.ops) - 1, -1, -1):
-        op = graph.ops[index]
-        missing = [v for v in op.outputs if v in needed and v not in wanted and v not in free]
-        if index in fixed_ops:
-            wanted.update(missing)
-        elif missing:
-            recompute_ops.add(index)
-            needed.update(v for v in op.inputs if graph.values[v].producer is not None)
-    kept = frozenset((wanted & needed) | outputs)
-    return Option(
-        keep=kept,
-        recompute_ops=frozenset(recompute_ops),
-        kept_bytes=sum(graph.values[v].nbytes for v in kept) + sum(graph.ops[o].state_bytes for o in recompute_ops),
-        recompute_s=math.fsum(graph.ops[o].time_s for o in recompute_ops),
-    )
+    return Evaluator(graph, output=output).option(keep)
+
+
+class Evaluator:
+    """`evaluate` for many choices of one unit.
+
+    Example:
+        >>> from recollect.profile.graph import OpRecord, ValueRecord
+        >>> values = (ValueRecord("x", 64, producer=None), ValueRecord("h", 256, producer=0, saved=True))
+        >>> Evaluator(UnitGraph(values, (OpRecord("h", (0,), (1,), 0.5),)), output="keep").option([]).recompute_s
+        0.5
+    """
+
+    def __init__(self, graph: UnitGraph, *, output: Literal["keep", "recompute"]) -> None:
+        values = graph.values
+        self._graph = graph
+        self._saved = _saved(graph)
+        self._fixed_ops = _fixed_ops(graph)
+        self._outputs = {i for i, v in enumerate(values) if output == "keep" and v.is_output and v.producer is not None}
+        self._free = {i for i in self._outputs if values[i].saved or not values[i].mutated_later}
+        self._produced_inputs = [[v for v in op.inputs if values[v].producer is not None] for op in graph.ops]
+
+    def option(self, keep: Iterable[int]) -> Option:
+        """Return what keeping these values means."""
+        graph = self._graph
+        wanted, needed, available = set(keep), set(self._saved), self._free.union(keep)
+        recompute_ops = set()
+        for index in range(len(graph.ops) - 1, -1, -1):
+            missing = [v for v in graph.ops[index].outputs if v in needed and v not in available]
+            if not missing:
+                continue
+            if index in self._fixed_ops:
+                wanted.update(missing)
+            else:
+                recompute_ops.add(index)
+                needed.update(self._produced_inputs[index])
+        kept = frozenset((wanted & needed) | self._outputs)
+        return Option(
+            keep=kept,
+            recompute_ops=frozenset(recompute_ops),
+            kept_bytes=sum(graph.values[v].nbytes for v in kept) + sum(graph.ops[o].state_bytes for o in recompute_ops),
+            recompute_s=math.fsum(graph.ops[o].time_s for o in recompute_ops),
+        )
 
 
 def _saved(graph: UnitGraph) -> set[int]:
@@ -161,7 +183,7 @@ class _Network:
 
     def __init__(self, graph: UnitGraph, *, keeps_output: bool) -> None:
         self._graph = graph
-        self._output: Literal["keep", "recompute"] = "keep" if keeps_output else "recompute"
+        self._evaluator = Evaluator(graph, output="keep" if keeps_output else "recompute")
         self._num_values = len(graph.values)
         self._source = self._num_values + len(graph.ops)
         self._sink = self._source + 1
@@ -210,4 +232,4 @@ class _Network:
         available = {int(node) for node in reached if node < self._num_values}
         run = {int(node) - self._num_values for node in reached if self._num_values <= node < self._source}
         keep = {v for v in available if self._graph.values[v].producer not in run}
-        return evaluate(self._graph, keep, output=self._output)
+        return self._evaluator.option(keep)

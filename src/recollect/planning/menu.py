@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from recollect.plan import Action
-from recollect.planning.hull import Option, evaluate, unit_hull
+from recollect.planning.hull import Evaluator, Option, unit_hull
 from recollect.profile.graph import UnitGraph
 
 __all__ = ["every_choice", "unit_menu"]
@@ -63,8 +63,9 @@ def _evaluated(
 ) -> list[Option]:
     """Return the options of the hull and, without repetition, those that keep these values."""
     seen = {option.keep: option for option in hull}
+    evaluator = Evaluator(graph, output=output)
     for keep in keeps:
-        option = evaluate(graph, keep, output=output)
+        option = evaluator.option(keep)
         if not any(graph.values[v].mutated_later and not graph.values[v].saved for v in option.keep):
             seen.setdefault(option.keep, option)
     return list(seen.values())

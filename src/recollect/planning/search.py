@@ -1,0 +1,223 @@
+"""The search over chains: how many layer outputs to drop, with the best plan of each chain for a budget.
+
+For each number of outputs there are a few choices of which (`planning/segments.py`). One simulation and one run of the
+chain's program give an estimate of each, since chains share what they measured; for the best ones plans are made and
+simulated. Numbers are doubled from 1 on, then refined around the best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, partial
+
+from recollect.planning.chain import Chain, WorkingSets
+from recollect.planning.exhaustive import all_levels, every_plan
+from recollect.planning.greedy import Fit
+from recollect.planning.hull import Option
+from recollect.planning.ladder import Ladder, Levels
+from recollect.planning.menu import every_choice, unit_menu
+from recollect.planning.polish import polish
+from recollect.planning.script import Script
+from recollect.planning.segments import first_outputs, folded_outputs, most_folded, single_outputs
+from recollect.planning.simulate import Simulation, simulate
+from recollect.planning.windows import windows
+from recollect.profile.graph import Profile, UnitGraph
+
+__all__ = ["ChainSearch"]
+
+# Events that may be played to measure working sets: about 0.1 s.
+_PROBED_EVENTS = 320_000
+_FEWEST_PROBES = 12
+# Among many units, those at different options make up for options that none of them has.
+_OPTIONS_OF_ALL_CALLS = 768
+_FEWEST_OPTIONS = 16
+# The search around a plan that is far from the bound: simulations at least (or it is not worth it), and events.
+_FEWEST_TRIALS = 1000
+_POLISHING_EVENTS = 300_000
+# Numbers of dropped outputs that are tried between the best and its neighbours.
+_MOST_REFINEMENTS = 3
+# Segments at the front, in layers; beside those that balance outputs and working bytes.
+_LONGEST_SEGMENTS = (2, 3)
+# Choices of dropped outputs for which plans are simulated.
+_MOST_FULL_RUNS = 3
+
+# Attempts at a lower peak than the least one so far, by steps down to this part of it.
+_MOST_SQUEEZES = 12
+_SMALLEST_SQUEEZE = 0.001
+_NO_BUDGET = 2**62
+
+Score = tuple[int, float]
+"""Bytes over the budget, and seconds of recompute: the less the better."""
+
+
+class ChainSearch:
+    """The chains of one profile, and all that was simulated for them.
+
+    Args:
+        profile: a recorded step with its log.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._windows = windows(profile)
+        self._script = Script(profile, self._windows)
+        self._num_events = sum(len(profile.log.blocks[block]) for block, _ in profile.log.sequence) or 1
+        self._most_probes = max(_FEWEST_PROBES, _PROBED_EVENTS // self._num_events)
+        most_values = max((sum(v.producer is not None for v in g.values) for g in profile.graphs), default=0)
+        can_enumerate = 2**most_values <= self._most_probes
+        # Hulls and menus are the same for every chain.
+        menu = partial(
+            unit_menu, most_options=max(_FEWEST_OPTIONS, _OPTIONS_OF_ALL_CALLS // max(1, len(profile.calls)))
+        )
+        self._options_of = cache(every_choice if can_enumerate else menu)
+        self._most_dropped = most_folded(profile)
+        self._working: WorkingSets = {}
+        self._every_plan = every_plan(profile, _POLISHING_EVENTS // self._num_events)
+        self._all_simulated: list[tuple[Levels, Simulation]] | None = None
+        # By the paths of the units whose output is dropped.
+        self._chains: dict[frozenset[str], tuple[Ladder, Chain]] = {}
+        self._simulated: dict[frozenset[str], dict[Levels, Simulation]] = {}
+
+    @cached_property
+    def _working_bytes(self) -> list[int]:
+        """What computing each layer again works in."""
+        leanest = {call.graph: 0 for call in self.profile.calls}
+        for number in {call.graph for call in self.profile.calls if call.repeated}:
+            graph = self.profile.graphs[number]
+            leanest[number] = _working_bytes(graph, self._options_of(graph, output="recompute")[0])
+        return [leanest[call.graph] for call in self.profile.calls]
+
+    def best(self, budget_bytes: int, enough_s: float) -> Fit | None:
+        """Return the fastest plan within the budget that was found, or None; `enough_s` of recompute end the search."""
+        goal = (0, enough_s)
+        if self._run(frozenset(), budget_bytes, enough_s) > goal:
+            if self._every_plan is not None:
+                return self._best_of_all(self._every_plan, budget_bytes)
+            for dropped in self._promising(budget_bytes)[:_MOST_FULL_RUNS]:
+                if self._run(dropped, budget_bytes, enough_s) <= goal:
+                    break
+        return self._best_simulated(budget_bytes)
+
+    def _simulate_all(self, ladder: Ladder) -> list[tuple[Levels, Simulation]]:
+        if self._all_simulated is None:
+            plans = ((levels, ladder.decisions(levels)) for levels in all_levels(ladder))
+            self._all_simulated = [(levels, simulate(self.profile, d, script=self._script)) for levels, d in plans]
+        return self._all_simulated
+
+    def _best_of_all(self, ladder: Ladder, budget_bytes: int) -> Fit | None:
+        """Return the fastest plan within the budget of all that there are."""
+        plans = [plan for plan in self._simulate_all(ladder) if plan[1].peak_bytes <= budget_bytes]
+        if not plans:
+            return None
+        levels, simulation = min(plans, key=lambda p: (p[1].recompute_s, p[1].peak_bytes, p[0]))
+        return Fit(ladder, levels, simulation)
+
+    def leanest(self) -> Fit | None:
+        """Return the plan with the least peak that is found; the same whatever was planned before."""
+        if self._every_plan is not None:
+            plans = self._simulate_all(self._every_plan)
+            levels, simulation = min(plans, key=lambda p: (p[1].peak_bytes, p[1].recompute_s, p[0]))
+            return Fit(self._every_plan, levels, simulation)
+        search = ChainSearch(self.profile)
+        search.best(0, 0.0)
+        least = search._best_simulated(_NO_BUDGET, by_peak=True)
+        step_bytes = 0 if least is None else (least.simulation.peak_bytes - self.profile.persistent_bytes) // 16
+        for _ in range(_MOST_SQUEEZES):
+            if least is None or step_bytes <= _SMALLEST_SQUEEZE * least.simulation.peak_bytes:
+                break
+            found = search.best(least.simulation.peak_bytes - step_bytes, math.inf)
+            least = search._best_simulated(_NO_BUDGET, by_peak=True)
+            step_bytes = step_bytes if found else step_bytes // 4
+        return least
+
+    def _promising(self, budget_bytes: int) -> list[frozenset[str]]:
+        """Return choices of outputs to drop, the most promising first."""
+        estimates: dict[frozenset[str], tuple[float, int]] = {}
+        best_number, number = 0, 1
+        while number <= self._most_dropped:
+            self._estimate(number, budget_bytes, estimates)
+            number = min(2 * number, max(self._most_dropped, number + 1))
+        for _ in range(_MOST_REFINEMENTS):
+            best_number = len(min(estimates, key=lambda dropped: estimates[dropped])) if estimates else 0
+            between = _between(sorted({len(dropped) for dropped in estimates}), best_number)
+            if between is None:
+                break
+            self._estimate(between, budget_bytes, estimates)
+        return sorted(estimates, key=lambda dropped: (estimates[dropped], len(dropped), sorted(dropped)))
+
+    def _estimate(self, number: int, budget_bytes: int, estimates: dict[frozenset[str], tuple[float, int]]) -> None:
+        """Add choices of so many outputs: seconds by the chain's model, then the peak of the leanest plan."""
+        choices = [folded_outputs(self.profile, self._working_bytes, num_dropped=number)]
+        choices += [first_outputs(self.profile, longest=longest, num_dropped=number) for longest in _LONGEST_SEGMENTS]
+        for dropped in choices:
+            if dropped not in estimates:
+                ladder, chain = self._chain(dropped)
+                least_bytes = min(s.peak_bytes for s in self._simulated[dropped].values())
+                estimates[dropped] = chain.estimate_s(budget_bytes), least_bytes
+
+    def _run(self, dropped: frozenset[str], budget_bytes: int, enough_s: float) -> Score:
+        """Let one chain, and the search around its best plan, simulate what they find; return the best score."""
+        ladder, chain = self._chain(dropped)
+        for _ in chain.best(budget_bytes):
+            pass
+        best = min(self._simulated[dropped].items(), key=lambda k: _score(k[1], budget_bytes))
+        most_trials = _POLISHING_EVENTS // self._num_events
+        if _score(best[1], budget_bytes) > (0, enough_s) and most_trials >= _FEWEST_TRIALS:
+            play = self._simulate_levels(dropped, ladder)
+            best = polish(ladder, chain, best, budget_bytes, play, most_trials=most_trials)
+        return _score(best[1], budget_bytes)
+
+    def _chain(self, dropped: frozenset[str]) -> tuple[Ladder, Chain]:
+        if dropped not in self._chains:
+            ladder = Ladder(
+                self.profile,
+                dropped_outputs=dropped,
+                options_of=self._options_of,
+                free_outputs=single_outputs(self.profile),
+            )
+            self._simulated[dropped] = {}
+            play = self._simulate_levels(dropped, ladder)
+            chain = Chain(ladder, self._windows, play, most_probes=self._most_probes, working=self._working)
+            self._chains[dropped] = ladder, chain
+        return self._chains[dropped]
+
+    def _simulate_levels(self, dropped: frozenset[str], ladder: Ladder) -> Callable[[Levels], Simulation]:
+        known = self._simulated[dropped]
+
+        def simulate_levels(levels: Levels) -> Simulation:
+            if levels not in known:
+                known[levels] = simulate(self.profile, ladder.decisions(levels), script=self._script)
+            return known[levels]
+
+        return simulate_levels
+
+    def _best_simulated(self, budget_bytes: int, *, by_peak: bool = False) -> Fit | None:
+        """Return the fastest plan within the budget that any chain has simulated, or the one with the least peak."""
+        within = [
+            ((s.peak_bytes, s.recompute_s) if by_peak else (s.recompute_s, s.peak_bytes), sorted(dropped), levels)
+            for dropped, known in self._simulated.items()
+            for levels, s in known.items()
+            if s.peak_bytes <= budget_bytes
+        ]
+        if not within:
+            return None
+        _, paths, levels = min(within)
+        dropped = frozenset(paths)
+        return Fit(self._chains[dropped][0], levels, self._simulated[dropped][levels])
+
+
+def _working_bytes(graph: UnitGraph, leanest: Option) -> int:
+    return sum(graph.values[v].nbytes for op in leanest.recompute_ops for v in graph.ops[op].outputs)
+
+
+def _between(numbers: Sequence[int], best: int) -> int | None:
+    """Return a number between the best one and the neighbour that is farther away; None if there is none."""
+    after = min((n for n in numbers if n > best), default=best)
+    before = max((n for n in (0, *numbers) if n < best), default=best)
+    other = after if after - best >= best - before else before
+    return None if abs(other - best) < 2 else (best + other) // 2
+
+
+def _score(simulation: Simulation, budget_bytes: int) -> Score:
+    return max(0, simulation.peak_bytes - budget_bytes), simulation.recompute_s

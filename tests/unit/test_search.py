@@ -1,0 +1,156 @@
+"""Which layer outputs to drop, how many, and what is tried where everything can be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from recollect.errors import BudgetTooSmallError
+from recollect.planning.choose import plan
+from recollect.planning.classic import classic_plan
+from recollect.planning.decisions import decide
+from recollect.planning.exhaustive import all_levels, every_plan, every_subset
+from recollect.planning.search import ChainSearch
+from recollect.planning.segments import dropped_outputs, first_outputs, folded_outputs, longest_chain, most_folded
+from recollect.planning.simulate import CallDecision, simulate
+from recollect.profile.graph import Profile
+from synthetic_step import random_step
+from toy_profile import stack
+
+
+def layers(numbers: list[int]) -> set[str]:
+    return {f"layers.{number}" for number in numbers}
+
+
+def working(profile: Profile, nbytes: int) -> list[int]:
+    return [nbytes if call.repeated else 0 for call in profile.calls]
+
+
+@pytest.mark.parametrize(
+    ("num_dropped", "numbers"),
+    [
+        # Outputs of 50 bytes, 300 bytes to work in: pairs first, one after another from the front ...
+        (1, [0]),
+        (3, [0, 2, 4]),
+        # ... then three layers where nothing is kept yet, before the last layers share a segment.
+        (6, [0, 2, 4, 6, 8, 10]),
+        (7, [0, 1, 3, 4, 6, 8, 10]),
+        (11, list(range(11))),
+    ],
+)
+def test_folded_outputs_make_long_segments_early(num_dropped: int, numbers: list[int]) -> None:
+    profile = stack(12)
+    found = folded_outputs(profile, working(profile, 300), num_dropped=num_dropped)
+    assert found == layers(numbers)
+
+
+@pytest.mark.parametrize("num_dropped", range(12))
+def test_folded_outputs_drop_as_many_as_they_should(num_dropped: int) -> None:
+    profile = stack(12)
+    assert len(folded_outputs(profile, working(profile, 80), num_dropped=num_dropped)) == num_dropped
+    assert most_folded(profile) == 11
+
+
+def test_segments_do_not_cross_what_is_not_chained() -> None:
+    profile = stack(6)
+    calls = [replace(call, chained=call.chained and call.path != "layers.2") for call in profile.calls]
+    profile = replace(profile, calls=tuple(calls))
+    assert most_folded(profile) == 4
+    assert "layers.2" not in folded_outputs(profile, working(profile, 300), num_dropped=4)
+    assert first_outputs(profile, longest=2, num_dropped=9) == layers([0, 3])
+
+
+@pytest.mark.parametrize(
+    ("longest", "num_dropped", "numbers"), [(2, 3, [0, 2, 4]), (3, 3, [0, 1, 3]), (3, 20, [0, 1, 3, 4]), (2, 0, [])]
+)
+def test_first_outputs(longest: int, num_dropped: int, numbers: list[int]) -> None:
+    profile = stack(6)
+    assert first_outputs(profile, longest=longest, num_dropped=num_dropped) == layers(numbers)
+
+
+def least_of_strides(profile: Profile) -> int:
+    """The least peak of recomputing everything, with every nth output kept."""
+    peaks = []
+    for stride in range(1, longest_chain(profile) + 1):
+        dropped = dropped_outputs(profile, stride=stride)
+        decisions = [
+            CallDecision(
+                frozenset(
+                    i for i, v in enumerate(profile.graph_of(call).values) if v.producer is not None and not v.must_keep
+                ),
+                keep_output=call.path not in dropped,
+            )
+            for call in profile.calls
+        ]
+        peaks.append(simulate(profile, decisions).peak_bytes)
+    return min(peaks)
+
+
+def test_error_knows_the_peak_of_running_whole_modules_again() -> None:
+    """Most of this unit cannot be dropped value by value, so that the last resort is leaner than all that is searched."""
+    profile = random_step(5, num_values=7, num_units=10)
+    with pytest.raises(BudgetTooSmallError) as error:
+        plan(profile, profile.persistent_bytes)
+    full = classic_plan(profile, "full")
+    leanest = ChainSearch(profile).leanest()
+    assert leanest is not None
+    assert error.value.least_peak_bytes == full.predicted_peak_bytes
+    assert full.predicted_peak_bytes < leanest.simulation.peak_bytes
+
+
+def test_the_least_peak_is_below_that_of_every_stride() -> None:
+    gains = []
+    for seed in range(6):
+        profile = random_step(seed, num_values=7, num_units=10)
+        with pytest.raises(BudgetTooSmallError) as error:
+            plan(profile, profile.persistent_bytes)
+        gains.append(least_of_strides(profile) - error.value.least_peak_bytes)
+        made = plan(profile, error.value.least_peak_bytes)
+        assert simulate(profile, decide(profile, made)).peak_bytes <= error.value.least_peak_bytes
+    assert min(gains) >= 0
+    assert sum(gain > 0 for gain in gains) >= 3
+
+
+def test_leanest_does_not_depend_on_what_was_planned_before() -> None:
+    profile = random_step(4, num_values=8, num_units=4)
+    search = ChainSearch(profile)
+    first = search.leanest()
+    most = simulate(profile, [CallDecision(frozenset())] * 4).peak_bytes
+    for percent in (95, 90, 85):
+        search.best(most * percent // 100, 0.0)
+    again = search.leanest()
+    assert first is not None
+    assert again is not None
+    assert (first.levels, first.simulation) == (again.levels, again.simulation)
+
+
+def test_every_plan_of_a_small_step() -> None:
+    profile = random_step(0, num_values=3, num_units=2)
+    graph = profile.graphs[0]
+    ladder = every_plan(profile, 10_000)
+    assert ladder is not None
+    droppable = [i for i, value in enumerate(graph.values) if value.producer is not None and not value.must_keep]
+    # The last unit's output is nobody's input: it is kept.
+    assert len(all_levels(ladder)) == 2 ** len(droppable) * 2 ** (len(droppable) - 1)
+    decisions = {tuple(ladder.decisions(levels)) for levels in all_levels(ladder)}
+    useful = [i for i in droppable if graph.values[i].saved or any(i in op.inputs for op in graph.ops)]
+    # Each subset of what is of use to anybody, and both fates of the output.
+    kept_sets = {(frozenset(useful) - d[0].recompute, d[0].keep_output) for d in decisions}
+    assert len(kept_sets) == 2 ** len(useful) * 2
+
+
+def test_steps_with_more_plans_are_not_enumerated() -> None:
+    profile = random_step(0, num_values=3, num_units=2)
+    assert every_plan(profile, 10) is None
+    assert every_plan(random_step(0, num_values=20), 10_000) is None
+
+
+def test_subsets_say_what_they_keep_and_what_runs_again() -> None:
+    graph = random_step(3, num_values=5).graphs[0]
+    output = len(graph.values) - 1
+    kept, dropped = every_subset(graph), every_subset(graph, output="recompute")
+    assert all(output in option.keep for option in kept)
+    assert not any(output in option.keep for option in dropped)
+    assert kept[-1].recompute_s == 0
+    assert [option.kept_bytes for option in kept] == sorted(option.kept_bytes for option in kept)
