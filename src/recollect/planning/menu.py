@@ -2,8 +2,7 @@
 
 Every hull option is varied by one value: kept where it was dropped, or dropped where it was kept. Of all these, options
 stay that no other one beats in all of: kept bytes, recompute seconds, and bytes of recomputed values, which backward of
-the unit works in. To the seconds of an option that needs the tape, what the tape itself takes in forward is added: with few
-values to drop it is better to drop more of them in fewer units.
+the unit works in.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from recollect.plan import Action
 from recollect.planning.hull import Evaluator, Option, unit_hull
 from recollect.profile.graph import UnitGraph
 
-__all__ = ["every_choice", "unit_menu"]
+__all__ = ["every_choice", "unit_menu", "with_tape"]
 
 # 4096 choices at most.
 _MOST_ENUMERATED = 12
@@ -37,7 +36,7 @@ def unit_menu(graph: UnitGraph, *, output: Action = "keep", most_options: int = 
     useful = {v for option in hull for v in option.keep} | {i for i in produced if graph.values[i].saved}
     variations = (option.keep ^ {value} for option in hull for value in sorted(useful & produced))
     rest = _undominated(graph, _evaluated(graph, variations, hull, output))
-    return _on_tape(graph, _thinned(rest, frozenset(option.keep for option in hull), most_options), output)
+    return _thinned(rest, frozenset(option.keep for option in hull), most_options)
 
 
 def every_choice(graph: UnitGraph, *, output: Action = "keep") -> tuple[Option, ...]:
@@ -50,8 +49,19 @@ def every_choice(graph: UnitGraph, *, output: Action = "keep") -> tuple[Option, 
         return unit_menu(graph, output=output)
     subsets = (frozenset(subset) for size in range(len(produced) + 1) for subset in combinations(produced, size))
     options = _evaluated(graph, subsets, unit_hull(graph, output=output), output)
-    ordered = sorted(options, key=lambda o: (o.kept_bytes, -o.recompute_s, sorted(o.keep)))
-    return _on_tape(graph, ordered, output)
+    return tuple(sorted(options, key=lambda o: (o.kept_bytes, -o.recompute_s, sorted(o.keep))))
+
+
+def with_tape(graph: UnitGraph, options: Iterable[Option]) -> tuple[Option, ...]:
+    """Add what the tape itself takes in forward to the options that recompute anything: the others are off the tape.
+
+    So that with few values to drop more of them are dropped in fewer units. Only where no unit's output is dropped: else all
+    units are on the tape.
+    """
+    return tuple(
+        replace(option, recompute_s=option.recompute_s + graph.tape_s) if option.recompute_ops else option
+        for option in options
+    )
 
 
 def _produced(graph: UnitGraph) -> frozenset[int]:
@@ -69,16 +79,6 @@ def _evaluated(
         if not any(graph.values[v].mutated_later and not graph.values[v].saved for v in option.keep):
             seen.setdefault(option.keep, option)
     return list(seen.values())
-
-
-def _on_tape(graph: UnitGraph, options: Iterable[Option], output: Action) -> tuple[Option, ...]:
-    """Add the tape's own time to the options that need it: a unit that keeps everything is left alone."""
-    return tuple(
-        replace(option, recompute_s=option.recompute_s + graph.tape_s)
-        if option.recompute_ops or output == "recompute"
-        else option
-        for option in options
-    )
 
 
 def _undominated(graph: UnitGraph, options: Iterable[Option]) -> list[Option]:

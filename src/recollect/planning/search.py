@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
 
+from recollect.plan import Action
 from recollect.planning.chain import Chain, WorkingSets
 from recollect.planning.exhaustive import all_levels, every_plan
 from recollect.planning.greedy import Fit
 from recollect.planning.hull import Option
 from recollect.planning.ladder import Ladder, Levels
-from recollect.planning.menu import every_choice, unit_menu
+from recollect.planning.menu import every_choice, unit_menu, with_tape
 from recollect.planning.polish import polish
 from recollect.planning.script import Script
 from recollect.planning.segments import first_outputs, folded_outputs, most_folded, single_outputs
@@ -47,6 +48,10 @@ _MOST_SQUEEZES = 12
 _SMALLEST_SQUEEZE = 0.001
 _NO_BUDGET = 2**62
 
+Dropped = frozenset[str] | None
+"""Paths of the units whose output is dropped, beside those of single units where that is a choice; None: no output at all,
+so that a unit that keeps everything is off the tape."""
+
 Score = tuple[int, float]
 """Bytes over the budget, and seconds of recompute: the less the better."""
 
@@ -75,9 +80,9 @@ class ChainSearch:
         self._working: WorkingSets = {}
         self._every_plan = every_plan(profile, _POLISHING_EVENTS // self._num_events)
         self._all_simulated: list[tuple[Levels, Simulation]] | None = None
-        # By the paths of the units whose output is dropped.
-        self._chains: dict[frozenset[str], tuple[Ladder, Chain]] = {}
-        self._simulated: dict[frozenset[str], dict[Levels, Simulation]] = {}
+        self._has_tape_s = any(graph.tape_s for graph in profile.graphs)
+        self._chains: dict[Dropped, tuple[Ladder, Chain]] = {}
+        self._simulated: dict[Dropped, dict[Levels, Simulation]] = {}
 
     @cached_property
     def _working_bytes(self) -> list[int]:
@@ -91,6 +96,8 @@ class ChainSearch:
     def best(self, budget_bytes: int, enough_s: float) -> Fit | None:
         """Return the fastest plan within the budget that was found, or None; `enough_s` of recompute end the search."""
         goal = (0, enough_s)
+        if self._has_tape_s and self._every_plan is None and self._run(None, budget_bytes, enough_s) <= goal:
+            return self._best_simulated(budget_bytes)
         if self._run(frozenset(), budget_bytes, enough_s) > goal:
             if self._every_plan is not None:
                 return self._best_of_all(self._every_plan, budget_bytes)
@@ -156,7 +163,7 @@ class ChainSearch:
                 least_bytes = min(s.peak_bytes for s in self._simulated[dropped].values())
                 estimates[dropped] = chain.estimate_s(budget_bytes), least_bytes
 
-    def _run(self, dropped: frozenset[str], budget_bytes: int, enough_s: float) -> Score:
+    def _run(self, dropped: Dropped, budget_bytes: int, enough_s: float) -> Score:
         """Let one chain, and the search around its best plan, simulate what they find; return the best score."""
         ladder, chain = self._chain(dropped)
         for _ in chain.best(budget_bytes):
@@ -168,13 +175,13 @@ class ChainSearch:
             best = polish(ladder, chain, best, budget_bytes, play, most_trials=most_trials)
         return _score(best[1], budget_bytes)
 
-    def _chain(self, dropped: frozenset[str]) -> tuple[Ladder, Chain]:
+    def _chain(self, dropped: Dropped) -> tuple[Ladder, Chain]:
         if dropped not in self._chains:
             ladder = Ladder(
                 self.profile,
-                dropped_outputs=dropped,
-                options_of=self._options_of,
-                free_outputs=single_outputs(self.profile),
+                dropped_outputs=dropped or frozenset(),
+                options_of=self._paying_options if dropped is None else self._options_of,
+                free_outputs=frozenset() if dropped is None else single_outputs(self.profile),
             )
             self._simulated[dropped] = {}
             play = self._simulate_levels(dropped, ladder)
@@ -182,7 +189,10 @@ class ChainSearch:
             self._chains[dropped] = ladder, chain
         return self._chains[dropped]
 
-    def _simulate_levels(self, dropped: frozenset[str], ladder: Ladder) -> Callable[[Levels], Simulation]:
+    def _paying_options(self, graph: UnitGraph, *, output: Action = "keep") -> tuple[Option, ...]:
+        return with_tape(graph, self._options_of(graph, output=output))
+
+    def _simulate_levels(self, dropped: Dropped, ladder: Ladder) -> Callable[[Levels], Simulation]:
         known = self._simulated[dropped]
 
         def simulate_levels(levels: Levels) -> Simulation:
@@ -194,16 +204,16 @@ class ChainSearch:
 
     def _best_simulated(self, budget_bytes: int, *, by_peak: bool = False) -> Fit | None:
         """Return the fastest plan within the budget that any chain has simulated, or the one with the least peak."""
-        within = [
-            ((s.peak_bytes, s.recompute_s) if by_peak else (s.recompute_s, s.peak_bytes), sorted(dropped), levels)
-            for dropped, known in self._simulated.items()
-            for levels, s in known.items()
-            if s.peak_bytes <= budget_bytes
-        ]
-        if not within:
+        best: tuple[tuple[float, float, bool, list[str], Levels], Dropped] | None = None
+        for dropped, known in self._simulated.items():
+            for levels, s in known.items():
+                order = (s.peak_bytes, s.recompute_s) if by_peak else (s.recompute_s, s.peak_bytes)
+                rank = (*order, dropped is not None, sorted(dropped or ()), levels)
+                if s.peak_bytes <= budget_bytes and (best is None or rank < best[0]):
+                    best = rank, dropped
+        if best is None:
             return None
-        _, paths, levels = min(within)
-        dropped = frozenset(paths)
+        (*_, levels), dropped = best
         return Fit(self._chains[dropped][0], levels, self._simulated[dropped][levels])
 
 
