@@ -44,8 +44,9 @@ def every_subset(graph: UnitGraph, *, output: Action = "keep") -> tuple[Option, 
             if (output == "keep") == (outputs <= kept):
                 keep = frozenset(kept | fixed)
                 again = evaluate(graph, keep, output=output)
-                everything = frozenset(range(len(graph.ops)))
-                options.append(Option(keep, everything, again.kept_bytes, again.recompute_s))
+                # A unit that recomputes nothing is left alone, off the tape.
+                ops = frozenset(range(len(graph.ops))) if again.recompute_ops or output == "recompute" else frozenset()
+                options.append(Option(keep, ops, again.kept_bytes, again.recompute_s))
     return tuple(sorted(options, key=lambda o: (o.kept_bytes, -o.recompute_s, sorted(o.keep))))
 
 
