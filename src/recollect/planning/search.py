@@ -38,13 +38,15 @@ _FEWEST_TRIALS = 1000
 _POLISHING_EVENTS = 300_000
 # Numbers of dropped outputs that are tried between the best and its neighbours.
 _MOST_REFINEMENTS = 3
+# How often the next number may be no better before the search ends.
+_MOST_WORSE = 2
 # Segments at the front, in layers; beside those that balance outputs and working bytes.
 _LONGEST_SEGMENTS = (2, 3)
 # Choices of dropped outputs for which plans are simulated.
 _MOST_FULL_RUNS = 3
 
 # Attempts at a lower peak than the least one so far, by steps down to this part of it.
-_MOST_SQUEEZES = 12
+_MOST_SQUEEZES = 8
 _SMALLEST_SQUEEZE = 0.001
 _NO_BUDGET = 2**62
 
@@ -141,27 +143,36 @@ class ChainSearch:
     def _promising(self, budget_bytes: int) -> list[frozenset[str]]:
         """Return choices of outputs to drop, the most promising first."""
         estimates: dict[frozenset[str], tuple[float, int]] = {}
-        best_number, number = 0, 1
-        while number <= self._most_dropped:
-            self._estimate(number, budget_bytes, estimates)
+        none = best = self._estimate(frozenset(), budget_bytes)
+        number, num_worse = 1, 0
+        while number <= self._most_dropped and num_worse < _MOST_WORSE:
+            found = min(self._estimates(number, budget_bytes, estimates))
+            num_worse = 0 if found < best else num_worse + 1
+            best = min(best, found)
             number = min(2 * number, max(self._most_dropped, number + 1))
-        for _ in range(_MOST_REFINEMENTS):
-            best_number = len(min(estimates, key=lambda dropped: estimates[dropped])) if estimates else 0
+        for _ in range(_MOST_REFINEMENTS if best < none else 0):
+            best_number = len(min(estimates, key=lambda dropped: estimates[dropped]))
             between = _between(sorted({len(dropped) for dropped in estimates}), best_number)
             if between is None:
                 break
-            self._estimate(between, budget_bytes, estimates)
-        return sorted(estimates, key=lambda dropped: (estimates[dropped], len(dropped), sorted(dropped)))
+            self._estimates(between, budget_bytes, estimates)
+        better = [dropped for dropped, estimate in estimates.items() if estimate < none]
+        return sorted(better, key=lambda dropped: (estimates[dropped], len(dropped), sorted(dropped)))
 
-    def _estimate(self, number: int, budget_bytes: int, estimates: dict[frozenset[str], tuple[float, int]]) -> None:
-        """Add choices of so many outputs: seconds by the chain's model, then the peak of the leanest plan."""
-        choices = [folded_outputs(self.profile, self._working_bytes, num_dropped=number)]
-        choices += [first_outputs(self.profile, longest=longest, num_dropped=number) for longest in _LONGEST_SEGMENTS]
-        for dropped in choices:
-            if dropped not in estimates:
-                ladder, chain = self._chain(dropped)
-                least_bytes = min(s.peak_bytes for s in self._simulated[dropped].values())
-                estimates[dropped] = chain.estimate_s(budget_bytes), least_bytes
+    def _estimates(
+        self, number: int, budget_bytes: int, estimates: dict[frozenset[str], tuple[float, int]]
+    ) -> list[tuple[float, int]]:
+        """Add choices of so many outputs to the estimates; return theirs."""
+        choices = {folded_outputs(self.profile, self._working_bytes, num_dropped=number)}
+        choices |= {first_outputs(self.profile, longest=longest, num_dropped=number) for longest in _LONGEST_SEGMENTS}
+        for dropped in choices - estimates.keys():
+            estimates[dropped] = self._estimate(dropped, budget_bytes)
+        return [estimates[dropped] for dropped in choices]
+
+    def _estimate(self, dropped: frozenset[str], budget_bytes: int) -> tuple[float, int]:
+        """Return seconds by the chain's model, then the peak of the leanest plan."""
+        _, chain = self._chain(dropped)
+        return chain.estimate_s(budget_bytes), min(s.peak_bytes for s in self._simulated[dropped].values())
 
     def _run(self, dropped: Dropped, budget_bytes: int, enough_s: float) -> Score:
         """Let one chain, and the search around its best plan, simulate what they find; return the best score."""
