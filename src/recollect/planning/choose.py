@@ -4,8 +4,8 @@
    (`planning/menu.py`). Only what was simulated is believed: a plan over the budget is never returned.
 2. The bound (`planning/bound.py`) says how much faster any plan could be. Where that is worth it, or nothing fits, plans
    that drop outputs of layers are tried too (`planning/search.py`).
-3. If all that finds no plan, or one far from the bound, the greedy search (`planning/greedy.py`) is tried; last of all full
-   recompute of the layers alone.
+3. If all that finds no plan, the greedy search (`planning/greedy.py`) is tried; last of all full recompute of the layers
+   alone, and a search for the least peak, which the error names if that is too much, too.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ __all__ = ["Planner", "plan"]
 
 # A plan this close to the bound is not worth a search for a better one: part of the plan's recompute, and of the step.
 _SMALL_GAP = 0.01
-_SMALL_GAP_OF_STEP = 0.0005
-# A plan this far from it is worth the greedy search too.
-_LARGE_GAP_OF_STEP = 0.01
+_SMALL_GAP_OF_STEP = 0.001
 
 
 def plan(profile: Profile, budget: int | str, *, simulate: Simulate = simulate_step) -> Plan:
@@ -123,12 +121,10 @@ class Planner:
             return self._finished(Fit(top, top.climb(top.leanest, top.moves), self._plain), budget_bytes, 0.0)
         bound_s = self._bound_s(budget_bytes)
         fit = self._best_of_chains(budget_bytes, bound_s) if self._has_log else None
-        if fit is not None and fit.simulation.recompute_s <= bound_s + _LARGE_GAP_OF_STEP * self.profile.step_s:
-            return self._finished(fit, budget_bytes, bound_s)
         greedy = GreedySearch(self.profile, budget_bytes, self._simulate, least=self._plain)
-        fits = [found for found in (fit, greedy.best()) if found is not None]
-        if fits:
-            return self._finished(min(fits, key=lambda f: f.simulation.recompute_s), budget_bytes, bound_s)
+        fit = fit or greedy.best()
+        if fit is not None:
+            return self._finished(fit, budget_bytes, bound_s)
         full = classic_plan(self.profile, "full", simulate=self._simulate)
         if full.predicted_peak_bytes is not None and full.predicted_peak_bytes <= budget_bytes:
             return replace(full, budget_bytes=budget_bytes)

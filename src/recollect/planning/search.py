@@ -38,8 +38,6 @@ _FEWEST_TRIALS = 1000
 _POLISHING_EVENTS = 300_000
 # Numbers of dropped outputs that are tried between the best and its neighbours.
 _MOST_REFINEMENTS = 3
-# How often the next number may be no better before the search ends.
-_MOST_WORSE = 2
 # Segments at the front, in layers; beside those that balance outputs and working bytes.
 _LONGEST_SEGMENTS = (2, 3)
 # Choices of dropped outputs for which plans are simulated.
@@ -143,36 +141,28 @@ class ChainSearch:
     def _promising(self, budget_bytes: int) -> list[frozenset[str]]:
         """Return choices of outputs to drop, the most promising first."""
         estimates: dict[frozenset[str], tuple[float, int]] = {}
-        none = best = self._estimate(frozenset(), budget_bytes)
-        number, num_worse = 1, 0
-        while number <= self._most_dropped and num_worse < _MOST_WORSE:
-            found = min(self._estimates(number, budget_bytes, estimates))
-            num_worse = 0 if found < best else num_worse + 1
-            best = min(best, found)
+        number = 1
+        while number <= self._most_dropped:
+            self._add_estimates(number, budget_bytes, estimates)
             number = min(2 * number, max(self._most_dropped, number + 1))
-        for _ in range(_MOST_REFINEMENTS if best < none else 0):
+        for _ in range(_MOST_REFINEMENTS if estimates else 0):
             best_number = len(min(estimates, key=lambda dropped: estimates[dropped]))
             between = _between(sorted({len(dropped) for dropped in estimates}), best_number)
             if between is None:
                 break
-            self._estimates(between, budget_bytes, estimates)
-        better = [dropped for dropped, estimate in estimates.items() if estimate < none]
-        return sorted(better, key=lambda dropped: (estimates[dropped], len(dropped), sorted(dropped)))
+            self._add_estimates(between, budget_bytes, estimates)
+        return sorted(estimates, key=lambda dropped: (estimates[dropped], len(dropped), sorted(dropped)))
 
-    def _estimates(
+    def _add_estimates(
         self, number: int, budget_bytes: int, estimates: dict[frozenset[str], tuple[float, int]]
-    ) -> list[tuple[float, int]]:
-        """Add choices of so many outputs to the estimates; return theirs."""
+    ) -> None:
+        """Add choices of so many outputs: seconds by the chain's model, then the peak of the leanest plan."""
         choices = {folded_outputs(self.profile, self._working_bytes, num_dropped=number)}
         choices |= {first_outputs(self.profile, longest=longest, num_dropped=number) for longest in _LONGEST_SEGMENTS}
-        for dropped in choices - estimates.keys():
-            estimates[dropped] = self._estimate(dropped, budget_bytes)
-        return [estimates[dropped] for dropped in choices]
-
-    def _estimate(self, dropped: frozenset[str], budget_bytes: int) -> tuple[float, int]:
-        """Return seconds by the chain's model, then the peak of the leanest plan."""
-        _, chain = self._chain(dropped)
-        return chain.estimate_s(budget_bytes), min(s.peak_bytes for s in self._simulated[dropped].values())
+        for dropped in sorted(choices - estimates.keys(), key=sorted):
+            _, chain = self._chain(dropped)
+            least_bytes = min(s.peak_bytes for s in self._simulated[dropped].values())
+            estimates[dropped] = chain.estimate_s(budget_bytes), least_bytes
 
     def _run(self, dropped: Dropped, budget_bytes: int, enough_s: float) -> Score:
         """Let one chain, and the search around its best plan, simulate what they find; return the best score."""
