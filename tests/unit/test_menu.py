@@ -1,0 +1,130 @@
+"""Menus against their definition, written out: options of the hull, one value more or less, and none that another one beats."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+
+from recollect.planning.hull import Option, evaluate, unit_hull
+from recollect.planning.menu import every_choice, unit_menu, with_tape
+from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
+from synthetic_step import random_step
+
+Keep = frozenset[int]
+ALL = 10**6
+
+
+def unit(seed: int, *, num_values: int = 9) -> UnitGraph:
+    """A random unit, some of whose values are written to later: they cannot be kept unless autograd itself saved them."""
+    rng = random.Random(seed)
+    graph = random_step(seed, num_values=num_values).graphs[0]
+    values = [
+        replace(value, mutated_later=value.producer is not None and not value.is_output and rng.random() < 0.2)
+        for value in graph.values
+    ]
+    return UnitGraph(tuple(values), graph.ops)
+
+
+def produced(graph: UnitGraph) -> list[int]:
+    return [index for index, value in enumerate(graph.values) if value.producer is not None]
+
+
+def can_be_kept(graph: UnitGraph, option: Option) -> bool:
+    return all(graph.values[index].saved or not graph.values[index].mutated_later for index in option.keep)
+
+
+def cost(graph: UnitGraph, option: Option) -> tuple[int, float, int]:
+    made_again = [index for op in option.recompute_ops for index in graph.ops[op].outputs]
+    return option.kept_bytes, option.recompute_s, sum(graph.values[index].nbytes for index in made_again)
+
+
+def unbeaten(graph: UnitGraph) -> set[tuple[int, float, int]]:
+    """Costs of the hull's options and of their neighbours, without those that another one beats."""
+    hull = unit_hull(graph)
+    of_use = {index for option in hull for index in option.keep} | {i for i in produced(graph) if graph.values[i].saved}
+    neighbours = [evaluate(graph, option.keep ^ {index}) for option in hull for index in of_use]
+    costs = {cost(graph, option) for option in (*hull, *neighbours) if option in hull or can_be_kept(graph, option)}
+    return {c for c in costs if not any(o != c and all(a <= b for a, b in zip(o, c, strict=True)) for o in costs)}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_menu_is_what_no_other_neighbour_of_the_hull_beats(seed: int) -> None:
+    graph = unit(seed)
+    menu, hull = unit_menu(graph, most_options=ALL), unit_hull(graph)
+    assert {cost(graph, option) for option in menu} == unbeaten(graph)
+    assert len({option.keep for option in menu}) == len(menu)
+    # Options that cost the same are there once; of a hull that ends with one that is as fast as a leaner one, only that.
+    assert len(menu) == len(unbeaten(graph))
+    assert {cost(graph, option) for option in hull} & unbeaten(graph) <= {cost(graph, option) for option in menu}
+    assert [cost(graph, option) for option in menu] == sorted(cost(graph, option) for option in menu)
+
+
+def test_some_menus_have_what_the_hull_has_not() -> None:
+    counts = [(len(unit_menu(unit(seed), most_options=ALL)), len(unit_hull(unit(seed)))) for seed in range(60)]
+    assert sum(menu > hull for menu, hull in counts) > 20
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("most_options", [1, 6, 9, 14])
+def test_long_menus_are_thinned_evenly(seed: int, most_options: int) -> None:
+    graph = unit(seed, num_values=16)
+    everything, thinned = unit_menu(graph, most_options=ALL), unit_menu(graph, most_options=most_options)
+    hull = {option.keep for option in unit_hull(graph)}
+    others = [option for option in everything if option.keep not in hull]
+    room = max(0, most_options - (len(everything) - len(others)))
+    left = [option for option in thinned if option.keep not in hull]
+    assert [option for option in thinned if option.keep in hull] == [o for o in everything if o.keep in hull]
+    assert len(left) == min(len(others), room)
+    assert [option for option in everything if option in thinned] == list(thinned)
+    if left:
+        assert left[0] == others[0]
+        places = [others.index(option) for option in left]
+        gaps = [later - earlier for earlier, later in itertools.pairwise([*places, len(others)])]
+        assert max(gaps) - min(gaps) <= 1
+
+
+def long_chain(num_values: int) -> UnitGraph:
+    """Values in a row, all saved, with sizes and times that make every subset of them different."""
+    values = [ValueRecord("input", 8, producer=None)]
+    values += [ValueRecord(f"v{i}", 3**i % 1009, producer=i, saved=True) for i in range(num_values)]
+    ops = tuple(OpRecord(f"v{i}", (i,), (i + 1,), float(5**i % 997)) for i in range(num_values))
+    return UnitGraph(tuple(values), ops)
+
+
+def test_default_length() -> None:
+    graph = long_chain(40)
+    assert len(unit_menu(graph, most_options=ALL)) > 64
+    assert len(unit_menu(graph)) == max(64, len(unit_hull(graph)))
+
+
+def test_every_choice_is_made_of_all_subsets_of_up_to_twelve_values() -> None:
+    assert len(every_choice(long_chain(4))) == 2**4
+    assert len(every_choice(long_chain(12))) == 2**12
+    assert every_choice(long_chain(13)) == unit_menu(long_chain(13))
+    assert len(every_choice(long_chain(13))) < 2**12
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_choice_is_in_order_and_can_be_kept(seed: int) -> None:
+    graph = unit(seed, num_values=6)
+    choices = every_choice(graph)
+    subsets = itertools.chain.from_iterable(itertools.combinations(produced(graph), n) for n in range(7))
+    possible = {
+        option.keep for option in map(lambda keep: evaluate(graph, keep), subsets) if can_be_kept(graph, option)
+    }
+    assert {option.keep for option in choices} == possible | {option.keep for option in unit_hull(graph)}
+    order = [(option.kept_bytes, -option.recompute_s, sorted(option.keep)) for option in choices]
+    assert order == sorted(order)
+
+
+def test_time_of_the_tape_is_added_to_what_recomputes() -> None:
+    graph = replace(long_chain(3), tape_s=0.25)
+    plain = every_choice(graph)
+    charged = with_tape(graph, plain)
+    assert [option.recompute_s - before.recompute_s for option, before in zip(charged, plain, strict=True)] == [
+        0.25 if option.recompute_ops else 0.0 for option in plain
+    ]
+    assert charged[-1].recompute_s == 0
