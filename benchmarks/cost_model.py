@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +28,6 @@ if __name__ == "__main__":
     settle_allocator()
 
 import torch
-import transformers
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +35,7 @@ from torch import nn
 
 import recollect
 from flags import RESULTS
-from models import HUGGING_FACE, build
+from models import ModelName, build
 from recollect.engine.facts import OpFacts
 from recollect.errors import BudgetTooSmallError
 from recollect.models.llama import Llama
@@ -56,8 +54,13 @@ from results_csv import Number, append, machine_name
 
 _MODELLED, _OTHER, _UNIFORM = "modelled", "times of an H100", "all ops alike"
 _REPEATS = 3
-_NAMES = {"reference": "reference Llama", "dense": "HF Llama", "moe": "Mixtral", "mla": "DeepSeek-V3"}
-_GPT2 = "GPT-2 (dropout)"
+_NAMES: dict[ModelName, str] = {
+    "reference": "reference Llama",
+    "dense": "HF Llama",
+    "moe": "Mixtral",
+    "mla": "DeepSeek-V3",
+    "gpt2": "GPT-2 (dropout)",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,25 +98,11 @@ class Flags:
 def subjects(flags: Flags) -> Iterator[tuple[str, nn.Module, dict[str, torch.Tensor]]]:
     """Yield (name, model in training mode, batch): dense, routed, with latent attention, with dropout."""
     sizes = {"hidden_size": flags.hidden_size, "num_layers": flags.num_layers, "vocab_size": flags.vocab_size}
-    builders = {_NAMES[name]: partial(build, name, num_heads=0, **sizes) for name in ("reference", *HUGGING_FACE)}
-    for name, builder in {**builders, _GPT2: partial(_gpt2, flags)}.items():
+    for name, text in _NAMES.items():
         torch.manual_seed(flags.seed)
-        model = builder().to(torch.bfloat16 if flags.dtype == "bf16" else torch.float32).train()
+        model = build(name, num_heads=0, **sizes).to(torch.bfloat16 if flags.dtype == "bf16" else torch.float32).train()
         tokens = torch.randint(0, flags.vocab_size, (flags.batch_size, flags.seq_length))
-        yield name, model, {"tokens" if isinstance(model, Llama) else "input_ids": tokens, "labels": tokens}
-
-
-def _gpt2(flags: Flags) -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=flags.vocab_size,
-        n_embd=flags.hidden_size,
-        n_layer=flags.num_layers,
-        n_head=max(1, flags.hidden_size // 64),
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
-    return transformers.GPT2LMHeadModel(config)
+        yield text, model, {"tokens" if isinstance(model, Llama) else "input_ids": tokens, "labels": tokens}
 
 
 class BothCosts:

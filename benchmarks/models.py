@@ -9,13 +9,14 @@ from torch import nn
 
 from recollect.models.llama import Llama, LlamaConfig
 
-ModelName = Literal["reference", "dense", "moe", "mla"]
+ModelName = Literal["reference", "dense", "moe", "mla", "gpt2"]
 HUGGING_FACE: tuple[ModelName, ...] = ("dense", "moe", "mla")
 DESCRIPTIONS: dict[ModelName, str] = {
     "reference": "reference Llama",
     "dense": "dense (Hugging Face Llama)",
     "moe": "MoE (Hugging Face Mixtral, 4 experts, 2 a token, grouped)",
     "mla": "MLA and MoE (Hugging Face DeepSeek-V3, 8 experts, 2 a token, 1 shared, grouped)",
+    "gpt2": "GPT-2 with dropout (Hugging Face)",
 }
 _HEAD_CHANNELS = 64
 
@@ -26,6 +27,8 @@ def build(name: ModelName, *, hidden_size: int, num_layers: int, num_heads: int,
     if name == "reference":
         sizes = LlamaConfig(vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers, num_heads=heads)
         return Llama(sizes)
+    if name == "gpt2":
+        return _gpt2(hidden_size, num_layers, heads, vocab_size).train()
     config: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -74,6 +77,15 @@ def _latent(hidden_size: int, config: dict[str, Any]) -> nn.Module:
         "n_shared_experts": 1,
     }
     return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**config, **heads, **latents, **experts))
+
+
+def _gpt2(hidden_size: int, num_layers: int, num_heads: int, vocab_size: int) -> nn.Module:
+    import transformers
+
+    sizes = {"vocab_size": vocab_size, "n_embd": hidden_size, "n_layer": num_layers, "n_head": num_heads}
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)
+    )
 
 
 def _rounded(size: float) -> int:

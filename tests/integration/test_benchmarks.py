@@ -251,3 +251,18 @@ def test_allocator_is_settled_before_torch_is_imported(monkeypatch: pytest.Monke
     monkeypatch.delitem(os.environ, "MALLOC_MMAP_MAX_", raising=False)
     with pytest.raises(RuntimeError, match="torch is imported already"):
         environment.settle_allocator()
+
+
+def test_step_times(tmp_path: Path) -> None:
+    sizes = ["--hidden-size", "32", "--num-layers", "2", "--seq-length", "32", "--vocab-size", "64", "--threads", "1"]
+    output = run("step_times.py", *sizes, "--least-rounds", "1", "--models", "gpt2", "--out", str(tmp_path))
+    assert "in the median" in output
+    found = rows(tmp_path / "step_times.csv")
+    predicted, measured = values(found, "predicted_step_time"), values(found, "measured_step_time")
+    assert len(predicted) == len(measured) == 9
+    assert all(seconds > 0 for seconds in [*predicted.values(), *measured.values()])
+    assert (
+        values(found, "predicted_slowdown")["gpt2, keep all"]
+        == values(found, "measured_slowdown")["gpt2, keep all"]
+        == 0
+    )
