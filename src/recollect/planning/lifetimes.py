@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.script import Instruction, Script, ScriptOp
+from recollect.planning.script import Instruction, Script
 from recollect.planning.simulate import CallDecision, Owner, Playback, Simulation, Token
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
 from recollect.profile.graph import OpRecord, Profile
@@ -177,11 +177,6 @@ class _WatchedPlayback(Playback):
         self.clock_s += time_s
         if working is not None:
             self.end(working)
-
-    def _op(self, call: int, run: ScriptOp) -> None:
-        self.call = call
-        self.work(run.op)
-        super()._op(call, run)
 
     def _return(self, call: int) -> None:
         super()._return(call)

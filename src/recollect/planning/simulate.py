@@ -227,8 +227,7 @@ class Playback:
         op = run.op
         self.call = call
         drops = self.decisions[call].recompute
-        if op.working_bytes:
-            self._bulk(op.working_bytes, 0)
+        self.work(op)
         if op.mutates:
             self._write(call, run, drops)
             return
