@@ -121,8 +121,10 @@ class Planner:
             return self._finished(Fit(top, top.climb(top.leanest, top.moves), self._plain), budget_bytes, 0.0)
         bound_s = self._bound_s(budget_bytes)
         fit = self._best_of_chains(budget_bytes, bound_s) if self._has_log else None
+        if fit is not None:
+            return self._finished(fit, budget_bytes, bound_s)
         greedy = GreedySearch(self.profile, budget_bytes, self._simulate, least=self._plain)
-        fit = fit or greedy.best()
+        fit = greedy.best()
         if fit is not None:
             return self._finished(fit, budget_bytes, bound_s)
         full = classic_plan(self.profile, "full", simulate=self._simulate)
