@@ -1,0 +1,80 @@
+"""Megatron's recompute flags, as a command line gives them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tyro
+
+from recollect.cli.recompute_flags import RecomputeFlags
+
+
+def parse(line: str) -> RecomputeFlags:
+    return tyro.cli(RecomputeFlags, args=line.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ("", {}),
+        ("--recompute-activations", {"recompute_granularity": "selective"}),
+        ("--recompute-granularity None", {}),
+        ("--recompute-granularity selective", {"recompute_granularity": "selective"}),
+        (
+            "--recompute-granularity selective --recompute-modules core_attn mlp",
+            {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")},
+        ),
+        # The spelling of Megatron-Bridge's harness, and ROLL's list in one word.
+        (
+            "--recompute_granularity selective --recompute_modules core_attn,layernorm",
+            {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm")},
+        ),
+        # No module at all is not the same as the default.
+        (
+            "--recompute-granularity selective --recompute-modules",
+            {"recompute_granularity": "selective", "recompute_modules": ()},
+        ),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 4},
+        ),
+        (
+            "--recompute-method block --recompute-num-layers 0",
+            {"recompute_method": "block", "recompute_num_layers": 0},
+        ),
+        ("--moe-layer-recompute", {"moe_layer_recompute": True}),
+        ("--distribute-saved-activations", {"distribute_saved_activations": True}),
+        ("--cpu-offloading-num-layers 2", {"cpu_offloading_num_layers": 2, "cpu_offloading": True}),
+        ("--cpu-offloading-num-layers 0", {"cpu_offloading_num_layers": 0}),
+        (
+            "--fine-grained-activation-offloading --offload-modules core_attn attn_proj --activation-offload-fraction 0.5",
+            {
+                "fine_grained_activation_offloading": True,
+                "offload_modules": ("core_attn", "attn_proj"),
+                "activation_offload_fraction": 0.5,
+            },
+        ),
+    ],
+)
+def test_flags_become_megatrons_fields(line: str, fields: dict[str, Any]) -> None:
+    assert parse(line).fields() == fields
+
+
+def test_the_short_flag_clashes_with_full() -> None:
+    with pytest.raises(
+        ValueError, match=r"recompute_activations: got it with recompute_granularity full, expected one"
+    ):
+        RecomputeFlags(recompute_activations=True, recompute_granularity="full")
+
+
+def test_help_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = capsys.readouterr().out
+    for word in (
+        "--recompute-granularity {None,full,selective}",
+        "--recompute-method {None,uniform,block}",
+        "mla_up_proj",
+    ):
+        assert word in " ".join(text.split())
