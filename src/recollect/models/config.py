@@ -7,6 +7,7 @@ Megatron Core wherever they have it, so that a configuration can be brought as i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -153,6 +154,11 @@ class TransformerConfig:
         if isinstance(self.moe_layer_freq, int):
             return layer % self.moe_layer_freq == 0
         return bool(self.moe_layer_freq[layer])
+
+    @property
+    def scaled_init_method_std(self) -> float:
+        """Standard deviation of new matrices that write into the residual stream: `linear_proj` and `linear_fc2`."""
+        return self.init_method_std / math.sqrt(2 * self.num_layers)
 
     @property
     def num_parameters(self) -> int:

@@ -1,0 +1,56 @@
+"""Matrix product and embedding that cast their weights to the dtype they compute in, and draw them as a model wants.
+
+Weights keep their own dtype; each product casts them to the dtype of its input. A model with fp32 weights and bf16
+activations therefore trains as under autocast, but without its global state and without its cache that holds all bf16
+copies until the end of forward: a copy is one more value that a plan can drop.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Embedding", "Linear"]
+
+
+class Linear(nn.Linear):
+    """A matrix product, with a bias or without.
+
+    Args:
+        in_features: channels of the input.
+        out_features: channels of the output.
+        bias: whether it has a bias, zero at first.
+        init_std: standard deviation of new weights.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, init_std: float) -> None:
+        self.init_std = init_std  # before the base class, which draws the weights
+        super().__init__(in_features, out_features, bias=bias)
+
+    def reset_parameters(self) -> None:
+        """Draw new weights."""
+        nn.init.normal_(self.weight, std=self.init_std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class Embedding(nn.Embedding):
+    """A vector for each of `num_embeddings` ids.
+
+    Args:
+        num_embeddings: number of ids.
+        channels: size of a vector.
+        init_std: standard deviation of new vectors.
+    """
+
+    def __init__(self, num_embeddings: int, channels: int, *, init_std: float) -> None:
+        self.init_std = init_std
+        super().__init__(num_embeddings, channels)
+
+    def reset_parameters(self) -> None:
+        """Draw new vectors."""
+        nn.init.normal_(self.weight, std=self.init_std)

@@ -1,0 +1,250 @@
+"""The reference decoder with GPT's and Llama's parts: sizes, causality, loss, dtypes, dropout, initialisation."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recollect.errors import UnsupportedModelError
+from recollect.models.architectures import gpt_config, llama_config
+from recollect.models.config import TransformerConfig
+from recollect.models.core_attention import FusedCoreAttention, UnfusedCoreAttention
+from recollect.models.gpt import GPTModel
+from recollect.models.sizes import NAMED_CONFIGS
+
+NAMES = ["gpt-tiny", "llama-tiny"]
+CORES = ["fused", "unfused"]
+
+
+def named(name: str, **changes: Any) -> TransformerConfig:
+    return dataclasses.replace(NAMED_CONFIGS[name], **changes)
+
+
+def tokens_of(config: TransformerConfig, sequences: int = 2, length: int = 16) -> Tensor:
+    return torch.randint(config.vocab_size, (sequences, length))
+
+
+@pytest.mark.parametrize("name", ["tiny", "demo", "160m", "1b", "7b", "8b", "13b", "70b", "gpt2", "gpt3-175b"])
+def test_named_models_have_as_many_parameters_as_their_configuration_says(name: str) -> None:
+    with torch.device("meta"):
+        assert GPTModel(NAMED_CONFIGS[name]).num_parameters == NAMED_CONFIGS[name].num_parameters
+
+
+@pytest.mark.parametrize(
+    ("normalization", "positions", "is_gated", "has_bias", "has_qkv_bias", "is_tied", "groups"),
+    list(itertools.product(["LayerNorm", "RMSNorm"], ["learned_absolute", "rope"], *[[True, False]] * 4, [1, 4])),
+)
+def test_the_formula_counts_the_parameters_of_every_combination(
+    normalization: Any, positions: Any, is_gated: bool, has_bias: bool, has_qkv_bias: bool, is_tied: bool, groups: int
+) -> None:
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=24,
+        num_attention_heads=4,
+        vocab_size=17,
+        num_query_groups=groups,
+        kv_channels=10,
+        ffn_hidden_size=28,
+        max_position_embeddings=5,
+        normalization=normalization,
+        position_embedding_type=positions,
+        gated_linear_unit=is_gated,
+        add_bias_linear=has_bias,
+        add_qkv_bias=has_qkv_bias,
+        share_embeddings_and_output_weights=is_tied,
+    )
+    with torch.device("meta"):
+        model = GPTModel(config)
+        assert model.num_parameters == config.num_parameters == config.num_active_parameters
+        assert model(tokens_of(config, length=5)).logits.shape == (2, 5, 17)
+
+
+def test_modules_have_megatrons_names() -> None:
+    modules = {name for name, _ in GPTModel(named("gpt-tiny")).named_modules()}
+    layer = "decoder.layers.0"
+    assert modules >= {
+        *("embedding.word_embeddings", "embedding.position_embeddings", "decoder.final_layernorm", "output_layer"),
+        *(f"{layer}.input_layernorm", f"{layer}.pre_mlp_layernorm"),
+        *(f"{layer}.self_attention.{part}" for part in ("linear_qkv", "core_attention", "linear_proj")),
+        *(f"{layer}.mlp.{part}" for part in ("linear_fc1", "activation_func", "linear_fc2")),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("core", CORES)
+def test_a_position_does_not_see_later_ones(name: str, core: str) -> None:
+    torch.manual_seed(0)
+    config = named(name, core_attention=core)
+    model = GPTModel(config).eval()
+    tokens = tokens_of(config, sequences=1)
+    changed = tokens.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % config.vocab_size
+    before, after = model(tokens).logits, model(changed).logits
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert not torch.isclose(before[:, 10:], after[:, 10:]).all(dim=-1).any()
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_fused_and_unfused_core_attention_agree(groups: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(2, 9, 4, 6, dtype=dtype)
+    k, v = torch.randn(2, 9, groups, 6, dtype=dtype), torch.randn(2, 9, groups, 5, dtype=dtype)
+    fused, unfused = FusedCoreAttention(0.0)(q, k, v), UnfusedCoreAttention(0.0)(q, k, v)
+    assert fused.shape == (2, 9, 4 * 5)
+    # bf16 has 8 bits: each of scores, probabilities and sums is off by up to 2^-9 of values of size 1 to 4
+    tolerance = 1e-12 if dtype is torch.float64 else 4e-2
+    torch.testing.assert_close(fused, unfused, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_attention_dropout_drops_probabilities_in_training_only(core: str) -> None:
+    config = named("llama-tiny", core_attention=core, attention_dropout=0.5)
+    torch.manual_seed(0)
+    model = GPTModel(config)
+    tokens = tokens_of(config)
+    assert not torch.equal(model(tokens).logits, model(tokens).logits)
+    model.eval()
+    assert torch.equal(model(tokens).logits, model(tokens).logits)
+
+
+def test_hidden_dropout_drops_after_embedding_attention_and_mlp() -> None:
+    config = named("gpt-tiny", hidden_dropout=0.999, attention_dropout=0.0)
+    torch.manual_seed(0)
+    model = GPTModel(config)
+    seen: list[Tensor] = []
+    for module in (model.embedding, model.decoder.layers[0]):
+        module.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    model(tokens_of(config))
+    zeros = [(output == 0).float().mean().item() for output in seen]
+    assert zeros[0] > 0.99
+    assert zeros[1] > 0.99  # what attention and MLP add is dropped too
+
+
+def test_a_token_is_told_from_the_same_token_elsewhere() -> None:
+    for name in NAMES:
+        torch.manual_seed(0)
+        model = GPTModel(named(name)).eval()
+        tokens = torch.tensor([[1, 2, 1, 1]])
+        logits = model(tokens).logits[0]
+        assert not torch.isclose(logits[2], logits[3]).all()
+
+
+def test_more_positions_than_are_learned_are_refused() -> None:
+    model = GPTModel(named("gpt-tiny", max_position_embeddings=8))
+    with pytest.raises(ValueError, match="tokens: got 9 positions, expected at most max_position_embeddings = 8"):
+        model(tokens_of(model.config, length=9))
+    rotary = GPTModel(named("llama-tiny", max_position_embeddings=8))
+    assert rotary(tokens_of(rotary.config, length=9)).logits.shape == (2, 9, 256)
+
+
+def test_tied_matrix_counts_once() -> None:
+    config = named("llama-tiny", share_embeddings_and_output_weights=True)
+    model = GPTModel(config)
+    assert model.num_parameters == config.num_parameters == NAMED_CONFIGS["llama-tiny"].num_parameters - 256 * 64
+    assert model.output_layer.weight is model.embedding.word_embeddings.weight
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_is_fp32_ignores_minus_100_and_starts_near_uniform(name: str) -> None:
+    torch.manual_seed(0)
+    model = GPTModel(named(name, share_embeddings_and_output_weights=False), compute_dtype=torch.bfloat16).eval()
+    tokens = tokens_of(model.config, length=64)
+    out = model(tokens, labels=tokens)
+    assert out.logits.dtype == torch.bfloat16
+    assert out.loss.dtype == torch.float32
+    assert abs(out.loss.item() - torch.log(torch.tensor(256.0)).item()) < 0.1  # logits near zero
+    half = tokens.clone()
+    half[:, 32:] = -100
+    expected = torch.nn.functional.cross_entropy(out.logits.float()[:, :32].flatten(0, 1), tokens[:, :32].flatten())
+    assert torch.equal(model(tokens, labels=half).loss, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bf16_compute_leaves_weights_and_gradients_in_fp32(name: str) -> None:
+    model = GPTModel(named(name), compute_dtype=torch.bfloat16)
+    tokens = tokens_of(model.config, sequences=1)
+    assert model.decoder.layers[0].self_attention.linear_qkv(torch.zeros(1, 64).bfloat16()).dtype == torch.bfloat16
+    model(tokens, labels=tokens).loss.backward()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_in_chunks_is_the_loss(name: str) -> None:
+    torch.manual_seed(0)
+    model = GPTModel(named(name)).eval()
+    tokens = tokens_of(model.config)
+    expected = model(tokens, labels=tokens).loss
+    model.loss_chunks = 3
+    out = model(tokens, labels=tokens)
+    assert out.logits is None
+    torch.testing.assert_close(out.loss, expected, atol=1e-5, rtol=0)  # sums of 32 terms near 5 in another order
+
+
+def test_runs_on_the_meta_device() -> None:
+    for name in NAMES:
+        with torch.device("meta"):
+            model = GPTModel(named(name))
+            tokens = torch.zeros(2, 8, dtype=torch.int64)
+        out = model(tokens, labels=tokens)
+        assert out.logits.shape == (2, 8, 256)
+        out.loss.backward()
+
+
+def test_new_weights_follow_gpt2() -> None:
+    torch.manual_seed(0)
+    model = GPTModel(gpt_config(num_layers=8, hidden_size=128, num_attention_heads=2, vocab_size=512))
+    layer = model.decoder.layers[3]
+    for matrix, std in [
+        (model.embedding.word_embeddings.weight, 0.02),
+        (model.embedding.position_embeddings.weight, 0.02),
+        (layer.self_attention.linear_qkv.weight, 0.02),
+        (layer.mlp.linear_fc1.weight, 0.02),
+        (layer.self_attention.linear_proj.weight, 0.005),  # 0.02 / sqrt(2 * 8)
+        (layer.mlp.linear_fc2.weight, 0.005),
+    ]:
+        # 16,384 draws or more: the deviation of the sample is within 0.6 %, five times that is 3 %
+        assert abs(matrix.std().item() / std - 1) < 0.03
+    assert not layer.mlp.linear_fc1.bias.any()
+    assert (layer.input_layernorm.weight == 1).all()
+
+
+@pytest.mark.parametrize("make", [gpt_config, llama_config])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "relu"])
+def test_every_activation_is_computed(make: Any, activation: str) -> None:
+    config = make(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        vocab_size=8,
+        ffn_hidden_size=12,
+        activation_func=activation,
+    )
+    activation_func = GPTModel(config).decoder.layers[0].mlp.activation_func
+    x = torch.linspace(-2, 2, 24 if config.gated_linear_unit else 12)
+    gate, up = (x[:12], x[12:]) if config.gated_linear_unit else (x, torch.ones(12))
+    function = {
+        "gelu": torch.nn.GELU(),
+        "gelu_tanh": torch.nn.GELU(approximate="tanh"),
+        "silu": torch.nn.SiLU(),
+        "relu": torch.nn.ReLU(),
+    }[activation]
+    assert torch.equal(activation_func(x), function(gate) * up)
+
+
+def test_what_is_not_built_yet_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedModelError, match="num_moe_experts: got 8, but layers with experts are not built yet"
+    ):
+        GPTModel(named("mixtral-tiny"))
+    with pytest.raises(UnsupportedModelError, match="multi_latent_attention: got True, but latent attention is not"):
+        GPTModel(named("llama-tiny", multi_latent_attention=True, num_query_groups=4))
+    with pytest.raises(UnsupportedModelError, match="mtp_num_layers: got 1, but multi-token prediction is not built"):
+        GPTModel(named("llama-tiny", mtp_num_layers=1))
