@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from recollect.engine.apply import Applied, applied_to, apply
     from recollect.fitting import fit
     from recollect.loss.chunked import chunked_cross_entropy
+    from recollect.megatron.compile import megatron_plan
+    from recollect.megatron.config import RecomputeConfig
     from recollect.plan import Plan, UnitPlan
     from recollect.planning.choose import plan
     from recollect.planning.classic import classic_plan
@@ -32,6 +34,7 @@ __all__ = [
     "PeakReport",
     "Plan",
     "Profile",
+    "RecomputeConfig",
     "Report",
     "Timeline",
     "UnitPlan",
@@ -43,6 +46,7 @@ __all__ = [
     "fit",
     "frontier",
     "measure_peak",
+    "megatron_plan",
     "plan",
     "record",
     "timeline",
@@ -58,6 +62,7 @@ _HOME_OF_NAME = {
     "PeakReport": "recollect.planning.timeline",
     "Plan": "recollect.plan",
     "Profile": "recollect.profile.graph",
+    "RecomputeConfig": "recollect.megatron.config",
     "Report": "recollect.verify",
     "Timeline": "recollect.planning.timeline",
     "UnitPlan": "recollect.plan",
@@ -69,6 +74,7 @@ _HOME_OF_NAME = {
     "fit": "recollect.fitting",
     "frontier": "recollect.planning.frontier",
     "measure_peak": "recollect.profile.meter",
+    "megatron_plan": "recollect.megatron.compile",
     "plan": "recollect.planning.choose",
     "record": "recollect.profile.record",
     "timeline": "recollect.planning.timeline",

@@ -6,6 +6,8 @@
         PlanFormatError                       malformed JSON, or JSON of a later version
         UnknownNameError                      a unit or value that the model does not have
       ProfileFormatError (ValueError)         malformed JSON, or JSON of a later version
+      ConfigError (ValueError)                settings of Megatron, ROLL or DeepSpeed that clash or cannot be
+      NotYetError (NotImplementedError)       a setting that is legal and asks for what is not built yet
       BudgetTooSmallError (ValueError)        no plan fits
       HardwareError (ValueError)              no known device, or a malformed file about one
       UnsupportedModelError (ValueError)      no repeated layers, or nothing that could be planned
@@ -18,6 +20,7 @@
       DataError (ValueError)                  training data missing, empty or malformed
       CheckpointError (RuntimeError)          training checkpoint missing, corrupt, or of another run
 
+    ConfigWarning (UserWarning)               a setting that has no effect, or not the one that it seems to have
     PlanMismatchWarning (UserWarning)         a plan that does not fit the ops it meets
     ProfileMismatchWarning (UserWarning)      a plan from a profile of another version or device
 
@@ -28,7 +31,7 @@ pickled, because training programs send errors between processes.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -36,11 +39,14 @@ __all__ = [
     "BudgetTooSmallError",
     "CheckpointError",
     "ChunkedLossError",
+    "ConfigError",
+    "ConfigWarning",
     "DataError",
     "FreedValueError",
     "HardwareError",
     "MeterError",
     "MutatedValueError",
+    "NotYetError",
     "PlanError",
     "PlanFormatError",
     "PlanMismatchWarning",
@@ -133,6 +139,45 @@ class UnknownNameError(PlanError):
 
 class ProfileFormatError(RecollectError, ValueError):
     """A profile file that is malformed or was written by a later version."""
+
+
+def _settings_text(settings: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
+
+
+class ConfigError(RecollectError, ValueError):
+    """Settings that clash with each other or with the model, or a value that a setting cannot have.
+
+    Attributes:
+        rule: the rule that they break, by the name that docs/megatron.md has for it; empty if it is none of that table.
+        settings: the settings concerned, and the values found.
+        reason: why this cannot be.
+        advice: what to change.
+    """
+
+    def __init__(self, *, settings: Mapping[str, object], reason: str, advice: str, rule: str = "") -> None:
+        self.rule = rule
+        self.settings = dict(settings)
+        self.reason = reason
+        self.advice = advice
+        name = f" [{rule}]" if rule else ""
+        super().__init__(f"got {_settings_text(settings)}: {reason}. {advice}{name}")
+
+
+class NotYetError(RecollectError, NotImplementedError):
+    """A setting that is legal, and asks for something that recollect cannot do yet.
+
+    Attributes:
+        settings: the settings concerned, and the values found.
+        needs: what would have to be there.
+        advice: what to do meanwhile.
+    """
+
+    def __init__(self, *, settings: Mapping[str, object], needs: str, advice: str) -> None:
+        self.settings = dict(settings)
+        self.needs = needs
+        self.advice = advice
+        super().__init__(f"got {_settings_text(settings)}: not yet: {needs}. {advice}")
 
 
 class BudgetTooSmallError(RecollectError, ValueError):
@@ -236,6 +281,10 @@ class DataError(RecollectError, ValueError):
 
 class CheckpointError(RecollectError, RuntimeError):
     """A training checkpoint that is missing, corrupt, or of another run."""
+
+
+class ConfigWarning(UserWarning):
+    """A setting that has no effect, or not the one that it seems to have."""
 
 
 class PlanMismatchWarning(UserWarning):

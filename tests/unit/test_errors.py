@@ -14,11 +14,14 @@ from recollect.errors import (
     BudgetTooSmallError,
     CheckpointError,
     ChunkedLossError,
+    ConfigError,
+    ConfigWarning,
     DataError,
     FreedValueError,
     HardwareError,
     MeterError,
     MutatedValueError,
+    NotYetError,
     PlanError,
     PlanFormatError,
     PlanMismatchWarning,
@@ -37,6 +40,8 @@ BUILTIN_BASE = {
     PlanFormatError: PlanError,
     UnknownNameError: PlanError,
     ProfileFormatError: ValueError,
+    ConfigError: ValueError,
+    NotYetError: NotImplementedError,
     HardwareError: ValueError,
     BudgetTooSmallError: ValueError,
     UnsupportedModelError: ValueError,
@@ -55,6 +60,8 @@ WITH_ATTRIBUTES = [
     UnknownNameError(kind="unit", name="layers.O", known=["layers.0"]),
     BudgetTooSmallError(budget_bytes=10, least_peak_bytes=20, unit="head"),
     MutatedValueError(unit="layers.0", module="mlp", op="mul", shape=(2, 3), changes=1),
+    ConfigError(settings={"a": 1}, reason="no", advice="Set a to 2.", rule="a-is-2"),
+    NotYetError(settings={"a": 1}, needs="b", advice="Leave it out."),
     FreedValueError(unit="layers.0", module="mlp", op="mul", shape=(2, 3)),
 ]
 
@@ -73,11 +80,13 @@ def test_tree_in_the_docstring_names_every_class() -> None:
         == {kind.__name__ for kind in BUILTIN_BASE}
         | {
             "RecollectError",
+            "ConfigWarning",
             "PlanMismatchWarning",
             "ProfileMismatchWarning",
         }
     )
     assert issubclass(PlanMismatchWarning, UserWarning)
+    assert issubclass(ConfigWarning, UserWarning)
     assert issubclass(ProfileMismatchWarning, UserWarning)
 
 

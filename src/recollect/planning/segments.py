@@ -9,7 +9,7 @@ long as the first, and its peak is higher than it needs to be.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from recollect.profile.graph import Profile
@@ -21,6 +21,7 @@ __all__ = [
     "folded_outputs",
     "longest_chain",
     "most_folded",
+    "outputs_within",
     "single_outputs",
 ]
 
@@ -60,12 +61,31 @@ def dropped_outputs(profile: Profile, *, stride: int) -> frozenset[str]:
 
     The output of a chain's last layer is kept: what comes after the chain needs it.
     """
-    return frozenset(
-        profile.calls[index].path
-        for chain in chains(profile)
-        for position, index in enumerate(chain[:-1])
-        if (position + 1) % stride
+    return outputs_within(
+        profile,
+        [
+            [profile.calls[index].path for index in chain[start : start + stride]]
+            for chain in chains(profile)
+            for start in range(0, len(chain), stride)
+        ],
     )
+
+
+def outputs_within(profile: Profile, segments: Iterable[Sequence[str]]) -> frozenset[str]:
+    """Return the paths of units whose output is dropped when each segment of layers keeps only its input.
+
+    The output of a segment's last layer is kept, and one that the next layer is not alone to read.
+
+    Args:
+        profile: the recorded step.
+        segments: paths of layers that follow each other.
+    """
+    following = {
+        profile.calls[here].path: profile.calls[there].path
+        for chain in chains(profile)
+        for here, there in pairwise(chain)
+    }
+    return frozenset(here for segment in segments for here, there in pairwise(segment) if following.get(here) == there)
 
 
 def most_folded(profile: Profile) -> int:

@@ -1,0 +1,48 @@
+"""Megatron's words for recompute, as plans.
+
+The names below are imported on first use: none of them needs PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recollect.megatron.choice import BlockFull, NoRecompute, Selective, UniformFull
+    from recollect.megatron.compile import megatron_plan
+    from recollect.megatron.config import RecomputeConfig
+    from recollect.megatron.setting import TrainingSetting
+
+__all__ = [
+    "BlockFull",
+    "NoRecompute",
+    "RecomputeConfig",
+    "Selective",
+    "TrainingSetting",
+    "UniformFull",
+    "megatron_plan",
+]
+
+_HOME_OF_NAME = {
+    "BlockFull": "choice",
+    "NoRecompute": "choice",
+    "RecomputeConfig": "config",
+    "Selective": "choice",
+    "TrainingSetting": "setting",
+    "UniformFull": "choice",
+    "megatron_plan": "compile",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF_NAME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

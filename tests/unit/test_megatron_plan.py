@@ -1,0 +1,190 @@
+"""Megatron's settings as plans, on profiles made by hand: which layers, which outputs, which values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from recollect.errors import ConfigError, ConfigWarning, NotYetError
+from recollect.megatron import RecomputeConfig, TrainingSetting, megatron_plan
+from recollect.plan import Plan
+from recollect.planning.classic import classic_plan
+from recollect.profile.graph import Profile, UnitCall
+from toy_profile import layer, simulate, stack
+
+
+def planned(profile: Profile, setting: TrainingSetting | None = None, **fields: Any) -> Plan:
+    return megatron_plan(profile, RecomputeConfig(**fields), setting, simulate=simulate)
+
+
+def full(profile: Profile, method: str, num_layers: int, setting: TrainingSetting | None = None) -> Plan:
+    return planned(
+        profile, setting, recompute_granularity="full", recompute_method=method, recompute_num_layers=num_layers
+    )
+
+
+def selective(profile: Profile, *modules: str, **fields: Any) -> Plan:
+    return planned(profile, recompute_granularity="selective", recompute_modules=modules, **fields)
+
+
+def outputs(plan: Plan) -> str:
+    """One letter a layer: keep or drop."""
+    return "".join("k" if unit.output == "keep" else "d" for unit in plan.units.values())
+
+
+def recomputed(plan: Plan) -> str:
+    """One letter a layer: + if it recomputes anything."""
+    return "".join("+" if unit.recomputes_anything else "-" for unit in plan.units.values())
+
+
+def test_nothing_asked_for_keeps_all() -> None:
+    profile = stack(4)
+    assert planned(profile).units == classic_plan(profile, "keep_all", simulate=simulate).units
+
+
+def test_uniform_1_is_full() -> None:
+    profile = stack(4)
+    assert full(profile, "uniform", 1).units == classic_plan(profile, "full", simulate=simulate).units
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "expected"), [(2, "dkdkdkdk"), (3, "ddkddkdk"), (4, "dddkdddk"), (5, "ddddkddk"), (8, "dddddddk")]
+)
+def test_uniform_drops_what_is_between_the_layers_of_a_region(num_layers: int, expected: str) -> None:
+    plan = full(stack(8), "uniform", num_layers)
+    assert outputs(plan) == expected
+    assert recomputed(plan) == "+" * 8
+    assert plan.note == f"Megatron: full, uniform, {num_layers}"
+
+
+def test_uniform_is_counted_in_each_virtual_stage() -> None:
+    """Stages of four layers each; regions of three do not reach across them."""
+    setting = TrainingSetting(num_layers=8, pipeline_model_parallel_size=2)
+    assert outputs(full(stack(8), "uniform", 3, setting)) == "ddkkddkk"
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (TrainingSetting(), "++------"),
+        (TrainingSetting(num_layers=8, pipeline_model_parallel_size=2), "++--++--"),
+        (TrainingSetting(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2), "++++++++"),
+        (
+            TrainingSetting(
+                pipeline_model_parallel_size=3,
+                num_layers_in_first_pipeline_stage=3,
+                num_layers_in_last_pipeline_stage=1,
+            ),
+            "++-++--+",
+        ),
+    ],
+)
+def test_block_recomputes_the_first_layers_of_each_virtual_stage(setting: TrainingSetting, expected: str) -> None:
+    plan = full(stack(8), "block", 2, setting)
+    assert recomputed(plan) == expected
+    assert outputs(plan) == "k" * 8
+
+
+def test_layers_that_others_read_too_keep_their_output() -> None:
+    """A skip connection holds the output of the second layer anyway."""
+    profile = stack(4)
+    calls = list(profile.calls)
+    calls[4] = replace(calls[4], origins=((0, 2, 4),))
+    assert outputs(full(replace(profile, calls=tuple(calls)), "uniform", 4)) == "dkdk"
+
+
+def test_two_stacks_are_counted_apart() -> None:
+    profile = stack(6)
+    renamed = [
+        replace(call, path=f"{'encoder' if index < 3 else 'decoder'}.{call.path}") if call.repeated else call
+        for index, call in enumerate(profile.calls, start=-1)
+    ]
+    profile = replace(profile, calls=tuple(renamed))
+    assert recomputed(full(profile, "block", 1)) == "+--+--"
+
+
+def test_a_module_drops_its_inside_and_keeps_its_output() -> None:
+    plan = selective(stack(2), "mlp")
+    assert dict(plan.units["layers.0"].actions) == {
+        "norm.mul": "keep",
+        "mlp.up.mm": "recompute",
+        "mlp.act.silu": "recompute",
+        "mlp.down.mm": "keep",
+    }
+    assert plan.units["layers.0"].output == "keep"
+    assert plan.note == "Megatron: selective, mlp"
+
+
+def test_a_module_drops_its_output_where_that_is_asked_for() -> None:
+    plan = selective(stack(2), "mlp", recompute_discard_outputs=["mlp"])
+    assert plan.units["layers.0"].actions["mlp.down.mm"] == "recompute"
+
+
+def test_a_set_of_which_the_model_has_nothing_is_an_error() -> None:
+    with pytest.raises(
+        ConfigError, match=r"got recompute_modules=\('moe', 'moe_act'\): no layer .* has moe or moe_act"
+    ):
+        selective(stack(2), "moe", "moe_act")
+
+
+def test_a_module_that_the_model_has_not_is_a_warning_beside_one_that_it_has() -> None:
+    with pytest.warns(ConfigWarning, match="no layer of this model has moe; of mlp moe the others are recomputed"):
+        plan = selective(stack(2), "mlp", "moe")
+    assert plan.units == selective(stack(2), "mlp").units
+
+
+@pytest.mark.parametrize(
+    ("setting", "num_layers", "message"),
+    [
+        (None, 9, r"got recompute_method='block', recompute_num_layers=9: the model has 8 layers\. Set .* 1 to 8"),
+        (TrainingSetting(pipeline_model_parallel_size=4), 3, r"the largest of 4 model chunks has 2 layers"),
+        (
+            TrainingSetting(num_layers=8, pipeline_model_parallel_size=4),
+            3,
+            r"the largest of 4 model chunks has 2 layers",
+        ),
+        (
+            TrainingSetting(num_layers=7),
+            1,
+            r"got num_layers=7: the recorded model has 8 layers in layers\. Set it to 8",
+        ),
+        (
+            TrainingSetting(pipeline_model_parallel_size=3),
+            1,
+            r"got num_layers=8, pipeline_model_parallel_size=3: the layers cannot be divided among the stages\. Each",
+        ),
+        (
+            TrainingSetting(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=3),
+            1,
+            r"got num_layers=8, .*virtual_pipeline_model_parallel_size=3: the layers cannot be divided",
+        ),
+    ],
+)
+def test_layers_that_do_not_fit_the_model(setting: TrainingSetting | None, num_layers: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        full(stack(8), "block", num_layers, setting)
+
+
+def test_a_pipeline_cuts_one_stack_only() -> None:
+    profile = stack(1)
+    calls = (*profile.calls[:2], UnitCall("decoder.0", 1, repeated=True), profile.calls[2])
+    with pytest.raises(ConfigError, match=r"the layers stand in 2 blocks, layers, decoder, and a pipeline cuts one"):
+        full(replace(profile, calls=calls), "block", 1, TrainingSetting(pipeline_model_parallel_size=2))
+
+
+def test_what_is_not_built_is_refused_after_it_was_checked() -> None:
+    with pytest.raises(
+        NotYetError, match=r"got cpu_offloading=True, cpu_offloading_num_layers=1: not yet: values that"
+    ):
+        planned(stack(2), cpu_offloading=True, cpu_offloading_num_layers=1)
+    with pytest.raises(NotYetError, match=r"got fp8='hybrid', fp8_recipe='delayed': not yet: models that compute in 8"):
+        planned(stack(2), TrainingSetting(fp8="hybrid"))
+
+
+def test_opaque_layers_are_run_again_as_a_whole() -> None:
+    graph = layer()
+    opaque = replace(graph, values=tuple(replace(value, must_keep=value.saved) for value in graph.values))
+    plan = full(stack(2, graph=opaque), "uniform", 1)
+    assert {unit.engine for unit in plan.units.values()} == {"region"}
