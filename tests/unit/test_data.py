@@ -14,8 +14,9 @@ import torch
 from recollect.errors import DataError
 from recollect.train.batches import BatchSampler
 from recollect.train.config import DataFlags
+from recollect.train.corpus import Corpus, load_corpus
 from recollect.train.documents import read_documents
-from recollect.train.tokens import load_corpus
+from recollect.train.windows import TokenWindows, Windows
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -32,6 +33,16 @@ def write_tokenizer(path: Path, *, words: int = 50) -> Path:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(path))
     return path
+
+
+def load(flags: DataFlags, *, vocab_size: int | None = None) -> Corpus:
+    return load_corpus(flags, seed=0, vocab_size=vocab_size)
+
+
+def tokens(windows: Windows | None) -> np.ndarray:
+    """The stream that windows are cut from."""
+    assert isinstance(windows, TokenWindows)
+    return np.asarray(windows.tokens)
 
 
 def flags(*paths: Path, **changes: Any) -> DataFlags:
@@ -98,53 +109,53 @@ def test_missing_data_and_empty_folder(tmp_path: Path) -> None:
 def test_split_is_by_document_and_the_same_each_time(tmp_path: Path) -> None:
     texts = [f"document number {number} " * 3 for number in range(200)]
     path = write(tmp_path / "d.jsonl", "\n".join(json.dumps({"text": text}) for text in [*texts, *texts]))
-    corpus = load_corpus(flags(path, validation_fraction=0.2))
-    held_out = set(corpus.validation.astype(np.uint8).tobytes().decode().split("\0")) - {""}
-    trained = set(corpus.training.astype(np.uint8).tobytes().decode().split("\0")) - {""}
+    corpus = load(flags(path, validation_fraction=0.2))
+    held_out = set(tokens(corpus.validation).astype(np.uint8).tobytes().decode().split("\0")) - {""}
+    trained = set(tokens(corpus.training).astype(np.uint8).tobytes().decode().split("\0")) - {""}
     assert held_out | trained == set(texts)
     assert not held_out & trained  # though each text is there twice
     assert 20 <= len(held_out) <= 60  # 40 expected of 200; these bounds are 3.5 standard deviations
-    assert corpus.fingerprint == load_corpus(flags(path, validation_fraction=0.2)).fingerprint
-    assert corpus.fingerprint != load_corpus(flags(path, validation_fraction=0.3)).fingerprint
+    assert corpus.fingerprint == load(flags(path, validation_fraction=0.2)).fingerprint
+    assert corpus.fingerprint != load(flags(path, validation_fraction=0.3)).fingerprint
 
 
 def test_single_document_holds_out_its_end(tmp_path: Path) -> None:
     path = write(tmp_path / "d.txt", "0123456789" * 100)
-    corpus = load_corpus(flags(path, validation_fraction=0.1))
-    assert (corpus.training.size, corpus.validation.size) == (901, 100)  # with the separator
-    assert load_corpus(flags(path, validation_fraction=0.0)).validation.size == 0
+    corpus = load(flags(path, validation_fraction=0.1))
+    assert (tokens(corpus.training).size, tokens(corpus.validation).size) == (901, 100)  # with the separator
+    assert load(flags(path, validation_fraction=0.0)).validation is None
 
 
 def test_tokenizer_file_is_used_with_its_separator(tmp_path: Path) -> None:
     data = write(tmp_path / "d.jsonl", '{"text": "w0 w1 w2"}\n{"text": "w3 nonsense"}\n')
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
-    corpus = load_corpus(flags(data, tokenizer=tokenizer, validation_fraction=0.0, seq_length=2))
-    assert corpus.training.tolist() == [2, 3, 4, 1, 5, 0, 1]
+    corpus = load(flags(data, tokenizer=tokenizer, validation_fraction=0.0, seq_length=2))
+    assert tokens(corpus.training).tolist() == [2, 3, 4, 1, 5, 0, 1]
     assert corpus.vocab_size == 52
 
 
 def test_unusable_tokenizers(tmp_path: Path) -> None:
     data = write(tmp_path / "d.txt", "text " * 100)
     with pytest.raises(DataError, match=r"tokenizer .*none\.json: no such file, expected a tokenizer\.json"):
-        load_corpus(flags(data, tokenizer=tmp_path / "none.json"))
+        load(flags(data, tokenizer=tmp_path / "none.json"))
     broken = write(tmp_path / "broken.json", "{}")
     with pytest.raises(DataError, match=r"tokenizer .*broken\.json: not readable .* expected a tokenizer\.json"):
-        load_corpus(flags(data, tokenizer=broken))
+        load(flags(data, tokenizer=broken))
     with pytest.raises(DataError, match=r"got 52 ids, but the model's vocab_size is 32, expected no more"):
-        load_corpus(flags(data, tokenizer=write_tokenizer(tmp_path / "t.json")), vocab_size=32)
+        load(flags(data, tokenizer=write_tokenizer(tmp_path / "t.json")), vocab_size=32)
     with pytest.raises(DataError, match=r"tokenizer bytes: got 256 ids, but the model's vocab_size is 100"):
-        load_corpus(flags(data), vocab_size=100)
+        load(flags(data), vocab_size=100)
 
 
 def test_data_shorter_than_a_sequence(tmp_path: Path) -> None:
     path = write(tmp_path / "d.txt", "0123456789")
     with pytest.raises(DataError, match=r"training data: got 10 tokens, expected at least 65 .*--seq-length 64"):
-        load_corpus(flags(path, seq_length=64))
+        load(flags(path, seq_length=64))
     longer = write(tmp_path / "e.txt", "0123456789" * 20)
     with pytest.raises(
         DataError, match=r"validation data: got 10 tokens, expected at least 65 .*0 turns validation off"
     ):
-        load_corpus(flags(longer, seq_length=64))
+        load(flags(longer, seq_length=64))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +171,8 @@ def test_flags_out_of_range(change: dict[str, Any], message: str) -> None:
 
 
 def sampler(*, seed: int | None = 0, batch_size: int = 3) -> BatchSampler:
-    return BatchSampler(np.arange(101, dtype=np.uint16), seq_length=10, batch_size=batch_size, seed=seed)
+    windows = TokenWindows(np.arange(101, dtype=np.uint16), seq_length=10, seed=seed)
+    return BatchSampler(windows, batch_size=batch_size)
 
 
 def test_each_window_comes_once_an_epoch_in_an_order_of_its_own() -> None:

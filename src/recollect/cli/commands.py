@@ -99,3 +99,19 @@ class Calibrate:
     """Small tensors and three runs of each: seconds, and a rough answer."""
     debug: bool = False
     """Show the traceback of an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenize:
+    """Tokenize documents into Megatron's indexed dataset (.bin and .idx), for --data-path here and in Megatron."""
+
+    data: tuple[Path, ...] = ()
+    """Text files, JSONL files or folders of them; none: the Python standard library's source on this machine."""
+    text_field: str = "text"
+    """Field of a JSONL record that holds its text."""
+    tokenizer: Path | None = None
+    """A `tokenizer.json` of the `tokenizers` library; none: one token per byte."""
+    output_prefix: Path
+    """Where to write, without .bin and .idx."""
+    debug: bool = False
+    """Show the traceback of an error."""

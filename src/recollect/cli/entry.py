@@ -12,12 +12,18 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from recollect.cli.commands import Calibrate, DrawFrontier, MakePlan, Train
+from recollect.cli.commands import Calibrate, DrawFrontier, MakePlan, Tokenize, Train
 from recollect.errors import RecollectError
 from recollect.train.config import demo_config
 
-Command = Train | MakePlan | DrawFrontier | Calibrate
-_COMMANDS: dict[str, Any] = {"train": Train, "plan": MakePlan, "frontier": DrawFrontier, "calibrate": Calibrate}
+Command = Train | MakePlan | DrawFrontier | Calibrate | Tokenize
+_COMMANDS: dict[str, Any] = {
+    "train": Train,
+    "plan": MakePlan,
+    "frontier": DrawFrontier,
+    "calibrate": Calibrate,
+    "tokenize": Tokenize,
+}
 # Any: a type checker cannot see that a union of annotated types is a type.
 _EVERY_COMMAND: Any = functools.reduce(
     operator.or_, (Annotated[kind, tyro.conf.subcommand(name)] for name, kind in _COMMANDS.items())
@@ -88,6 +94,10 @@ def _run(command: Command) -> None:
         from recollect.cli.frontier import run_frontier
 
         run_frontier(command, console)
+    elif isinstance(command, Tokenize):
+        from recollect.cli.tokenize import run_tokenize
+
+        run_tokenize(command, console)
     else:
         from recollect.cli.calibrate import run_calibrate
 

@@ -60,6 +60,14 @@ class DataFlags:
 
     data: tuple[Path, ...] = ()
     """Text files, JSONL files or folders of them; none: the Python standard library's source on this machine."""
+    data_path: tuple[str, ...] = ()
+    """Megatron's indexed datasets, as paths without .bin and .idx, each with a weight before it or none of them."""
+    train_data_path: tuple[str, ...] = ()
+    """The same, of datasets that are for training alone."""
+    valid_data_path: tuple[str, ...] = ()
+    """The same, of datasets that are for validation alone; none: no validation."""
+    split: str = "969,30,1"
+    """Parts of each dataset of --data-path for training, validation and test; its documents in their order."""
     text_field: str = "text"
     """Field of a JSONL record that holds its text."""
     tokenizer: Path | None = None
@@ -67,11 +75,23 @@ class DataFlags:
     seq_length: int = 256
     """Tokens the model sees at once."""
     validation_fraction: float = 0.05
-    """Part of the documents held out, chosen by a hash of each document; 0 turns validation off."""
+    """Part of the text documents held out, chosen by a hash of each document; 0 turns validation off."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "seq_length")
         _within(self, "validation_fraction", 0.0, 0.5)
+        given = [name for name in ("data", "data_path", "train_data_path") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{given[1]}: got it beside {given[0]}, expected one of them. Leave one out.")
+        if self.valid_data_path and not self.train_data_path:
+            raise ValueError(
+                "valid_data_path: got it without train_data_path, expected both. Give train_data_path too."
+            )
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether the data are Megatron's indexed datasets."""
+        return bool(self.data_path or self.train_data_path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +193,7 @@ class TrainConfig:
             f"{part}.{name}": value
             for part in ("model", "data", "optim", "step")
             for name, value in vars(getattr(self, part)).items()
-            if name not in ("data", "tokenizer")
+            if name not in ("data", "data_path", "train_data_path", "valid_data_path", "tokenizer")
         }
 
 

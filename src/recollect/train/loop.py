@@ -138,7 +138,7 @@ def _take_step(session: Session, *, is_measured: bool) -> StepRecord:
 
 def _validate(session: Session) -> float | None:
     is_last = session.step == session.config.optim.steps
-    if not session.corpus.validation.size or not (is_last or _is_due(session.step, session.config.run.validate_every)):
+    if session.corpus.validation is None or not (is_last or _is_due(session.step, session.config.run.validate_every)):
         return None
     return validation_loss(session.model, session.validation_batches())
 
@@ -176,10 +176,11 @@ def _fastest_step_s(records: list[StepRecord], session: Session) -> float | None
 
 def _describe(session: Session) -> str:
     dimensions, corpus = session.model.config, session.corpus
+    held_out = 0 if corpus.validation is None else corpus.validation.num_tokens
     start = f", going on after step {session.step}" if session.step else ""
     return (
         f"Model: {dimensions.num_layers} layers of width {dimensions.hidden_size}, "
         f"{dimensions.num_parameters / 1e6:.1f} M parameters, {session.config.step.precision} on {session.device}. "
-        f"Data: {corpus.training.size:,} tokens, {corpus.validation.size:,} held out. "
+        f"Data: {corpus.training.num_tokens:,} tokens, {held_out:,} held out. "
         f"Run folder: {session.folder}{start}"
     )

@@ -28,10 +28,10 @@ from recollect.train.checkpoint import (
     write_checkpoint,
 )
 from recollect.train.config import TrainConfig
+from recollect.train.corpus import Corpus, load_corpus
 from recollect.train.files import write_text
 from recollect.train.optim import build_optimizer
 from recollect.train.step import build_model, resolve_device
-from recollect.train.tokens import Corpus, load_corpus
 
 
 @dataclass(eq=False)
@@ -58,10 +58,10 @@ class Session:
     step: int = 0
 
     def __post_init__(self) -> None:
-        flags = self.config
-        sizes = {"seq_length": flags.data.seq_length, "batch_size": flags.optim.batch_size}
-        self._training = BatchSampler(self.corpus.training, seed=flags.step.seed, **sizes)
-        self._validation = BatchSampler(self.corpus.validation, seed=None, **sizes)
+        batch_size = self.config.optim.batch_size
+        held_out = self.corpus.validation
+        self._training = BatchSampler(self.corpus.training, batch_size=batch_size)
+        self._validation = None if held_out is None else BatchSampler(held_out, batch_size=batch_size)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Session:
 
     def validation_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the validation batches, the same ones each time; none if validation is off."""
-        if self.corpus.validation.size:
+        if self._validation is not None:
             for position in range(self.config.run.validation_batches):
                 yield self._on_device(self._validation.batch(position))
 
@@ -119,7 +119,7 @@ def open_session(config: TrainConfig) -> Session:
             be written, or its newest checkpoint is damaged or of another configuration.
     """
     folder, newest = _find_start(config)
-    corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
+    corpus = load_corpus(config.data, seed=config.step.seed, vocab_size=config.model.vocab_size)
     model = build_model(config.model.dimensions(corpus.vocab_size), config.step)
     session = Session(
         config=config,

@@ -1,10 +1,8 @@
-"""Text to token ids, one stream for training and one held out for validation."""
+"""Text to token ids."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,8 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recollect.errors import DataError
-from recollect.train.config import DataFlags
-from recollect.train.documents import Document, read_documents
 
 Tokens = NDArray[np.uint16] | NDArray[np.int32]
 
@@ -87,81 +83,20 @@ class FileTokenizer:
             yield encoded.ids + self._separator
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Corpus:
-    """Token streams.
-
-    Attributes:
-        training: ids, one dimension, uint16 if they fit, else int32.
-        validation: the same, held out; empty if validation is off.
-        vocab_size: ids are below this.
-        fingerprint: hash of both streams; equal fingerprints mean equal data.
-    """
-
-    training: Tokens
-    validation: Tokens
-    vocab_size: int
-    fingerprint: str
-
-
-def load_corpus(flags: DataFlags, *, vocab_size: int | None = None) -> Corpus:
-    """Read, tokenize and split the data.
-
-    A document is held out by a hash of its text, so copies of one text never land on both sides and the split is the
-    same on every machine. If that leaves a side without documents, the end of the stream is held out instead.
+def open_tokenizer(path: Path | None, *, vocab_size: int | None = None) -> Tokenizer:
+    """Return the tokenizer of a file, or one token per byte.
 
     Args:
-        flags: sources, tokenizer, sequence length, held-out fraction.
+        path: a `tokenizer.json`; None: bytes.
         vocab_size: rows of the model's embedding, if already decided.
 
-    Returns:
-        Both streams; each holds at least one sequence, except for validation if that is off.
-
     Raises:
-        DataError: data missing, malformed, or shorter than one sequence; a tokenizer that cannot be read or has more
-            ids than `vocab_size`.
+        DataError: a tokenizer that cannot be read or has more ids than `vocab_size`.
     """
-    tokenizer: Tokenizer = ByteTokenizer() if flags.tokenizer is None else FileTokenizer(flags.tokenizer)
+    tokenizer: Tokenizer = ByteTokenizer() if path is None else FileTokenizer(path)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise DataError(
             f"tokenizer {tokenizer.name}: got {tokenizer.vocab_size} ids, but the model's vocab_size is {vocab_size}, "
             f"expected no more ids than that. Raise --vocab-size or leave it out."
         )
-    documents = read_documents(flags.data, text_field=flags.text_field)
-    held_out = [_hash_fraction(document) < flags.validation_fraction for document in documents]
-    streams = [
-        _encode(tokenizer, [d.text for d, is_held in zip(documents, held_out, strict=True) if is_held is side])
-        for side in (False, True)
-    ]
-    training, validation = streams
-    if flags.validation_fraction and not (training.size and validation.size):
-        whole: Any = np.concatenate(streams)
-        cut = round(whole.size * (1 - flags.validation_fraction))
-        training, validation = whole[:cut], whole[cut:]
-    _check_length("training", training, flags.seq_length, "Add data or lower --seq-length.")
-    if flags.validation_fraction:
-        advice = "Add data, lower --seq-length, or set --validation-fraction (0 turns validation off)."
-        _check_length("validation", validation, flags.seq_length, advice)
-    fingerprint = hashlib.sha256(training.tobytes() + b"|" + validation.tobytes()).hexdigest()[:16]
-    return Corpus(training, validation, tokenizer.vocab_size, fingerprint)
-
-
-def _hash_fraction(document: Document) -> float:
-    return int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big") / 2.0**64
-
-
-def _encode(tokenizer: Tokenizer, texts: list[str]) -> Tokens:
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
-    parts = [
-        (np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else np.array(ids)).astype(dtype)
-        for ids in tokenizer.encode(texts)
-    ]
-    return np.concatenate([np.zeros(0, dtype), *parts])
-
-
-def _check_length(side: str, tokens: Tokens, seq_length: int, advice: str) -> None:
-    if tokens.size < seq_length + 1:
-        raise DataError(
-            f"{side} data: got {tokens.size} tokens, expected at least {seq_length + 1} (one sequence of --seq-length "
-            f"{seq_length} and the token after it). {advice}"
-        )
+    return tokenizer

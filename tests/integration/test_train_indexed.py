@@ -1,0 +1,153 @@
+"""Training on Megatron's indexed datasets: from text to a resumed run, by the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexed_files import write_dataset
+from recollect.cli import main
+from recollect.errors import DataError
+from recollect.train.config import DataFlags
+from recollect.train.corpus import load_corpus
+from recollect.train.indexed_corpus import parse_blend, parse_split
+from recollect.train.indexed_dataset import IndexedDataset, write_indexed_dataset
+from recollect.train.windows import BlendedWindows
+from training_runs import kill_after, losses, run, start, write_text
+
+pytestmark = pytest.mark.integration
+
+
+def test_from_text_to_a_run(tmp_path: Path) -> None:
+    text, prefix, run_dir = write_text(tmp_path), tmp_path / "corpus", tmp_path / "run"
+    assert main(["tokenize", "--data", str(text), "--output-prefix", str(prefix)]) == 0
+    dataset = IndexedDataset(prefix)
+    assert bytes(dataset[0].astype(np.uint8)) == text.read_bytes() + b"\0"
+    flags = ["--size", "tiny", "--seq-length", "32", "--batch-size", "2", "--device", "cpu", "--vocab-size", "256"]
+    args = ["train", "--data-path", str(prefix), "--split", "1", *flags, "--run-dir", str(run_dir)]
+    assert main([*args, "--steps", "30", "--learning-rate", "3e-3"]) == 0
+    found = losses(run_dir)
+    assert found[30] < found[1] - 1  # nats; it starts near log(256) = 5.5
+
+
+def test_a_killed_run_goes_on_with_the_same_losses(tmp_path: Path) -> None:
+    first, second = write_dataset(tmp_path, "a"), write_dataset(tmp_path, "b", seed=1)
+    flags = ["--size", "tiny", "--seq-length", 32, "--batch-size", 4, "--steps", 12, "--checkpoint-every", 4]
+    flags += ["--device", "cpu", "--vocab-size", 256, "--split", "80,20", "--validation-batches", 1]
+    args = ["train", "--data-path", 0.3, first, 0.7, second, *flags]
+    whole, _ = start(*args, "--run-dir", tmp_path / "whole").communicate()
+    kill_after(6, tmp_path / "killed", *args, "--run-dir", tmp_path / "killed")
+    process = start(*args, "--run-dir", tmp_path / "killed", "--resume")
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "going on after step 4" in output
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert "step 12/12" in whole
+
+
+def test_another_split_or_other_data_is_another_run(tmp_path: Path) -> None:
+    prefix = write_dataset(tmp_path)
+    changes = {"data": (), "steps": 2, "vocab_size": 256, "data_path": (str(prefix),), "split": "80,20"}
+    run(tmp_path, **changes)
+    with pytest.raises(Exception, match=r"was written with data\.split = '80,20', this run has '70,30'"):
+        run(tmp_path, **{**changes, "split": "70,30"}, resume=True)
+    other = write_dataset(tmp_path, "other", seed=5)
+    with pytest.raises(Exception, match=r"was written with data\.fingerprint"):
+        run(tmp_path, **{**changes, "data_path": (str(other),)}, resume=True)
+
+
+def flags(*data_path: object, split: str = "80,20", **changes: object) -> DataFlags:
+    values = {"data_path": tuple(map(str, data_path)), "split": split, "seq_length": 16, **changes}
+    return DataFlags(**values)  # type: ignore[arg-type]
+
+
+def test_the_split_is_of_documents_in_their_order(tmp_path: Path) -> None:
+    prefix = write_dataset(tmp_path)
+    dataset = IndexedDataset(prefix)
+    corpus = load_corpus(flags(prefix, split="60,30,10"), seed=0, vocab_size=256)
+    assert corpus.validation is not None
+    assert corpus.training.num_tokens == dataset.lengths[:120].sum()
+    assert corpus.validation.num_tokens == dataset.lengths[120:180].sum()
+    held_out = np.concatenate([dataset[number] for number in range(120, 180)])
+    assert np.array_equal(corpus.validation.window(1), held_out[16:33])
+    assert load_corpus(flags(prefix, split="1,0,0"), seed=0, vocab_size=256).validation is None
+
+
+def test_sides_may_have_datasets_of_their_own(tmp_path: Path) -> None:
+    train, valid = write_dataset(tmp_path, "t"), write_dataset(tmp_path, "v", seed=1, count=50)
+    data = flags(train_data_path=(str(train),), valid_data_path=(str(valid),))
+    corpus = load_corpus(data, seed=0, vocab_size=256)
+    assert corpus.validation is not None
+    assert corpus.training.num_tokens == IndexedDataset(train).lengths.sum()
+    assert corpus.validation.num_tokens == IndexedDataset(valid).lengths.sum()
+    assert load_corpus(flags(train_data_path=(str(train),)), seed=0, vocab_size=256).validation is None
+
+
+def test_without_weights_each_source_has_as_many_windows_as_it_holds(tmp_path: Path) -> None:
+    for name, ids in (("s", np.arange(100)), ("l", np.arange(100, 1000))):
+        write_indexed_dataset(tmp_path / name, [ids], vocab_size=1000)
+    corpus = load_corpus(flags(tmp_path / "s", tmp_path / "l", split="1"), seed=0, vocab_size=1000)
+    assert isinstance(corpus.training, BlendedWindows)
+    assert corpus.training.num_windows == 99 // 16 + 899 // 16 == 62
+    starts = [int(corpus.training.window(index)[0]) for index in range(62)]
+    assert len(set(starts)) == 62  # one epoch of both
+    assert sum(start < 100 for start in starts[:31]) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["0.3", "a", "b"], r"--data-path: got 0\.3 a b, expected prefixes, or a weight above 0 before each prefix"),
+        (["0.3", "a", "0", "b"], "expected prefixes, or a weight above 0"),
+        (["nan", "a", "1", "b"], "expected prefixes, or a weight above 0"),
+        (["1", "2"], "expected prefixes, or a weight above 0"),
+    ],
+)
+def test_blends_that_cannot_be_read(words: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        parse_blend(words, "--data-path")
+
+
+@pytest.mark.parametrize("text", ["", "1,2,3,4", "-1,2", "0,0,0", "a,b", "inf,1"])
+def test_splits_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(DataError, match=r"expected one to three numbers of at least 0, for training, validation and"):
+        parse_split(text)
+
+
+def test_data_that_do_not_suffice(tmp_path: Path) -> None:
+    prefix = write_dataset(tmp_path, count=20)
+    with pytest.raises(DataError, match=r"got neither --vocab-size nor --tokenizer, expected one of them"):
+        load_corpus(flags(prefix), seed=0)
+    with pytest.raises(DataError, match=r"corpus: validation has \d+ tokens, expected at least 17 .* with --split"):
+        load_corpus(flags(prefix, split="98,2"), seed=0, vocab_size=256)
+    with pytest.raises(DataError, match=r"training has \d+ tokens, expected at least 5001 .* Lower --seq-length"):
+        load_corpus(flags(prefix, seq_length=5000), seed=0, vocab_size=256)
+    with pytest.raises(
+        DataError, match=r"--split 0,1: leaves no document to train on, expected a first number above 0"
+    ):
+        load_corpus(flags(prefix, split="0,1"), seed=0, vocab_size=256)
+    with pytest.raises(DataError, match=r"valid.* expected at least 17 .* give more data with --valid-data-path"):
+        tiny = write_dataset(tmp_path, "tiny", count=1)
+        data = flags(train_data_path=(str(prefix),), valid_data_path=(str(tiny),))
+        load_corpus(data, seed=0, vocab_size=256)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": (Path("x"),), "data_path": ("a",)}, "data_path: got it beside data, expected one of them"),
+        ({"train_data_path": ("a",), "data_path": ("a",)}, "train_data_path: got it beside data_path, expected one"),
+        ({"valid_data_path": ("a",)}, "valid_data_path: got it without train_data_path, expected both"),
+    ],
+)
+def test_sources_that_clash(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataFlags(**changes)  # type: ignore[arg-type]
+
+
+def test_written_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write_dataset(tmp_path)
+    assert main(["tokenize", "--output-prefix", str(prefix)]) == 2
+    assert "the files are there already, expected new ones. Remove them" in capsys.readouterr().err
