@@ -53,7 +53,7 @@ def test_fake_recording_predicts_what_a_real_one_predicts(optimizer: bool) -> No
     assert [v.saved for v in graph_at(fake, "layers.1").values] == [v.saved for v in graph_at(real, "layers.1").values]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "vit", "gemma", "mamba"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "vit", "gemma", "mamba", "mixtral", "deepseek_v3"])
 def test_fake_recording_of_models_that_nobody_here_wrote(name: str) -> None:
     case = ZOO[name]
     real = recollect.record(case.model(), case.data(), loss_fn=case.loss_fn)

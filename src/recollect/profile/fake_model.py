@@ -12,13 +12,33 @@ from torch import nn
 from recollect._torch_private import FakeTensorMode, tree_map
 
 
+class _FakeMode(FakeTensorMode):
+    """Fake tensors whose grouped products may have any dtype: PyTorch's own insist on bf16, its kernels do not."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            left, right, *rest = args
+            ends = rest[0] if rest else (kwargs or {}).get("offs")
+            return left.new_empty(_grouped_shape(left, right, ends))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _grouped_shape(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None) -> tuple[int, ...]:
+    """Groups stand one after the other in a matrix, along rows, columns or what is summed over, or are matrices themselves."""
+    rows, columns = left.shape[-2], right.shape[-1]
+    if left.dim() == right.dim():
+        groups = left.shape[0] if left.dim() == 3 else ends.shape[0] if ends is not None else 1
+        return (groups, rows, columns)
+    return (rows, columns)
+
+
 @contextmanager
 def fake_tensors(model: nn.Module, device: torch.device) -> Iterator[FakeTensorMode]:
     """Within the block the model's parameters and buffers are fake ones on `device`, and so is what is made from them.
 
     The model's own tensors, which may be on the meta device, are put back at the end. Tied parameters stay tied.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _FakeMode(allow_non_fake_inputs=True)
     fakes: dict[int, Any] = {}
     originals: list[tuple[dict[str, Any], str, Any]] = []
 
