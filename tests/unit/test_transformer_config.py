@@ -130,6 +130,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"num_moe_experts": 8, "moe_router_topk": 3, "moe_router_num_groups": 4, "moe_router_group_topk": 1},
         "moe_router_topk: got 3, expected at most 2, the experts in 1 of 4 groups.",
     ),
+    ({"num_moe_experts": 4, "moe_router_dtype": "fp16"}, "moe_router_dtype: got 'fp16', expected 'fp32', or None"),
+    (
+        {"num_moe_experts": 4, "moe_grouped_gemm": True, "moe_ffn_hidden_size": 12},
+        "moe_ffn_hidden_size: got 12, expected a multiple of 8, because grouped products read 16 bytes at once",
+    ),
 ]
 
 

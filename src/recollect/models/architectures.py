@@ -118,6 +118,7 @@ def deepseek_v3_config(**fields: Any) -> TransformerConfig:
         "rotary_interleaved": True,
         "layernorm_epsilon": 1e-6,
         "moe_router_score_function": "sigmoid",
+        "moe_router_dtype": "fp32",
         "moe_router_enable_expert_bias": True,
         "moe_router_load_balancing_type": "seq_aux_loss",
         "moe_aux_loss_coeff": 1e-4,

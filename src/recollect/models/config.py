@@ -95,6 +95,10 @@ class TransformerConfig:
     """Groups that experts are divided into for group-limited routing (DeepSeek-V3); None: no groups."""
     moe_router_group_topk: int | None = None
     """Groups that a token may choose experts from."""
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts before the choice, instead of over the chosen ones after it."""
+    moe_router_dtype: Literal["fp32"] | None = None
+    """Compute the router's logits in fp32, whatever the dtype of the model; None: in that. Scores and weights are fp32."""
     moe_router_topk_scaling_factor: float | None = None
     """Factor on the weights of the chosen experts; None: 1."""
     moe_router_enable_expert_bias: bool = False

@@ -102,8 +102,14 @@ def _check_experts(config: TransformerConfig) -> None:
         _refuse("moe_router_topk", config.moe_router_topk, f"at most num_moe_experts = {experts}")
     if config.moe_router_enable_expert_bias and config.moe_router_score_function != "sigmoid":
         _refuse("moe_router_enable_expert_bias", True, "False, or moe_router_score_function 'sigmoid'")
+    if config.moe_router_dtype not in (None, "fp32"):
+        _refuse("moe_router_dtype", config.moe_router_dtype, "'fp32', or None for the dtype of the model")
     _check_layer_pattern(config)
     _check_groups(config, experts)
+    for name in ("hidden_size", "moe_ffn_hidden_size"):
+        if config.moe_grouped_gemm and getattr(config, name) % 8:
+            expected = "a multiple of 8, because grouped products read 16 bytes at once, or moe_grouped_gemm False"
+            _refuse(name, getattr(config, name), expected)
 
 
 def _check_layer_pattern(config: TransformerConfig) -> None:

@@ -5,28 +5,20 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recollect.errors import UnsupportedModelError
 from recollect.models.attention import SelfAttention
 from recollect.models.config import TransformerConfig
+from recollect.models.latent_attention import LatentAttention
 from recollect.models.mlp import MLP
+from recollect.models.moe import MoELayer
 from recollect.models.norm import build_norm
 from recollect.models.rotary import Rotary
+from recollect.models.router import RouterStatistics
 
 __all__ = ["TransformerLayer"]
 
 
 def _build_attention(config: TransformerConfig) -> nn.Module:
-    if config.multi_latent_attention:
-        raise UnsupportedModelError("multi_latent_attention: got True, but latent attention is not built yet.")
-    return SelfAttention(config)
-
-
-def _build_mlp(config: TransformerConfig, layer: int) -> nn.Module:
-    if config.is_moe_layer(layer):
-        raise UnsupportedModelError(
-            f"num_moe_experts: got {config.num_moe_experts}, but layers with experts are not built yet."
-        )
-    return MLP(config)
+    return LatentAttention(config) if config.multi_latent_attention else SelfAttention(config)
 
 
 class TransformerLayer(nn.Module):
@@ -43,12 +35,14 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = build_norm(config, config.hidden_size)
         self.self_attention = _build_attention(config)
         self.pre_mlp_layernorm = build_norm(config, config.hidden_size)
-        self.mlp = _build_mlp(config, layer)
+        self.mlp: nn.Module = MoELayer(config) if config.is_moe_layer(layer) else MLP(config)
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary | None) -> Tensor:
-        """Return the residual stream after this layer."""
+    def forward(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, RouterStatistics | None]:
+        """Return the residual stream after this layer, and what the router tells if the layer has experts."""
         x_BTD = x_BTD + self._dropped(self.self_attention(self.input_layernorm(x_BTD), rotary))
-        return x_BTD + self._dropped(self.mlp(self.pre_mlp_layernorm(x_BTD)))
+        out = self.mlp(self.pre_mlp_layernorm(x_BTD))
+        out_BTD, statistics = out if isinstance(out, tuple) else (out, None)
+        return x_BTD + self._dropped(out_BTD), statistics
 
     def _dropped(self, x_BTD: Tensor) -> Tensor:
         return F.dropout(x_BTD, self.hidden_dropout) if self.training and self.hidden_dropout else x_BTD

@@ -1,0 +1,219 @@
+"""Mixtral and DeepSeek-V3 as whole models: sizes, names, latent attention, multi-token prediction, what the loss is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recollect.models.config import TransformerConfig
+from recollect.models.gpt import GPTModel
+from recollect.models.latent_attention import LatentAttention
+from recollect.models.router import TopKRouter
+from recollect.models.sizes import NAMED_CONFIGS
+
+NAMES = ["mixtral-tiny", "deepseek-v3-tiny"]
+
+
+def named(name: str, **changes: Any) -> TransformerConfig:
+    return dataclasses.replace(NAMED_CONFIGS[name], **changes)
+
+
+def model_of(name: str, **changes: Any) -> GPTModel:
+    torch.manual_seed(0)
+    return GPTModel(named(name, **changes))
+
+
+def batch_of(length: int = 12, sequences: int = 2) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    tokens = torch.randint(256, (sequences, length + 1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "mixtral-8x7b", "deepseek-v3-671b"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"add_bias_linear": True, "normalization": "LayerNorm"}, {"moe_layer_freq": 2}]
+)
+def test_models_have_as_many_parameters_as_their_configuration_says(name: str, changes: dict[str, Any]) -> None:
+    config = named(name, **changes)
+    with torch.device("meta"):
+        assert GPTModel(config).num_parameters == config.num_parameters
+
+
+def test_queries_without_a_latent_vector() -> None:
+    config = named("deepseek-v3-tiny", q_lora_rank=None)
+    model = model_of("deepseek-v3-tiny", q_lora_rank=None)
+    assert model.num_parameters == config.num_parameters
+    model(*batch_of()).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_modules_have_megatrons_names() -> None:
+    modules = {name for name, _ in model_of("deepseek-v3-tiny").named_modules()}
+    dense, sparse = "decoder.layers.0", "decoder.layers.1"
+    attention = ("linear_q_down_proj", "q_layernorm", "linear_kv_down_proj", "kv_layernorm", "qkv_up_proj")
+    up = ("qkv_up_proj.linear_q_up_proj", "qkv_up_proj.linear_kv_up_proj", "core_attention", "linear_proj")
+    parts = ("linear_fc1", "activation_func", "linear_fc2")
+    assert modules >= {
+        *(f"{dense}.self_attention.{part}" for part in (*attention, *up)),
+        *(f"{dense}.mlp.{part}" for part in parts),
+        f"{sparse}.mlp.router",
+        *(f"{sparse}.mlp.{where}.{part}" for where in ("experts", "shared_experts") for part in parts),
+        *(f"mtp.layers.0.{part}" for part in ("enorm", "hnorm", "eh_proj", "final_layernorm")),
+        "mtp.layers.0.transformer_layer.mlp.experts.linear_fc1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sparse"), [(1, [0, 1, 2, 3]), (2, [0, 2]), (3, [0, 3]), ([0, 1, 1, 0], [1, 2]), ([0, 0, 0, 0], [])]
+)
+def test_which_layers_have_experts(pattern: Any, sparse: list[int]) -> None:
+    model = model_of("mixtral-tiny", moe_layer_freq=pattern)
+    paths = [name for name, module in model.named_modules() if isinstance(module, TopKRouter)]
+    assert paths == [f"decoder.layers.{layer}.mlp.router" for layer in sparse]
+
+
+def assert_equal_but_for_rounding(left: Tensor, right: Tensor) -> None:
+    """A later token that goes to another expert changes how many rows a product has, and so the order of its sums."""
+    torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("core", ["fused", "unfused"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_position_does_not_see_later_ones(name: str, core: str) -> None:
+    model = model_of(name, core_attention=core).eval()
+    tokens, _ = batch_of(sequences=1)
+    changed = tokens.clone()
+    changed[0, 8] = (changed[0, 8] + 1) % 256
+    before, after = model(tokens).logits, model(changed).logits
+    assert_equal_but_for_rounding(before[:, :8], after[:, :8])
+    assert not torch.isclose(before[:, 8:], after[:, 8:]).all(dim=-1).any()
+
+
+def test_latent_attention_turns_positions() -> None:
+    """Without rotary positions, attention does not know the order of what it sees."""
+    torch.manual_seed(0)
+    model = model_of("deepseek-v3-tiny")
+    attention = model.decoder.layers[0].self_attention
+    assert isinstance(attention, LatentAttention)
+    x = torch.randn(1, 6, 64)
+    assert model.rotary_pos_emb is not None
+    rotary = model.rotary_pos_emb(x)
+    swapped = x[:, [1, 0, 2, 3, 4, 5]]
+    assert not torch.allclose(attention(x, rotary)[:, 5], attention(swapped, rotary)[:, 5], rtol=1e-3)
+    still = rotary._replace(cos_T1C=torch.ones_like(rotary.cos_T1C), sin_T1C=torch.zeros_like(rotary.sin_T1C))
+    torch.testing.assert_close(attention(x, still)[:, 5], attention(swapped, still)[:, 5])
+
+
+def test_loss_in_evaluation_is_the_next_tokens_alone() -> None:
+    model = model_of("deepseek-v3-tiny").eval()
+    out = model(*batch_of())
+    assert out.loss is out.lm_loss
+    logits, labels = model(batch_of()[0]).logits, batch_of()[1]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(out.loss, expected)
+
+
+def test_loss_in_training_has_the_routers_and_further_tokens_in_it() -> None:
+    model = model_of("deepseek-v3-tiny", mtp_num_layers=2, mtp_loss_scaling_factor=0.5, moe_aux_loss_coeff=0.125)
+    tokens, labels = batch_of()
+    seen: list[Any] = []
+    for layer in model.modules():
+        if isinstance(layer, TopKRouter):
+            layer.register_forward_hook(lambda module, args, routing: seen.append(routing.statistics.aux_loss))
+    assert model.mtp is not None
+    outputs: list[Tensor] = []
+    model.mtp.register_forward_hook(lambda module, args, output: outputs.extend(output[0]))
+    out = model(tokens, labels)
+    assert len(seen) == 5  # three layers of the decoder, two of further tokens
+    further = []
+    for depth, x in enumerate(outputs, 1):
+        logits = model.output_layer(x)[:, :-depth].flatten(0, 1)
+        further.append(torch.nn.functional.cross_entropy(logits, labels[:, depth:].flatten()))
+    expected = out.lm_loss + 0.5 * (further[0] + further[1]) / 2 + sum(seen)
+    torch.testing.assert_close(out.loss, expected)
+
+
+def test_a_depth_sees_the_tokens_that_it_may_see() -> None:
+    """Depth k at position t sees tokens up to t + k, and predicts that at t + k + 1."""
+    model = model_of("deepseek-v3-tiny", mtp_num_layers=2)
+    tokens, labels = batch_of(sequences=1)
+    assert model.mtp is not None
+    outputs: list[list[Tensor]] = []
+    model.mtp.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
+    changed = tokens.clone()
+    changed[0, 8] = (changed[0, 8] + 1) % 256
+    for each in (tokens, changed):
+        model(each, labels)
+    for depth, (before, after) in enumerate(zip(*outputs, strict=True), 1):
+        first = 8 - depth
+        assert_equal_but_for_rounding(before[:, :first], after[:, :first])
+        assert not torch.isclose(before[:, first], after[:, first]).all()
+
+
+def test_embedding_and_output_layer_are_shared_with_further_tokens() -> None:
+    model = model_of("deepseek-v3-tiny", mtp_loss_scaling_factor=1.0)
+    with_mtp = model(*batch_of())
+    with_mtp.loss.backward(
+        inputs=[model.embedding.word_embeddings.weight, model.output_layer.weight], retain_graph=True
+    )
+    both = model.output_layer.weight.grad.clone()
+    model.output_layer.weight.grad = None
+    with_mtp.lm_loss.backward(inputs=[model.output_layer.weight])
+    assert not torch.allclose(both, model.output_layer.weight.grad)
+
+
+def test_loss_in_chunks_is_the_same_loss() -> None:
+    model = model_of("deepseek-v3-tiny", mtp_num_layers=2)
+    whole = model(*batch_of()).loss
+    model.loss_chunks = 3
+    out = model(*batch_of())
+    assert out.logits is None
+    torch.testing.assert_close(out.loss, whole)  # chunks add up in another order
+
+
+def test_sequences_shorter_than_the_depth() -> None:
+    model = model_of("deepseek-v3-tiny", mtp_num_layers=3)
+    tokens, labels = batch_of(length=4)
+    assert model(tokens, labels).loss.isfinite()
+
+
+def counts(model: GPTModel) -> list[int]:
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    return [int(router.tokens_per_expert.sum()) for router in routers if router.tokens_per_expert is not None]
+
+
+def test_tokens_are_counted_in_training_only_and_added_up() -> None:
+    model = model_of("deepseek-v3-tiny")
+    tokens, labels = batch_of()
+    routed = tokens.numel() * 4
+    model(tokens, labels).loss.backward()
+    assert counts(model) == [routed] * 4
+    model(tokens, labels).loss.backward()
+    assert counts(model) == [2 * routed] * 4
+    with torch.no_grad():
+        model(tokens, labels)
+    model.eval()(tokens, labels)
+    assert counts(model) == [2 * routed] * 4
+    model.update_expert_bias()
+    assert counts(model) == [0] * 4
+    biases = [module.expert_bias for module in model.modules() if isinstance(module, TopKRouter)]
+    assert all(bias is not None and {abs(round(b, 6)) for b in bias.tolist()} <= {0.0, 0.001} for bias in biases)
+    assert any(bias is not None and bias.any() for bias in biases)
+
+
+def test_update_without_biases_does_nothing() -> None:
+    model_of("mixtral-tiny").update_expert_bias()
+
+
+def test_bf16_activations_over_fp32_weights() -> None:
+    for name in NAMES:
+        torch.manual_seed(0)
+        model = GPTModel(NAMED_CONFIGS[name], compute_dtype=torch.bfloat16)
+        out = model(*batch_of())
+        out.loss.backward()
+        assert (out.logits.dtype, out.loss.dtype) == (torch.bfloat16, torch.float32)
+        assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
