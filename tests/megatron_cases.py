@@ -291,9 +291,9 @@ WITHIN = [
     Broken(
         "graph-impl",
         {},
-        "cuda_graph_impl='te': no such way to capture",
+        "cuda_graph_impl='triton': no such way to capture",
         {"cuda_graph_impl": "none"},
-        {"cuda_graph_impl": "te"},
+        {"cuda_graph_impl": "triton"},
     ),
     Broken(
         "graph-layer-offload",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from recollect.megatron.compile import megatron_plan
     from recollect.megatron.config import RecomputeConfig
     from recollect.plan import Plan, UnitPlan
+    from recollect.planning.accounts import LayerAccount, layer_accounts
     from recollect.planning.choose import plan
     from recollect.planning.classic import classic_plan
     from recollect.planning.frontier import Frontier, frontier
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Applied",
     "Frontier",
+    "LayerAccount",
     "PeakMeasurement",
     "PeakReport",
     "Plan",
@@ -45,6 +47,7 @@ __all__ = [
     "explain_peak",
     "fit",
     "frontier",
+    "layer_accounts",
     "measure_peak",
     "megatron_plan",
     "plan",
@@ -58,6 +61,7 @@ __version__ = "0.1.0"
 _HOME_OF_NAME = {
     "Applied": "recollect.engine.apply",
     "Frontier": "recollect.planning.frontier",
+    "LayerAccount": "recollect.planning.accounts",
     "PeakMeasurement": "recollect.profile.meter",
     "PeakReport": "recollect.planning.timeline",
     "Plan": "recollect.plan",
@@ -73,6 +77,7 @@ _HOME_OF_NAME = {
     "explain_peak": "recollect.planning.timeline",
     "fit": "recollect.fitting",
     "frontier": "recollect.planning.frontier",
+    "layer_accounts": "recollect.planning.accounts",
     "measure_peak": "recollect.profile.meter",
     "megatron_plan": "recollect.megatron.compile",
     "plan": "recollect.planning.choose",

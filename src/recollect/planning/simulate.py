@@ -119,10 +119,49 @@ class Token:
         self.playback.alive_bytes -= self.nbytes
 
 
+class Rerun:
+    """Runs an op again: makes its results' bytes anew and counts its time."""
+
+    __slots__ = ("op", "playback", "results", "sizes", "state")
+
+    def __init__(self, playback: Playback, run: ScriptOp, sizes: Sequence[int]) -> None:
+        self.playback = playback
+        self.op = run.op
+        self.results = run.results
+        self.sizes = sizes
+        self.state = self._new_state()
+
+    def _new_state(self) -> Token | None:
+        if not self.op.state_bytes:
+            return None
+        return self.playback.token(self.op.state_bytes, (GENERATOR, self.results[0][0][0]))
+
+    def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
+        """Run it, as `recollect.replay` asks."""
+        playback = self.playback
+        playback.recompute_s += self.op.time_s
+        playback.recomputed_ops += 1
+        playback.is_recomputing = self.op.name
+        # The generator's present state is put aside while the op runs from the old one.
+        present_state = self._new_state()
+        results = self._results(tensors, may_overwrite_first)
+        del present_state
+        return results
+
+    def _results(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
+        playback = self.playback
+        playback.work(self.op)
+        if self.op.mutates and may_overwrite_first:
+            return (tensors[0],)
+        results = zip(self.results, self.sizes, strict=True)
+        return tuple([playback.token_type(playback, nbytes, key) for (key, _), nbytes in results])
+
+
 class Playback:
     """Plays a step back under a plan; `planning/lifetimes.py` derives from it, to see who owns which bytes when."""
 
     token_type: Callable[[Any, int, Owner], Token] = Token
+    rerun_type: Callable[[Any, ScriptOp, Sequence[int]], Rerun] = Rerun
 
     def __init__(self, script: Script, decisions: Sequence[CallDecision]) -> None:
         self.script = script
@@ -138,7 +177,7 @@ class Playback:
         self.kept_bytes = 0
         self.drops_outputs = any(not decision.keep_output for decision in decisions)
         self.recompute_s = sum(
-            profile.graph_of(call).tape_s for index, call in enumerate(profile.calls) if self._is_on_tape(index)
+            profile.graph_of(call).tape_s for index, call in enumerate(profile.calls) if self.is_on_tape(index)
         )
         self.recomputed_ops = 0
         self.phase = FORWARD
@@ -240,7 +279,7 @@ class Playback:
                 self.tensors[key] = self.token_type(self, nbytes, key)
         if drops.isdisjoint(op.outputs):
             return
-        node = Node(Rerun(self, run, run.sizes), self._values(run.inputs))
+        node = Node(self.rerun_type(self, run, run.sizes), self._values(run.inputs))
         for value in op.outputs:
             self._record(call, value, node if value in drops else None, node)
 
@@ -256,7 +295,7 @@ class Playback:
                 leaf.tensor = self.token_type(self, token.nbytes, old)
         node = None
         if new[1] in drops and old in self.dropped:
-            node = Node(Rerun(self, run, (token.nbytes,)), self._values(run.inputs), mutates=True)
+            node = Node(self.rerun_type(self, run, (token.nbytes,)), self._values(run.inputs), mutates=True)
         self.dropped.pop(old, None)
         self.tensors[new] = token
         if node is not None:
@@ -287,7 +326,7 @@ class Playback:
         self.dropped.pop(key, None)
 
     def _save(self, call: int, key: Key, handle: int, saver: int) -> None:
-        if saver == call or self._is_on_tape(saver):
+        if saver == call or self.is_on_tape(saver):
             value = self.dropped.get(key) or self._held(key)
         else:
             # Autograd itself saves what a unit off the tape gets, so that it stays whatever the plan says.
@@ -295,7 +334,7 @@ class Playback:
         # Backward asks for it in the unit that saved it, whichever unit made it.
         self.handles[handle] = (value, saver)
 
-    def _is_on_tape(self, call: int) -> bool:
+    def is_on_tape(self, call: int) -> bool:
         """Whether `apply` wraps a unit: where outputs are dropped, any that the plan names; planners name all layers."""
         decision = self.decisions[call]
         if decision.recompute or not decision.keep_output:
@@ -344,41 +383,3 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
-
-
-class Rerun:
-    """Runs an op again: makes its results' bytes anew and counts its time."""
-
-    __slots__ = ("op", "playback", "results", "sizes", "state")
-
-    def __init__(self, playback: Playback, run: ScriptOp, sizes: Sequence[int]) -> None:
-        self.playback = playback
-        self.op = run.op
-        self.results = run.results
-        self.sizes = sizes
-        self.state = self._new_state()
-
-    def _new_state(self) -> Token | None:
-        if not self.op.state_bytes:
-            return None
-        return self.playback.token(self.op.state_bytes, (GENERATOR, self.results[0][0][0]))
-
-    def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
-        """Run it, as `recollect.replay` asks."""
-        playback = self.playback
-        playback.recompute_s += self.op.time_s
-        playback.recomputed_ops += 1
-        playback.is_recomputing = self.op.name
-        # The generator's present state is put aside while the op runs from the old one.
-        present_state = self._new_state()
-        results = self._results(tensors, may_overwrite_first)
-        del present_state
-        return results
-
-    def _results(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
-        playback = self.playback
-        playback.work(self.op)
-        if self.op.mutates and may_overwrite_first:
-            return (tensors[0],)
-        results = zip(self.results, self.sizes, strict=True)
-        return tuple([playback.token_type(playback, nbytes, key) for (key, _), nbytes in results])
