@@ -285,10 +285,12 @@ class CheckpointError(RecollectError, RuntimeError):
     """A training checkpoint that is missing, corrupt, or of another run."""
 
 
-class ConfigWarning(UserWarning):
-    """A setting that has no effect, or not the one that it seems to have."""
 class BenchError(RecollectError, ValueError):
     """A setting that cannot be read or measured, or a stored result that today's cannot be compared with."""
+
+
+class ConfigWarning(UserWarning):
+    """A setting that has no effect, or not the one that it seems to have."""
 
 
 class PlanMismatchWarning(UserWarning):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["keep_freed_memory", "processor_name"]
+__all__ = ["few_objects", "keep_freed_memory", "processor_name"]
 
 # Numbers of glibc's <malloc.h>.
 _M_TRIM_THRESHOLD = -1
@@ -36,3 +39,17 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_M_TRIM_THRESHOLD, -1)) and bool(mallopt(_M_MMAP_MAX, 0))
+
+
+@contextmanager
+def few_objects() -> Iterator[None]:
+    """Leave what is there now (PyTorch itself) out of collections, and out of the sight of a meter, in a with-block.
+
+    Else each collection takes longer than a small step. Tensors that a peak is measured of have to be made in the block.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

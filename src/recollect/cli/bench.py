@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from recollect.bench.golden import check_comparable, compared, warn_of_versions
-from recollect.bench.machine import keep_freed_memory, processor_name
+from recollect.bench.machine import few_objects, keep_freed_memory, processor_name
 from recollect.bench.measure import measure
 from recollect.bench.model_flops import model_flops
 from recollect.bench.report import as_csv, as_markdown, notes, result_table, title
@@ -23,6 +23,7 @@ from recollect.bench.subject import Subject
 from recollect.cli.bench_flags import Bench
 from recollect.cli.step import build_step
 from recollect.errors import RecollectError
+from recollect.models.architectures import llama_config
 from recollect.models.config import TransformerConfig
 from recollect.quantities import parse_bytes
 from recollect.train.files import write_text
@@ -46,14 +47,22 @@ def run_bench(command: Bench, console: Console) -> int:
         RecollectError: settings, golden results or files that cannot be used; what recording and planning raise.
     """
     settings = settings_of(command)
-    limit_bytes = None if command.memory_limit is None else parse_bytes(command.memory_limit)
     golden = None if command.golden is None else BenchResults.load(command.golden)
+    _limit_bytes(command)
     _check_writable(command)
     device = resolve_device(command.step.device)
     if device.type == "cpu":
         keep_freed_memory()
         if command.threads is not None:
             torch.set_num_threads(command.threads)
+    with few_objects():
+        return _run(command, console, settings, golden, device)
+
+
+def _run(
+    command: Bench, console: Console, settings: list[Setting], golden: BenchResults | None, device: torch.device
+) -> int:
+    limit_bytes = _limit_bytes(command)
     subject = build_subject(command, device)
     workload, machine, versions = _workload(command, subject), _machine(device), _versions()
     if golden is not None and command.golden is not None:
@@ -81,6 +90,10 @@ def run_bench(command: Bench, console: Console) -> int:
     _show(results, console)
     _write(command, results, console)
     return 1 if results.has_regression else 0
+
+
+def _limit_bytes(command: Bench) -> int | None:
+    return None if command.memory_limit is None else parse_bytes(command.memory_limit)
 
 
 def settings_of(command: Bench) -> list[Setting]:
@@ -114,9 +127,9 @@ def build_subject(command: Bench, device: torch.device) -> Subject:
 
 
 def _config(command: Bench) -> TransformerConfig:
-    from recollect.models.architectures import llama_config
-
-    sizes = command.step.model.dimensions()
+    sizes: Any = command.step.model.dimensions()
+    if isinstance(sizes, TransformerConfig):
+        return sizes
     return llama_config(
         num_layers=sizes.num_layers,
         hidden_size=sizes.hidden_size,
