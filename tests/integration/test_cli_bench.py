@@ -245,3 +245,35 @@ def test_flags_that_do_not_parse(args: list[str], message: str, capsys: pytest.C
 
 def test_a_budget_in_bytes_is_a_setting() -> None:
     assert parse_setting("memory_budget 1048576") == MemoryBudget("1048576")
+
+
+def test_megatrons_words_are_measured(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    words = ["--recompute-granularity", "selective", "--recompute-modules", "mlp", "layernorm"]
+    more = ["--setting", "full uniform 1", "--setting", "full block 2"]
+    assert main([*QUICK, *words, *more, "--out", str(out)]) == 0
+    found = rows(out)
+    assert list(found) == ["none", "selective mlp,layernorm", "full uniform 1", "full block 2"]
+    for row in found.values():
+        assert 0 <= row["predicted_peak_bytes"] - row["peak_bytes"] < 4096, row["name"]
+    plain, selective, full, block = found.values()
+    assert full["peak_bytes"] < selective["peak_bytes"] < plain["peak_bytes"]
+    assert full["peak_bytes"] < block["peak_bytes"] < plain["peak_bytes"]
+    assert full["hardware_flops"] > block["hardware_flops"] > plain["hardware_flops"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--setting", "full"], "full recompute needs"),
+        (["--setting", "selective moe"], "no layer of this model has moe"),
+        (["--cpu-offloading-num-layers", "1"], "offload"),
+    ],
+)
+def test_settings_that_clash_are_megatrons_rules(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*QUICK, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Error: ")
+    assert message in error

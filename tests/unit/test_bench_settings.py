@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recollect.bench.settings import KeepAll, MegatronWords, MemoryBudget, named_settings, parse_setting, read_settings
-from recollect.errors import BenchError
+from recollect.errors import BenchError, ConfigError
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,19 @@ def test_missing_yaml_is_named(tmp_path: Path) -> None:
 
 
 def test_no_recompute_comes_first_and_names_are_there_once() -> None:
-    full = MegatronWords({"recompute_granularity": "full"}, name="full")
+    words = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    full = MegatronWords(words, name="full")
     assert [setting.name for setting in named_settings([full])] == ["none", "full"]
     assert [setting.name for setting in named_settings([full, KeepAll("plain")])] == ["plain", "full"]
     with pytest.raises(BenchError, match="setting 'full': is there twice"):
         named_settings([full, full])
+
+
+def test_names_that_megatron_does_not_have() -> None:
+    with pytest.raises(BenchError, match="got 'recompute_granularty', expected names .* mean 'recompute_granularity'?"):
+        named_settings([MegatronWords({"recompute_granularty": "full"}, name="typo")])
+
+
+def test_settings_that_clash_are_told_at_once() -> None:
+    with pytest.raises(ConfigError, match="full recompute needs"):
+        named_settings([parse_setting("full")])

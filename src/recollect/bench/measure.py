@@ -15,7 +15,7 @@ from recollect.bench.results import Row
 from recollect.bench.settings import KeepAll, MemoryBudget, Setting
 from recollect.bench.subject import Subject
 from recollect.errors import BenchError, BudgetTooSmallError
-from recollect.megatron import RecomputeConfig, megatron_plan
+from recollect.megatron import megatron_plan
 from recollect.planning.choose import Planner
 from recollect.quantities import format_bytes
 
@@ -157,7 +157,7 @@ class _Session:
             return None
         if isinstance(setting, MemoryBudget):
             return self.planner.plan(setting.budget)
-        return megatron_plan(self.planner.profile, RecomputeConfig(**setting.words))
+        return megatron_plan(self.planner.profile, setting.config)
 
     def _is_above_limit(self, peak_bytes: int | None) -> bool:
         limit_bytes = self.memory_limit_bytes

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from recollect.errors import BenchError
+from recollect.megatron import RecomputeConfig
 
 __all__ = ["KeepAll", "MegatronWords", "MemoryBudget", "Setting", "named_settings", "parse_setting", "read_settings"]
 
@@ -40,6 +43,24 @@ class MegatronWords:
     def fields(self) -> dict[str, Any]:
         """Return the setting as a mapping, as a settings file has it."""
         return dict(self.words)
+
+    @property
+    def config(self) -> RecomputeConfig:
+        """The settings as Megatron has them, checked against its rules and the defaults filled in.
+
+        Raises:
+            BenchError: a name that Megatron does not have.
+            ConfigError, NotYetError: see `RecomputeConfig`.
+        """
+        known = [field.name for field in dataclasses.fields(RecomputeConfig)]
+        for name in self.words:
+            if name not in known:
+                close = difflib.get_close_matches(str(name), known, n=1)
+                meant = f" Did you mean {close[0]!r}?" if close else ""
+                raise BenchError(
+                    f"setting {self.name!r}: got {name!r}, expected names that Megatron's recompute settings have.{meant}"
+                )
+        return RecomputeConfig(**self.words)
 
 
 @dataclass(frozen=True)
@@ -157,14 +178,18 @@ def _setting(entry: Any, where: str) -> Setting:
 
 
 def named_settings(settings: Sequence[Setting]) -> list[Setting]:
-    """Return the settings, no recompute first, as all others are compared with it.
+    """Return the settings, checked, no recompute first, as all others are compared with it.
 
     Raises:
-        BenchError: two of them have one name.
+        BenchError: two of them have one name, or a name that Megatron does not have.
+        ConfigError, NotYetError: settings that clash, or that are not built yet.
     """
     found = list(settings)
     if not any(isinstance(setting, KeepAll) for setting in found):
         found.insert(0, KeepAll())
+    for setting in found:
+        if isinstance(setting, MegatronWords):
+            setting.config  # noqa: B018 - settings that clash are told before the work begins
     found.sort(key=lambda setting: not isinstance(setting, KeepAll))
     seen: set[str] = set()
     for setting in found:
