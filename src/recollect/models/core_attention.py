@@ -5,7 +5,7 @@ name `core_attn`: softmax, dropout mask and dropped probabilities are 5 bytes a 
 (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1), unless the kernel never holds them.
 
 Shape legend: B batch   T, S positions of queries and keys   H query heads   K key and value heads   G = H / K
-    C channels of a query and key head   E channels of a value head
+    C channels of a query and key head   E channels of a value head   X = G * T   N = B * K
 """
 
 from __future__ import annotations
@@ -53,11 +53,15 @@ class UnfusedCoreAttention(nn.Module):
         """Mix the values of positions 0..t for each position t, into [B, T, H * E]."""
         num_positions, groups = q_BTHC.shape[1], k_BTKC.shape[2]
         # The G heads of a group stand one after the other in one matrix, so that no key or value is copied for them.
-        q_BKXC = (q_BTHC * q_BTHC.shape[-1] ** -0.5).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        scores_BKXS = q_BKXC @ k_BTKC.permute(0, 2, 3, 1)
-        scores_BKGTS = scores_BKXS.unflatten(2, (-1, num_positions))
-        # A sum, not a fill: backward of a fill needs the mask, and each layer would hold its own.
-        probabilities_BKGTS = (scores_BKGTS + _later_positions(scores_BKGTS)).softmax(dim=-1)
+        q_BKXC = q_BTHC.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        # One op that scales, multiplies and masks: recompute runs it again, and no unmasked scores are ever alive.
+        scores_NXS = torch.baddbmm(
+            _later_positions(q_BKXC, num_positions),
+            q_BKXC.flatten(0, 1),
+            k_BTKC.permute(0, 2, 3, 1).flatten(0, 1),
+            alpha=q_BTHC.shape[-1] ** -0.5,
+        )
+        probabilities_BKGTS = scores_NXS.unflatten(1, (-1, num_positions)).softmax(dim=-1).unflatten(0, (-1, groups))
         if self.training and self.dropout:
             probabilities_BKGTS = F.dropout(probabilities_BKGTS, self.dropout)
         mixed_BKXE = probabilities_BKGTS.flatten(2, 3) @ v_BTKE.transpose(1, 2)
@@ -65,11 +69,16 @@ class UnfusedCoreAttention(nn.Module):
         return mixed_BTKGE.flatten(2)
 
 
-def _later_positions(scores: Tensor) -> Tensor:
-    """[T, S] of the least number where the key stands after the query, else zero; made of ops that a plan can drop."""
-    position = torch.arange(scores.shape[-1], device=scores.device)
-    is_later = position > position.unsqueeze(1)
-    return is_later.to(scores.dtype) * torch.finfo(scores.dtype).min
+def _later_positions(q_BKXC: Tensor, num_positions: int) -> Tensor:
+    """[X, S] of the least number where the key stands after the query, else zero: X = G * T queries that share keys.
+
+    Made of ops that a plan can drop; a triangle of `torch.full` would be kept, as constants are.
+    """
+    position = torch.arange(num_positions, device=q_BKXC.device)
+    # In fp32, into which PyTorch turns the truth values, until the last op.
+    least = max(torch.finfo(q_BKXC.dtype).min, torch.finfo(torch.float32).min)
+    mask_TS = (position > position.unsqueeze(1)) * least
+    return mask_TS.to(q_BKXC.dtype).expand(q_BKXC.shape[2] // num_positions, -1, -1).flatten(0, 1)
 
 
 def build_core_attention(config: TransformerConfig) -> FusedCoreAttention | UnfusedCoreAttention:
