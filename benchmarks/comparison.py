@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from contest import Contestant, Race
-from megatron import megatron_peers
+from megatron_peers import megatron_peers
 from milp import milp_peers
 from models import ModelName
 from peers import Peer, layer_peers

@@ -3,7 +3,7 @@
     python benchmarks/frontier.py
 
 For each peer a plan is made whose budget is the peer's measured peak, and the two are timed side by side. Rules of the race:
-`contest.py`; the peers: `peers.py`, `megatron.py`, `milp.py`; what comes out: README.md.
+`contest.py`; the peers: `peers.py`, `megatron_peers.py`, `milp.py`; what comes out: README.md.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from environment import commit
-from recollect.bench.machine import processor_name
+from environment import commit, processor_name
 
 COLUMNS = ("metric", "unit", "contestant", "value", "config", "machine", "torch", "date", "commit")
 

@@ -98,7 +98,7 @@ def test_peers_compute_the_same_gradients(
     model: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    from megatron import megatron_peers
+    from megatron_peers import megatron_peers
     from peers import layer_peers
     from subject import Step, StepFlags, largest_difference
 

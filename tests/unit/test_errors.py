@@ -11,7 +11,6 @@ import pytest
 from recollect import errors
 from recollect.errors import (
     AlreadyAppliedError,
-    BenchError,
     BudgetTooSmallError,
     CheckpointError,
     ChunkedLossError,
@@ -54,7 +53,6 @@ BUILTIN_BASE = {
     FreedValueError: RuntimeError,
     DataError: ValueError,
     CheckpointError: RuntimeError,
-    BenchError: ValueError,
 }
 
 WITH_ATTRIBUTES = [

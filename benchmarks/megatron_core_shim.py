@@ -1,0 +1,165 @@
+"""What megatron-core needs in order to run on a CPU, where it expects CUDA, Transformer Engine and `grouped_gemm`.
+
+megatron-core asks CUDA for devices, random states and streams wherever it runs. Here those calls are answered by the CPU's.
+What it computes, saves and recomputes stays its own code, with three exceptions, each named where it is made: the grouped
+product of the experts is PyTorch's (`grouped_gemm` is a CUDA extension); functions that it hands to `torch.compile` run as they
+are written, so that their ops can be counted; and its unfused attention is told the width of latent attention's values, which
+it knows of only in Transformer Engine's.
+
+The changes are to the process: use it in one that does nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VERSION = "0.16.1"
+INSTALL = (
+    f"megatron-core is not importable. Without changing this environment: "
+    f"pip install --no-deps --target DIRECTORY megatron-core=={VERSION}, and DIRECTORY on PYTHONPATH."
+)
+
+
+def is_installed() -> bool:
+    """Whether megatron-core can be imported."""
+    return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
+
+
+def grouped_matmul(x: Tensor, weights: Tensor, tokens_per_expert: Tensor, trans_b: bool = False) -> Tensor:
+    """Multiply runs of rows of `x` [tokens, in] with one of `weights` [experts, in, out] each; rows are sorted by expert."""
+    ends = tokens_per_expert.to(device=x.device).cumsum(0).to(torch.int32)
+    return torch._grouped_mm(x, weights.transpose(-2, -1) if trans_b else weights, offs=ends)
+
+
+class _Stream:
+    """A stream that is always done."""
+
+    def wait_stream(self, other: object) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: object) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: object = None) -> _Event:
+        """All of it has happened."""
+        return _Event()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class _Event:
+    """An event that has happened."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def record(self, *args: object) -> None:
+        """It has happened."""
+
+    def wait(self, *args: object) -> None:
+        """It has happened."""
+
+    def synchronize(self) -> None:
+        """It has happened."""
+
+
+def _answer_for_cuda() -> None:
+    cpu = torch.device("cpu")
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: cpu
+    cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    cuda.Stream = _Stream
+    cuda.Event = _Event
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.current_stream = _Stream
+    cuda.synchronize = lambda device=None: None
+
+
+def _without_compile() -> None:
+    """Run what megatron-core would compile as it is written, so that its ops are seen one by one."""
+    import megatron.core.jit as jit
+
+    jit.disable_jit_fuser()
+
+
+def _random_states() -> None:
+    import megatron.core.tensor_parallel.random as random
+
+    module: Any = random
+    module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    module._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+
+
+def _without_transformer_engine() -> None:
+    """`CheckpointWithoutOutput` asks Transformer Engine for its FP8 state even without FP8."""
+    import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    module: Any = random
+    state = types.SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None)
+    module.FP8GlobalStateManager = state
+    module.fp8_autocast = lambda **kwargs: contextlib.nullcontext()
+    module.activation_recompute_forward = lambda **kwargs: contextlib.nullcontext()
+    utils: Any = moe_utils
+    utils.te_general_gemm = None
+
+
+def _latent_attention() -> None:
+    """Let the local spec's attention take the two arguments that latent attention gives it."""
+    from megatron.core.models import backends
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc, unused-ignore]
+        """Megatron's, with values of their own width."""
+
+        def __init__(
+            self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+        ) -> None:
+            super().__init__(*args, **kwargs)
+            if v_channels is not None:
+                self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    provider: Any = backends.LocalSpecProvider
+    provider.core_attention = lambda self: LatentDotProductAttention
+    module: Any = multi_latent_attention
+    module.HAVE_TE = False  # it takes its own stand-ins for Transformer Engine's classes for the real ones
+
+
+def install() -> None:
+    """Make megatron-core run here. Call before anything else imports it.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    if not is_installed():
+        raise ImportError(INSTALL)
+    _answer_for_cuda()
+    ops = types.SimpleNamespace(gmm=grouped_matmul)
+    sys.modules.setdefault("grouped_gemm", types.SimpleNamespace(ops=ops))  # type: ignore[arg-type]
+    _without_compile()
+    _random_states()
+    _without_transformer_engine()
+    _latent_attention()
+
+
+def start(seed: int = 0) -> None:
+    """Set up its process groups, of this process alone, and its random states. May be called again to reset the latter."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
