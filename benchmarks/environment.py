@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -31,17 +30,6 @@ def settle_garbage() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def processor_name() -> str:
-    """Name the processor and how many of its cores this process may use."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{name}, {cores} cores"
 
 
 def commit() -> str:

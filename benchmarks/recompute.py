@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from recollect import Applied
+from recollect.bench.on_tape import OnTape
+
+__all__ = ["Forward", "Forwards", "HuggingFace", "Nothing", "OnTape", "Recompute", "Replaced", "Together"]
 
 Forward = Callable[..., Any]
 Forwards = Mapping[nn.Module, Forward]
@@ -50,24 +52,6 @@ class Replaced:
                     del vars(module)["forward"]
                 else:
                     vars(module)["forward"] = forward
-
-
-class OnTape:
-    """A plan or policy that recollect has applied; it remembers what it learnt in earlier steps, as in training."""
-
-    def __init__(self, applied: Applied) -> None:
-        self._applied = applied
-        self._absence = ExitStack()
-        self._absence.enter_context(applied.suspended())
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Put it back for the length of a with-block."""
-        self._absence.close()
-        try:
-            yield
-        finally:
-            self._absence.enter_context(self._applied.suspended())
 
 
 class HuggingFace:

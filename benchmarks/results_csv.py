@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from environment import commit, processor_name
+from environment import commit
+from recollect.bench.machine import processor_name
 
 COLUMNS = ("metric", "unit", "contestant", "value", "config", "machine", "torch", "date", "commit")
 

@@ -19,6 +19,7 @@
       FreedValueError (RuntimeError)          a value's memory was freed (FSDP resharding) before it was used again
       DataError (ValueError)                  training data missing, empty or malformed
       CheckpointError (RuntimeError)          training checkpoint missing, corrupt, or of another run
+      BenchError (ValueError)                 a setting, or a stored result, that a benchmark cannot use
 
     ConfigWarning (UserWarning)               a setting that has no effect, or not the one that it seems to have
     PlanMismatchWarning (UserWarning)         a plan that does not fit the ops it meets
@@ -36,6 +37,7 @@ from typing import Any
 
 __all__ = [
     "AlreadyAppliedError",
+    "BenchError",
     "BudgetTooSmallError",
     "CheckpointError",
     "ChunkedLossError",
@@ -281,6 +283,10 @@ class DataError(RecollectError, ValueError):
 
 class CheckpointError(RecollectError, RuntimeError):
     """A training checkpoint that is missing, corrupt, or of another run."""
+
+
+class BenchError(RecollectError, ValueError):
+    """A setting that cannot be read or measured, or a stored result that today's cannot be compared with."""
 
 
 class ConfigWarning(UserWarning):

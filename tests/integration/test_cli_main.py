@@ -15,7 +15,10 @@ from training_runs import start, write_text
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.parametrize("args", [[], ["train"], ["plan"], ["frontier"], ["calibrate"], ["tokenize"]])
+COMMANDS = ("train", "plan", "frontier", "calibrate", "tokenize", "bench")
+
+
+@pytest.mark.parametrize("args", [[], *([command] for command in COMMANDS)])
 def test_help_imports_no_torch(args: list[str]) -> None:
     # Not a time limit, which a busy machine breaks: torch is what takes the seconds.
     code = (
@@ -36,14 +39,14 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert end.value.code == 0
     output = capsys.readouterr().out
-    assert all(name in output for name in ("train", "plan", "frontier", "calibrate", "tokenize"))
+    assert all(name in output for name in COMMANDS)
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "Expected one of {train, plan, frontier, calibrate, tokenize}"),
-        (["tarin"], "Available subcommands: train, plan, frontier, calibrate, tokenize"),
+        ([], f"Expected one of {{{', '.join(COMMANDS)}}}"),
+        (["tarin"], f"Available subcommands: {', '.join(COMMANDS)}"),
         (["train", "--stepz", "3"], "Unrecognized options: --stepz"),
         (["train", "--steps", "0"], "steps: got 0, expected at least 1"),
         (["train", "--hidden-size", "30"], "LlamaConfig.hidden_size: got 30"),

@@ -11,6 +11,7 @@ import pytest
 from recollect import errors
 from recollect.errors import (
     AlreadyAppliedError,
+    BenchError,
     BudgetTooSmallError,
     CheckpointError,
     ChunkedLossError,
@@ -53,6 +54,7 @@ BUILTIN_BASE = {
     FreedValueError: RuntimeError,
     DataError: ValueError,
     CheckpointError: RuntimeError,
+    BenchError: ValueError,
 }
 
 WITH_ATTRIBUTES = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from tyro.conf import OmitArgPrefixes
+from tyro.conf import OmitArgPrefixes, arg
 
 from recollect.train.config import ModelFlags, TrainConfig
 
@@ -24,14 +24,14 @@ class Train:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedStep:
-    """The training step that is looked at: AdamW on one micro-batch of a language model."""
+class ModelStep:
+    """A training step: AdamW on one micro-batch of a language model."""
 
     model: OmitArgPrefixes[ModelFlags] = field(default_factory=ModelFlags)
     """A Llama-style model of recollect's own."""
     hf_config: Path | None = None
     """A Hugging Face config.json of a causal language model, used instead; needs transformers."""
-    batch_size: int = 1
+    batch_size: Annotated[int, arg(aliases=("--micro-batch-size",))] = 1
     """Sequences in the micro-batch."""
     seq_length: int = 256
     """Tokens in a sequence."""
@@ -39,16 +39,22 @@ class RecordedStep:
     """Dtype of weights and activations."""
     device: str = "auto"
     """A torch device; auto is cuda where there is one, else cpu."""
-    fake: bool = False
-    """Record on fake tensors: any size in seconds and without its memory; times come from a cost model."""
-    hardware: str | None = None
-    """With --fake: what the times are for, such as H100, B200, RTX 4090, or a file that recollect calibrate wrote; default:
-    this machine's GPU if it is known, else H100."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "seq_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedStep(ModelStep):
+    """The training step that is looked at, on tensors or without them."""
+
+    fake: bool = False
+    """Record on fake tensors: any size in seconds and without its memory; times come from a cost model."""
+    hardware: str | None = None
+    """With --fake: what the times are for, such as H100, B200, RTX 4090, or a file that recollect calibrate wrote; default:
+    this machine's GPU if it is known, else H100."""
 
 
 @dataclass(frozen=True, kw_only=True)

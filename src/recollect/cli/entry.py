@@ -12,17 +12,19 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
+from recollect.cli.bench_flags import Bench
 from recollect.cli.commands import Calibrate, DrawFrontier, MakePlan, Tokenize, Train
 from recollect.errors import RecollectError
 from recollect.train.config import demo_config
 
-Command = Train | MakePlan | DrawFrontier | Calibrate | Tokenize
+Command = Train | MakePlan | DrawFrontier | Calibrate | Tokenize | Bench
 _COMMANDS: dict[str, Any] = {
     "train": Train,
     "plan": MakePlan,
     "frontier": DrawFrontier,
     "calibrate": Calibrate,
     "tokenize": Tokenize,
+    "bench": Bench,
 }
 # Any: a type checker cannot see that a union of annotated types is a type.
 _EVERY_COMMAND: Any = functools.reduce(
@@ -39,7 +41,8 @@ def main(args: Sequence[str] | None = None) -> int:
         args: the command and its flags; default: those of the program.
 
     Returns:
-        The exit status: 0, 2 after an error of recollect (with one line about it on stderr), 130 after Ctrl-C.
+        The exit status: 0, 1 where `bench` found a regression, 2 after an error of recollect (with one line about it on
+        stderr), 130 after Ctrl-C.
 
     Raises:
         RecollectError: with `--debug`, instead of the line.
@@ -52,7 +55,7 @@ def main(args: Sequence[str] | None = None) -> int:
             warnings.showwarning = lambda message, *_, **__: errors.print(
                 f"Warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True
             )
-            _run(command)
+            return _run(command)
     except RecollectError as error:
         if command.debug:
             raise
@@ -62,7 +65,6 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("Interrupted.", style="red")
         return _EXIT_INTERRUPTED
-    return 0
 
 
 def _parse(args: list[str]) -> Command:
@@ -79,7 +81,8 @@ def _parse(args: list[str]) -> Command:
     return parsed
 
 
-def _run(command: Command) -> None:
+def _run(command: Command) -> int:
+    """Run a command and return the exit status."""
     # Imported here: torch takes seconds, and `--help` should not.
     console = Console()
     if isinstance(command, Train):
@@ -98,7 +101,12 @@ def _run(command: Command) -> None:
         from recollect.cli.tokenize import run_tokenize
 
         run_tokenize(command, console)
+    elif isinstance(command, Bench):
+        from recollect.cli.bench import run_bench
+
+        return run_bench(command, console)
     else:
         from recollect.cli.calibrate import run_calibrate
 
         run_calibrate(command, console)
+    return 0

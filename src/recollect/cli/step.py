@@ -1,8 +1,9 @@
-"""The training step that `recollect plan` and `recollect frontier` record."""
+"""The training step that the commands record or measure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,40 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from recollect.cli.commands import RecordedStep
+from recollect.cli.commands import ModelStep, RecordedStep
 from recollect.errors import RecollectError
 from recollect.models.llama import Llama
 from recollect.profile.graph import Profile
 from recollect.train.config import OptimFlags
 from recollect.train.optim import build_optimizer
 from recollect.train.step import resolve_device
+
+
+@dataclass(frozen=True, eq=False)
+class BuiltStep:
+    """What a training step consists of; the batch is passed to the model as keywords."""
+
+    model: nn.Module
+    batch: dict[str, Tensor]
+    optimizer: torch.optim.Optimizer
+
+
+def build_step(flags: ModelStep, device: torch.device) -> BuiltStep:
+    """Build what the flags describe, in training mode and with a batch of one and the same token.
+
+    Args:
+        flags: model, batch and dtype.
+        device: where it is built; meta gives shapes without memory.
+
+    Raises:
+        RecollectError: a Hugging Face config that cannot be read or used.
+    """
+    with device:
+        model = _own_model(flags) if flags.hf_config is None else _hugging_face_model(flags.hf_config)
+        model = model.to(torch.bfloat16 if flags.dtype == "bf16" else torch.float32).train()
+        tokens = torch.zeros(flags.batch_size, flags.seq_length, dtype=torch.int64)
+    batch = {"tokens" if flags.hf_config is None else "input_ids": tokens, "labels": tokens}
+    return BuiltStep(model, batch, build_optimizer(model, OptimFlags()))
 
 
 def step_recorder(flags: RecordedStep) -> Callable[[int], Profile]:
@@ -31,20 +59,19 @@ def step_recorder(flags: RecordedStep) -> Callable[[int], Profile]:
     Raises:
         RecollectError: a Hugging Face config that cannot be read or used; what `recollect.record` raises.
     """
-    # A fake step needs shapes only, and the meta device gives them without memory.
-    device = torch.device("meta") if flags.fake else resolve_device(flags.device)
-    with device:
-        model = _own_model(flags) if flags.hf_config is None else _hugging_face_model(flags.hf_config)
-        model = model.to(torch.bfloat16 if flags.dtype == "bf16" else torch.float32).train()
-        tokens = torch.zeros(flags.batch_size, flags.seq_length, dtype=torch.int64)
-    batch: dict[str, Tensor] = {"tokens" if flags.hf_config is None else "input_ids": tokens, "labels": tokens}
-    optimizer = build_optimizer(model, OptimFlags())
+    # A fake step needs shapes only.
+    step = build_step(flags, torch.device("meta") if flags.fake else resolve_device(flags.device))
     return lambda loss_chunks: recollect.record(
-        model, batch, optimizer=optimizer, fake=flags.fake, hardware=flags.hardware, loss_chunks=loss_chunks
+        step.model,
+        step.batch,
+        optimizer=step.optimizer,
+        fake=flags.fake,
+        hardware=flags.hardware,
+        loss_chunks=loss_chunks,
     )
 
 
-def _own_model(flags: RecordedStep) -> nn.Module:
+def _own_model(flags: ModelStep) -> nn.Module:
     return Llama(flags.model.dimensions())
 
 

@@ -13,11 +13,11 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from recollect._torch_private import tree_leaves
-from recollect.engine.facts import OpFacts
+from recollect.engine.facts import OpFacts, facts_of
 from recollect.profile.hardware import Kind
 from recollect.profile.roofline import FREE, Work
 
-__all__ = ["DTYPES", "touched_bytes", "work_of"]
+__all__ = ["DTYPES", "flops_of", "touched_bytes", "work_of"]
 
 DTYPES = {
     torch.float64: "fp64",
@@ -68,7 +68,7 @@ def work_of(func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> W
     tensors = _distinct((args, kwargs))
     results = [t for t in _distinct(output) if not any(t is other for other in tensors)]
     traffic_bytes = float(_traffic_bytes(name, facts, args, tensors, results))
-    flops = _flops(func, name, args, kwargs, output)
+    flops = flops_of(func, args, kwargs, output)
     if flops:
         kind: Kind = "matmul"
         if "attention" in name:
@@ -163,7 +163,17 @@ def _multiplied_dtype(name: str, tensors: list[torch.Tensor]) -> str:
     return dtype
 
 
-def _flops(func: Any, name: str, args: Any, kwargs: Any, output: Any) -> float:
+def flops_of(func: Any, args: Any, kwargs: Any, output: Any) -> float:
+    """Return the floating-point operations of the matrix products in one run of an op; 0 for one that has none.
+
+    As PyTorch's flop counter, but for causal attention, of which half is computed, and kernels that it does not know.
+
+    Example:
+        >>> x = torch.ones(2, 3)
+        >>> flops_of(torch.ops.aten.mm.default, (x, x.t()), {}, x @ x.t())
+        24.0
+    """
+    name = facts_of(func).name.removesuffix("_")
     if "scaled_dot_product" in name and "attention" in name:
         return _attention_flops(func, name, args, kwargs)
     if name in ("_grouped_mm", "_scaled_grouped_mm"):

@@ -1,0 +1,1 @@
+"""The performance harness: settings side by side, measured, and compared with what was measured before."""

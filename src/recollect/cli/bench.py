@@ -1,0 +1,205 @@
+"""`recollect bench`."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from recollect.bench.golden import check_comparable, compared, warn_of_versions
+from recollect.bench.machine import few_objects, keep_freed_memory, processor_name
+from recollect.bench.measure import measure
+from recollect.bench.model_flops import model_flops
+from recollect.bench.report import as_csv, as_markdown, notes, result_table, title
+from recollect.bench.results import BenchResults
+from recollect.bench.settings import MegatronWords, Setting, named_settings, parse_setting, read_settings
+from recollect.bench.subject import Subject
+from recollect.cli.bench_flags import Bench
+from recollect.cli.step import build_step
+from recollect.errors import RecollectError
+from recollect.models.architectures import llama_config
+from recollect.models.config import TransformerConfig
+from recollect.quantities import parse_bytes
+from recollect.train.files import write_text
+from recollect.train.step import resolve_device
+
+_SEED = 0
+_WIDEST = 200
+
+
+def run_bench(command: Bench, console: Console) -> int:
+    """Measure, compare, print and write.
+
+    Args:
+        command: the flags.
+        console: where the table goes.
+
+    Returns:
+        1 if there is a regression, else 0.
+
+    Raises:
+        RecollectError: settings, golden results or files that cannot be used; what recording and planning raise.
+    """
+    settings = settings_of(command)
+    golden = None if command.golden is None else BenchResults.load(command.golden)
+    _limit_bytes(command)
+    _check_writable(command)
+    device = resolve_device(command.step.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+        if command.threads is not None:
+            torch.set_num_threads(command.threads)
+    with few_objects():
+        return _run(command, console, settings, golden, device)
+
+
+def _run(
+    command: Bench, console: Console, settings: list[Setting], golden: BenchResults | None, device: torch.device
+) -> int:
+    limit_bytes = _limit_bytes(command)
+    subject = build_subject(command, device)
+    workload, machine, versions = _workload(command, subject), _machine(device), _versions()
+    if golden is not None and command.golden is not None:
+        check_comparable(golden, command.golden, workload=workload, machine=machine)
+        warn_of_versions(golden, command.golden, versions)
+    measured = measure(
+        subject,
+        settings,
+        model_flops=_model_flops(command, subject),
+        rounds=command.rounds,
+        memory_limit_bytes=limit_bytes,
+        report=lambda text: console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True),
+    )
+    results = BenchResults(
+        workload=workload,
+        machine=machine,
+        versions=versions,
+        rounds=measured.rounds,
+        reference=measured.reference,
+        rows=measured.rows,
+        memory_limit_bytes=limit_bytes,
+    )
+    if golden is not None and command.golden is not None:
+        results = compared(results, golden, path=command.golden, threshold=command.threshold)
+    _show(results, console)
+    _write(command, results, console)
+    return 1 if results.has_regression else 0
+
+
+def _limit_bytes(command: Bench) -> int | None:
+    return None if command.memory_limit is None else parse_bytes(command.memory_limit)
+
+
+def settings_of(command: Bench) -> list[Setting]:
+    """Return the settings that the flags name, no recompute first.
+
+    Raises:
+        BenchError: a setting that cannot be read, or two of one name.
+    """
+    words = command.recompute.fields()
+    found: list[Setting] = [MegatronWords(words)] if words else []
+    found += [parse_setting(text) for text in command.setting]
+    found += [] if command.settings is None else read_settings(command.settings)
+    return named_settings(found)
+
+
+def build_subject(command: Bench, device: torch.device) -> Subject:
+    """Build the model and its step, on random tokens: routers send them to all experts."""
+    torch.manual_seed(_SEED)
+    built = build_step(command.step, device)
+    tokens = next(iter(built.batch.values()))
+    config: Any = built.model.config
+    tokens.random_(config.vocab_size)
+    return Subject(
+        model=built.model,
+        optimizer=built.optimizer,
+        batch=built.batch,
+        num_microbatches=command.num_microbatches,
+        num_tokens=tokens.numel(),
+        device=device,
+    )
+
+
+def _config(command: Bench) -> TransformerConfig:
+    sizes: Any = command.step.model.dimensions()
+    if isinstance(sizes, TransformerConfig):
+        return sizes
+    return llama_config(
+        num_layers=sizes.num_layers,
+        hidden_size=sizes.hidden_size,
+        num_attention_heads=sizes.num_heads,
+        num_query_groups=sizes.num_kv_heads,
+        ffn_hidden_size=sizes.intermediate_size,
+        vocab_size=sizes.vocab_size,
+    )
+
+
+def _model_flops(command: Bench, subject: Subject) -> float:
+    """Return the FLOPs that a step has to compute: by formula, or for other models three times those of forward."""
+    if command.step.hf_config is not None:
+        return 3 * subject.forward_flops()
+    num_sequences = command.step.batch_size * command.num_microbatches
+    return model_flops(_config(command), num_sequences=num_sequences, seq_length=command.step.seq_length)
+
+
+def _workload(command: Bench, subject: Subject) -> dict[str, Any]:
+    if command.step.hf_config is None:
+        config: Mapping[str, Any] = asdict(_config(command))
+    else:
+        hugging_face: Any = subject.model.config
+        config = {key: value for key, value in hugging_face.to_diff_dict().items() if key != "transformers_version"}
+    num_parameters = sum(parameter.numel() for parameter in subject.model.parameters())
+    model = f"{type(subject.model).__name__}, {num_parameters / 1e6:,.1f} M parameters"
+    return {"model": model, **subject.describe(), "config": dict(config)}
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda":
+        return {"device": torch.cuda.get_device_name(device)}
+    return {"device": processor_name() if device.type == "cpu" else device.type, "threads": torch.get_num_threads()}
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": torch.__version__, "recollect": version("recollect"), "python": platform.python_version()}
+
+
+def _show(results: BenchResults, console: Console) -> None:
+    console.print(title(results), markup=False, highlight=False, soft_wrap=True)
+    # Where nobody looks at a terminal of some width, no column has to be broken.
+    wide = console if console.is_terminal else Console(width=_WIDEST, file=console.file)
+    wide.print(result_table(results))
+    for note in notes(results):
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def _check_writable(command: Bench) -> None:
+    """Look at the files before the work begins."""
+    for path in _files(command):
+        if not path.parent.is_dir():
+            raise RecollectError(
+                f"{path}: cannot be written (no folder {path.parent}), expected a file in a writable folder."
+            )
+
+
+def _files(command: Bench) -> list[Path]:
+    return [*command.out, *([] if command.save_golden is None else [command.save_golden])]
+
+
+def _write(command: Bench, results: BenchResults, console: Console) -> None:
+    writers = {".md": as_markdown, ".csv": as_csv}
+    for path in _files(command):
+        is_golden = path == command.save_golden
+        text = results.to_json() + "\n" if is_golden or path.suffix == ".json" else writers[path.suffix](results)
+        try:
+            write_text(path, text)
+        except OSError as problem:
+            raise RecollectError(
+                f"{path}: cannot be written ({problem.strerror}), expected a file in a writable folder."
+            ) from None
+        console.print(f"Written to {path}.", markup=False, soft_wrap=True)

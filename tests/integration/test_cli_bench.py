@@ -1,0 +1,279 @@
+"""`recollect bench`: real processes on tiny sizes, golden results there and back, running out of memory."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recollect.bench.settings import MemoryBudget, parse_setting
+from recollect.cli import main
+
+pytestmark = pytest.mark.integration
+
+STEP = ["--size", "tiny", "--num-layers", "4", "--micro-batch-size", "4", "--seq-length", "64", "--device", "cpu"]
+QUICK = ["bench", *STEP, "--rounds", "2"]
+BUDGET = ["--setting", "memory_budget 80%"]
+
+
+def in_process(*args: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "recollect.cli", *map(str, args)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def document(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def rows(path: Path) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in document(path)["rows"]}
+
+
+def with_speed(path: Path, factor: float) -> None:
+    """Make the stored results as if the machine had been so many times as fast."""
+    data = document(path)
+    for row in data["rows"]:
+        if row["step_s"] is not None:
+            row["step_s"] /= factor
+    path.write_text(json.dumps(data))
+
+
+def test_settings_are_measured_side_by_side(tmp_path: Path) -> None:
+    files = [tmp_path / f"results.{suffix}" for suffix in ("md", "csv", "json")]
+    done = in_process(*QUICK, *BUDGET, "--setting", "memory_budget 1MiB", "--out", *files)
+    assert done.returncode == 0, done.stderr
+    found = rows(files[2])
+    assert list(found) == ["none", "memory_budget 80%", "memory_budget 1MiB"]
+    plain, lean, too_lean = found.values()
+    for row in (plain, lean):
+        assert row["result"] == "ok"
+        # The prediction is above what is measured, by the KiB that it adds and no more than a few.
+        assert 0 <= row["predicted_peak_bytes"] - row["peak_bytes"] < 4096
+        assert row["step_p20_s"] <= row["step_s"] <= row["step_p80_s"]
+        assert row["reserved_bytes"] is None
+    assert lean["peak_bytes"] < 0.81 * plain["peak_bytes"]
+    assert lean["hardware_flops"] > plain["hardware_flops"] > plain["model_flops"] == lean["model_flops"]
+    assert too_lean["result"] == "OOM (predicted)"
+    assert "no plan: the least possible peak is" in done.stdout
+    for word in ("Measured results", "TFLOP/s/device", "reserved: not applicable on a CPU", f"Written to {files[0]}."):
+        assert word in done.stdout
+    assert "| none | " in files[0].read_text()
+    with files[1].open(newline="") as file:
+        table = {row["name"]: row for row in csv.DictReader(file)}
+    assert float(table["none"]["tflops"]) == pytest.approx(plain["model_flops"] / plain["step_s"] / 1e12)
+
+
+def test_golden_results_there_and_back(tmp_path: Path) -> None:
+    golden = tmp_path / "golden.json"
+    assert main([*QUICK, *BUDGET, "--save-golden", str(golden)]) == 0
+    again = [*QUICK, *BUDGET, "--golden", str(golden), "--threshold"]
+    # Steps of milliseconds beside other work: nothing is said about times unless they differ by more than ten times.
+    assert main([*again, "0.99"]) == 0
+    with_speed(golden, 50.0)
+    after = tmp_path / "after.json"
+    done = in_process(*again, "0.5", "--out", after)
+    assert done.returncode == 1, done.stderr
+    assert "perf regression" in done.stdout
+    assert {row["result"] for row in rows(after).values()} == {"perf regression"}
+    with_speed(golden, 1 / 2500)
+    assert main([*again, "0.5", "--out", str(after)]) == 0
+    assert {row["result"] for row in rows(after).values()} == {"faster"}
+
+
+def test_a_larger_peak_than_the_golden_one_is_a_regression(tmp_path: Path) -> None:
+    golden = tmp_path / "golden.json"
+    assert main([*QUICK, "--save-golden", str(golden)]) == 0
+    with_speed(golden, 0.5)
+    data = document(golden)
+    data["rows"][0]["peak_bytes"] = data["rows"][0]["peak_bytes"] * 9 // 10
+    golden.write_text(json.dumps(data))
+    after = tmp_path / "after.json"
+    assert main([*QUICK, "--golden", str(golden), "--threshold", "0.1", "--out", str(after)]) == 1
+    assert rows(after)["none"]["result"] == "memory regression"
+
+
+def test_golden_results_of_another_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    golden = tmp_path / "golden.json"
+    assert main([*QUICK, "--save-golden", str(golden)]) == 0
+    capsys.readouterr()
+    assert main([*QUICK, "--num-layers", "3", "--golden", str(golden)]) == 2
+    error = capsys.readouterr().err
+    assert f"Error: golden results {golden}: of another model or step (" in error
+    assert "config.num_layers: stored 4, now 3" in error
+    data = document(golden)
+    data["machine"]["device"] = "another one"
+    golden.write_text(json.dumps(data))
+    assert main([*QUICK, "--golden", str(golden)]) == 2
+    assert "of another machine (device: stored another one, now" in capsys.readouterr().err
+
+
+def test_what_is_above_the_limit_is_a_result_and_the_others_go_on(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    assert main([*QUICK, "--out", str(out)]) == 0
+    peak_bytes = rows(out)["none"]["peak_bytes"]
+    budget_bytes = 8 * peak_bytes // 10
+    lean = ["--setting", f"memory_budget {budget_bytes}", "--memory-limit", str(9 * peak_bytes // 10)]
+    golden = tmp_path / "golden.json"
+    assert main([*QUICK, *lean, "--out", str(out), "--save-golden", str(golden)]) == 0
+    plain, fits = rows(out).values()
+    assert plain["result"] == "OOM (predicted)"
+    assert plain["note"] == "predicted above the limit"
+    assert plain["step_s"] is None
+    assert fits["result"] == "ok"
+    # The one that slowdowns are over is the first that runs.
+    assert document(out)["reference"] == fits["name"]
+    # Nothing runs.
+    assert main([*QUICK, "--memory-limit", "1MiB", "--out", str(out)]) == 0
+    assert rows(out)["none"]["result"] == "OOM (predicted)"
+    # What did not fit before is no regression, what fitted is one.
+    assert main([*QUICK, *lean, "--golden", str(golden), "--threshold", "0.99"]) == 0
+    tighter = ["--setting", f"memory_budget {budget_bytes}", "--memory-limit", "1MiB"]
+    assert main([*QUICK, *tighter, "--golden", str(golden)]) == 1
+
+
+RUN_OUT = """
+import resource, sys
+import torch
+from pathlib import Path
+from recollect.bench.measure import measure
+from recollect.bench.settings import KeepAll, MemoryBudget
+from recollect.bench.subject import Subject
+from recollect.models.llama import Llama, LlamaConfig
+
+torch.manual_seed(0)
+model = Llama(LlamaConfig(num_layers=4, hidden_size=128, num_heads=4, vocab_size=256))
+tokens = torch.randint(256, (4, 512))
+batch = {"tokens": tokens, "labels": tokens}
+optimizer = torch.optim.AdamW(model.parameters())
+device = torch.device("cpu")
+subject = Subject(
+    model=model, optimizer=optimizer, batch=batch, num_microbatches=1, num_tokens=2048, device=device
+)
+
+def limit_memory(text):
+    print(text, flush=True)
+    if text == "none: measuring its peak":
+        status = Path("/proc/self/status").read_text()
+        now = 1024 * int(next(line for line in status.splitlines() if line.startswith("VmSize")).split()[1])
+        resource.setrlimit(resource.RLIMIT_AS, (now + int(sys.argv[1]), resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+settings = [KeepAll(), MemoryBudget("55%")]
+found = measure(
+    subject, settings, model_flops=1.0, rounds=1, memory_limit_bytes=None, report=limit_memory
+)
+for row in found.rows:
+    print("row", row.name, row.result, row.peak_bytes, row.predicted_peak_bytes, row.step_s is not None, row.note)
+print("reference", found.reference)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space as Linux does")
+def test_a_step_that_really_runs_out_of_memory_is_a_result() -> None:
+    # Each tensor is mapped by itself and unmapped when it dies, so that the address space is what is alive.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    # Between the two peaks: about 50 MiB and 85 MiB.
+    command = [sys.executable, "-c", RUN_OUT, str(66 * 2**20)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
+    assert "none: out of memory" in output
+    assert "row none OOM None" in output
+    assert "can't allocate memory" in output
+    assert "row memory_budget 55% ok" in output
+    assert "reference memory_budget 55%" in output
+
+
+def test_a_hugging_face_model_is_counted(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 4}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llama", "num_key_value_heads": 4, "vocab_size": 100, **sizes}))
+    out = tmp_path / "results.json"
+    step = ["--hf-config", str(config), "--batch-size", "2", "--seq-length", "32", "--device", "cpu"]
+    assert main(["bench", *step, "--rounds", "1", "--num-microbatches", "2", "--out", str(out)]) == 0
+    row = rows(out)["none"]
+    matrices = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 32 * 64) + 64 * 100  # half of the scores, two products
+    assert row["model_flops"] == 3 * 2 * matrices * row["num_tokens"]
+    assert row["num_tokens"] == 2 * 2 * 32
+    assert 0 <= row["predicted_peak_bytes"] - row["peak_bytes"] < 4096
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--setting", "sometimes"], "setting 'sometimes': cannot be read, expected 'none'"),
+        (["--settings", "{folder}/none.yaml"], "none.yaml: cannot be read (No such file or directory)"),
+        (["--golden", "{folder}/none.json"], "golden results {folder}/none.json: cannot be read"),
+        (["--out", "{folder}/none/t.md"], "{folder}/none/t.md: cannot be written (no folder"),
+        (["--memory-limit", "lots"], "'lots': "),
+        (["--setting", "none", "--setting", "none"], "setting 'none': is there twice"),
+    ],
+)
+def test_errors_are_one_line_and_come_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str
+) -> None:
+    assert main([*QUICK, *(arg.format(folder=tmp_path) for arg in args)]) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith("Error: ")
+    assert message.format(folder=tmp_path) in output.err
+    assert output.err.count("\n") == 1
+    assert "recording" not in output.out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--rounds", "0"], "rounds: got 0, expected at least 1"),
+        (["--threshold", "5"], "threshold: got 5, expected a fraction between 0 and 1"),
+        (["--out", "table.xlsx"], "out: got table.xlsx, expected a name that ends in .csv, .json, .md"),
+    ],
+)
+def test_flags_that_do_not_parse(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*QUICK, *args])
+    assert end.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_a_budget_in_bytes_is_a_setting() -> None:
+    assert parse_setting("memory_budget 1048576") == MemoryBudget("1048576")
+
+
+def test_megatrons_words_are_measured(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    words = ["--recompute-granularity", "selective", "--recompute-modules", "mlp", "layernorm"]
+    more = ["--setting", "full uniform 1", "--setting", "full block 2"]
+    assert main([*QUICK, *words, *more, "--out", str(out)]) == 0
+    found = rows(out)
+    assert list(found) == ["none", "selective mlp,layernorm", "full uniform 1", "full block 2"]
+    for row in found.values():
+        assert 0 <= row["predicted_peak_bytes"] - row["peak_bytes"] < 4096, row["name"]
+    plain, selective, full, block = found.values()
+    assert full["peak_bytes"] < selective["peak_bytes"] < plain["peak_bytes"]
+    assert full["peak_bytes"] < block["peak_bytes"] < plain["peak_bytes"]
+    assert full["hardware_flops"] > block["hardware_flops"] > plain["hardware_flops"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--setting", "full"], "full recompute needs"),
+        (["--setting", "selective moe"], "no layer of this model has moe"),
+        (["--cpu-offloading-num-layers", "1"], "offload"),
+    ],
+)
+def test_settings_that_clash_are_megatrons_rules(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*QUICK, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Error: ")
+    assert message in error
