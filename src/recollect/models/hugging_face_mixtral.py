@@ -1,0 +1,145 @@
+"""Mixtral in Hugging Face's words: its configuration, and where its weights stand.
+
+Checkpoints hold every expert's three matrices on their own (`block_sparse_moe.experts.N.w1`, w1 the gate, w3 beside it, w2
+after them); models of transformers 5 hold them stacked (`mlp.experts.gate_up_proj`). Both are read, the first is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from recollect.models.architectures import mixtral_config
+from recollect.models.config import TransformerConfig
+from recollect.models.hugging_face_fields import must_be_equal, rotary_base_of, same_fields, wanted
+from recollect.models.weight_rules import Layout, WeightRule, rename
+
+__all__ = ["mixtral_from_hugging_face", "mixtral_rules", "mixtral_to_hugging_face"]
+
+# Ours, and theirs where it means the same.
+_SAME = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "layernorm_epsilon": "rms_norm_eps",
+    "attention_dropout": "attention_dropout",
+    "init_method_std": "initializer_range",
+    "share_embeddings_and_output_weights": "tie_word_embeddings",
+    "num_moe_experts": "num_local_experts",
+    "moe_router_topk": "num_experts_per_tok",
+}
+# What a Mixtral of ours cannot be told.
+_FIXED = {"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0}
+# MixtralConfig's, where a file leaves a field out.
+_DEFAULTS = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def mixtral_from_hugging_face(fields: Mapping[str, Any]) -> TransformerConfig:
+    """Read a `config.json`.
+
+    Args:
+        fields: its content.
+
+    Returns:
+        Our configuration. Their auxiliary loss is counted otherwise and off by default; ours keeps its own coefficient.
+
+    Raises:
+        UnsupportedModelError: a field asks for something that no model of ours does.
+
+    Example:
+        >>> config = mixtral_from_hugging_face({"num_hidden_layers": 2, "rope_theta": 1e6})
+        >>> config.num_moe_experts, config.rotary_base
+        (8, 1000000.0)
+    """
+    wanted(fields, _FIXED)
+    ours = same_fields(fields, _SAME, _DEFAULTS)
+    ours["kv_channels"] = fields.get("head_dim") or 0
+    return mixtral_config(**ours, rotary_base=rotary_base_of(fields, default=1e6))
+
+
+def mixtral_to_hugging_face(config: TransformerConfig) -> dict[str, Any]:
+    """Write the content of a `config.json`.
+
+    Args:
+        config: a Mixtral.
+
+    Returns:
+        The fields of `MixtralConfig`.
+
+    Raises:
+        UnsupportedModelError: their Mixtral cannot be this model.
+
+    Example:
+        >>> from recollect.models.sizes import NAMED_CONFIGS
+        >>> mixtral_to_hugging_face(NAMED_CONFIGS["mixtral-8x7b"])["num_local_experts"]
+        8
+    """
+    fields = {theirs: getattr(config, ours) for ours, theirs in _SAME.items()}
+    fields |= {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "head_dim": config.kv_channels,
+        "rope_theta": config.rotary_base,
+        "router_aux_loss_coef": config.moe_aux_loss_coeff,
+        **_FIXED,
+    }
+    must_be_equal(config, mixtral_from_hugging_face(fields), "Mixtral")
+    return fields
+
+
+def mixtral_rules(config: TransformerConfig) -> Iterator[WeightRule]:
+    """Yield a rule for each tensor of a Mixtral.
+
+    Args:
+        config: its dimensions.
+
+    Yields:
+        Rules, in the order of the layers.
+
+    Example:
+        >>> from recollect.models.sizes import NAMED_CONFIGS
+        >>> [rule.ours for rule in mixtral_rules(NAMED_CONFIGS["mixtral-tiny"])][1]
+        'decoder.layers.0.input_layernorm.weight'
+    """
+    yield rename("embedding.word_embeddings.weight", "model.embed_tokens.weight")
+    for layer in range(config.num_layers):
+        yield from _layer(config, f"decoder.layers.{layer}", f"model.layers.{layer}")
+    yield rename("decoder.final_layernorm.weight", "model.norm.weight")
+    if not config.share_embeddings_and_output_weights:
+        yield rename("output_layer.weight", "lm_head.weight")
+
+
+def _layer(config: TransformerConfig, ours: str, theirs: str) -> Iterator[WeightRule]:
+    group = config.num_query_groups * config.kv_channels
+    rows = (config.num_attention_heads * config.kv_channels, group, group)
+    qkv = Layout(tuple(f"{theirs}.self_attn.{name}_proj.weight" for name in "qkv"))
+    yield rename(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
+    yield WeightRule(f"{ours}.self_attention.linear_qkv.weight", (qkv,), rows)
+    yield rename(f"{ours}.self_attention.linear_proj.weight", f"{theirs}.self_attn.o_proj.weight")
+    yield rename(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight")
+    old, new, width = f"{theirs}.block_sparse_moe", f"{theirs}.mlp", config.moe_ffn_hidden_size
+    yield rename(f"{ours}.mlp.router.weight", f"{old}.gate.weight", f"{new}.gate.weight")
+    experts = config.num_moe_experts or 0
+    separate = Layout((f"{old}.experts.{{}}.w1.weight", f"{old}.experts.{{}}.w3.weight"), experts)
+    stacked = Layout((f"{new}.experts.gate_up_proj",))
+    yield WeightRule(f"{ours}.mlp.experts.linear_fc1.weight", (separate, stacked), (width, width))
+    separate, stacked = Layout((f"{old}.experts.{{}}.w2.weight",), experts), Layout((f"{new}.experts.down_proj",))
+    yield WeightRule(f"{ours}.mlp.experts.linear_fc2.weight", (separate, stacked))

@@ -1,0 +1,149 @@
+"""How the tensors of one checkpoint are made from those of another: the same numbers under other names, cut and stacked.
+
+A rule makes one tensor of ours. It reads only what it needs, when it is asked to, so that a model may be larger than memory
+as long as one of its tensors is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recollect.errors import CheckpointError
+
+__all__ = ["Layout", "WeightRule", "convert", "convert_back", "rename"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way in which a checkpoint holds a tensor of ours.
+
+    Attributes:
+        parts: names of the tensors that follow one another along its rows; with `num_experts`, of each expert's, with "{}" for
+            its number.
+        num_experts: of how many such tensors ours is a stack; 0: it is no stack.
+    """
+
+    parts: tuple[str, ...]
+    num_experts: int = 0
+
+    def names(self) -> list[list[str]]:
+        """Return the names of the parts, expert by expert."""
+        if not self.num_experts:
+            return [list(self.parts)]
+        return [[part.format(expert) for part in self.parts] for expert in range(self.num_experts)]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRule:
+    """Where one tensor of ours stands in a checkpoint.
+
+    Attributes:
+        ours: its name here.
+        layouts: ways to hold it; all are read, the first is written.
+        rows: rows of each part; () where there is one.
+        is_extra: the checkpoint holds it a second time; it is written, and not read.
+
+    Example:
+        >>> rule = WeightRule("fc1.weight", (Layout(("gate", "up")),), rows=(2, 1))
+        >>> rule.read({"gate": torch.zeros(2, 4), "up": torch.ones(1, 4)}).shape
+        torch.Size([3, 4])
+        >>> [(name, tuple(tensor.shape)) for name, tensor in rule.write(torch.zeros(3, 4))]
+        [('gate', (2, 4)), ('up', (1, 4))]
+    """
+
+    ours: str
+    layouts: tuple[Layout, ...]
+    rows: tuple[int, ...] = ()
+    is_extra: bool = False
+
+    def read(self, theirs: Mapping[str, Tensor]) -> Tensor:
+        """Make our tensor.
+
+        Args:
+            theirs: the checkpoint; only looked up, so it may read a file.
+
+        Returns:
+            The tensor; theirs itself where it is the same.
+
+        Raises:
+            CheckpointError: the checkpoint has it in none of the known layouts.
+        """
+        for layout in self.layouts:
+            if layout.names()[0][0] in theirs:
+                experts = [self._joined([_found(theirs, name) for name in names]) for names in layout.names()]
+                return torch.stack(experts) if layout.num_experts else experts[0]
+        known = " or ".join(repr(layout.names()[0][0]) for layout in self.layouts)
+        raise CheckpointError(
+            f"checkpoint: has no {known}, expected it for {self.ours!r}. Is it of another architecture?"
+        )
+
+    def write(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield their tensors with their names, as views of ours."""
+        layout = self.layouts[0]
+        experts = ours.unbind() if layout.num_experts else (ours,)
+        for tensor, names in zip(experts, layout.names(), strict=True):
+            parts = tensor.split(self.rows) if len(names) > 1 else (tensor,)
+            yield from zip(names, parts, strict=True)
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _found(theirs: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in theirs:
+        raise CheckpointError(f"checkpoint: has no {name!r}, expected it beside others of its kind. Is it complete?")
+    return theirs[name]
+
+
+def rename(ours: str, *theirs: str, is_extra: bool = False) -> WeightRule:
+    """Describe a tensor that has only another name; several: checkpoints differ, and the first one is written.
+
+    Example:
+        >>> rename("output_layer.weight", "lm_head.weight").ours
+        'output_layer.weight'
+    """
+    return WeightRule(ours, tuple(Layout((name,)) for name in theirs), is_extra=is_extra)
+
+
+def convert(rules: Iterable[WeightRule], theirs: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of ours that a checkpoint of theirs holds, one by one.
+
+    Args:
+        rules: of the architecture.
+        theirs: their tensors by name; only looked up.
+
+    Yields:
+        Name and tensor.
+
+    Raises:
+        CheckpointError: a tensor is missing.
+
+    Example:
+        >>> dict(convert([rename("a", "b")], {"b": torch.tensor(1)}))
+        {'a': tensor(1)}
+    """
+    for rule in rules:
+        if not rule.is_extra:
+            yield rule.ours, rule.read(theirs)
+
+
+def convert_back(rules: Iterable[WeightRule], ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a checkpoint of theirs, one by one.
+
+    Args:
+        rules: of the architecture.
+        ours: the state of a model of ours.
+
+    Yields:
+        Name and tensor, a view of ours.
+
+    Example:
+        >>> dict(convert_back([rename("a", "b")], {"a": torch.tensor(1)}))
+        {'b': tensor(1)}
+    """
+    for rule in rules:
+        yield from rule.write(ours[rule.ours])
