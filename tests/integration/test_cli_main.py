@@ -15,7 +15,7 @@ from training_runs import start, write_text
 pytestmark = pytest.mark.integration
 
 
-COMMANDS = ("train", "plan", "frontier", "calibrate", "tokenize", "bench")
+COMMANDS = ("train", "plan", "frontier", "calibrate", "tokenize", "bench", "explain")
 
 
 @pytest.mark.parametrize("args", [[], *([command] for command in COMMANDS)])

@@ -14,10 +14,11 @@ from rich.console import Console
 
 from recollect.cli.bench_flags import Bench
 from recollect.cli.commands import Calibrate, DrawFrontier, MakePlan, Tokenize, Train
+from recollect.cli.explain_flags import Explain
 from recollect.errors import RecollectError
 from recollect.train.config import demo_config
 
-Command = Train | MakePlan | DrawFrontier | Calibrate | Tokenize | Bench
+Command = Train | MakePlan | DrawFrontier | Calibrate | Tokenize | Bench | Explain
 _COMMANDS: dict[str, Any] = {
     "train": Train,
     "plan": MakePlan,
@@ -25,6 +26,7 @@ _COMMANDS: dict[str, Any] = {
     "calibrate": Calibrate,
     "tokenize": Tokenize,
     "bench": Bench,
+    "explain": Explain,
 }
 # Any: a type checker cannot see that a union of annotated types is a type.
 _EVERY_COMMAND: Any = functools.reduce(
@@ -105,6 +107,10 @@ def _run(command: Command) -> int:
         from recollect.cli.bench import run_bench
 
         return run_bench(command, console)
+    elif isinstance(command, Explain):
+        from recollect.cli.explain import run_explain
+
+        run_explain(command, console)
     else:
         from recollect.cli.calibrate import run_calibrate
 

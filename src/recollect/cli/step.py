@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import recollect
 from recollect.cli.commands import ModelStep, RecordedStep
 from recollect.errors import RecollectError
+from recollect.models.config import TransformerConfig
+from recollect.models.gpt import GPTModel
 from recollect.models.llama import Llama
 from recollect.profile.graph import Profile
 from recollect.train.config import OptimFlags
@@ -29,29 +31,34 @@ class BuiltStep:
     optimizer: torch.optim.Optimizer
 
 
-def build_step(flags: ModelStep, device: torch.device) -> BuiltStep:
+def build_step(flags: ModelStep, device: torch.device, config: TransformerConfig | None = None) -> BuiltStep:
     """Build what the flags describe, in training mode and with a batch of one and the same token.
 
     Args:
         flags: model, batch and dtype.
         device: where it is built; meta gives shapes without memory.
+        config: the model, instead of that of the flags.
 
     Raises:
         RecollectError: a Hugging Face config that cannot be read or used.
     """
     with device:
-        model = _own_model(flags) if flags.hf_config is None else _hugging_face_model(flags.hf_config)
+        if flags.hf_config is not None:
+            model = _hugging_face_model(flags.hf_config)
+        else:
+            model = _own_model(flags) if config is None else GPTModel(config)
         model = model.to(torch.bfloat16 if flags.dtype == "bf16" else torch.float32).train()
         tokens = torch.zeros(flags.batch_size, flags.seq_length, dtype=torch.int64)
     batch = {"tokens" if flags.hf_config is None else "input_ids": tokens, "labels": tokens}
     return BuiltStep(model, batch, build_optimizer(model, OptimFlags()))
 
 
-def step_recorder(flags: RecordedStep) -> Callable[[int], Profile]:
+def step_recorder(flags: RecordedStep, config: TransformerConfig | None = None) -> Callable[[int], Profile]:
     """Build what the flags describe, to record one training step of it.
 
     Args:
         flags: model, batch, dtype, and the device or the hardware that its times are modelled for.
+        config: the model, instead of that of the flags.
 
     Returns:
         Records the step, its loss in so many chunks.
@@ -60,7 +67,7 @@ def step_recorder(flags: RecordedStep) -> Callable[[int], Profile]:
         RecollectError: a Hugging Face config that cannot be read or used; what `recollect.record` raises.
     """
     # A fake step needs shapes only.
-    step = build_step(flags, torch.device("meta") if flags.fake else resolve_device(flags.device))
+    step = build_step(flags, torch.device("meta") if flags.fake else resolve_device(flags.device), config)
     return lambda loss_chunks: recollect.record(
         step.model,
         step.batch,

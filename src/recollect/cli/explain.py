@@ -1,0 +1,160 @@
+"""`recollect explain`."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from recollect.bench.settings import MegatronWords
+from recollect.cli.explain_flags import Explain
+from recollect.cli.megatron_yaml import MegatronFile, read_megatron_file
+from recollect.cli.step import step_recorder
+from recollect.errors import RecollectError
+from recollect.megatron import TrainingSetting, megatron_plan
+from recollect.planning.beside_budget import Explained, Explanation, LayerGroup, explain_plan
+from recollect.profile.graph import Profile
+from recollect.quantities import format_bytes, format_seconds
+from recollect.train.files import write_text
+
+_WIDEST = 140
+_NONE = "-"
+
+
+def run_explain(command: Explain, console: Console) -> None:
+    """Record, plan twice, print both plans layer by layer, and write the numbers.
+
+    Args:
+        command: the flags.
+        console: where the tables go.
+
+    Raises:
+        RecollectError: a configuration that cannot be read, or that clashes; what recording raises.
+    """
+    if command.json is not None and not command.json.parent.is_dir():
+        raise RecollectError(
+            f"--json {command.json}: cannot be written (no folder {command.json.parent}), expected a file in a writable folder."
+        )
+    file = None if command.yaml is None else read_megatron_file(command.yaml)
+    words = {**(file.recompute if file else {}), **command.recompute.fields()}
+    config = MegatronWords(words).config
+    profile, setting = _recorded(command, file, console)
+    explanation = explain_plan(profile, megatron_plan(profile, config, setting))
+    show(explanation, profile, console, with_names=command.names)
+    if command.json is not None:
+        data = {"configuration": dict(words), "hardware": profile.device_name, **explanation.to_data()}
+        try:
+            write_text(command.json, json.dumps(data, indent=2) + "\n")
+        except OSError as problem:
+            raise RecollectError(
+                f"--json {command.json}: cannot be written ({problem.strerror}), expected a file in a writable folder."
+            ) from None
+        console.print(f"Written to {command.json}.", markup=False, soft_wrap=True)
+
+
+def _recorded(command: Explain, file: MegatronFile | None, console: Console) -> tuple[Profile, TrainingSetting | None]:
+    """Record the step that flags and file describe; without a file only the model itself is compared with the settings."""
+    if file is None:
+        return step_recorder(command.step)(1), None
+    if file.ignored:
+        names = ", ".join(file.ignored)
+        console.print(
+            f"{file.path}: not looked at: {names}", style="dim", markup=False, highlight=False, soft_wrap=True
+        )
+    flags = file.step_flags(command.step)
+    if flags.hf_config is not None:
+        return step_recorder(flags)(1), TrainingSetting(**file.setting)
+    model = file.model_config(flags)
+    return step_recorder(flags, model)(1), file.training_setting(model)
+
+
+def show(explanation: Explanation, profile: Profile, console: Console, *, with_names: bool) -> None:
+    """Print the totals side by side, and then each plan layer by layer."""
+    wide = console if console.is_terminal else Console(width=_WIDEST, file=console.file)
+    times = f"times {'modelled for' if profile.fake else 'measured on'} {profile.device_name}"
+    where = f"{profile.model_class}, {profile.batch}; {times}"
+    wide.print(where, markup=False, highlight=False, soft_wrap=True)
+    wide.print(totals_table(explanation))
+    plans = {explanation.given.plan.note or "given": explanation.given}
+    if explanation.budget is not None:
+        plans["a budget of the same peak"] = explanation.budget
+    for name, explained in plans.items():
+        wide.print(layers_table(name, explained))
+        if with_names:
+            for group in explained.groups:
+                for line in name_lines(group):
+                    wide.print(line, markup=False, highlight=False, soft_wrap=True)
+    if explanation.problem:
+        wide.print(f"No plan of a budget: {explanation.problem}", markup=False, highlight=False, soft_wrap=True)
+
+
+def totals_table(explanation: Explanation) -> Table:
+    """Return the step as a whole: without recompute, as given, and with a budget of the same peak."""
+    table = Table(title="The whole step", title_justify="left")
+    table.add_column("")
+    columns = {"no recompute": explanation.plain, explanation.given.plan.note or "given": explanation.given}
+    if explanation.budget is not None:
+        columns["a budget of the same peak"] = explanation.budget
+    for name in columns:
+        table.add_column(name, justify="right")
+    plans = list(columns.values())
+    table.add_row("predicted peak", *(format_bytes(plan.peak_bytes) for plan in plans))
+    table.add_row("of it through the whole step", *[format_bytes(sum(explanation.persistent.values()))] * len(plans))
+    table.add_row("kept for backward", *(format_bytes(plan.kept_bytes) for plan in plans))
+    table.add_row("ops recomputed", *(f"{plan.recomputed_ops:,}" for plan in plans))
+    table.add_row("time of recompute", *(_seconds(plan.recompute_s) for plan in plans))
+    table.add_row("predicted slowdown", *(_percent(plan.slowdown) for plan in plans), style="bold")
+    if explanation.bound_slowdown is not None:
+        bounds = [_NONE] * (len(plans) - 1)
+        table.add_row("no plan of that peak is below", *bounds, _percent(explanation.bound_slowdown))
+    table.add_row("the peak is", *(plan.peak_at for plan in plans))
+    return table
+
+
+def layers_table(name: str, explained: Explained) -> Table:
+    """Return a plan layer by layer; bytes, ops and seconds are of one layer."""
+    table = Table(title=name, title_justify="left")
+    table.add_column("layers")
+    for head in ("number", "keeps, each", "values", "recomputes, each", "time, each"):
+        table.add_column(head, justify="right")
+    for group in explained.groups:
+        table.add_row(
+            " ".join(group.paths),
+            str(group.num_layers),
+            format_bytes(group.kept_bytes),
+            str(len(group.kept)),
+            _ops(group.recomputed_ops),
+            _seconds(group.recompute_s),
+        )
+    table.add_row("outside of all layers", "", format_bytes(explained.outside_bytes), "", "", "", style="dim")
+    total = format_bytes(explained.kept_bytes)
+    ops, time = _ops(explained.recomputed_ops), _seconds(explained.recompute_s)
+    table.add_row("together", "", total, "", ops, time, style="bold")
+    return table
+
+
+def name_lines(group: LayerGroup) -> list[str]:
+    """Return what a group of layers keeps and recomputes, by name."""
+    kept = [f"{name} {format_bytes(nbytes)}" for name, nbytes in group.kept.items()]
+    if group.generator_bytes:
+        kept.append(f"states of the random generator {format_bytes(group.generator_bytes)}")
+    recomputed = [name if times == 1 else f"{name} x{times}" for name, times in group.recomputed.items()]
+    lines = [f"{' '.join(group.paths)}"]
+    return [*lines, f"  keeps       {_listed(kept)}", f"  recomputes  {_listed(recomputed)}"]
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "nothing"
+
+
+def _seconds(seconds: float) -> str:
+    return format_seconds(seconds) if seconds else _NONE
+
+
+def _ops(number: int) -> str:
+    return f"{number:,} op{'' if number == 1 else 's'}" if number else _NONE
+
+
+def _percent(fraction: float) -> str:
+    return f"{fraction:.1%}".replace("%", " %")

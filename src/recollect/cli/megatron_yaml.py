@@ -1,0 +1,128 @@
+"""A configuration file with Megatron's names, of Megatron-LM or of Megatron-Bridge. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recollect.bench.settings import read_yaml
+from recollect.cli.commands import RecordedStep
+from recollect.errors import RecollectError
+from recollect.megatron import RecomputeConfig, TrainingSetting
+from recollect.models.config import TransformerConfig
+
+__all__ = ["MegatronFile", "read_megatron_file"]
+
+# Where the names stand: at the top, or in these parts of a Bridge configuration and of Megatron-LM's own YAML.
+_SECTIONS = ("model", "language_model", "model_parallel", "train", "training", "dataset")
+_DIMENSIONS = ("num_layers", "hidden_size", "num_attention_heads")
+# What a step is called there, and in the flags here.
+_STEP = {"seq_length": "seq_length", "sequence_length": "seq_length", "micro_batch_size": "batch_size"}
+_VOCABULARY = ("padded_vocab_size", "vocab_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronFile:
+    """What a configuration file says, by what it is about; names without a value (null) are left out.
+
+    Attributes:
+        path: of the file.
+        recompute: fields of `RecomputeConfig`.
+        model: fields of `TransformerConfig`.
+        setting: fields of `TrainingSetting` that are not the model's.
+        step: flags of the recorded step.
+        ignored: names that are none of these.
+    """
+
+    path: Path
+    recompute: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    setting: Mapping[str, Any] = field(default_factory=dict)
+    step: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+    def step_flags(self, flags: RecordedStep) -> RecordedStep:
+        """Return the flags of the step; what the file says stands where a flag was left at its default."""
+        defaults = {f.name: f.default for f in dataclasses.fields(flags)}
+        changes = {name: value for name, value in self.step.items() if getattr(flags, name) == defaults[name]}
+        return dataclasses.replace(flags, **changes)
+
+    def model_config(self, flags: RecordedStep) -> TransformerConfig:
+        """Return the model: that of the file if it has the dimensions, else the named one with the file's changes.
+
+        Raises:
+            RecollectError: fields that do not fit together.
+        """
+        named = flags.model.dimensions()
+        given = {name: value for name, value in vars(flags.model).items() if name != "size" and value is not None}
+        changes = {**self.model, **given}
+        try:
+            if all(name in self.model for name in _DIMENSIONS):
+                return TransformerConfig(**{"vocab_size": named.vocab_size, **changes})
+            return named.changed(**changes)
+        except (TypeError, ValueError) as problem:
+            raise RecollectError(f"--yaml {self.path}: {problem}") from None
+
+    def training_setting(self, config: TransformerConfig) -> TrainingSetting:
+        """Return what Megatron's rules look at besides recompute."""
+        return TrainingSetting.of(config, **self.setting)
+
+
+def read_megatron_file(path: Path) -> MegatronFile:
+    """Read a configuration.
+
+    Raises:
+        RecollectError: the file cannot be read, is no mapping, or says two things of one name.
+    """
+    where = f"--yaml {path}"
+    data = read_yaml(path, where)
+    if not isinstance(data, Mapping):
+        raise RecollectError(f"{where}: got a {type(data).__name__}, expected a mapping of Megatron's names.")
+    values: dict[str, Any] = {}
+    ignored = []
+    for section in (data, *(data[name] for name in _SECTIONS if isinstance(data.get(name), Mapping))):
+        for name, value in section.items():
+            if section is data and name in _SECTIONS and isinstance(value, Mapping):
+                continue
+            if isinstance(value, Mapping) and "_target_" not in value:
+                ignored.append(str(name))
+            elif name in values and values[name] != value:
+                raise RecollectError(
+                    f"{where}: {name} is there twice, with {values[name]!r} and {value!r}; remove one."
+                )
+            else:
+                values[name] = value
+    return _sorted(path, {name: value for name, value in values.items() if value is not None}, ignored)
+
+
+def _sorted(path: Path, values: dict[str, Any], ignored: list[str]) -> MegatronFile:
+    recompute, model, setting, step = {}, {}, {}, {}
+    fields = {kind: {f.name for f in dataclasses.fields(kind)} for kind in (RecomputeConfig, TransformerConfig)}
+    settings = {f.name for f in dataclasses.fields(TrainingSetting)}
+    for name, value in values.items():
+        if name in fields[RecomputeConfig]:
+            recompute[name] = tuple(value.split(",")) if isinstance(value, str) and name.endswith("_modules") else value
+        elif name in _VOCABULARY:
+            model["vocab_size"] = max(value, model.get("vocab_size", 0))
+        elif name in fields[TransformerConfig]:
+            model[name] = _function_name(value) if name == "activation_func" else value
+        elif name in settings:
+            setting[name] = value
+        elif name in _STEP:
+            step[_STEP[name]] = value
+        elif name == "bf16":
+            step["dtype"] = "bf16" if value else "fp32"
+        elif not str(name).startswith("_"):
+            ignored.append(str(name))
+    return MegatronFile(
+        path=path, recompute=recompute, model=model, setting=setting, step=step, ignored=tuple(dict.fromkeys(ignored))
+    )
+
+
+def _function_name(value: Any) -> Any:
+    """Return "silu" for what Bridge writes: the function by its full name, also as a mapping with a `_target_`."""
+    name = value.get("_target_") if isinstance(value, Mapping) else value
+    return name.rpartition(".")[2] if isinstance(name, str) else value

@@ -1,0 +1,174 @@
+"""`recollect explain`: its numbers are those of the plans, and what is measured; configurations as files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import recollect
+from recollect.cli import main
+from recollect.models.config import TransformerConfig
+from recollect.models.gpt import GPTModel
+from recollect.planning.beside_budget import explain_plan
+
+pytestmark = pytest.mark.integration
+
+SIZES: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "core_attention": "unfused",
+}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+STEP = ["--batch-size", "2", "--seq-length", "64", "--device", "cpu"]
+
+
+def yaml_file(folder: Path, **sections: Any) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(sections))  # JSON is YAML
+    return path
+
+
+def explained(path: Path, *flags: str) -> dict[str, Any]:
+    out = path.parent / "explanation.json"
+    assert main(["explain", *STEP, "--yaml", str(path), "--json", str(out), *flags]) == 0
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    "words",
+    [FULL, {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]}],
+    ids=["full", "selective"],
+)
+def test_numbers_are_those_of_the_plan_and_of_the_measured_step(words: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = GPTModel(TransformerConfig(**SIZES)).train()
+    tokens = torch.randint(128, (2, 64))
+    batch = {"tokens": tokens, "labels": tokens}
+    profile = recollect.record(model, batch)
+    plan = recollect.megatron_plan(profile, recollect.RecomputeConfig(**words))
+    explanation = explain_plan(profile, plan)
+    given, budget = explanation.given, explanation.budget
+    assert given.peak_bytes == plan.predicted_peak_bytes
+    assert given.slowdown == plan.predicted_slowdown
+    assert budget is not None
+    assert budget.peak_bytes <= given.peak_bytes
+    assert budget.slowdown <= given.slowdown
+    assert explanation.bound_slowdown is not None
+    assert explanation.bound_slowdown <= budget.slowdown + 1e-9
+    for part in (explanation.plain, given, budget):
+        each = [(group.num_layers, group) for group in part.groups]
+        assert sum(n * group.kept_bytes for n, group in each) + part.outside_bytes == part.kept_bytes
+        assert sum(n * group.recomputed_ops for n, group in each) == part.recomputed_ops
+        assert sum(n * group.recompute_s for n, group in each) == pytest.approx(part.recompute_s, rel=1e-9, abs=1e-12)
+        assert sum(n for n, _ in each) == len(profile.calls)
+    # What is said is what happens, to the few KiB that `record` adds on purpose.
+    report = recollect.verify(model, batch, plan)
+    assert report.gradients_equal
+    assert 0 <= given.peak_bytes - report.plan_peak_bytes < 4096
+    assert report.plain_peak_bytes is not None
+    assert 0 <= explanation.plain.peak_bytes - report.plain_peak_bytes < 4096
+
+
+def test_a_file_of_bridge_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = {
+        "_target_": "megatron.bridge.models.GPTModelProvider",
+        "activation_func": "torch.nn.functional.gelu",
+        "fp8": None,
+    }
+    path = yaml_file(
+        tmp_path,
+        model={**SIZES, **FULL, **target},
+        train={"micro_batch_size": 3, "global_batch_size": 64},
+        dataset={"sequence_length": 32},
+        optimizer={"lr": 0.001},
+    )
+    out = tmp_path / "explanation.json"
+    assert main(["explain", "--yaml", str(path), "--fake", "--hardware", "H100", "--names", "--json", str(out)]) == 0
+    output = capsys.readouterr().out
+    assert "not looked at: optimizer, global_batch_size" in output
+    assert "tokens int64[3, 32]" in output
+    assert "modelled for NVIDIA H100" in output
+    assert "a budget of the same peak" in output
+    assert "no plan of that peak is below" in output
+    assert "self_attention.core_attention" in output
+    found = json.loads(out.read_text())
+    assert found["configuration"] == FULL
+    layers = {" ".join(group["paths"]): group for group in found["given"]["layers"]}
+    assert layers["decoder.layers.0-3"]["num_layers"] == 4
+    assert found["given"]["slowdown"] > found["budget"]["slowdown"]
+    assert found["plain"]["recomputed_ops"] == 0
+
+
+def test_flags_replace_what_the_file_says(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, **SIZES, **FULL, seq_length=32, bf16=True)
+    assert explained(path, "--fake")["given"]["note"] == "Megatron: full, uniform 1"
+    found = explained(path, "--fake", "--recompute-num-layers", "2", "--num-layers", "6")
+    assert found["given"]["note"] == "Megatron: full, uniform 2"
+    assert sum(group["num_layers"] for group in found["given"]["layers"] if "layers" in group["paths"][0]) == 6
+
+
+def test_a_pipeline_of_the_file_cuts_the_layers(tmp_path: Path) -> None:
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    path = yaml_file(tmp_path, **SIZES, **block, pipeline_model_parallel_size=2)
+    layers = {" ".join(group["paths"]): group for group in explained(path, "--fake")["given"]["layers"]}
+    recomputed = [name for name, group in layers.items() if group["recomputed_ops"]]
+    assert recomputed == ["decoder.layers.0 decoder.layers.2"]
+
+
+def test_no_recompute_is_explained_too(tmp_path: Path) -> None:
+    found = explained(yaml_file(tmp_path, **SIZES), "--fake")
+    assert found["given"]["slowdown"] == found["budget"]["slowdown"] == 0
+    assert found["given"]["kept_bytes"] == found["plain"]["kept_bytes"]
+
+
+def test_a_hugging_face_model_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128, "num_attention_heads": 4}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "llama", "num_key_value_heads": 2, "vocab_size": 100, **sizes}))
+    words = ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
+    assert (
+        main(["explain", "--hf-config", str(config), "--fake", "--batch-size", "4", "--seq-length", "64", *words]) == 0
+    )
+    output = capsys.readouterr().out
+    assert "Megatron: selective, mlp" in output
+    assert "model.layers.0-2" in output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a list", "config.yaml: got a list, expected a mapping of Megatron's names."),
+        ("a: [", "config.yaml: not YAML"),
+        ("{num_layers: 2, model: {num_layers: 3}}", "num_layers is there twice, with 2 and 3; remove one."),
+        (json.dumps({**SIZES, "num_attention_heads": 3}), "config.yaml: "),
+        (json.dumps({**SIZES, "recompute_granularity": "full"}), "full recompute needs"),
+        (json.dumps({**SIZES, "recompute_granularity": "some"}), "recompute_granularity='some'"),
+    ],
+)
+def test_broken_configurations_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    assert main(["explain", "--fake", "--yaml", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_files_are_looked_at_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--fake", "--yaml", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml: cannot be read (No such file or directory)" in capsys.readouterr().err
+    assert main(["explain", "--fake", "--json", str(tmp_path / "none" / "e.json")]) == 2
+    assert "e.json: cannot be written (no folder" in capsys.readouterr().err
