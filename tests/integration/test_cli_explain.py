@@ -110,9 +110,9 @@ def test_a_file_of_bridge_is_explained(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_flags_replace_what_the_file_says(tmp_path: Path) -> None:
     path = yaml_file(tmp_path, **SIZES, **FULL, seq_length=32, bf16=True)
-    assert explained(path, "--fake")["given"]["note"] == "Megatron: full, uniform 1"
+    assert explained(path, "--fake")["given"]["note"] == "Megatron: full, uniform, 1"
     found = explained(path, "--fake", "--recompute-num-layers", "2", "--num-layers", "6")
-    assert found["given"]["note"] == "Megatron: full, uniform 2"
+    assert found["given"]["note"] == "Megatron: full, uniform, 2"
     assert sum(group["num_layers"] for group in found["given"]["layers"] if "layers" in group["paths"][0]) == 6
 
 

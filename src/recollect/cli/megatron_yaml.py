@@ -56,13 +56,14 @@ class MegatronFile:
         Raises:
             RecollectError: fields that do not fit together.
         """
-        named = flags.model.dimensions()
+        named: Any = flags.model.dimensions()
         given = {name: value for name, value in vars(flags.model).items() if name != "size" and value is not None}
         changes = {**self.model, **given}
         try:
             if all(name in self.model for name in _DIMENSIONS):
                 return TransformerConfig(**{"vocab_size": named.vocab_size, **changes})
-            return named.changed(**changes)
+            config: TransformerConfig = named.changed(**changes)
+            return config
         except (TypeError, ValueError) as problem:
             raise RecollectError(f"--yaml {self.path}: {problem}") from None
 
@@ -99,7 +100,10 @@ def read_megatron_file(path: Path) -> MegatronFile:
 
 
 def _sorted(path: Path, values: dict[str, Any], ignored: list[str]) -> MegatronFile:
-    recompute, model, setting, step = {}, {}, {}, {}
+    recompute: dict[str, Any] = {}
+    model: dict[str, Any] = {}
+    setting: dict[str, Any] = {}
+    step: dict[str, Any] = {}
     fields = {kind: {f.name for f in dataclasses.fields(kind)} for kind in (RecomputeConfig, TransformerConfig)}
     settings = {f.name for f in dataclasses.fields(TrainingSetting)}
     for name, value in values.items():
