@@ -38,7 +38,7 @@ from flags import RESULTS
 from models import ModelName, build
 from recollect.engine.facts import OpFacts
 from recollect.errors import BudgetTooSmallError
-from recollect.models.llama import Llama
+from recollect.models.gpt import GPTModel
 from recollect.planning.choose import Planner
 from recollect.planning.decisions import decide
 from recollect.planning.simulate import simulate
@@ -102,7 +102,7 @@ def subjects(flags: Flags) -> Iterator[tuple[str, nn.Module, dict[str, torch.Ten
         torch.manual_seed(flags.seed)
         model = build(name, num_heads=0, **sizes).to(torch.bfloat16 if flags.dtype == "bf16" else torch.float32).train()
         tokens = torch.randint(0, flags.vocab_size, (flags.batch_size, flags.seq_length))
-        yield text, model, {"tokens" if isinstance(model, Llama) else "input_ids": tokens, "labels": tokens}
+        yield text, model, {"tokens" if isinstance(model, GPTModel) else "input_ids": tokens, "labels": tokens}
 
 
 class BothCosts:

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from recollect.models.llama import Llama, LlamaConfig
+from recollect.models.architectures import llama_config
+from recollect.models.gpt import GPTModel
 
 ModelName = Literal["reference", "dense", "moe", "mla", "gpt2"]
 HUGGING_FACE: tuple[ModelName, ...] = ("dense", "moe", "mla")
@@ -25,8 +26,10 @@ def build(name: ModelName, *, hidden_size: int, num_layers: int, num_heads: int,
     """Make a model in training mode. `num_heads`: 0 is one for each 64 channels."""
     heads = num_heads or max(1, hidden_size // _HEAD_CHANNELS)
     if name == "reference":
-        sizes = LlamaConfig(vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers, num_heads=heads)
-        return Llama(sizes)
+        sizes = llama_config(
+            vocab_size=vocab_size, hidden_size=hidden_size, num_layers=num_layers, num_attention_heads=heads
+        )
+        return GPTModel(sizes)
     if name == "gpt2":
         return _gpt2(hidden_size, num_layers, heads, vocab_size).train()
     config: dict[str, Any] = {

@@ -27,8 +27,8 @@ from torch import nn
 import recollect
 from flags import RESULTS
 from recollect.errors import BudgetTooSmallError
-from recollect.models.llama import Llama
-from recollect.models.sizes import SIZES
+from recollect.models.gpt import GPTModel
+from recollect.models.sizes import NAMED_CONFIGS
 from recollect.planning.choose import Planner
 from recollect.planning.decisions import decide
 from recollect.planning.simulate import simulate
@@ -164,7 +164,7 @@ def planned(profile: Profile, budget_bytes: int) -> Planned:
 def large_step_s(size: str, num_budgets: int) -> tuple[float, float]:
     """Return the seconds that recording a large model on fake tensors takes, and planning it for many budgets."""
     with torch.device("meta"):
-        model = Llama(SIZES[size]).to(torch.bfloat16)
+        model = GPTModel(NAMED_CONFIGS[size]).to(torch.bfloat16)
         tokens = torch.zeros(1, 4096, dtype=torch.int64)
     start_s = time.process_time()
     profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.errors import BudgetTooSmallError
-from recollect.models.llama import Llama, LlamaConfig
+from recollect.models.architectures import llama_config
+from recollect.models.gpt import GPTModel
 from recollect.profile.graph import Profile
 from zoo import ZOO, Batch, Case
 
@@ -32,7 +33,9 @@ def larger(batch: Batch, times: int = 8) -> Batch:
 
 
 def reference_llama() -> nn.Module:
-    return Llama(LlamaConfig(num_layers=4, hidden_size=64, num_heads=4, num_kv_heads=2, vocab_size=128))
+    return GPTModel(
+        llama_config(num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=128)
+    )
 
 
 def reference_batch() -> Batch:
@@ -50,7 +53,7 @@ def loss_of_output(output: Any) -> Tensor:
     return loss
 
 
-LAYERS = tuple(f"layers.{i}" for i in range(4))
+LAYERS = tuple(f"decoder.layers.{i}" for i in range(4))
 REFERENCE = Case("reference", reference_llama, reference_batch, LAYERS, loss_of_output)
 GPT2 = Case("gpt2_6_layers", _larger_gpt2, ZOO["gpt2"].batch, tuple(f"transformer.h.{i}" for i in range(6)))
 CASES = {**ZOO, REFERENCE.name: REFERENCE, GPT2.name: GPT2}

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from blocks import Stack, built, checkpointed
 from policies import FULL, NOTHING_KEPT, Random
 from recollect.engine.apply import apply, apply_policy
-from recollect.models.llama import Llama, LlamaConfig
+from recollect.models.architectures import llama_config
+from recollect.models.gpt import GPTModel
 from recollect.plan import Plan
 from watch import Watch
 
@@ -158,13 +159,13 @@ def loss_in_chunks() -> dict[str, Any]:
 
     def model(shape: str) -> nn.Module:
         torch.manual_seed(0)
-        made = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+        made = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
         if shape == "replicated":
             return DistributedDataParallel(made)
-        for layer in made.layers:
+        for layer in made.decoder.layers:
             fully_shard(layer)
         if shape == "head of its own":
-            fully_shard(made.lm_head)
+            fully_shard(made.output_layer)
         return fully_shard(made)
 
     outcome: dict[str, Any] = {}

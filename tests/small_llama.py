@@ -5,19 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recollect.models.llama import Llama
-from recollect.models.sizes import LlamaConfig
+from recollect.models.architectures import llama_config
+from recollect.models.config import TransformerConfig
+from recollect.models.gpt import GPTModel
 from recollect.profile.graph import Profile, UnitGraph
 
-SMALL = LlamaConfig(num_layers=4, hidden_size=64, num_heads=4, num_kv_heads=2, vocab_size=128)
+SMALL = llama_config(num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=128)
 
 
-def llama(config: LlamaConfig = SMALL) -> Llama:
+def llama(config: TransformerConfig = SMALL) -> GPTModel:
     torch.manual_seed(0)
-    return Llama(config)
+    return GPTModel(config)
 
 
-def batch_of(config: LlamaConfig = SMALL, sequences: int = 4, length: int = 32) -> dict[str, Tensor]:
+def batch_of(config: TransformerConfig = SMALL, sequences: int = 4, length: int = 32) -> dict[str, Tensor]:
     tokens = torch.zeros(sequences, length, dtype=torch.int64).random_(config.vocab_size)
     return {"tokens": tokens, "labels": tokens.clone()}
 

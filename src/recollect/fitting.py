@@ -49,8 +49,9 @@ def fit(
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.models.llama import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(num_layers=4, hidden_size=64, num_heads=4, vocab_size=128))
+        >>> from recollect.models.architectures import llama_config
+        >>> from recollect.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=128))
         >>> tokens = torch.randint(0, 128, (4, 64))
         >>> plan = recollect.fit(model, {"tokens": tokens, "labels": tokens}, budget="70%")
         >>> plan.predicted_peak_bytes <= plan.budget_bytes

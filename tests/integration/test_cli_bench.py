@@ -146,10 +146,11 @@ from pathlib import Path
 from recollect.bench.measure import measure
 from recollect.bench.settings import KeepAll, MemoryBudget
 from recollect.bench.subject import Subject
-from recollect.models.llama import Llama, LlamaConfig
+from recollect.models.architectures import llama_config
+from recollect.models.gpt import GPTModel
 
 torch.manual_seed(0)
-model = Llama(LlamaConfig(num_layers=4, hidden_size=128, num_heads=4, vocab_size=256))
+model = GPTModel(llama_config(num_layers=4, hidden_size=128, num_attention_heads=4, vocab_size=256))
 tokens = torch.randint(256, (4, 512))
 batch = {"tokens": tokens, "labels": tokens}
 optimizer = torch.optim.AdamW(model.parameters())

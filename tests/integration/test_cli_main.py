@@ -49,7 +49,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (["tarin"], f"Available subcommands: {', '.join(COMMANDS)}"),
         (["train", "--stepz", "3"], "Unrecognized options: --stepz"),
         (["train", "--steps", "0"], "steps: got 0, expected at least 1"),
-        (["train", "--hidden-size", "30"], "LlamaConfig.hidden_size: got 30"),
+        (["train", "--hidden-size", "30"], "TransformerConfig.hidden_size: got 30"),
         (["plan"], "--memory-budget"),
         (["plan", "--memory-budget", "1GiB", "--seq-length", "0"], "seq_length: got 0, expected at least 1"),
     ],

@@ -34,7 +34,7 @@ def test_70b_is_planned_without_its_memory(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     args = ["plan", "--size", "70b", "--fake", "--dtype", "bf16", "--seq-length", "4096", "--memory-budget", "520GiB"]
     assert main([*args, "--out", str(out)]) == 0
-    assert "layers.79" in recollect.Plan.load(out).units
+    assert "decoder.layers.79" in recollect.Plan.load(out).units
 
 
 def test_hugging_face_config_is_planned(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from rank_programs import run_on_ranks
 from recollect.cli import main
 from recollect.errors import AlreadyAppliedError, BudgetTooSmallError, ChunkedLossError, PlanError, PlanFormatError
 from recollect.loss.choose import COUNTS, plan_with_chunks
-from recollect.models.llama import Llama, LlamaConfig
+from recollect.models.architectures import llama_config
+from recollect.models.gpt import GPTModel
 from recollect.plan import Plan
 from recollect.planning.decisions import decide
 from recollect.planning.simulate import simulate
@@ -46,8 +47,8 @@ SMALL: dict[str, Any] = {
 
 def reference(**changes: Any) -> nn.Module:
     torch.manual_seed(0)
-    config = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": WORDS, **changes}
-    return Llama(LlamaConfig(**config))
+    config = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": WORDS, **changes}
+    return GPTModel(llama_config(**config))
 
 
 def hugging_face(family: str = "Llama", **changes: Any) -> Any:
@@ -59,7 +60,7 @@ def hugging_face(family: str = "Llama", **changes: Any) -> Any:
 def batch_of(model: nn.Module, words: int = WORDS, length: int = 64) -> dict[str, Tensor]:
     torch.manual_seed(1)
     tokens = torch.randint(words, (2, length))
-    return {"tokens" if isinstance(model, Llama) else "input_ids": tokens, "labels": tokens.clone()}
+    return {"tokens" if isinstance(model, GPTModel) else "input_ids": tokens, "labels": tokens.clone()}
 
 
 def gradients(model: nn.Module, batch: dict[str, Any]) -> Step:
@@ -79,7 +80,7 @@ def run_step(model: nn.Module, batch: dict[str, Any]) -> None:
 
 LARGE: dict[str, Callable[[], nn.Module]] = {
     "reference": reference,
-    "reference, tied": lambda: reference(tie_embeddings=True),
+    "reference, tied": lambda: reference(share_embeddings_and_output_weights=True),
     "Hugging Face": lambda: hugging_face(vocab_size=WORDS, hidden_size=64),
     "Hugging Face, bf16": lambda: hugging_face(vocab_size=WORDS, hidden_size=64).bfloat16(),
 }
@@ -302,7 +303,7 @@ def test_the_plan_says_so_and_survives_json() -> None:
     plan = recollect.plan(profile, "100%")
     assert Plan.from_json(plan.to_json()) == plan != recollect.classic_plan(profile, "full")
     assert plan.loss_chunks == 8
-    assert "loss        in 8 chunks" in str(plan)
+    assert "loss                in 8 chunks" in str(plan)
     assert "loss in one piece -> in 8 chunks" in Plan({}).diff(IN_8)
     assert all(point.plan.loss_chunks == 8 for point in recollect.frontier(profile).points)
     old = json.loads(Plan({}).to_json())
@@ -336,8 +337,13 @@ def test_verify_is_honest(build: Callable[[], nn.Module], compare: Any) -> None:
 def test_verify_sees_a_wrong_chunked_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     model = reference(vocab_size=64)
     batch = batch_of(model, 64, 12)
-    own = Llama._chunked_loss
-    monkeypatch.setattr(Llama, "_chunked_loss", lambda *args: 1.25 * own(*args))
+    own = GPTModel._predict
+
+    def wrong(model: GPTModel, *args: Tensor) -> tuple[Tensor | None, Tensor]:
+        logits, loss = own(model, *args)
+        return logits, loss * (1.25 if model.loss_chunks > 1 else 1)
+
+    monkeypatch.setattr(GPTModel, "_predict", wrong)
     report = recollect.verify(model, batch, Plan({}, loss_chunks=2))
     assert report.unchunked_difference is not None
     assert report.unchunked_difference[1] == pytest.approx(0.25, rel=1e-3)

@@ -209,7 +209,10 @@ def test_report_says_when_the_budget_did_not_hold_or_nothing_ran() -> None:
         (lambda: OptimFlags(learning_rate=-1.0), "learning_rate: got -1.0, expected at least 0"),
         (lambda: OptimFlags(min_lr_fraction=2.0), "min_lr_fraction: got 2.0, expected 0 to 1"),
         (lambda: RunFlags(keep_checkpoints=0), "keep_checkpoints: got 0, expected at least 1"),
-        (lambda: ModelFlags(size="tiny", num_heads=5), "LlamaConfig.hidden_size: got 64, expected a multiple of"),
+        (
+            lambda: ModelFlags(size="tiny", num_attention_heads=5),
+            "TransformerConfig.hidden_size: got 64, expected a multiple of",
+        ),
     ],
 )
 def test_settings_out_of_range(make: Any, message: str) -> None:

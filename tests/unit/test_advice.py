@@ -12,7 +12,8 @@ from torch import nn
 
 import recollect
 from recollect.errors import BudgetTooSmallError
-from recollect.models.llama import Llama, LlamaConfig
+from recollect.models.architectures import llama_config
+from recollect.models.gpt import GPTModel
 from recollect.planning.advice import advice, lasting_bytes
 from recollect.planning.choose import plan
 from recollect.planning.simulate import CallDecision, simulate
@@ -27,7 +28,7 @@ def least(profile: Profile, *, peak_bytes: int, peak_call: str) -> ToySimulation
 
 def llama(vocab_size: int = 64) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
-    model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=vocab_size))
+    model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=vocab_size))
     tokens = torch.randint(0, vocab_size, (4, 32))
     return model, {"tokens": tokens, "labels": tokens}
 

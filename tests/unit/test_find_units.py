@@ -11,7 +11,8 @@ import transformers
 from torch import nn
 
 from recollect.errors import UnknownNameError, UnsupportedModelError
-from recollect.models.llama import Llama, LlamaConfig
+from recollect.models.architectures import llama_config
+from recollect.models.gpt import GPTModel
 from recollect.profile.find_units import find_units
 from zoo import ZOO, Case
 
@@ -72,9 +73,10 @@ def test_units_cover_each_parameter_once(case: Case) -> None:
 
 
 def test_reference_llama_in_the_order_of_its_tree() -> None:
-    model = Llama(LlamaConfig(num_layers=3, hidden_size=32, num_heads=2, vocab_size=64))
+    model = GPTModel(llama_config(num_layers=3, hidden_size=32, num_attention_heads=2, vocab_size=64))
     paths = [unit.path for unit in find_units(model)]
-    assert paths == ["embed_tokens", "rotary_emb", "layers.0", "layers.1", "layers.2", "norm", "lm_head"]
+    layers = ["decoder.layers.0", "decoder.layers.1", "decoder.layers.2"]
+    assert paths == ["embedding", "rotary_pos_emb", *layers, "decoder.final_layernorm", "output_layer"]
 
 
 def test_two_stacks_of_t5() -> None:

@@ -15,7 +15,8 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import recollect
 from quick_meter import few_objects  # noqa: F401
-from recollect.models.llama import Llama, LlamaConfig
+from recollect.models.architectures import llama_config
+from recollect.models.gpt import GPTModel
 from recollect.profile import events
 from recollect.profile.meter import measure_peak, storage_bytes
 from recollect.profile.optimizer_step import OptimizerStep, record_optimizer_step
@@ -259,7 +260,7 @@ def test_optimizer_whose_step_fails_is_counted_as_it_is() -> None:
 
 
 def test_warning_names_the_callers_line() -> None:
-    llama = Llama(LlamaConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=16))
+    llama = GPTModel(llama_config(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=16))
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -269,7 +270,7 @@ def test_warning_names_the_callers_line() -> None:
 
 def test_recorded_step_has_the_optimizers_peak() -> None:
     """With parameters far larger than activations, the peak of the step is that of the optimizer."""
-    llama = Llama(LlamaConfig(num_layers=2, hidden_size=64, num_heads=2, vocab_size=2000))
+    llama = GPTModel(llama_config(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=2000))
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     optimizer = AdamW(llama.parameters(), lr=0.0, foreach=True)
 

@@ -67,7 +67,7 @@ def test_phases_and_units_follow_each_other(profile: Profile) -> None:
     assert curve.phases[-1].end == curve.end
     for one, other in itertools.pairwise(curve.phases):
         assert one.end == other.start
-    assert {"layers.0", "layers.3"} <= {span.name for span in curve.units}
+    assert {"decoder.layers.0", "decoder.layers.3"} <= {span.name for span in curve.units}
     # The optimizer step has a width of its own, which is no time. Times are whole nanoseconds, of about a thousand ops.
     assert curve.phases[-2].end == pytest.approx(1e3 * profile.step_s, abs=1e-3)
     assert curve.axis == "predicted time (ms); the optimizer step is not to scale"

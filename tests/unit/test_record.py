@@ -99,18 +99,18 @@ def test_profile_survives_a_round_trip(name: str, tmp_path: Path) -> None:
 
 def test_what_was_recorded_in_words() -> None:
     profile = recollect.record(llama(), batch_of())
-    assert (profile.model_class, profile.device, profile.device_name) == ("Llama", "cpu", "cpu")
+    assert (profile.model_class, profile.device, profile.device_name) == ("GPTModel", "cpu", "cpu")
     assert profile.batch == "tokens int64[4, 32], labels int64[4, 32]"
     assert profile.torch_version == torch.__version__
     assert not profile.fake and profile.step_s > 0
-    assert repr(profile).startswith("Profile(Llama on cpu, batch tokens int64[4, 32], ")
+    assert repr(profile).startswith("Profile(GPTModel on cpu, batch tokens int64[4, 32], ")
 
 
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 def test_repeated_layers_share_one_graph(fake: bool) -> None:
     profile = recollect.record(llama(), batch_of(), fake=fake)
     layers = [call for call in profile.calls if call.repeated]
-    assert [call.path for call in layers] == [f"layers.{i}" for i in range(4)]
+    assert [call.path for call in layers] == [f"decoder.layers.{i}" for i in range(4)]
     # The first layer's input is an embedding and not another layer's sum; its graph is the same all the same.
     assert len({call.graph for call in layers}) == 1
     assert [call.chained for call in profile.calls if call.repeated] == [True] * 4
@@ -219,8 +219,8 @@ def test_accumulated_gradients_count() -> None:
 
 def test_frozen_parameters_have_no_gradients() -> None:
     model = llama()
-    model.embed_tokens.requires_grad_(False)
-    frozen_bytes = 4 * model.embed_tokens.weight.numel()
+    model.embedding.requires_grad_(False)
+    frozen_bytes = 4 * model.embedding.word_embeddings.weight.numel()
     profile = recollect.record(model, batch_of(), accumulates_gradients=True)
     assert profile.persistent["gradients"] == profile.persistent["parameters"] - frozen_bytes
 
@@ -296,7 +296,7 @@ def test_random_values_can_be_dropped() -> None:
 
 def test_batch_that_the_model_rejects() -> None:
     message = (
-        r"^Llama rejected the batch \(input_ids int64\[2, 3\]\): TypeError: .*unexpected keyword argument 'input_ids'\. A "
+        r"^GPTModel rejected the batch \(input_ids int64\[2, 3\]\): TypeError: .*unexpected keyword argument 'input_ids'\. A "
         "dict is passed as keywords, a tuple as positions, anything else as the only argument"
     )
     for fake in (False, True):
@@ -305,21 +305,23 @@ def test_batch_that_the_model_rejects() -> None:
 
 
 def test_batch_without_labels() -> None:
-    with pytest.raises(RecordError, match=r"found no loss in the output of Llama, a LlamaOutput: .*Put labels into"):
+    with pytest.raises(RecordError, match=r"found no loss in the output of GPTModel, a GPTOutput: .*Put labels into"):
         recollect.record(llama(), batch_of()["tokens"])
 
 
 def test_model_without_layers_and_wrong_units() -> None:
     with pytest.raises(UnsupportedModelError, match="found no repeated layers in Linear"):
         recollect.record(nn.Linear(2, 2), torch.ones(1, 2))
-    with pytest.raises(UnknownNameError, match=r"Llama has no unit 'layers\.9'\. Did you mean 'layers\.3'"):
-        recollect.record(llama(), batch_of(), units=["layers.9"])
+    with pytest.raises(
+        UnknownNameError, match=r"GPTModel has no unit 'decoder\.layers\.9'\. Did you mean 'decoder\.layers\.3'"
+    ):
+        recollect.record(llama(), batch_of(), units=["decoder.layers.9"])
 
 
 def test_model_with_a_plan_on_it() -> None:
     model, batch = llama(), batch_of()
     plan = recollect.fit(model, batch, "80%")
-    message = r"module 'layers\.0' recomputes already, by a recollect plan.*call applied\.remove\(\) first"
+    message = r"module 'decoder\.layers\.0' recomputes already, by a recollect plan.*call applied\.remove\(\) first"
     for again in (lambda: recollect.record(model, batch), lambda: recollect.fit(model, batch, "80%")):
         with pytest.raises(AlreadyAppliedError, match=message):
             again()
@@ -332,10 +334,10 @@ def test_model_with_a_plan_on_it() -> None:
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 def test_model_with_a_checkpoint_wrapper(fake: bool) -> None:
     model = llama()
-    model.layers[2] = checkpoint_wrapper(model.layers[2])
+    model.decoder.layers[2] = checkpoint_wrapper(model.decoder.layers[2])
     message = (
-        r"module 'layers\.2' recomputes already, by torch's CheckpointWrapper; a value would be recomputed twice\. To have "
-        r"recollect decide, build the model without checkpoint_wrapper\.$"
+        r"module 'decoder\.layers\.2' recomputes already, by torch's CheckpointWrapper; a value would be "
+        r"recomputed twice\. To have recollect decide, build the model without checkpoint_wrapper\.$"
     )
     with pytest.raises(AlreadyAppliedError, match=message):
         recollect.record(model, batch_of(), fake=fake)

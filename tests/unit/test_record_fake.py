@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import recollect
 from quick_meter import few_objects  # noqa: F401
 from recollect.errors import HardwareError, RecordError
-from recollect.models.llama import Llama
-from recollect.models.sizes import SIZES, LlamaConfig
+from recollect.models.architectures import llama_config
+from recollect.models.gpt import GPTModel
+from recollect.models.sizes import NAMED_CONFIGS
 from recollect.planning.decisions import decide
 from recollect.planning.simulate import simulate
 from recollect.profile.graph import Profile
@@ -40,7 +41,7 @@ def peaks(profile: Profile) -> list[int]:
 def test_fake_recording_predicts_what_a_real_one_predicts(optimizer: bool) -> None:
     model, batch = llama(), batch_of()
     with torch.device("meta"):
-        meta = Llama(SMALL)
+        meta = GPTModel(SMALL)
     adamw = (lambda m: torch.optim.AdamW(m.parameters())) if optimizer else lambda m: None
     real = recollect.record(model, batch, optimizer=adamw(model))
     fake = recollect.record(meta, batch, optimizer=adamw(meta), fake=True)
@@ -49,8 +50,12 @@ def test_fake_recording_predicts_what_a_real_one_predicts(optimizer: bool) -> No
     assert peaks(fake) == pytest.approx(peaks(real), rel=0.001)
     assert peaks(on_meta) == peaks(fake)
     assert (fake.fake, fake.calibration_bytes) == (True, 0)
-    assert [v.name for v in graph_at(fake, "layers.1").values] == [v.name for v in graph_at(real, "layers.1").values]
-    assert [v.saved for v in graph_at(fake, "layers.1").values] == [v.saved for v in graph_at(real, "layers.1").values]
+    assert [v.name for v in graph_at(fake, "decoder.layers.1").values] == [
+        v.name for v in graph_at(real, "decoder.layers.1").values
+    ]
+    assert [v.saved for v in graph_at(fake, "decoder.layers.1").values] == [
+        v.saved for v in graph_at(real, "decoder.layers.1").values
+    ]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "vit", "gemma", "mamba", "mixtral", "deepseek_v3"])
@@ -89,9 +94,11 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="r
 @needs_proc
 def test_fake_recording_needs_no_memory() -> None:
     """Four layers of the 7B shapes in bf16: parameters of 2 GiB and activations of more."""
-    config = LlamaConfig(num_layers=4, hidden_size=4096, intermediate_size=11008, num_heads=32, vocab_size=32000)
+    config = llama_config(
+        num_layers=4, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, vocab_size=32000
+    )
     with torch.device("meta"):
-        model = Llama(config).bfloat16()
+        model = GPTModel(config).bfloat16()
     batch = batch_of(config, sequences=1, length=4096)
     before = _resident_bytes()
     profile = recollect.record(model, batch, optimizer=torch.optim.AdamW(model.parameters()), fake=True)
@@ -109,9 +116,9 @@ def test_fake_recording_needs_no_memory() -> None:
 @needs_proc
 def test_70b_in_seconds_and_without_memory() -> None:
     """A canary: 7 s alone on two CPU cores; a minute is far above the noise of a busy machine."""
-    config = SIZES["70b"]
+    config = NAMED_CONFIGS["70b"]
     with torch.device("meta"):
-        model = Llama(config).bfloat16()
+        model = GPTModel(config).bfloat16()
     batch = batch_of(config, sequences=1, length=4096)
     before_bytes, begin_s = _resident_bytes(), time.perf_counter()
     profile = recollect.record(model, batch, fake=True)
@@ -169,9 +176,9 @@ def test_data_dependent_model_cannot_be_recorded_fake(function: Callable[[Tensor
 
 
 def test_times_are_for_the_hardware_that_is_named(tmp_path: Path) -> None:
-    config = LlamaConfig(num_layers=2, hidden_size=1024, num_heads=16, vocab_size=512)
+    config = llama_config(num_layers=2, hidden_size=1024, num_attention_heads=16, vocab_size=512)
     with torch.device("meta"):
-        model = Llama(config).bfloat16()
+        model = GPTModel(config).bfloat16()
     batch = batch_of(config, sequences=1, length=1024)
     profiles = {
         name: recollect.record(model, batch, fake=True, hardware=name) for name in ("B200", "H100", "L40S", "RTX 4090")

@@ -10,15 +10,16 @@ import torch
 
 import recollect
 from recollect.errors import ProfileMismatchWarning
-from recollect.models.llama import Llama, LlamaConfig
+from recollect.models.architectures import llama_config
+from recollect.models.gpt import GPTModel
 from recollect.plan import Plan
 from recollect.profile.graph import Profile
 
 VERSION = torch.__version__.partition("+")[0]
 
 
-def model() -> Llama:
-    return Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+def model() -> GPTModel:
+    return GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
 
 
 def recorded(*, fake: bool = False, **changes: Any) -> Profile:

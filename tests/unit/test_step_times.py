@@ -19,7 +19,7 @@ from recollect.step import call_model, run_forward
 from small_llama import batch_of, graph_at, llama
 from toy_profile import layer
 
-PATHS = [f"layers.{i}" for i in range(4)]
+PATHS = [f"decoder.layers.{i}" for i in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_measured_on_each_unit_and_nothing_is_left_behind() -> None:
     model, batch = llama(), batch_of()
     before = [p.detach().clone() for p in model.parameters()]
     seen: list[bool] = []
-    model.layers[0].register_forward_hook(lambda module, args, output: seen.append(output.requires_grad))
+    model.decoder.layers[0].register_forward_hook(lambda module, args, output: seen.append(output.requires_grad))
     times = measure_step_times(
         model,
         PATHS,
@@ -90,10 +90,10 @@ def test_step_is_the_leanest_one_without_what_the_tape_adds(recorded: Profile) -
     in_backward_s = leanest.recompute_s + 0.4
     timed = with_step_times(bare, StepTimes(20.0, unit_times(bare, forward_s=0.25, backward_s=in_backward_s / 4)))
     assert timed.step_s == pytest.approx(20.0 - 4 * 0.25 - in_backward_s)
-    assert graph_at(timed, "layers.0").tape_s == 0.25
-    assert graph_at(timed, "norm").tape_s == 0.0
+    assert graph_at(timed, "decoder.layers.0").tape_s == 0.25
+    assert graph_at(timed, "decoder.final_layernorm").tape_s == 0.0
     # The rest of backward goes to the ops that ran again, in equal parts.
-    before, after = graph_at(bare, "layers.0").ops, graph_at(timed, "layers.0").ops
+    before, after = graph_at(bare, "decoder.layers.0").ops, graph_at(timed, "decoder.layers.0").ops
     added = [b.time_s - a.time_s for a, b in zip(before, after, strict=True)]
     assert added == pytest.approx([0.4 / leanest.recomputed_ops] * len(added))
 
@@ -105,11 +105,11 @@ def _all_s(profile: Profile) -> float:
 def test_op_times_shrink_where_recompute_took_less(recorded: Profile) -> None:
     bare = replace(recorded, graphs=tuple(replace(graph, tape_s=0.0) for graph in recorded.graphs))
     half = with_step_times(bare, StepTimes(20.0, unit_times(bare, forward_s=-1.0, backward_s=_all_s(bare) / 8)))
-    before, after = graph_at(bare, "layers.0"), graph_at(half, "layers.0")
+    before, after = graph_at(bare, "decoder.layers.0"), graph_at(half, "decoder.layers.0")
     assert after.ops[3].time_s == pytest.approx(before.ops[3].time_s / 2)
     assert after.tape_s == 0.0, "noise makes no tape faster than none"
     none = with_step_times(bare, StepTimes(1.0, unit_times(bare, forward_s=0.0, backward_s=-1.0)))
-    assert graph_at(none, "layers.0").ops[3].time_s == pytest.approx(before.ops[3].time_s / 10)
+    assert graph_at(none, "decoder.layers.0").ops[3].time_s == pytest.approx(before.ops[3].time_s / 10)
     assert none.step_s == 12.0, "a step takes no less than its units"
 
 

@@ -147,7 +147,7 @@ def test_recomputed_and_kept_values_are_told_apart(measured: Profile) -> None:
     assert not full.bytes_of["recomputed values"][is_forward].any()
     at_backward = int(np.argmax(full.phases == BACKWARD))
     assert full.bytes_of["kept values"][at_backward] < 0.3 * kept_all.bytes_of["kept values"][at_backward]
-    assert any(item.name == "layers.0-3 up_proj" for item in kept_all.report.items)
+    assert any(item.name == "decoder.layers.0-3 linear_fc1" for item in kept_all.report.items)
 
 
 def test_generator_states_are_kept_values(random_ops: Profile) -> None:
@@ -164,10 +164,10 @@ def test_generator_states_are_kept_values(random_ops: Profile) -> None:
 def test_moments_have_a_place(measured: Profile) -> None:
     found = recollect.timeline(measured, recollect.classic_plan(measured, "full"))
     places = {found.where(moment) for moment in range(len(found.time_s))}
-    assert {"forward of layers.3", "loss", "backward of layers.0", "optimizer step"} <= places
+    assert {"forward of decoder.layers.3", "loss", "backward of decoder.layers.0", "optimizer step"} <= places
     # What the layers save of it is asked for in the layers.
-    assert "forward of rotary_emb" in places
-    assert "backward of rotary_emb" not in places
+    assert "forward of rotary_pos_emb" in places
+    assert "backward of rotary_pos_emb" not in places
     assert set(found.bytes_of) == set(CATEGORIES)
     assert set(found.phases.tolist()) == set(PHASES)
 

@@ -6,13 +6,14 @@ import dataclasses
 import re
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from recollect.models.architectures import deepseek_v3_config, gpt_config, llama_config, mixtral_config
 from recollect.models.config import TransformerConfig
 from recollect.models.sizes import NAMED_CONFIGS
+from recollect.train.config import SizeName
 
 DIMENSIONS: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
 
@@ -57,6 +58,23 @@ def test_fields_that_follow_from_others() -> None:
     as_megatron_writes_it = TransformerConfig(**DIMENSIONS, num_query_groups=None, kv_channels=None)  # type: ignore[arg-type]
     assert as_megatron_writes_it == config
     assert TransformerConfig(**{**DIMENSIONS, "hidden_size": 62}, kv_channels=16).kv_channels == 16
+
+
+def test_what_was_derived_is_derived_again_after_a_change() -> None:
+    config = TransformerConfig(**DIMENSIONS)
+    changed = config.changed(hidden_size=128, num_attention_heads=8)
+    assert (changed.num_query_groups, changed.kv_channels, changed.ffn_hidden_size) == (8, 16, 512)
+    given = TransformerConfig(**DIMENSIONS, num_query_groups=2, kv_channels=8, ffn_hidden_size=100)
+    assert given.changed(hidden_size=128, num_layers=3) == TransformerConfig(
+        **{**DIMENSIONS, "hidden_size": 128, "num_layers": 3}, num_query_groups=2, kv_channels=8, ffn_hidden_size=100
+    )
+    assert mixtral_config(**DIMENSIONS, ffn_hidden_size=96).changed(ffn_hidden_size=32).moe_ffn_hidden_size == 32
+    with pytest.raises(TypeError, match="no_such_field"):
+        config.changed(no_such_field=1)
+
+
+def test_every_named_model_is_a_size_of_the_command_line() -> None:
+    assert set(get_args(SizeName)) == set(NAMED_CONFIGS)
 
 
 def test_layers_with_experts() -> None:

@@ -18,9 +18,10 @@ class OnTape:
 
     Example:
         >>> import recollect
-        >>> from recollect.models.llama import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
-        >>> plan = recollect.Plan({"layers.0": recollect.UnitPlan({"mlp.act_fn.silu": "recompute"})})
+        >>> from recollect.models.architectures import llama_config
+        >>> from recollect.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
+        >>> plan = recollect.Plan({"decoder.layers.0": recollect.UnitPlan({"mlp.activation_func.silu": "recompute"})})
         >>> turns = [OnTape(recollect.apply(model, plan)) for _ in range(2)]
         >>> with turns[0].on():
         ...     pass

@@ -23,8 +23,6 @@ from recollect.bench.subject import Subject
 from recollect.cli.bench_flags import Bench
 from recollect.cli.step import build_step
 from recollect.errors import RecollectError
-from recollect.models.architectures import llama_config
-from recollect.models.config import TransformerConfig
 from recollect.quantities import parse_bytes
 from recollect.train.files import write_text
 from recollect.train.step import resolve_device
@@ -126,31 +124,17 @@ def build_subject(command: Bench, device: torch.device) -> Subject:
     )
 
 
-def _config(command: Bench) -> TransformerConfig:
-    sizes: Any = command.step.model.dimensions()
-    if isinstance(sizes, TransformerConfig):
-        return sizes
-    return llama_config(
-        num_layers=sizes.num_layers,
-        hidden_size=sizes.hidden_size,
-        num_attention_heads=sizes.num_heads,
-        num_query_groups=sizes.num_kv_heads,
-        ffn_hidden_size=sizes.intermediate_size,
-        vocab_size=sizes.vocab_size,
-    )
-
-
 def _model_flops(command: Bench, subject: Subject) -> float:
     """Return the FLOPs that a step has to compute: by formula, or for other models three times those of forward."""
     if command.step.hf_config is not None:
         return 3 * subject.forward_flops()
     num_sequences = command.step.batch_size * command.num_microbatches
-    return model_flops(_config(command), num_sequences=num_sequences, seq_length=command.step.seq_length)
+    return model_flops(command.step.model.dimensions(), num_sequences=num_sequences, seq_length=command.step.seq_length)
 
 
 def _workload(command: Bench, subject: Subject) -> dict[str, Any]:
     if command.step.hf_config is None:
-        config: Mapping[str, Any] = asdict(_config(command))
+        config: Mapping[str, Any] = asdict(command.step.model.dimensions())
     else:
         hugging_face: Any = subject.model.config
         config = {key: value for key, value in hugging_face.to_diff_dict().items() if key != "transformers_version"}

@@ -13,7 +13,7 @@ from recollect.train.config import ModelFlags, TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a Llama-style model on text, within a memory budget."""
+    """Train a language model on text, within a memory budget."""
 
     demo: bool = False
     """Use the settings of the demonstration (about three minutes on two CPU cores); other flags change them."""
@@ -28,7 +28,7 @@ class ModelStep:
     """A training step: AdamW on one micro-batch of a language model."""
 
     model: OmitArgPrefixes[ModelFlags] = field(default_factory=ModelFlags)
-    """A Llama-style model of recollect's own."""
+    """A model of recollect's own."""
     hf_config: Path | None = None
     """A Hugging Face config.json of a causal language model, used instead; needs transformers."""
     batch_size: Annotated[int, arg(aliases=("--micro-batch-size",))] = 1

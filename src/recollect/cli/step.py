@@ -15,7 +15,6 @@ from recollect.cli.commands import ModelStep, RecordedStep
 from recollect.errors import RecollectError
 from recollect.models.config import TransformerConfig
 from recollect.models.gpt import GPTModel
-from recollect.models.llama import Llama
 from recollect.profile.graph import Profile
 from recollect.train.config import OptimFlags
 from recollect.train.optim import build_optimizer
@@ -79,7 +78,7 @@ def step_recorder(flags: RecordedStep, config: TransformerConfig | None = None) 
 
 
 def _own_model(flags: ModelStep) -> nn.Module:
-    return Llama(flags.model.dimensions())
+    return GPTModel(flags.model.dimensions())
 
 
 def _hugging_face_model(path: Path) -> nn.Module:

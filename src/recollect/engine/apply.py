@@ -76,8 +76,9 @@ class Applied:
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.models.llama import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+        >>> from recollect.models.architectures import llama_config
+        >>> from recollect.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
         >>> plan = recollect.Plan(units={})
         >>> with recollect.apply(model, plan) as applied:
         ...     applied.plan is plan
@@ -143,8 +144,9 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
 
     Example:
         >>> import recollect
-        >>> from recollect.models.llama import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+        >>> from recollect.models.architectures import llama_config
+        >>> from recollect.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
         >>> plan = recollect.Plan({"layers.0": recollect.UnitPlan({"mlp.act_fn.silu": "recompute"})})
         >>> applied = recollect.apply(model, plan)
         >>> applied.remove()
@@ -175,8 +177,9 @@ def applied_to(model: nn.Module) -> list[Applied]:
 
     Example:
         >>> import recollect
-        >>> from recollect.models.llama import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+        >>> from recollect.models.architectures import llama_config
+        >>> from recollect.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
         >>> recollect.applied_to(model)
         []
     """

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from recollect.models.config_checks import check
 from recollect.models.parameter_counts import active_parameters, all_parameters
@@ -133,18 +133,40 @@ class TransformerConfig:
     """Weight of the mean of their losses."""
 
     def __post_init__(self) -> None:
-        has_own_kv_channels = bool(self.kv_channels)
         derived = {
-            "num_query_groups": self.num_query_groups or self.num_attention_heads,
-            "ffn_hidden_size": self.ffn_hidden_size or 4 * self.hidden_size,
-            "kv_channels": self.kv_channels or self.hidden_size // max(self.num_attention_heads, 1),
+            "num_query_groups": self.num_attention_heads,
+            "ffn_hidden_size": 4 * self.hidden_size,
+            "kv_channels": self.hidden_size // max(self.num_attention_heads, 1),
+            "moe_ffn_hidden_size": self.ffn_hidden_size or 4 * self.hidden_size,
         }
-        derived["moe_ffn_hidden_size"] = self.moe_ffn_hidden_size or derived["ffn_hidden_size"]
+        derived = {name: value for name, value in derived.items() if not getattr(self, name)}
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "_derived", frozenset(derived))  # no field: it says nothing about the model
         if not isinstance(self.moe_layer_freq, int):
             object.__setattr__(self, "moe_layer_freq", tuple(self.moe_layer_freq))
-        check(self, has_own_kv_channels=has_own_kv_channels)
+        check(self, has_own_kv_channels="kv_channels" not in derived)
+
+    def changed(self, **changes: Any) -> TransformerConfig:
+        """Change fields; those that were derived from others are derived again, which `dataclasses.replace` would not do.
+
+        Args:
+            **changes: fields and their new values.
+
+        Returns:
+            The changed configuration.
+
+        Raises:
+            ValueError: fields that do not fit together.
+            TypeError: a field that there is not.
+
+        Example:
+            >>> config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256)
+            >>> config.changed(hidden_size=128).ffn_hidden_size
+            512
+        """
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in vars(self)["_derived"]}
+        return TransformerConfig(**{**given, **changes})
 
     def is_moe_layer(self, layer: int) -> bool:
         """Tell whether a layer has experts instead of a dense MLP.

@@ -79,8 +79,9 @@ class Planner:
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.models.llama import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+        >>> from recollect.models.architectures import llama_config
+        >>> from recollect.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
         >>> tokens = torch.randint(0, 64, (1, 16))
         >>> planner = Planner(recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True))
         >>> plans = [planner.plan(budget) for budget in ("100%", "98%")]

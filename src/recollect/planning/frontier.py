@@ -107,8 +107,9 @@ def frontier(profile: Profile, *, simulate: Simulate = simulate_step) -> Frontie
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.models.llama import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+        >>> from recollect.models.architectures import llama_config
+        >>> from recollect.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
         >>> tokens = torch.randint(0, 64, (1, 16))
         >>> found = recollect.frontier(recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True))
         >>> found.points[0].peak_bytes <= found.points[-1].peak_bytes <= found.plain_peak_bytes

@@ -150,8 +150,9 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.models.llama import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+        >>> from recollect.models.architectures import llama_config
+        >>> from recollect.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
         >>> tokens = torch.randint(0, 64, (1, 16))
         >>> profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True)
         >>> plan = recollect.classic_plan(profile, "full")
@@ -201,8 +202,9 @@ def explain_peak(profile: Profile, plan: Plan) -> PeakReport:
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.models.llama import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+        >>> from recollect.models.architectures import llama_config
+        >>> from recollect.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
         >>> tokens = torch.randint(0, 64, (1, 16))
         >>> profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True)
         >>> report = recollect.explain_peak(profile, recollect.classic_plan(profile, "keep_all"))

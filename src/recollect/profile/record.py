@@ -87,12 +87,13 @@ def record(
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.models.llama import Llama, LlamaConfig
-        >>> model = Llama(LlamaConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=64))
+        >>> from recollect.models.architectures import llama_config
+        >>> from recollect.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
         >>> tokens = torch.randint(0, 64, (1, 16))
         >>> profile = recollect.record(model, {"tokens": tokens, "labels": tokens})
         >>> [call.path for call in profile.calls]
-        ['embed_tokens', 'rotary_emb', 'layers.0', 'layers.1', 'norm', 'lm_head']
+        ['embedding', 'rotary_pos_emb', 'decoder.layers.0', 'decoder.layers.1', 'decoder.final_layernorm', 'output_layer']
     """
     if hardware is not None and not fake:
         raise HardwareError(

@@ -1,1 +1,1 @@
-"""Training a Llama-style decoder within a memory budget: data, loop, checkpoints, displays."""
+"""Training a language model within a memory budget: data, loop, checkpoints, displays."""

@@ -2,56 +2,74 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from recollect.models.sizes import SIZES, LlamaConfig
+from recollect.models.config import TransformerConfig
+from recollect.models.sizes import NAMED_CONFIGS
 
-SizeName = Literal["tiny", "demo", "160m", "1b", "7b", "8b", "13b", "70b"]
+SizeName = Literal[
+    "demo",
+    "tiny",
+    "gpt-tiny",
+    "llama-tiny",
+    "mixtral-tiny",
+    "deepseek-v3-tiny",
+    "160m",
+    "1b",
+    "7b",
+    "7b-32k",
+    "8b",
+    "13b",
+    "70b",
+    "gpt2",
+    "gpt3-175b",
+    "mixtral-8x7b",
+    "deepseek-v3-671b",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """A named size, and what to change in it."""
+    """A named model, and what to change in it; the names are Megatron's."""
 
     size: SizeName = "demo"
-    """Named dimensions to start from; the flags below replace single ones."""
+    """Named model to start from; the flags below replace single fields."""
     vocab_size: int | None = None
     """Rows of the embedding; the default is the tokenizer's vocabulary."""
     hidden_size: int | None = None
     """Width of the residual stream."""
-    intermediate_size: int | None = None
-    """Width inside the feed-forward part."""
+    ffn_hidden_size: int | None = None
+    """Width inside the MLP."""
     num_layers: int | None = None
-    """Number of decoder layers."""
-    num_heads: int | None = None
+    """Number of transformer layers."""
+    num_attention_heads: int | None = None
     """Query heads."""
-    num_kv_heads: int | None = None
+    num_query_groups: int | None = None
     """Key and value heads."""
-    tie_embeddings: bool | None = None
+    share_embeddings_and_output_weights: bool | None = None
     """Use the embedding matrix as the output matrix."""
 
     def __post_init__(self) -> None:
         self.dimensions()
 
-    def dimensions(self, vocab_size: int | None = None) -> LlamaConfig:
-        """Put the named size and its changes together.
+    def dimensions(self, vocab_size: int | None = None) -> TransformerConfig:
+        """Put the named model and its changes together.
 
         Args:
             vocab_size: rows of the embedding where no flag sets them.
 
         Returns:
-            The dimensions.
+            The configuration.
 
         Raises:
-            ValueError: dimensions that do not fit together.
+            ValueError: fields that do not fit together.
         """
         changes = {name: value for name, value in vars(self).items() if name != "size" and value is not None}
         if vocab_size is not None:
             changes.setdefault("vocab_size", vocab_size)
-        return dataclasses.replace(SIZES[self.size], **changes)
+        return NAMED_CONFIGS[self.size].changed(**changes)
 
 
 @dataclass(frozen=True, kw_only=True)

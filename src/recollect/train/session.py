@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from recollect.errors import CheckpointError
-from recollect.models.llama import Llama
+from recollect.models.gpt import GPTModel
 from recollect.train.batches import BatchSampler
 from recollect.train.checkpoint import (
     Checkpoint,
@@ -52,7 +52,7 @@ class Session:
     folder: Path
     device: torch.device
     corpus: Corpus
-    model: Llama
+    model: GPTModel
     optimizer: torch.optim.Optimizer
     rng: dict[str, Any] | None = None
     step: int = 0

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from recollect.models.llama import Llama
-from recollect.models.sizes import LlamaConfig
+from recollect.models.config import TransformerConfig
+from recollect.models.gpt import GPTModel
 from recollect.train.config import StepFlags
 
 
@@ -19,7 +19,7 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def build_model(dimensions: LlamaConfig, flags: StepFlags) -> Llama:
+def build_model(dimensions: TransformerConfig, flags: StepFlags) -> GPTModel:
     """Return a new model with weights drawn from `flags.seed`, in fp32, on the device of the flags.
 
     Weights stay fp32 under bf16 too, because AdamW's updates are smaller than the spacing of bf16 numbers near the
@@ -28,7 +28,7 @@ def build_model(dimensions: LlamaConfig, flags: StepFlags) -> Llama:
     torch.manual_seed(flags.seed)
     compute_dtype = torch.bfloat16 if flags.precision == "bf16" else None
     with resolve_device(flags.device):
-        return Llama(dimensions, compute_dtype=compute_dtype)
+        return GPTModel(dimensions, compute_dtype=compute_dtype)
 
 
 def train_step(
