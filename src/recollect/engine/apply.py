@@ -147,7 +147,7 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
         >>> from recollect.models.architectures import llama_config
         >>> from recollect.models.gpt import GPTModel
         >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
-        >>> plan = recollect.Plan({"layers.0": recollect.UnitPlan({"mlp.act_fn.silu": "recompute"})})
+        >>> plan = recollect.Plan({"decoder.layers.0": recollect.UnitPlan({"mlp.activation_func.silu": "recompute"})})
         >>> applied = recollect.apply(model, plan)
         >>> applied.remove()
     """
