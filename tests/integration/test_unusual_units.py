@@ -226,6 +226,24 @@ def fills_by_parts(unit: Unit, hidden: Tensor) -> Tensor:
     return cache[:4].exp() + cache[2:]
 
 
+def puts_slices_together(unit: Unit, hidden: Tensor) -> Tensor:
+    """As Hugging Face's DeepSeek-V3 makes keys of a rotated part and another one."""
+    keys = hidden.new_empty(4, 2, WIDTH // 2)
+    keys[..., :3] = hidden.view(4, 2, -1)[..., :3].sin()
+    keys[..., 3:] = hidden.view(4, 2, -1)[..., :1].exp()
+    return (keys.square() * keys.tanh()).flatten(1)
+
+
+def fills_slices_out_of_sight(unit: Unit, hidden: Tensor) -> Tensor:
+    """Half of a buffer, and some of it twice; what is left is filled as a foreign kernel fills it."""
+    keys = torch.empty_like(hidden)
+    keys[:, :2] = hidden[:, :2].sin()
+    keys[:, 1:3] = hidden[:, 1:3].exp()
+    keys[:, 4:] = hidden[:, 4:].cos()
+    keys.detach().numpy()[:, 3] = 2
+    return keys.square()
+
+
 def resizes(unit: Unit, hidden: Tensor) -> Tensor:
     buffer = torch.empty(0)
     with torch.no_grad():
@@ -278,6 +296,8 @@ FUNCTIONS = (
     moves_data,
     writes_to_data,
     fills_by_parts,
+    puts_slices_together,
+    fills_slices_out_of_sight,
     resizes,
     foreach,
     one_element,
@@ -289,6 +309,19 @@ FUNCTIONS = (
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_function(function: Callable[[Unit, Tensor], Tensor], policy: Policy) -> None:
     check(lambda: Unit(function), policy)
+
+
+@pytest.mark.parametrize(("function", "num_again"), [(puts_slices_together, 4), (fills_slices_out_of_sight, 0)])
+def test_a_buffer_is_filled_again_if_all_of_it_was_filled_in_sight(
+    function: Callable[[Unit, Tensor], Tensor], num_again: int
+) -> None:
+    copies = []
+    for policy in (KEEP_ALL, FULL):
+        model, data = built(lambda: Unit(function))
+        with apply_policy(model, ["units.0", "units.1"], policy), Watch() as watch:
+            gradients(model, data)
+        copies.append(watch.ops["copy_"])
+    assert copies[1] - copies[0] == num_again
 
 
 def test_layout_of_a_kept_value_is_changed_in_place() -> None:

@@ -278,7 +278,7 @@ class TapeMode(TorchDispatchMode):
         if write is not None and record is not None:
             value = TapeValue(node=write)
             write.add_output(value)
-            record.rebase(value, version)
+            record.rebase(value, version, layout_of(targets[0]))
         return output
 
     def _bind_write(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Node | None:
@@ -293,8 +293,8 @@ class TapeMode(TorchDispatchMode):
             return None
         if record.layout[0].numel() * target.element_size() != storage.nbytes():
             return None  # The base does not cover its storage densely, so a clone would not have its layout.
-        if record.created == "undefined" and not (facts.overwrites and layout == record.layout):
-            return None  # A write that reads the old content, or leaves a part of it, reads what a kernel may have put there.
+        if record.created == "undefined" and not (facts.overwrites and record.part(layout) is not None):
+            return None  # A write that reads the old content reads what a kernel may have put there.
         base = record.base
         state = generator_state(facts, args, kwargs) if facts.is_random else None
         arguments = Arguments(self._value_in_mode, facts, args[1:], kwargs)

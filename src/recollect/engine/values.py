@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from recollect._torch_private import disable_torch_dispatch, is_fake_tensor, share_version_counters
+from recollect.engine.coverage import Box, box_of, is_covered
 from recollect.errors import FreedValueError, MutatedValueError
 from recollect.replay import Node, Value
 
@@ -96,11 +97,12 @@ class StorageRecord:
     `views`: values of other tensors on this storage, made from `base` when they are first asked for.
     `version`: the version counter at which this holds; `is_bumped`: an in-place op that the tape saw has been run, and
         the counter rises by one when autograd gets it back.
-    `created`: "undefined" or "constant" while the content came from nowhere (`torch.empty`, `torch.zeros`): only a write
-        that the tape sees gives it one that can be made again.
+    `created`: "undefined" or "constant" while the content came from nowhere (`torch.empty`, `torch.zeros`): only writes
+        that the tape sees, to all of it if it is undefined, give it one that can be made again.
+    `filled`: the parts of an undefined buffer that were written.
     """
 
-    __slots__ = ("base", "created", "is_bumped", "layout", "version", "views")
+    __slots__ = ("base", "created", "filled", "is_bumped", "layout", "version", "views")
 
     def __init__(self, base: TapeValue, layout: Layout, version: int, created: str | None) -> None:
         self.base = base
@@ -108,14 +110,25 @@ class StorageRecord:
         self.version = version
         self.is_bumped = False
         self.created = created
+        self.filled: list[Box] = []
         self.views: dict[Layout, TapeValue] = {}
 
-    def rebase(self, base: TapeValue, version: int) -> None:
-        """Replace the content: an in-place op, run at `version`, made a new value on the same storage."""
+    def rebase(self, base: TapeValue, version: int, written: Layout) -> None:
+        """Replace the content: an in-place op, run at `version` on the part `written`, made a new value on the same storage."""
         self.base = base
         self.views = {}
-        self.created = None
+        if self.created == "undefined" and written != self.layout:
+            box = self.part(written)
+            self.filled += [box] if box is not None else []
+            self.created = None if is_covered(self.layout[0], self.filled) else "undefined"
+        else:
+            self.created = None
         self.expect_bump(version)
+
+    def part(self, layout: Layout) -> Box | None:
+        """Return which part of the storage a tensor is, or None for a tensor that is no slice of it."""
+        size, stride, offset, _ = layout
+        return box_of(*self.layout[:2], size, stride, offset) if isinstance(offset, int) else None
 
     def expect_bump(self, version: int) -> None:
         """An in-place op that the tape saw ran at this version."""
