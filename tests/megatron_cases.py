@@ -465,7 +465,7 @@ WITHIN = [
     Broken(
         "mhc-and-mtp",
         selective("mhc"),
-        "the heads for further tokens expect one residual stream",
+        "the layers for further tokens expect one residual stream",
         {"mtp_num_layers": None},
         {"enable_mhc_connections": True, "mtp_num_layers": 1},
     ),

@@ -16,6 +16,7 @@ TORCH_FREE_FILES = sorted(
         "__init__.py",
         "errors.py",
         "fields.py",
+        "integrations/deepspeed.py",
         "megatron/**/*.py",
         "pictures/**/*.py",
         "plan.py",

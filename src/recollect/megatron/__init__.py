@@ -12,26 +12,39 @@ if TYPE_CHECKING:
     from recollect.megatron.choice import BlockFull, NoRecompute, Selective, UniformFull
     from recollect.megatron.compile import megatron_plan
     from recollect.megatron.config import RecomputeConfig
+    from recollect.megatron.pipeline import model_chunks
+    from recollect.megatron.roll import RollCheckpointing, roll_plan, roll_recompute_config
+    from recollect.megatron.rules import RULES
     from recollect.megatron.setting import TrainingSetting
 
 __all__ = [
+    "RULES",
     "BlockFull",
     "NoRecompute",
     "RecomputeConfig",
+    "RollCheckpointing",
     "Selective",
     "TrainingSetting",
     "UniformFull",
     "megatron_plan",
+    "model_chunks",
+    "roll_plan",
+    "roll_recompute_config",
 ]
 
 _HOME_OF_NAME = {
     "BlockFull": "choice",
     "NoRecompute": "choice",
+    "RULES": "rules",
     "RecomputeConfig": "config",
+    "RollCheckpointing": "roll",
     "Selective": "choice",
     "TrainingSetting": "setting",
     "UniformFull": "choice",
     "megatron_plan": "compile",
+    "model_chunks": "pipeline",
+    "roll_plan": "roll",
+    "roll_recompute_config": "roll",
 }
 
 

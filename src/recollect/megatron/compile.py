@@ -1,7 +1,8 @@
 """Megatron's settings as a plan: which values of which layers a configuration drops.
 
 The layers of a model stand in blocks, as they do in Megatron: those of one `ModuleList` are a block, cut into model chunks
-where there is a pipeline. Heads that predict several tokens ahead (`mtp`) are blocks of their own.
+where there is a pipeline. Layers that predict several tokens ahead (`mtp`) are counted apart: with `uniform` each of them is a
+region, with `block` none is recomputed, as in Megatron.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from recollect.megatron.modules import ModuleName
 from recollect.megatron.not_yet import refuse_not_yet
 from recollect.megatron.parts import LayerOps, part_of
 from recollect.megatron.pipeline import model_chunks
-from recollect.megatron.rules import report_num_layers
+from recollect.megatron.rules import report_mtp_block, report_num_layers
 from recollect.megatron.setting import TrainingSetting
 from recollect.plan import Action, Plan, UnitPlan
 from recollect.planning.decisions import Simulate, decide, keep_all_unit, recompute_all_unit, simulated_plan
@@ -29,6 +30,8 @@ __all__ = ["megatron_plan"]
 
 Chunks = Sequence[Sequence[str]]
 """Paths of the layers of each model chunk."""
+
+_MTP = "mtp"
 
 
 def megatron_plan(
@@ -95,13 +98,16 @@ def megatron_plan(
     chunks = _chunks(profile, setting)
     if isinstance(choice, (UniformFull, BlockFull)):
         report_num_layers(config, [len(chunk) for chunk in chunks])
-    plan = Plan(_units(profile, choice, chunks), note=f"Megatron: {choice}")
+    heads = _prediction_heads(profile)
+    if heads and isinstance(choice, BlockFull) and not (setting is not None and setting.mtp_num_layers):
+        report_mtp_block(config, len(heads))
+    plan = Plan(_units(profile, choice, chunks, heads), note=f"Megatron: {choice}")
     return simulated_plan(profile, plan, simulate(profile, decide(profile, plan)))
 
 
-def _units(profile: Profile, choice: Choice, chunks: Chunks) -> dict[str, UnitPlan]:
+def _units(profile: Profile, choice: Choice, chunks: Chunks, heads: Sequence[str]) -> dict[str, UnitPlan]:
     graphs = {call.path: profile.graph_of(call) for call in profile.calls}
-    layers = {path: graphs[path] for path in chain.from_iterable(chunks)}
+    layers = {path: graphs[path] for path in (*chain.from_iterable(chunks), *heads)}
     if isinstance(choice, NoRecompute):
         return {path: keep_all_unit(graph) for path, graph in layers.items()}
     if isinstance(choice, Selective):
@@ -119,10 +125,17 @@ def _units(profile: Profile, choice: Choice, chunks: Chunks) -> dict[str, UnitPl
     }
 
 
+def _prediction_heads(profile: Profile) -> list[str]:
+    """Return the layers that predict several tokens ahead: a unit each, or one unit if there is only one of them."""
+    return list(dict.fromkeys(call.path for call in profile.calls if _MTP in call.path.split(".")))
+
+
 def _chunks(profile: Profile, setting: TrainingSetting | None) -> Chunks:
     """Return the layers of each model chunk: those of one parent module, cut where a pipeline is."""
     blocks: dict[str, list[str]] = {}
     for path in dict.fromkeys(call.path for call in profile.calls if call.repeated):
+        if _MTP in path.split("."):
+            continue
         blocks.setdefault(path.rpartition(".")[0], []).append(path)
     if setting is None or setting.pipeline_model_parallel_size == 1 and not setting.num_layers:
         return list(blocks.values())

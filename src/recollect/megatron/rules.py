@@ -10,7 +10,7 @@ from recollect.megatron.rule import Clash, Rule
 from recollect.megatron.rules_cuda_graph import CUDA_GRAPH_RULES
 from recollect.megatron.rules_modules import MODULE_RULES
 from recollect.megatron.rules_offload import OFFLOAD_RULES
-from recollect.megatron.rules_others import OTHER_RULES
+from recollect.megatron.rules_others import OTHER_RULES, mtp_block_clash
 from recollect.megatron.rules_recompute import RECOMPUTE_RULES, num_layers_clash
 from recollect.megatron.rules_stash import STASH_RULES
 from recollect.megatron.rules_types import TYPE_RULES
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from recollect.megatron.config import RecomputeConfig
     from recollect.megatron.setting import TrainingSetting
 
-__all__ = ["RULES", "check_config", "check_setting", "report_num_layers"]
+__all__ = ["RULES", "check_config", "check_setting", "report_mtp_block", "report_num_layers"]
 
 RULES: tuple[Rule, ...] = (
     *TYPE_RULES,
@@ -50,7 +50,16 @@ def check_setting(config: RecomputeConfig, setting: TrainingSetting) -> None:
 def report_num_layers(config: RecomputeConfig, sizes: list[int]) -> None:
     """Ask whether a model with chunks of so many layers has as many as are to be recomputed."""
     if (clash := num_layers_clash(config, sizes)) is not None:
-        _report(next(rule for rule in RULES if rule.name == "num-layers-range"), clash)
+        _report(_rule("num-layers-range"), clash)
+
+
+def report_mtp_block(config: RecomputeConfig, num_heads: int) -> None:
+    """Say that a model's layers for further tokens are not recomputed."""
+    _report(_rule("mtp-block"), mtp_block_clash(config, num_heads))
+
+
+def _rule(name: str) -> Rule:
+    return next(rule for rule in RULES if rule.name == name)
 
 
 def _report(rule: Rule, clash: Clash) -> None:

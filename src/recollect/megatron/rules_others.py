@@ -1,4 +1,4 @@
-"""Rules about 8-bit precision, hyper-connections, delta nets, overlapped experts, and heads that predict several tokens."""
+"""Rules about 8-bit precision, hyper-connections, delta nets, overlapped experts, and multi-token prediction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from recollect.megatron.config import RecomputeConfig
     from recollect.megatron.setting import TrainingSetting
 
-__all__ = ["OTHER_RULES"]
+__all__ = ["OTHER_RULES", "mtp_block_clash"]
 
 _8_BIT_SENSITIVE = ("moe_act", "layernorm")
 
@@ -115,7 +115,7 @@ def _mhc_and_mtp(_: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
         return None
     return Clash(
         found(setting, "enable_mhc_connections", "mtp_num_layers"),
-        "the heads for further tokens expect one residual stream",
+        "the layers for further tokens expect one residual stream",
         "Leave out one of them.",
     )
 
@@ -155,9 +155,14 @@ def _overlap_offload(config: RecomputeConfig, setting: TrainingSetting) -> Clash
 def _mtp_block(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
     if not setting.mtp_num_layers or config.recompute_granularity != "full" or config.recompute_method != "block":
         return None
+    return mtp_block_clash(config, setting.mtp_num_layers)
+
+
+def mtp_block_clash(config: RecomputeConfig, num_heads: int) -> Clash:
+    """Return what is to be said of a model with layers for further tokens under `block`."""
     return Clash(
-        {**found(setting, "mtp_num_layers"), **found(config, "recompute_method")},
-        "the heads for further tokens stand behind the last stage's layers, and block recomputes the first ones",
+        {"mtp_num_layers": num_heads, **found(config, "recompute_method")},
+        "the layers for further tokens stand behind those of the last stage, and block recomputes the first ones",
         "Set recompute_method to 'uniform' to recompute them too.",
     )
 
@@ -286,12 +291,12 @@ OTHER_RULES = (
         when="`mtp_num_layers` with `full`, `uniform` and a number above 1",
         megatron="AssertionError",
         ours="free",
-        why="the heads are a block of their own; each region of it has as many as there are",
+        why="each of these layers is a region of its own, whatever the number",
     ),
     Rule(
         name="mtp-block",
         when="`mtp_num_layers` with `full` and `block`",
-        megatron="warning; the heads are not recomputed",
+        megatron="warning; these layers are not recomputed",
         ours="warning",
         why="the same",
         within=_mtp_block,

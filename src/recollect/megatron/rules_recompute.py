@@ -203,7 +203,7 @@ RECOMPUTE_RULES = (
         when="`full` without `recompute_method`",
         megatron="ValueError",
         ours="error",
-        why="`uniform` and `block` differ; nobody can guess which. ROLL's default is another file's (`megatron_config_of`)",
+        why="`uniform` and `block` differ; nobody can guess which. ROLL's default is in `recollect.megatron.roll`",
         alone=_full_needs_method,
     ),
     Rule(

@@ -1,0 +1,168 @@
+"""DeepSpeed's section `activation_checkpointing`, as a plan.
+
+In DeepSpeed the section does not say what to recompute: it configures `deepspeed.checkpointing.checkpoint`, which a model
+calls on what it wants recomputed, each layer as a rule. So a section means: each layer, or each few
+(`activation_checkpoint_interval` of its pipelines). Models of Hugging Face do not call that function, and nothing of the
+section reaches them there.
+
+| setting | here |
+|---|---|
+| `partition_activations` | not yet: needs ranks of tensor parallelism to split kept values among |
+| `cpu_checkpointing` | not yet: needs values in host memory |
+| `contiguous_memory_optimization` | of partitioned values only, so not yet; without them an error, as in DeepSpeed |
+| `number_checkpoints` | sizes the buffers of the former; without them a warning: it has no effect |
+| `synchronize_checkpoint_boundary` | a warning: nothing waits at the edge of a region, since there is no such edge |
+| `profile` | a warning: `recollect.layer_accounts` has the times of what runs again |
+
+Read in DeepSpeed master at edaa7221 (`runtime/activation_checkpointing`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from recollect.errors import ConfigError, ConfigWarning, NotYetError
+from recollect.megatron.compile import megatron_plan
+from recollect.megatron.config import RecomputeConfig
+from recollect.megatron.rule import did_you_mean
+from recollect.plan import Plan
+from recollect.planning.decisions import Simulate
+from recollect.planning.simulate import simulate as simulate_step
+from recollect.profile.graph import Profile
+
+__all__ = ["ActivationCheckpointing", "deepspeed_plan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpointing:
+    """The section, with DeepSpeed's names and defaults; the table above says what each setting means here.
+
+    Raises:
+        ConfigError: a value of the wrong type, or settings that clash.
+
+    Warns:
+        ConfigWarning: a setting that has no effect.
+
+    Example:
+        >>> ActivationCheckpointing.of({"activation_checkpointing": {"number_checkpoints": None}}).partition_activations
+        False
+    """
+
+    partition_activations: bool = False
+    cpu_checkpointing: bool = False
+    contiguous_memory_optimization: bool = False
+    number_checkpoints: int | None = None
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_number = field.name == "number_checkpoints"
+            if not (value is None or (type(value) is int and value >= 1)) if is_number else type(value) is not bool:
+                expected = "a whole number, 1 or more, or None" if is_number else "True or False"
+                raise ConfigError(settings={field.name: value}, reason="no such value", advice=f"Set it to {expected}.")
+        if self.contiguous_memory_optimization and not self.partition_activations:
+            self._fail(
+                "contiguous_memory_optimization", "partition_activations", "only partitioned values are put together"
+            )
+        if self.contiguous_memory_optimization and self.number_checkpoints is None:
+            self._fail("contiguous_memory_optimization", "number_checkpoints", "its buffers are sized by that number")
+        if self.number_checkpoints is not None and not self.contiguous_memory_optimization:
+            _warn("number_checkpoints", "it sizes the buffers of contiguous_memory_optimization, which is off")
+        if self.synchronize_checkpoint_boundary:
+            _warn("synchronize_checkpoint_boundary", "values are recomputed one by one, so no region has an edge")
+        if self.profile:
+            _warn("profile", "recollect.layer_accounts has the times of what runs again")
+
+    def _fail(self, setting: str, other: str, reason: str) -> None:
+        settings = {name: getattr(self, name) for name in (setting, other)}
+        raise ConfigError(settings=settings, reason=reason, advice=f"Set {other}, or leave out {setting}.")
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ActivationCheckpointing | None:
+        """Read the section of a DeepSpeed configuration.
+
+        Args:
+            config: the whole configuration, as a dictionary.
+
+        Returns:
+            None if it has no such section.
+
+        Raises:
+            ConfigError: a setting that DeepSpeed does not have; also as the class itself.
+
+        Example:
+            >>> ActivationCheckpointing.of({"train_batch_size": 8}) is None
+            True
+        """
+        section = config.get("activation_checkpointing")
+        if section is None:
+            return None
+        known = [field.name for field in fields(cls)]
+        for name in section:
+            if name not in known:
+                advice = f"{did_you_mean(name, known)}Choose from {', '.join(known)}."
+                raise ConfigError(settings={name: section[name]}, reason="there is no such setting", advice=advice)
+        return cls(**section)
+
+
+def _warn(setting: str, reason: str) -> None:
+    warnings.warn(f"{setting} has no effect: {reason}", ConfigWarning, stacklevel=4)
+
+
+def deepspeed_plan(
+    profile: Profile,
+    section: ActivationCheckpointing | None,
+    *,
+    activation_checkpoint_interval: int = 1,
+    simulate: Simulate = simulate_step,
+) -> Plan:
+    """Return what DeepSpeed's section keeps and drops, as a plan.
+
+    Args:
+        profile: the recorded step.
+        section: None recomputes nothing.
+        activation_checkpoint_interval: layers in a region, as `PipelineModule` has it; 0 recomputes nothing.
+        simulate: predicts the peak and the recompute time of a choice.
+
+    Returns:
+        A plan without a budget.
+
+    Raises:
+        NotYetError: values split among ranks, or in host memory.
+        ConfigError: an interval that is no number of layers, or above those of the model.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from recollect.profile.graph import StepLog
+        >>> empty = Profile((), (), StepLog(), step_s=0.0)
+        >>> simulate = lambda profile, decisions: SimpleNamespace(peak_bytes=0, recompute_s=0.0)
+        >>> deepspeed_plan(empty, None, simulate=simulate).note
+        'DeepSpeed: no activation checkpointing'
+    """
+    if type(activation_checkpoint_interval) is not int or activation_checkpoint_interval < 0:
+        raise ConfigError(
+            settings={"activation_checkpoint_interval": activation_checkpoint_interval},
+            reason="no number of layers",
+            advice="Set it to 1 or more, or to 0 to recompute nothing.",
+        )
+    if section is None or activation_checkpoint_interval == 0:
+        plan = megatron_plan(profile, RecomputeConfig(), simulate=simulate)
+        return plan.with_note("DeepSpeed: no activation checkpointing")
+    for name, needs in (
+        ("partition_activations", "kept values that are split among the ranks of tensor parallelism"),
+        ("cpu_checkpointing", "values that are copied to host memory and back"),
+    ):
+        if getattr(section, name):
+            raise NotYetError(
+                settings={name: True}, needs=needs, advice="Leave it out; each layer's input is then kept."
+            )
+    full = RecomputeConfig(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=activation_checkpoint_interval
+    )
+    note = f"DeepSpeed: activation checkpointing, {activation_checkpoint_interval} layers a region"
+    return megatron_plan(profile, full, simulate=simulate).with_note(note)
