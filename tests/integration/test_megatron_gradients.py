@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 import pytest
+import torch
 
 import recollect
-from gradients import assert_same_gradients, step_of
-from recollect.errors import ConfigError
-from recollect.megatron import RecomputeConfig, megatron_plan
+from gradients import assert_same_gradients, gradients, step_of
+from recollect.errors import ConfigError, ConfigWarning
+from recollect.megatron import RecomputeConfig, TrainingSetting, megatron_plan
+from recollect.models.gpt import GPTModel
+from recollect.models.sizes import NAMED_CONFIGS
 from recollect.profile.graph import Profile
 from watch import Watch
 from zoo import ZOO, Case
 
+# The reference models, small siblings of those that people train, with dropout on.
+REFERENCE_MODULES_OF = {
+    "gpt-tiny": ("core_attn", "mlp", "layernorm"),
+    "llama-tiny": ("core_attn", "mlp", "layernorm"),
+    "mixtral-tiny": ("core_attn", "moe", "moe_act", "layernorm"),
+    # One dense layer, three with experts, and one that predicts the token after the next.
+    "deepseek-v3-tiny": ("core_attn", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "layernorm"),
+}
 MODULES_OF = {
+    **{f"{name} {core}": has for name, has in REFERENCE_MODULES_OF.items() for core in ("fused", "unfused")},
     "llama": ("core_attn", "mlp", "layernorm"),
     "gpt2": ("core_attn", "mlp", "layernorm"),
     "mixtral": ("core_attn", "moe", "moe_act", "layernorm"),
@@ -28,9 +41,10 @@ OTHERS = [(name, module) for name, has in MODULES_OF.items() for module in EVERY
 
 
 def module_sets(name: str) -> list[tuple[str, ...]]:
-    """Each module, each pair, and all."""
+    """Each module, all, and each pair where attention is op by op."""
     modules = MODULES_OF[name]
-    return [*((module,) for module in modules), *combinations(modules, 2), modules]
+    pairs = combinations(modules, 2) if name.endswith("unfused") else ()
+    return [*((module,) for module in modules), *pairs, modules]
 
 
 def full(method: str, num_layers: int) -> dict[str, Any]:
@@ -41,11 +55,29 @@ def selective(modules: tuple[str, ...], **fields: Any) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": modules, **fields}
 
 
+def reference_case(name: str) -> Case:
+    size, core = name.split()
+    config = replace(NAMED_CONFIGS[size], core_attention=core, hidden_dropout=0.1, attention_dropout=0.1)
+    if core == "fused":
+        # What PyTorch's kernel for a CPU asks for: no dropout, and values as wide as queries.
+        width = config.qk_head_dim + config.qk_pos_emb_head_dim
+        config = replace(config, attention_dropout=0.0, v_head_dim=width)
+
+    def batch() -> dict[str, Any]:
+        tokens = torch.randint(0, config.vocab_size, (2, 12))
+        return {"tokens": tokens, "labels": tokens}
+
+    layers = tuple(f"decoder.layers.{i}" for i in range(config.num_layers))
+    return Case(name, lambda: GPTModel(config), batch, layers, lambda output: output.loss, is_random=True)
+
+
+CASES = {name: ZOO[name] if name in ZOO else reference_case(name) for name in MODULES_OF}
+
 SETTINGS = [
     (name, fields)
     for name, modules in MODULES_OF.items()
     for fields in (
-        *(full(method, n) for method in ("uniform", "block") for n in range(1, len(ZOO[name].layers) + 1)),
+        *(full(method, n) for method in ("uniform", "block") for n in range(1, len(CASES[name].layers) + 1)),
         *(selective(chosen) for chosen in module_sets(name)),
         *(selective((module,), recompute_discard_outputs=(module,)) for module in modules),
         selective(modules, recompute_discard_outputs=()),
@@ -62,21 +94,21 @@ def label(setting: tuple[str, dict[str, Any]]) -> str:
 
 @functools.cache
 def profile_of(name: str) -> Profile:
-    case = ZOO[name]
-    return recollect.record(case.model(), case.data())
+    case = CASES[name]
+    return recollect.record(case.model(), case.data(), loss_fn=case.loss_fn)
 
 
 @functools.cache
 def step_without(name: str) -> dict[str, Any]:
-    case = ZOO[name]
+    case = CASES[name]
     return step_of(case, case.model())
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:recollect.errors.ConfigWarning")
+@pytest.mark.filterwarnings("ignore:.*(deprecated|layers for further tokens):recollect.errors.ConfigWarning")
 @pytest.mark.parametrize("setting", SETTINGS, ids=label)
 def test_gradients_have_the_same_bits(setting: tuple[str, dict[str, Any]]) -> None:
     name, fields = setting
-    case, config = ZOO[name], RecomputeConfig(**fields)
+    case, config = CASES[name], RecomputeConfig(**fields)
     model = case.model()
     with recollect.apply(model, megatron_plan(profile_of(name), config)):
         assert_same_gradients(step_without(name), step_of(case, model))
@@ -89,12 +121,23 @@ def num_ops(case: Case, plan: recollect.Plan) -> int:
     return watch.computing_ops().total()
 
 
+# Without a kernel it is copies of queries and keys that are saved, and they belong to core_attn: what the projection
+# returns is then saved by nobody.
+SAVED_BY_NOBODY = {("deepseek-v3-tiny unfused", "mla_up_proj"), ("deepseek_v3", "mla_up_proj")}
+
+
 @pytest.mark.parametrize(
-    ("name", "module"), [(name, module) for name, modules in MODULES_OF.items() for module in modules]
+    ("name", "module"),
+    [
+        (name, module)
+        for name, modules in MODULES_OF.items()
+        for module in modules
+        if (name, module) not in SAVED_BY_NOBODY
+    ],
 )
 def test_each_module_runs_ops_again(name: str, module: str) -> None:
     """Without this, a plan that drops nothing would pass the test above."""
-    case, profile = ZOO[name], profile_of(name)
+    case, profile = CASES[name], profile_of(name)
     plain = num_ops(case, recollect.classic_plan(profile, "keep_all"))
     discarding = RecomputeConfig(**selective((module,), recompute_discard_outputs=(module,)))
     assert num_ops(case, megatron_plan(profile, discarding)) > plain
@@ -104,3 +147,44 @@ def test_each_module_runs_ops_again(name: str, module: str) -> None:
 def test_modules_that_a_model_has_not(name: str, module: str) -> None:
     with pytest.raises(ConfigError, match=f"no layer of this model has {module}"):
         megatron_plan(profile_of(name), RecomputeConfig(**selective((module,))))
+
+
+MTP = "deepseek-v3-tiny fused"
+
+
+def test_layers_for_further_tokens_are_regions_of_uniform_whatever_the_number() -> None:
+    for n in (1, 4):
+        unit = megatron_plan(profile_of(MTP), RecomputeConfig(**full("uniform", n))).units["mtp"]
+        assert {action for name, action in unit.actions.items() if "linear_fc1" in name} == {"recompute"}
+        assert unit.output == "keep"
+
+
+def test_layers_for_further_tokens_are_no_part_of_block() -> None:
+    message = "got mtp_num_layers=1, recompute_method='block': the layers for further tokens stand behind .*'uniform'"
+    with pytest.warns(ConfigWarning, match=message):
+        plan = megatron_plan(profile_of(MTP), RecomputeConfig(**full("block", 4)))
+    assert not plan.units["mtp"].recomputes_anything
+
+
+def test_modules_are_recomputed_in_layers_for_further_tokens_too() -> None:
+    unit = megatron_plan(profile_of(MTP), RecomputeConfig(**selective(("moe_act",)))).units["mtp"]
+    dropped = [name for name, action in unit.actions.items() if action == "recompute"]
+    assert dropped
+    assert all("transformer_layer.mlp.experts.activation_func" in name for name in dropped)
+
+
+def test_two_depths_are_counted_apart_from_the_decoder() -> None:
+    """Each depth is a unit then; four layers are still four."""
+    torch.manual_seed(0)
+    config = replace(NAMED_CONFIGS["deepseek-v3-tiny"], mtp_num_layers=2)
+    model, tokens = GPTModel(config), torch.randint(0, 256, (2, 12))
+    batch = {"tokens": tokens, "labels": tokens}
+    profile = recollect.record(model, batch)
+    plan = megatron_plan(profile, RecomputeConfig(**full("uniform", 4)), TrainingSetting.of(config))
+    assert [path for path, unit in plan.units.items() if unit.output == "recompute"] == [
+        f"decoder.layers.{i}" for i in range(3)
+    ]
+    assert plan.units["mtp.layers.1"].recomputes_anything
+    expected = gradients(model, batch, lambda output: output.loss)
+    with recollect.apply(model, plan):
+        assert_same_gradients(expected, gradients(model, batch, lambda output: output.loss))
