@@ -6,6 +6,7 @@ Tensors go one by one, so that nothing is in memory twice but the tensor that is
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,18 @@ from recollect.models.hugging_face_deepseek_v3 import (
     deepseek_v3_rules,
     deepseek_v3_to_hugging_face,
 )
+from recollect.models.hugging_face_gpt2 import (
+    GPT2_IGNORED,
+    gpt2_from_hugging_face,
+    gpt2_rules,
+    gpt2_to_hugging_face,
+)
+from recollect.models.hugging_face_llama import (
+    LLAMA_IGNORED,
+    llama_from_hugging_face,
+    llama_rules,
+    llama_to_hugging_face,
+)
 from recollect.models.hugging_face_mixtral import mixtral_from_hugging_face, mixtral_rules, mixtral_to_hugging_face
 from recollect.models.weight_rules import WeightRule, convert, convert_back
 
@@ -42,15 +55,19 @@ class Architecture:
         from_hugging_face: from the content of `config.json` to our configuration.
         to_hugging_face: back.
         rules: where each tensor of ours stands in their checkpoint.
+        ignored: a pattern of names of tensors that say nothing about the model.
     """
 
     from_hugging_face: Callable[[Mapping[str, Any]], TransformerConfig]
     to_hugging_face: Callable[[TransformerConfig], dict[str, Any]]
     rules: Callable[[TransformerConfig], Iterable[WeightRule]]
+    ignored: str = ""
 
 
 # By `model_type`.
 ARCHITECTURES: dict[str, Architecture] = {
+    "gpt2": Architecture(gpt2_from_hugging_face, gpt2_to_hugging_face, gpt2_rules, GPT2_IGNORED),
+    "llama": Architecture(llama_from_hugging_face, llama_to_hugging_face, llama_rules, LLAMA_IGNORED),
     "mixtral": Architecture(mixtral_from_hugging_face, mixtral_to_hugging_face, mixtral_rules),
     "deepseek_v3": Architecture(deepseek_v3_from_hugging_face, deepseek_v3_to_hugging_face, deepseek_v3_rules),
 }
@@ -91,7 +108,7 @@ def load_hugging_face(folder: str | Path, *, compute_dtype: torch.dtype | None =
         The model; its logits are those of Hugging Face's model up to rounding.
 
     Raises:
-        CheckpointError: a file or tensor is missing, damaged or of another shape.
+        CheckpointError: a file or tensor is missing, damaged, of another shape, or of no part of the model.
         UnsupportedModelError: see `read_config`.
 
     Example:
@@ -105,8 +122,10 @@ def load_hugging_face(folder: str | Path, *, compute_dtype: torch.dtype | None =
     model_type, config = read_config(folder)
     model = GPTModel(config, compute_dtype=compute_dtype)
     state = model.state_dict()
+    rules = list(_architecture(model_type).rules(config))
     with torch.no_grad(), _Tensors(Path(folder)) as theirs:
-        for name, tensor in convert(_architecture(model_type).rules(config), theirs):
+        _check_names(theirs, rules, config, _architecture(model_type).ignored, folder)
+        for name, tensor in convert(rules, theirs):
             if state[name].shape != tensor.shape:
                 raise CheckpointError(
                     f"checkpoint in {folder}: {name!r} is made of {list(tensor.shape)} numbers, expected "
@@ -165,6 +184,21 @@ def save_hugging_face(
         (folder / _INDEX).write_text(text + "\n", encoding="utf-8")
 
 
+def _check_names(
+    theirs: Iterable[str], rules: list[WeightRule], config: TransformerConfig, ignored: str, folder: str | Path
+) -> None:
+    """Refuse tensors that no part of the model takes: they would be left out without a word."""
+    known = {name for rule in rules for name in rule.their_names()}
+    if config.share_embeddings_and_output_weights:
+        known.add("lm_head.weight")  # some write the tied matrix twice
+    unknown = sorted(name for name in theirs if name not in known and not re.fullmatch(ignored, name))
+    if unknown:
+        raise CheckpointError(
+            f"checkpoint in {folder}: no part of the model takes {len(unknown)} of its tensors, such as {unknown[0]!r}; "
+            "expected those of its config.json. Is one of the two from another model?"
+        )
+
+
 def _architecture(model_type: str | None) -> Architecture:
     if model_type not in ARCHITECTURES:
         raise UnsupportedModelError(
@@ -185,6 +219,16 @@ def _shards(tensors: list[tuple[str, Tensor]], shard_bytes: int) -> list[list[tu
     return shards
 
 
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): str(file) for name, file in index["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise CheckpointError(
+            f'{path}: cannot be read ({problem!r}), expected {{"weight_map": {{name of a tensor: name of a file}}}}.'
+        ) from None
+
+
 class _Tensors(Mapping[str, Tensor]):
     """The tensors of a checkpoint by name, each read when it is looked up."""
 
@@ -193,12 +237,18 @@ class _Tensors(Mapping[str, Tensor]):
         self._open: dict[str, Any] = {}
         index = folder / _INDEX
         if index.exists():
-            self._files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            self._files = _read_index(index)
         else:
             self._files = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._file(self._files[name]).get_tensor(name)
+        file = self._files[name]
+        try:
+            tensor: Tensor = self._file(file).get_tensor(name)
+        except SafetensorError as problem:
+            raise CheckpointError(
+                f"{self._folder / file}: {name!r} cannot be read ({problem}), expected it there by the index."
+            ) from None
         return tensor
 
     def __contains__(self, name: object) -> bool:

@@ -14,6 +14,7 @@ from recollect.errors import UnsupportedModelError
 from recollect.models.architectures import deepseek_v3_config
 from recollect.models.config import TransformerConfig
 from recollect.models.hugging_face_fields import must_be_equal, rotary_base_of, same_fields, wanted
+from recollect.models.hugging_face_parts import gated_mlp_rules
 from recollect.models.weight_rules import Layout, WeightRule, rename
 
 __all__ = ["deepseek_v3_from_hugging_face", "deepseek_v3_rules", "deepseek_v3_to_hugging_face"]
@@ -196,13 +197,7 @@ def _layer(config: TransformerConfig, layer: int, ours: str) -> Iterator[WeightR
     if config.is_moe_layer(layer):
         yield from _experts(config, f"{ours}.mlp", f"{theirs}.mlp")
     else:
-        yield from _mlp(f"{ours}.mlp", f"{theirs}.mlp", config.ffn_hidden_size)
-
-
-def _mlp(ours: str, theirs: str, width: int) -> Iterator[WeightRule]:
-    gate_and_up = Layout((f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"))
-    yield WeightRule(f"{ours}.linear_fc1.weight", (gate_and_up,), (width, width))
-    yield rename(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight")
+        yield from gated_mlp_rules(config, f"{ours}.mlp", f"{theirs}.mlp", config.ffn_hidden_size)
 
 
 def _experts(config: TransformerConfig, ours: str, theirs: str) -> Iterator[WeightRule]:
@@ -216,6 +211,6 @@ def _experts(config: TransformerConfig, ours: str, theirs: str) -> Iterator[Weig
     separate, stacked = Layout((f"{one}.down_proj.weight",), experts), Layout((f"{theirs}.experts.down_proj",))
     yield WeightRule(f"{ours}.experts.linear_fc2.weight", (separate, stacked))
     if config.moe_shared_expert_intermediate_size is not None:
-        yield from _mlp(
-            f"{ours}.shared_experts", f"{theirs}.shared_experts", config.moe_shared_expert_intermediate_size
+        yield from gated_mlp_rules(
+            config, f"{ours}.shared_experts", f"{theirs}.shared_experts", config.moe_shared_expert_intermediate_size
         )

@@ -12,6 +12,7 @@ from typing import Any
 from recollect.models.architectures import mixtral_config
 from recollect.models.config import TransformerConfig
 from recollect.models.hugging_face_fields import must_be_equal, rotary_base_of, same_fields, wanted
+from recollect.models.hugging_face_parts import attention_rules
 from recollect.models.weight_rules import Layout, WeightRule, rename
 
 __all__ = ["mixtral_from_hugging_face", "mixtral_rules", "mixtral_to_hugging_face"]
@@ -128,13 +129,7 @@ def mixtral_rules(config: TransformerConfig) -> Iterator[WeightRule]:
 
 
 def _layer(config: TransformerConfig, ours: str, theirs: str) -> Iterator[WeightRule]:
-    group = config.num_query_groups * config.kv_channels
-    rows = (config.num_attention_heads * config.kv_channels, group, group)
-    qkv = Layout(tuple(f"{theirs}.self_attn.{name}_proj.weight" for name in "qkv"))
-    yield rename(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
-    yield WeightRule(f"{ours}.self_attention.linear_qkv.weight", (qkv,), rows)
-    yield rename(f"{ours}.self_attention.linear_proj.weight", f"{theirs}.self_attn.o_proj.weight")
-    yield rename(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight")
+    yield from attention_rules(config, ours, theirs)
     old, new, width = f"{theirs}.block_sparse_moe", f"{theirs}.mlp", config.moe_ffn_hidden_size
     yield rename(f"{ours}.mlp.router.weight", f"{old}.gate.weight", f"{new}.gate.weight")
     experts = config.num_moe_experts or 0

@@ -25,10 +25,12 @@ class Layout:
         parts: names of the tensors that follow one another along its rows; with `num_experts`, of each expert's, with "{}" for
             its number.
         num_experts: of how many such tensors ours is a stack; 0: it is no stack.
+        is_transposed: their columns are our rows.
     """
 
     parts: tuple[str, ...]
     num_experts: int = 0
+    is_transposed: bool = False
 
     def names(self) -> list[list[str]]:
         """Return the names of the parts, expert by expert."""
@@ -75,7 +77,8 @@ class WeightRule:
         for layout in self.layouts:
             if layout.names()[0][0] in theirs:
                 experts = [self._joined([_found(theirs, name) for name in names]) for names in layout.names()]
-                return torch.stack(experts) if layout.num_experts else experts[0]
+                found = torch.stack(experts) if layout.num_experts else experts[0]
+                return found.mT if layout.is_transposed else found
         known = " or ".join(repr(layout.names()[0][0]) for layout in self.layouts)
         raise CheckpointError(
             f"checkpoint: has no {known}, expected it for {self.ours!r}. Is it of another architecture?"
@@ -84,10 +87,18 @@ class WeightRule:
     def write(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield their tensors with their names, as views of ours."""
         layout = self.layouts[0]
+        if layout.is_transposed:
+            ours = ours.mT
         experts = ours.unbind() if layout.num_experts else (ours,)
         for tensor, names in zip(experts, layout.names(), strict=True):
             parts = tensor.split(self.rows) if len(names) > 1 else (tensor,)
             yield from zip(names, parts, strict=True)
+
+    def their_names(self) -> Iterator[str]:
+        """Yield the names of their tensors, in every layout."""
+        for layout in self.layouts:
+            for names in layout.names():
+                yield from names
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
         return parts[0] if len(parts) == 1 else torch.cat(parts)

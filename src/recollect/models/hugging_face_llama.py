@@ -1,0 +1,138 @@
+"""Llama in Hugging Face's words: its configuration, and where its weights stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from recollect.errors import UnsupportedModelError
+from recollect.models.architectures import llama_config
+from recollect.models.config import TransformerConfig
+from recollect.models.hugging_face_fields import must_be_equal, rotary_base_of, same_fields, wanted
+from recollect.models.hugging_face_parts import attention_rules, gated_mlp_rules
+from recollect.models.weight_rules import WeightRule, rename
+
+__all__ = ["LLAMA_IGNORED", "llama_from_hugging_face", "llama_rules", "llama_to_hugging_face"]
+
+# Rotary frequencies, which old versions of transformers stored with the weights.
+LLAMA_IGNORED = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+
+# Ours, and theirs where it means the same.
+_SAME = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "layernorm_epsilon": "rms_norm_eps",
+    "attention_dropout": "attention_dropout",
+    "init_method_std": "initializer_range",
+    "share_embeddings_and_output_weights": "tie_word_embeddings",
+    "activation_func": "hidden_act",
+    "add_bias_linear": "mlp_bias",
+}
+# LlamaConfig's, where a file leaves a field out.
+_DEFAULTS = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_attention_heads": 32,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "mlp_bias": False,
+}
+_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu", "relu": "relu", "silu": "silu"}
+
+
+def llama_from_hugging_face(fields: Mapping[str, Any]) -> TransformerConfig:
+    """Read a `config.json`.
+
+    Args:
+        fields: its content.
+
+    Returns:
+        Our configuration.
+
+    Raises:
+        UnsupportedModelError: a field asks for something that no model of ours does.
+
+    Example:
+        >>> llama_from_hugging_face({"num_hidden_layers": 2, "num_key_value_heads": 8}).num_query_groups
+        8
+    """
+    ours = same_fields(fields, _SAME, _DEFAULTS)
+    # Biases are everywhere or nowhere.
+    wanted(fields, {"attention_bias": ours["add_bias_linear"], "sliding_window": None})
+    by_theirs = {theirs: ours for ours, theirs in _ACTIVATIONS.items()}
+    if ours["activation_func"] not in by_theirs:
+        raise UnsupportedModelError(
+            f"config.json: hidden_act is {ours['activation_func']!r}, expected one of {', '.join(sorted(by_theirs))}."
+        )
+    ours["activation_func"] = by_theirs[ours["activation_func"]]
+    return llama_config(
+        **ours,
+        num_query_groups=fields.get("num_key_value_heads") or 0,
+        kv_channels=fields.get("head_dim") or 0,
+        rotary_base=rotary_base_of(fields, default=1e4),
+    )
+
+
+def llama_to_hugging_face(config: TransformerConfig) -> dict[str, Any]:
+    """Write the content of a `config.json`.
+
+    Args:
+        config: a Llama.
+
+    Returns:
+        The fields of `LlamaConfig`.
+
+    Raises:
+        UnsupportedModelError: their Llama cannot be this model.
+
+    Example:
+        >>> from recollect.models.sizes import NAMED_CONFIGS
+        >>> llama_to_hugging_face(NAMED_CONFIGS["8b"])["rope_theta"]
+        500000.0
+    """
+    fields = {theirs: getattr(config, ours) for ours, theirs in _SAME.items()}
+    fields |= {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_key_value_heads": config.num_query_groups,
+        "head_dim": config.kv_channels,
+        "rope_theta": config.rotary_base,
+        "hidden_act": _ACTIVATIONS[config.activation_func],
+        "attention_bias": config.add_bias_linear,
+    }
+    must_be_equal(config, llama_from_hugging_face(fields), "Llama")
+    return fields
+
+
+def llama_rules(config: TransformerConfig) -> Iterator[WeightRule]:
+    """Yield a rule for each tensor of a Llama.
+
+    Args:
+        config: its dimensions.
+
+    Yields:
+        Rules, in the order of the layers.
+
+    Example:
+        >>> from recollect.models.sizes import NAMED_CONFIGS
+        >>> [rule.ours for rule in llama_rules(NAMED_CONFIGS["7b"])][1]
+        'decoder.layers.0.input_layernorm.weight'
+    """
+    yield rename("embedding.word_embeddings.weight", "model.embed_tokens.weight")
+    for layer in range(config.num_layers):
+        ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+        yield from attention_rules(config, ours, theirs)
+        yield from gated_mlp_rules(config, f"{ours}.mlp", f"{theirs}.mlp", config.ffn_hidden_size)
+    yield rename("decoder.final_layernorm.weight", "model.norm.weight")
+    if not config.share_embeddings_and_output_weights:
+        yield rename("output_layer.weight", "lm_head.weight")
