@@ -246,3 +246,30 @@ def test_nothing_is_run_and_nothing_is_needed() -> None:
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=3, n_embd=16, n_head=2))
     assert layers_of(model) == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
+
+
+class _Around(nn.Module):
+    """Something built around a layer, as in multi-token prediction."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.inside = inside
+
+
+def _layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(4, 1, 4)
+
+
+def test_an_only_child_is_a_layer_where_it_holds_one() -> None:
+    layers, further = nn.ModuleList([_layer(), _layer()]), nn.ModuleList([_Around(_layer())])
+    model = nn.ModuleDict({"layers": layers, "mtp": nn.ModuleDict({"layers": further}), "head": nn.Linear(4, 4)})
+    found = [unit.path for unit in find_units(model) if unit.is_layer]
+    assert found == ["layers.0", "layers.1", "mtp.layers.0"]
+
+
+def test_an_only_child_is_no_layer_where_it_holds_all_or_none() -> None:
+    layers = nn.ModuleList([_layer(), _layer()])
+    model = nn.ModuleDict({"whole": nn.ModuleList([_Around(layers)]), "other": nn.ModuleList([_Around(nn.ReLU())])})
+    found = [unit.path for unit in find_units(model) if unit.is_layer]
+    assert found == ["whole.0.inside.0", "whole.0.inside.1"]

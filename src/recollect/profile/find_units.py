@@ -26,7 +26,8 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
     """Split a model into units, in the order of its module tree.
 
     Layers are the outermost modules that stand at least twice, with the same class, among the children of one
-    `ModuleList`, `Sequential` or `ModuleDict`, wherever it hangs; where there are none, among the children of any module.
+    `ModuleList`, `Sequential` or `ModuleDict`, wherever it hangs; where there are none, among the children of any module. So is
+    an only child of such a container that has a module of a layer's class in it (multi-token prediction of depth 1).
     Single operations (`nn.Linear`, and anything else without children) are no layers. What is left, embedding, final norm
     and head among it, becomes units of its own, as large as possible.
 
@@ -83,7 +84,27 @@ def _named_layers(model: nn.Module, paths: Iterable[str]) -> set[str]:
 
 def _repeated_layers(model: nn.Module) -> set[str]:
     found = _outermost_repeated(model, "", _CONTAINERS)
-    return found or _outermost_repeated(model, "", (nn.Module,))
+    if found:
+        return found | _lone_layers(model, found)
+    return _outermost_repeated(model, "", (nn.Module,))
+
+
+def _lone_layers(model: nn.Module, found: set[str]) -> set[str]:
+    """Paths of only children, outside of the layers that were found, that are built around a layer of the same class."""
+    classes = {type(model.get_submodule(path)) for path in found}
+    lone: set[str] = set()
+    for path, container in model.named_modules():
+        children = list(container.named_children())
+        if not isinstance(container, _CONTAINERS) or len(children) != 1:
+            continue
+        name, child = children[0]
+        if isinstance(child, _CONTAINERS):
+            continue
+        only = f"{path}.{name}" if path else name
+        is_apart = not any(f"{only}.".startswith(f"{other}.") or other.startswith(f"{only}.") for other in found | lone)
+        if is_apart and any(type(module) in classes for module in child.modules()):
+            lone.add(only)
+    return lone
 
 
 def _outermost_repeated(parent: nn.Module, prefix: str, parents: tuple[type[nn.Module], ...]) -> set[str]:
