@@ -154,7 +154,7 @@ MTP = "deepseek-v3-tiny fused"
 
 def test_layers_for_further_tokens_are_regions_of_uniform_whatever_the_number() -> None:
     for n in (1, 4):
-        unit = megatron_plan(profile_of(MTP), RecomputeConfig(**full("uniform", n))).units["mtp"]
+        unit = megatron_plan(profile_of(MTP), RecomputeConfig(**full("uniform", n))).units["mtp.layers.0"]
         assert {action for name, action in unit.actions.items() if "linear_fc1" in name} == {"recompute"}
         assert unit.output == "keep"
 
@@ -163,11 +163,11 @@ def test_layers_for_further_tokens_are_no_part_of_block() -> None:
     message = "got mtp_num_layers=1, recompute_method='block': the layers for further tokens stand behind .*'uniform'"
     with pytest.warns(ConfigWarning, match=message):
         plan = megatron_plan(profile_of(MTP), RecomputeConfig(**full("block", 4)))
-    assert not plan.units["mtp"].recomputes_anything
+    assert not plan.units["mtp.layers.0"].recomputes_anything
 
 
 def test_modules_are_recomputed_in_layers_for_further_tokens_too() -> None:
-    unit = megatron_plan(profile_of(MTP), RecomputeConfig(**selective(("moe_act",)))).units["mtp"]
+    unit = megatron_plan(profile_of(MTP), RecomputeConfig(**selective(("moe_act",)))).units["mtp.layers.0"]
     dropped = [name for name, action in unit.actions.items() if action == "recompute"]
     assert dropped
     assert all("transformer_layer.mlp.experts.activation_func" in name for name in dropped)

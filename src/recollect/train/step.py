@@ -62,11 +62,16 @@ def train_step(
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)  # the next forward, where memory peaks, then has their bytes too
+    if isinstance(model, GPTModel):
+        model.update_expert_bias()
     return torch.stack(losses).sum().item(), norm
 
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return the mean loss over `batches` (all of one size)."""
+    """Return the mean loss over `batches` (all of one size): no dropout, and nothing but the next token counts."""
+    was_training = model.training
+    model.eval()
     losses = [model(tokens, labels).loss for tokens, labels in batches]
+    model.train(was_training)
     return torch.stack(losses).mean().item()
