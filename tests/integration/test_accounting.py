@@ -247,3 +247,18 @@ def test_nothing_stays_alive_after_backward() -> None:
     with apply_policy(model, units(model), FULL), Watch() as watch:
         model(data()).sum().backward()
         assert watch.live_bytes() == 0
+
+
+def test_a_cast_that_names_its_own_device_is_dropped() -> None:
+    """PyTorch's `rms_norm` in bf16 ends in one; a copy to another device would be kept."""
+
+    class Curve(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to(dtype=torch.float64, device=x.device).exp().sin()
+
+    model = nn.Sequential(Curve())
+    with apply_policy(model, ["0"], FULL):
+        loss = model(data().requires_grad_()).sum()
+        with Watch() as watch:
+            loss.backward()
+    assert [name for name in watch.history if name in {"_to_copy", "exp", "cos"}][:3] == ["_to_copy", "exp", "cos"]

@@ -375,4 +375,5 @@ def _must_keep_result(facts: OpFacts, args: Any, output: Any, kwargs: Any) -> bo
         return any(index is not None and index.dtype in _MASKS for index in args[1])
     if facts.keeps_on_cuda:
         return any(isinstance(t, torch.Tensor) and t.is_cuda for t in tree_leaves(output))
-    return facts.device_keyword and kwargs.get("device") is not None
+    # PyTorch names the device in copies that stay on it, too (the last op of `rms_norm` in bf16).
+    return facts.device_keyword and kwargs.get("device") is not None and bool(output.device != args[0].device)
