@@ -48,12 +48,19 @@ class UpProjection(nn.Module):
         """
         q_BTHC = self.linear_q_up_proj(q_BTQ).unflatten(-1, (self.heads, -1))
         still_BTHC, turned_BTHR = q_BTHC.split(self.query_sizes, dim=-1)
-        q_BTHC = torch.cat((still_BTHC, rotate(turned_BTHR, rotary)), dim=-1)
+        q_BTHC = _heads_first(still_BTHC, rotate(turned_BTHR, rotary))
         still_BTHC, v_BTHE = (
             self.linear_kv_up_proj(kv_BTL).unflatten(-1, (self.heads, -1)).split(self.key_value_sizes, dim=-1)
         )
         turned_BTHR = rotate(k_BTR.unsqueeze(2), rotary).expand(-1, -1, self.heads, -1)
-        return q_BTHC, torch.cat((still_BTHC, turned_BTHR), dim=-1), v_BTHE
+        # Values of their own: as a part of the product they would keep all of it in memory.
+        v_BTHE = v_BTHE.transpose(1, 2).contiguous().transpose(1, 2)
+        return q_BTHC, _heads_first(still_BTHC, turned_BTHR), v_BTHE
+
+
+def _heads_first(*parts_BTHC: Tensor) -> Tensor:
+    """Join parts of heads, in memory one head after the other, as attention wants them: it saves these, and no copies."""
+    return torch.cat([part.transpose(1, 2) for part in parts_BTHC], dim=-1).transpose(1, 2)
 
 
 class LatentAttention(nn.Module):
