@@ -76,15 +76,10 @@ class Side:
 
 @dataclass(kw_only=True)
 class Row:
-    """A setting on both sides; a side that failed has its reason instead.
-
-    Attributes:
-        table_bytes: of recollect's tables of rotary angles, one pair for all layers.
-    """
+    """A setting on both sides; a side that failed has its reason instead."""
 
     case: str
     setting: str
-    table_bytes: int
     sides: dict[str, Side] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
@@ -92,14 +87,13 @@ class Row:
     def behind(self) -> list[str]:
         """In which counts recollect is behind megatron-core.
 
-        Tables of rotary angles, which recollect's model makes once in each step and megatron-core keeps between steps, do
-        not count. A peak counts as higher if it also falls less than megatron-core's against its own step without recompute.
+        A peak counts as higher if it also falls less than megatron-core's against its own step without recompute.
         """
         if len(self.sides) < 2 or self.setting == "none":
             return []
         ours, theirs = self.sides["recollect"], self.sides["megatron-core"]
         worse = {
-            "keeps more bytes": ours.counts.kept_bytes - self.table_bytes > theirs.counts.kept_bytes,
+            "keeps more bytes": ours.counts.kept_bytes > theirs.counts.kept_bytes,
             "recomputes more ops": ours.ops_again > theirs.ops_again,
             "recomputes more FLOP": ours.flop_again > theirs.flop_again,
             "peaks higher": ours.counts.peak_bytes > theirs.counts.peak_bytes
@@ -127,16 +121,16 @@ def recollect_subject(case: Case) -> Subject:
         loss: torch.Tensor = model(tokens, labels).loss
         return loss
 
-    return Subject(model=model, forward=forward, reset=seed)
+    return Subject(model=model, forward=forward, reset=seed, table_bytes=lambda: _table_bytes(model, case))
 
 
-def table_bytes(case: Case) -> int:
-    """Return the bytes of the tables of rotary angles that all layers of recollect's model share."""
-    rotary = recollect_subject(case).model.rotary_pos_emb
-    if rotary is None:
+def _table_bytes(model: GPTModel, case: Case) -> int:
+    """The rotary angles, which recollect's model makes once in each step for all layers."""
+    if model.rotary_pos_emb is None:
         return 0
     dtype = torch.bfloat16 if case.is_bf16 else torch.float32
-    return storage_bytes(rotary(torch.zeros(1, case.seq_length, 1, dtype=dtype)))
+    made = model.rotary_pos_emb(torch.zeros(1, case.seq_length, 1, dtype=dtype))
+    return storage_bytes(one for one in made if isinstance(one, torch.Tensor))
 
 
 def recollect_counts(case: Case, chosen: list[Setting]) -> Iterator[tuple[Setting, StepCounts | str]]:
@@ -151,7 +145,7 @@ def recollect_counts(case: Case, chosen: list[Setting]) -> Iterator[tuple[Settin
             yield setting, f"{type(error).__name__}: {str(error).splitlines()[0]}"
             continue
         with recollect.apply(subject.model, plan):
-            yield setting, count_step(subject.model, subject.forward, subject.reset)
+            yield setting, count_step(subject.model, subject.forward, subject.reset, subject.table_bytes)
 
 
 def megatron_counts(case: Case, chosen: list[Setting]) -> Iterator[tuple[Setting, StepCounts | str]]:
@@ -159,7 +153,7 @@ def megatron_counts(case: Case, chosen: list[Setting]) -> Iterator[tuple[Setting
 
     def count(setting: Setting) -> StepCounts:
         subject = megatron_subject(case, setting)
-        return count_step(subject.model, subject.forward, subject.reset)
+        return count_step(subject.model, subject.forward, subject.reset, subject.table_bytes)
 
     for setting in chosen:
         try:
@@ -172,8 +166,7 @@ def compare(name: str, only: Sequence[str]) -> list[Row]:
     """Count both sides of one case; `only`: settings besides "none", all if empty."""
     case = CASES[name]
     chosen = [setting for setting in settings(case) if not only or setting.name in {"none", *only}]
-    nbytes = table_bytes(case)
-    rows = {setting.name: Row(case=name, setting=setting.name, table_bytes=nbytes) for setting in chosen}
+    rows = {setting.name: Row(case=name, setting=setting.name) for setting in chosen}
     for side, found in (("recollect", recollect_counts), ("megatron-core", megatron_counts)):
         plain: StepCounts | None = None
         for setting, counts in found(case, chosen):

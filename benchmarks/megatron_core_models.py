@@ -158,11 +158,12 @@ def settings(case: Case) -> list[Setting]:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model, how to get its loss, and how to set the random state before a step."""
+    """A model, how to get its loss, how to set the random state before a step, and bytes of tables that steps share."""
 
     model: nn.Module
     forward: Callable[[], Tensor]
     reset: Callable[[], None]
+    table_bytes: Callable[[], int]
 
 
 def tokens_of(case: Case) -> tuple[Tensor, Tensor]:
@@ -217,4 +218,18 @@ def megatron_subject(case: Case, setting: Setting) -> Subject:
         loss: Tensor = model(tokens, position_ids, is_hidden, labels=labels).float().mean()
         return loss
 
-    return Subject(model=model.train(), forward=forward, reset=shim.start)
+    return Subject(
+        model=model.train(),
+        forward=forward,
+        reset=shim.start,
+        table_bytes=lambda: _megatron_table_bytes(model, case.seq_length),
+    )
+
+
+def _megatron_table_bytes(model: nn.Module, seq_length: int) -> int:
+    """The buffer that all layers' scores start from, and the rotary angles of each module that has some."""
+    from megatron.core import parallel_state
+
+    scores = sum(tensor.nbytes for tensor in parallel_state.get_global_memory_buffer().buffer.values())
+    frequencies = [tensor for module in model.modules() if (tensor := getattr(module, "inv_freq", None)) is not None]
+    return scores + sum(2 * one.numel() * seq_length * 4 for one in frequencies)

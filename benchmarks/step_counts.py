@@ -3,9 +3,10 @@
 All counts are of one step into gradients that are there before it begins, after one step that was not counted.
 
 NOTE [ What is counted ]
-1. Kept bytes: what is alive when forward has returned the loss, beyond what was alive before it (parameters, gradients, batch).
-   It is what backward will use, the loss, and nothing else.
-2. Peak bytes: the most bytes alive at any moment of forward, loss and backward, beyond what was alive before.
+1. Kept bytes: what is alive when forward has returned the loss, beyond what was alive before the first step (parameters,
+   gradients, batch): what backward will use, the loss, and whatever else the model holds. Left out are tables that one step
+   makes and all later ones use; a model names their bytes.
+2. Peak bytes: the most bytes alive at any moment of forward, loss and backward, beyond the same.
 3. Ops of backward: ATen ops that PyTorch dispatches below autograd while `loss.backward()` runs, recompute and gradients
    alike. Left out are ops that compute nothing: those whose results share memory with their arguments (views, `detach`), those
    that only allocate (`empty` and its like), and those that copy, be it into another layout or dtype (`clone`, `_to_copy`,
@@ -110,19 +111,24 @@ def uncounted_generator_states() -> Iterator[None]:
         modules[0].get_rng_state, modules[1].generator_state = torch_get, tape_get
 
 
-def count_step(model: nn.Module, forward: Callable[[], Tensor], reset: Callable[[], None]) -> StepCounts:
+def count_step(
+    model: nn.Module, forward: Callable[[], Tensor], reset: Callable[[], None], table_bytes: Callable[[], int]
+) -> StepCounts:
     """Run a step four times: to settle, for its bytes kept, for its peak, and for its ops.
 
     Args:
         model: whose gradients are added up.
         forward: computes the loss.
         reset: sets the random state, so that all steps are the same.
+        table_bytes: tells the bytes of tables that steps share, after the first step.
     """
     with uncounted_generator_states():
-        return _count_step(model, forward, reset)
+        return _count_step(model, forward, reset, table_bytes)
 
 
-def _count_step(model: nn.Module, forward: Callable[[], Tensor], reset: Callable[[], None]) -> StepCounts:
+def _count_step(
+    model: nn.Module, forward: Callable[[], Tensor], reset: Callable[[], None], table_bytes: Callable[[], int]
+) -> StepCounts:
     def begin() -> None:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -130,11 +136,13 @@ def _count_step(model: nn.Module, forward: Callable[[], Tensor], reset: Callable
         gc.collect()
 
     begin()
+    resident_bytes = recollect.measure_peak(lambda: None, device="cpu").start_bytes
     forward().backward()
+    resident_bytes += table_bytes()
     begin()
     held = recollect.measure_peak(forward, device="cpu")
     held.result.backward()
-    kept_bytes = held.end_bytes - held.start_bytes
+    kept_bytes = held.end_bytes - resident_bytes
     del held
     begin()
     peak = recollect.measure_peak(lambda: forward().backward(), device="cpu")
@@ -146,7 +154,7 @@ def _count_step(model: nn.Module, forward: Callable[[], Tensor], reset: Callable
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return StepCounts(
         kept_bytes=kept_bytes,
-        peak_bytes=peak.peak_growth_bytes,
+        peak_bytes=peak.peak_bytes - resident_bytes,
         backward_ops=counter.ops,
         backward_flop=flop.get_total_flops(),
         digests={name: _digest(tensor) for name, tensor in {"the loss": loss.detach(), **found}.items()},
