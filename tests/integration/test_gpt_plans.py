@@ -1,0 +1,115 @@
+"""GPT and Llama under plans, dropout on: the same bits, with fused and unfused core attention, in fp32 and bf16."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import recollect
+from gradients import Step, assert_same_gradients, gradients
+from policies import EVERY_PLAN, FULL, NOTHING_KEPT, Policy
+from predictions import loss_of_output
+from recollect.engine.apply import apply_policy
+from recollect.models.gpt import GPTModel
+from recollect.models.sizes import NAMED_CONFIGS
+from recollect.profile.find_units import find_units
+from watch import Watch
+
+every_model = pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
+every_core = pytest.mark.parametrize("core", ["fused", "unfused"])
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def model_of(name: str, core: Any, dtype: torch.dtype = torch.float32, **changes: Any) -> GPTModel:
+    torch.manual_seed(0)
+    changes = {"hidden_dropout": 0.1, "attention_dropout": 0.1, **changes}
+    return GPTModel(NAMED_CONFIGS[name].changed(core_attention=core, **changes), compute_dtype=dtype)
+
+
+@functools.cache
+def batch_of(sequences: int = 2, length: int = 24) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    tokens = torch.randint(256, (sequences, length))
+    return {"tokens": tokens, "labels": tokens.roll(-1, dims=1)}
+
+
+def step_of(model: nn.Module, seed: int = 0) -> Step:
+    return gradients(model, batch_of(), loss_of_output, seed)
+
+
+def unit_paths(model: nn.Module) -> list[str]:
+    return [unit.path for unit in find_units(model)]
+
+
+@every_model
+@every_core
+@every_dtype
+@pytest.mark.parametrize("policy", EVERY_PLAN.values(), ids=EVERY_PLAN)
+def test_gradients_have_the_same_bits(name: str, core: str, dtype: torch.dtype, policy: Policy) -> None:
+    """Every unit is planned: embedding, final norm and output layer too."""
+    model = model_of(name, core, dtype)
+    expected = step_of(model)
+    with apply_policy(model, unit_paths(model), policy):
+        assert_same_gradients(expected, step_of(model))
+
+
+@every_model
+@every_core
+def test_dropout_draws_in_every_step(name: str, core: str) -> None:
+    """Without this, equal bits would say nothing about dropout."""
+    model = model_of(name, core)
+    steps = [step_of(model, seed)["loss"] for seed in (0, 1)]
+    assert not torch.equal(*steps)
+
+
+@every_model
+@every_core
+def test_full_recompute_keeps_the_inputs_of_the_layers_only(name: str, core: str) -> None:
+    """What one more layer adds: its input, and with dropout the states of the generator that draw its masks again."""
+    kept = []
+    for num_layers in (2, 3):
+        model = model_of(name, core, num_layers=num_layers, hidden_dropout=0.0, attention_dropout=0.0)
+        layers = [path for path in unit_paths(model) if ".layers." in path]
+        with apply_policy(model, layers, FULL), Watch() as watch:
+            loss = model(**batch_of()).loss
+            kept.append(watch.live_bytes())
+        loss.backward()
+        del loss
+    assert kept[1] - kept[0] == 2 * 24 * 64 * 4
+
+
+@every_model
+def test_unfused_attention_holds_its_probabilities_until_a_plan_drops_them(name: str) -> None:
+    """One head and pair of positions: a probability, and with dropout its mask and what is left of it."""
+    kept = {}
+    for core in ("fused", "unfused"):
+        model = model_of(name, core, attention_dropout=0.0, hidden_dropout=0.0)
+        batch = batch_of(length=96)
+        with Watch() as watch:
+            loss = model(**batch).loss
+            kept[core] = watch.live_bytes()
+        del loss
+        with apply_policy(model, unit_paths(model), NOTHING_KEPT), Watch() as watch:
+            loss = model(**batch).loss
+            kept[f"{core}, nothing kept"] = watch.live_bytes()
+        del loss
+    probabilities = 4 * 2 * 4 * 96 * 96 * 4  # layers, sequences, heads, pairs of positions, bytes
+    assert kept["unfused"] - kept["fused"] > 0.8 * probabilities
+    assert kept["unfused, nothing kept"] == kept["fused, nothing kept"]
+
+
+@every_model
+@every_core
+def test_budgets_hold(name: str, core: str) -> None:
+    model, batch = model_of(name, core), batch_of(4, 64)
+    profile = recollect.record(model, batch)
+    for budget in ("85%", "70%"):
+        plan = recollect.plan(profile, budget)
+        report = recollect.verify(model, batch, plan)
+        assert report.gradients_equal
+        assert plan.budget_bytes is not None
+        assert report.plan_peak_bytes <= plan.budget_bytes
