@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from recollect.errors import DataError
 from recollect.models.architectures import gpt_config, llama_config
 from recollect.models.config import TransformerConfig
 from recollect.models.core_attention import FusedCoreAttention, UnfusedCoreAttention
@@ -137,7 +138,7 @@ def test_a_token_is_told_from_the_same_token_elsewhere() -> None:
 
 def test_more_positions_than_are_learned_are_refused() -> None:
     model = GPTModel(named("gpt-tiny", max_position_embeddings=8))
-    with pytest.raises(ValueError, match="tokens: got 9 positions, expected at most max_position_embeddings = 8"):
+    with pytest.raises(DataError, match="tokens: got 9 positions, expected at most max_position_embeddings = 8"):
         model(tokens_of(model.config, length=9))
     rotary = GPTModel(named("llama-tiny", max_position_embeddings=8))
     assert rotary(tokens_of(rotary.config, length=9)).logits.shape == (2, 9, 256)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recollect.errors import DataError
 from recollect.models.config import TransformerConfig
 from recollect.models.linear import Embedding
 
@@ -33,13 +34,13 @@ class LanguageModelEmbedding(nn.Module):
         """Map token ids [B, T] to [B, T, D] in `dtype`; None: that of the weights.
 
         Raises:
-            ValueError: more positions than are learned.
+            DataError: more positions than are learned.
         """
         x_BTD: Tensor = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
             num_positions = tokens.shape[1]
             if num_positions > self.max_positions:
-                raise ValueError(
+                raise DataError(
                     f"tokens: got {num_positions} positions, expected at most max_position_embeddings = "
                     f"{self.max_positions}, because positions are learned. Shorten the sequences, or make a model with more."
                 )

@@ -126,7 +126,7 @@ class GPTModel(nn.Module):
             Logits [B, T, V], None with labels and more than one of `loss_chunks`; with labels, the losses in fp32.
 
         Raises:
-            ValueError: more positions than the model has learned.
+            DataError: more positions than the model has learned.
         """
         x_BTD = self.embedding(tokens, self.compute_dtype)
         rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(x_BTD)
