@@ -23,6 +23,7 @@ from recollect.bench.subject import Subject
 from recollect.cli.bench_flags import Bench
 from recollect.cli.step import build_step
 from recollect.errors import RecollectError
+from recollect.models.config import TransformerConfig
 from recollect.quantities import parse_bytes
 from recollect.train.files import write_text
 from recollect.train.step import resolve_device
@@ -129,12 +130,16 @@ def _model_flops(command: Bench, subject: Subject) -> float:
     if command.step.hf_config is not None:
         return 3 * subject.forward_flops()
     num_sequences = command.step.batch_size * command.num_microbatches
-    return model_flops(command.step.model.dimensions(), num_sequences=num_sequences, seq_length=command.step.seq_length)
+    return model_flops(_dimensions(command), num_sequences=num_sequences, seq_length=command.step.seq_length)
+
+
+def _dimensions(command: Bench) -> TransformerConfig:
+    return command.step.model.dimensions(seq_length=command.step.seq_length)
 
 
 def _workload(command: Bench, subject: Subject) -> dict[str, Any]:
     if command.step.hf_config is None:
-        config: Mapping[str, Any] = asdict(command.step.model.dimensions())
+        config: Mapping[str, Any] = asdict(_dimensions(command))
     else:
         hugging_face: Any = subject.model.config
         config = {key: value for key, value in hugging_face.to_diff_dict().items() if key != "transformers_version"}

@@ -8,17 +8,20 @@ from typing import Annotated, Literal
 
 from tyro.conf import OmitArgPrefixes, arg
 
+from recollect.cli.recompute_flags import RecomputeFlags
 from recollect.train.config import ModelFlags, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a language model on text, within a memory budget."""
+    """Train a language model within a memory budget; Megatron's pretrain_gpt flags work (docs/megatron_flags.md)."""
 
     demo: bool = False
     """Use the settings of the demonstration (about three minutes on two CPU cores); other flags change them."""
     config: OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
     """What to train, on what, and how."""
+    recompute: OmitArgPrefixes[RecomputeFlags] = field(default_factory=RecomputeFlags)
+    """What to recompute, in Megatron's words, instead of --memory-budget."""
     debug: bool = False
     """Show the traceback of an error."""
 

@@ -16,7 +16,8 @@ from recollect.cli.bench_flags import Bench
 from recollect.cli.commands import Calibrate, DrawFrontier, MakePlan, Tokenize, Train
 from recollect.cli.explain_flags import Explain
 from recollect.errors import RecollectError
-from recollect.train.config import demo_config
+from recollect.megatron.arguments import describes_model, read_arguments
+from recollect.train.config import demo_config, pretrain_gpt_config
 
 Command = Train | MakePlan | DrawFrontier | Calibrate | Tokenize | Bench | Explain
 _COMMANDS: dict[str, Any] = {
@@ -50,16 +51,16 @@ def main(args: Sequence[str] | None = None) -> int:
         RecollectError: with `--debug`, instead of the line.
         SystemExit: after `--help` (0) and after flags that do not parse (2).
     """
-    command = _parse(sys.argv[1:] if args is None else list(args))
+    words = sys.argv[1:] if args is None else list(args)
     errors = Console(stderr=True)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: errors.print(
                 f"Warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True
             )
-            return _run(command)
+            return _run(_parse(words))
     except RecollectError as error:
-        if command.debug:
+        if "--debug" in words:
             raise
         # soft_wrap: one line stays one line, so that it can be searched for.
         errors.print(f"Error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
@@ -76,11 +77,29 @@ def _parse(args: list[str]) -> Command:
     if name not in _COMMANDS:
         parsed = tyro.cli(_EVERY_COMMAND, prog="recollect", args=args)  # prints help, or what is wrong, and exits
     elif name == "train":
-        default = Train(config=demo_config()) if "--demo" in args else Train()
-        parsed = tyro.cli(Train, prog="recollect train", args=args[1:], default=default)
+        parsed = parse_train(args[1:])
     else:
         parsed = tyro.cli(_COMMANDS[name], prog=f"recollect {name}", args=args[1:])
     return parsed
+
+
+def parse_train(args: list[str]) -> Train:
+    """Return `recollect train` with its flags, recollect's own and Megatron's.
+
+    Raises:
+        NotYetError, ConfigError: a flag of Megatron that cannot be done yet, or two flags that exclude each other.
+        SystemExit: flags that do not parse, or `--help`.
+    """
+    default = Train()
+    if "--demo" in args:
+        default = Train(config=demo_config())
+    elif describes_model(args):
+        default = Train(config=pretrain_gpt_config())
+    arguments = read_arguments(args)
+    if arguments.without_effect:
+        said = "; ".join(f"{name} ({why})" for name, why in arguments.without_effect.items())
+        warnings.warn(f"without effect here: {said}.", stacklevel=2)
+    return tyro.cli(Train, prog="recollect train", args=arguments.rest, default=default)
 
 
 def _run(command: Command) -> int:

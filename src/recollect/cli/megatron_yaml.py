@@ -56,9 +56,8 @@ class MegatronFile:
         Raises:
             RecollectError: fields that do not fit together.
         """
-        named: Any = flags.model.dimensions()
-        given = {name: value for name, value in vars(flags.model).items() if name != "size" and value is not None}
-        changes = {**self.model, **given}
+        named: Any = flags.model.dimensions(seq_length=flags.seq_length)
+        changes = {**self.model, **flags.model.changes()}
         try:
             if all(name in self.model for name in _DIMENSIONS):
                 return TransformerConfig(**{"vocab_size": named.vocab_size, **changes})

@@ -45,7 +45,7 @@ def build_step(flags: ModelStep, device: torch.device, config: TransformerConfig
         if flags.hf_config is not None:
             model = _hugging_face_model(flags.hf_config)
         else:
-            model = GPTModel(flags.model.dimensions() if config is None else config)
+            model = GPTModel(flags.model.dimensions(seq_length=flags.seq_length) if config is None else config)
         model = model.to(torch.bfloat16 if flags.dtype == "bf16" else torch.float32).train()
         tokens = torch.zeros(flags.batch_size, flags.seq_length, dtype=torch.int64)
     batch = {"tokens" if flags.hf_config is None else "input_ids": tokens, "labels": tokens}

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from rich.console import Console
 
 from recollect.cli.commands import Train
+from recollect.megatron import RecomputeConfig, TrainingSetting
+from recollect.train.config import TrainConfig
 from recollect.train.loop import train
 from recollect.train.report import report_lines, report_table
 
 
 def run_train(command: Train, console: Console) -> None:
     """Train, then print the report."""
-    outcome = train(command.config, console=console)
+    outcome = train(training_config(command), console=console)
     console.print(report_table(outcome))
     for line in report_lines(outcome):
         console.print(line, markup=False, soft_wrap=True)
+
+
+def training_config(command: Train) -> TrainConfig:
+    """Put the recompute flags into the run's configuration.
+
+    Raises:
+        ConfigError: flags that clash with each other or with the model.
+    """
+    fields = command.recompute.fields()
+    if not fields:
+        return command.config
+    recompute = RecomputeConfig(**fields)
+    recompute.check(TrainingSetting.of(command.config.model.dimensions()))
+    return dataclasses.replace(command.config, step=dataclasses.replace(command.config.step, recompute=recompute))

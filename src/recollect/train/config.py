@@ -2,74 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from recollect.models.config import TransformerConfig
-from recollect.models.sizes import NAMED_CONFIGS
+from tyro.conf import FlagCreatePairsOff, Suppress, arg
 
-SizeName = Literal[
-    "demo",
-    "tiny",
-    "gpt-tiny",
-    "llama-tiny",
-    "mixtral-tiny",
-    "deepseek-v3-tiny",
-    "160m",
-    "1b",
-    "7b",
-    "7b-32k",
-    "8b",
-    "13b",
-    "70b",
-    "gpt2",
-    "gpt3-175b",
-    "mixtral-8x7b",
-    "deepseek-v3-671b",
+from recollect.megatron.config import RecomputeConfig
+from recollect.train.checks import at_least, within
+from recollect.train.model_flags import ModelFlags, SizeName
+from recollect.train.optim_flags import OptimFlags
+
+__all__ = [
+    "DataFlags",
+    "ModelFlags",
+    "OptimFlags",
+    "ProfileFlags",
+    "RunFlags",
+    "SizeName",
+    "StepFlags",
+    "TrainConfig",
+    "demo_config",
+    "pretrain_gpt_config",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFlags:
-    """A named model, and what to change in it; the names are Megatron's."""
-
-    size: SizeName = "demo"
-    """Named model to start from; the flags below replace single fields."""
-    vocab_size: int | None = None
-    """Rows of the embedding; the default is the tokenizer's vocabulary."""
-    hidden_size: int | None = None
-    """Width of the residual stream."""
-    ffn_hidden_size: int | None = None
-    """Width inside the MLP."""
-    num_layers: int | None = None
-    """Number of transformer layers."""
-    num_attention_heads: int | None = None
-    """Query heads."""
-    num_query_groups: int | None = None
-    """Key and value heads."""
-    share_embeddings_and_output_weights: bool | None = None
-    """Use the embedding matrix as the output matrix."""
-
-    def __post_init__(self) -> None:
-        self.dimensions()
-
-    def dimensions(self, vocab_size: int | None = None) -> TransformerConfig:
-        """Put the named model and its changes together.
-
-        Args:
-            vocab_size: rows of the embedding where no flag sets them.
-
-        Returns:
-            The configuration.
-
-        Raises:
-            ValueError: fields that do not fit together.
-        """
-        changes = {name: value for name, value in vars(self).items() if name != "size" and value is not None}
-        if vocab_size is not None:
-            changes.setdefault("vocab_size", vocab_size)
-        return NAMED_CONFIGS[self.size].changed(**changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +44,7 @@ class DataFlags:
     """Parts of each dataset of --data-path for training, validation and test; its documents in their order."""
     text_field: str = "text"
     """Field of a JSONL record that holds its text."""
-    tokenizer: Path | None = None
+    tokenizer: Annotated[Path | None, arg(aliases=("--tokenizer-model",))] = None
     """A `tokenizer.json` of the `tokenizers` library; none: one token per byte."""
     seq_length: int = 256
     """Tokens the model sees at once."""
@@ -96,8 +52,8 @@ class DataFlags:
     """Part of the text documents held out, chosen by a hash of each document; 0 turns validation off."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "seq_length")
-        _within(self, "validation_fraction", 0.0, 0.5)
+        at_least(self, 1, "seq_length")
+        within(self, "validation_fraction", 0.0, 0.5)
         given = [name for name in ("data", "data_path", "train_data_path") if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(f"{given[1]}: got it beside {given[0]}, expected one of them. Leave one out.")
@@ -113,37 +69,6 @@ class DataFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimFlags:
-    """How long and how fast to train."""
-
-    steps: int = 200
-    """Optimizer steps."""
-    batch_size: int = 8
-    """Sequences in one micro-batch."""
-    accumulation: int = 1
-    """Micro-batches in one optimizer step."""
-    learning_rate: float = 1e-3
-    """Highest learning rate."""
-    min_lr_fraction: float = 0.1
-    """Learning rate at the last step, as a part of the highest."""
-    warmup_steps: int = 20
-    """Steps over which the learning rate rises from near zero."""
-    weight_decay: float = 0.1
-    """Decay of matrices; norm weights do not decay."""
-    beta1: float = 0.9
-    """AdamW's decay of the mean of gradients."""
-    beta2: float = 0.95
-    """AdamW's decay of the mean of squared gradients."""
-    clip_norm: float = 1.0
-    """Largest norm of the gradient; 0 turns clipping off."""
-
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "steps", "batch_size", "accumulation")
-        _at_least(self, 0, "warmup_steps", "learning_rate", "weight_decay", "clip_norm")
-        _within(self, "min_lr_fraction", 0.0, 1.0)
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepFlags:
     """How a step is computed."""
 
@@ -154,42 +79,102 @@ class StepFlags:
     fastest plan within the budget needs."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Dtype of activations and matrix products; weights, gradients and optimizer state are fp32 in both."""
+    bf16: InitVar[FlagCreatePairsOff[bool]] = False
+    """The same as --precision bf16."""
     device: str = "auto"
     """A torch device; auto is cuda where there is one, else cpu."""
     seed: int = 0
     """Seed of weights and of the order of the data."""
     deterministic: bool = True
     """On CUDA, use kernels that give the same bits each run; a CPU does so anyway."""
+    recompute: Suppress[RecomputeConfig | None] = None
+    """Megatron's settings for recompute, instead of a budget."""
+
+    def __post_init__(self, bf16: bool) -> None:
+        if bf16:
+            object.__setattr__(self, "precision", "bf16")
+        if self.loss_chunks != "auto":
+            at_least(self, 1, "loss_chunks")
+        elif self.recompute is not None:
+            raise ValueError(
+                "loss_chunks: got auto beside settings that say what to recompute, expected a number: auto looks for "
+                "the one whose plan fits a budget best."
+            )
+        if self.recompute is not None and self.memory_budget is not None:
+            raise ValueError(
+                f"memory_budget: got {self.memory_budget} beside settings that say what to recompute "
+                f"({', '.join(self.recompute.changed())}), expected one of them: a budget chooses. Leave one out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileFlags:
+    """A trace of some steps by torch.profiler, written into the run folder."""
+
+    profile: FlagCreatePairsOff[bool] = False
+    """Trace steps; profile/*.json in the run folder opens in Perfetto and chrome://tracing."""
+    profile_step_start: int = 10
+    """First step that is traced, from 1."""
+    profile_step_end: int = 12
+    """The step before which the trace ends."""
 
     def __post_init__(self) -> None:
-        if self.loss_chunks != "auto":
-            _at_least(self, 1, "loss_chunks")
+        at_least(self, 1, "profile_step_start")
+        if self.profile_step_end <= self.profile_step_start:
+            raise ValueError(
+                f"profile_step_end: got {self.profile_step_end}, expected more than profile_step_start = "
+                f"{self.profile_step_start}: the trace ends before that step."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
     """Where results go and how often."""
 
-    run_dir: Path | None = None
+    run_dir: Annotated[Path | None, arg(aliases=("--save",))] = None
     """Folder for checkpoints, plan and metrics; none: a new folder under runs/, named by date and time."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder."""
-    checkpoint_every: int = 100
+    load: Path | None = None
+    """As --resume, if this is the run folder; unlike it, start anew where there is no run yet."""
+    checkpoint_every: Annotated[int, arg(aliases=("--save-interval",))] = 100
     """Steps between checkpoints; there is always one at the end. 0: only that one."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept."""
-    validate_every: int = 50
+    validate_every: Annotated[int, arg(aliases=("--eval-interval",))] = 50
     """Steps between validation losses; there is always one at the end. 0: only that one."""
     validation_batches: int = 8
     """Micro-batches in one validation."""
+    eval_iters: int | None = None
+    """Validation in batches as large as a step's, instead of --validation-batches; 0: no validation."""
+    log_interval: int | None = None
+    """Steps between lines of output; default: about twenty lines in all. metrics.jsonl has every step."""
     tensorboard: bool = False
     """Also write TensorBoard events into the run folder."""
+    tensorboard_dir: Path | None = None
+    """Write TensorBoard events there."""
+    log_memory_to_tensorboard: FlagCreatePairsOff[bool] = False
+    """Measure the peak of every step, write it to TensorBoard and to metrics.jsonl; slows steps down on a CPU."""
     measure_plain: bool = False
     """First measure seven steps without recompute, to show beside the plan; needs the memory that they need."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "checkpoint_every", "validate_every")
-        _at_least(self, 1, "keep_checkpoints", "validation_batches")
+        at_least(self, 0, "checkpoint_every", "validate_every")
+        at_least(self, 1, "keep_checkpoints", "validation_batches")
+        if self.eval_iters is not None:
+            at_least(self, 0, "eval_iters")
+        if self.log_interval is not None:
+            at_least(self, 1, "log_interval")
+        if self.load is not None and (self.run_dir is None or self.load.resolve() != self.run_dir.resolve()):
+            raise ValueError(
+                f"load: got {self.load} with the run folder {self.run_dir}, expected the same folder: a run goes on where its "
+                f"plan, metrics and checkpoints are. Give --save {self.load} too, or copy the folder and give the copy to both."
+            )
+
+    @property
+    def writes_tensorboard(self) -> bool:
+        """Whether events are asked for, by any of the three flags."""
+        return self.tensorboard or self.tensorboard_dir is not None or self.log_memory_to_tensorboard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,18 +186,36 @@ class TrainConfig:
     optim: OptimFlags = field(default_factory=OptimFlags)
     step: StepFlags = field(default_factory=StepFlags)
     run: RunFlags = field(default_factory=RunFlags)
+    profile: ProfileFlags = field(default_factory=ProfileFlags)
+
+    @property
+    def num_validation_batches(self) -> int:
+        """Micro-batches in one validation."""
+        if self.run.eval_iters is None:
+            return self.run.validation_batches
+        return self.run.eval_iters * self.optim.accumulation
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that decide the numbers of a run, by dotted name; a resumed run must have the same.
 
         Paths of data are left out: the tokens themselves are compared, by their fingerprint.
         """
+        recompute = self.step.recompute
+        parts = {
+            "model": dataclasses.asdict(self.model.dimensions(seq_length=self.data.seq_length)),
+            "data": {name: value for name, value in vars(self.data).items() if name not in _PATHS},
+            "optim": vars(self.optim),
+            "step": {**vars(self.step), "recompute": None if recompute is None else recompute.changed()},
+        }
         return {
             f"{part}.{name}": value
-            for part in ("model", "data", "optim", "step")
-            for name, value in vars(getattr(self, part)).items()
-            if name not in ("data", "data_path", "train_data_path", "valid_data_path", "tokenizer")
+            for part, values in parts.items()
+            for name, value in values.items()
+            if name[0] != "_"
         }
+
+
+_PATHS = ("data", "data_path", "train_data_path", "valid_data_path", "tokenizer")
 
 
 def demo_config() -> TrainConfig:
@@ -228,12 +231,13 @@ def demo_config() -> TrainConfig:
     )
 
 
-def _at_least(flags: object, least: int, *names: str) -> None:
-    for name in names:
-        if getattr(flags, name) < least:
-            raise ValueError(f"{name}: got {getattr(flags, name)}, expected at least {least}.")
+def pretrain_gpt_config() -> TrainConfig:
+    """Return what `recollect train` starts from where a command line describes its model as for Megatron's `pretrain_gpt`.
 
-
-def _within(flags: object, name: str, low: float, high: float) -> None:
-    if not low <= getattr(flags, name) <= high:
-        raise ValueError(f"{name}: got {getattr(flags, name)}, expected {low:g} to {high:g}.")
+    What decides the numbers of a run is as there (megatron/training/arguments.py at d98e8a64); how long to train, how often to
+    validate and where to save are recollect's. Megatron has no default for the learning rate and the micro-batch.
+    """
+    return TrainConfig(
+        optim=OptimFlags(lr_decay_style="linear", min_lr_fraction=0.0, warmup_steps=0, weight_decay=0.01, beta2=0.999),
+        step=StepFlags(seed=1234),
+    )

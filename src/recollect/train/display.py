@@ -50,12 +50,14 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """About twenty lines a run, and one for each validation or measured peak."""
+    """About twenty lines a run, or one every `every` steps, and one for each validation or measured peak."""
 
-    def __init__(self, console: Console, *, total_steps: int, budget_bytes: int | None) -> None:
+    def __init__(
+        self, console: Console, *, total_steps: int, budget_bytes: int | None, every: int | None = None
+    ) -> None:
         self._console = console
         self._total_steps = total_steps
-        self._every = max(1, total_steps // _PLAIN_LINES)
+        self._every = every or max(1, total_steps // _PLAIN_LINES)
         self._budget_bytes = budget_bytes
 
     def note(self, text: str) -> None:

@@ -23,6 +23,7 @@ from recollect.train.prepare import prepare
 from recollect.train.records import Log, Outcome, StepRecord
 from recollect.train.session import Session, open_session
 from recollect.train.step import train_step, validation_loss
+from recollect.train.trace import StepTrace
 
 
 def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
@@ -85,11 +86,15 @@ def _run(session: Session, logs: list[Log], stop: StopRequest) -> list[StepRecor
     records: list[StepRecord] = []
     flags = session.config
     measured = {session.step + 1, flags.optim.steps - 1}
+    is_free = session.device.type == "cuda"  # elsewhere the meter slows steps down, and cannot run beside a profiler
+    trace = StepTrace(flags.profile, session.folder / "profile")
     session.seed()
     saved_step = session.step
     while session.step < flags.optim.steps and not stop.is_set:
-        is_measured = session.device.type == "cuda" or session.step in measured
-        record = _take_step(session, is_measured=is_measured)
+        is_measured = flags.run.log_memory_to_tensorboard or session.step in measured
+        is_measured = is_free or (is_measured and not trace.covers(session.step + 1))
+        with trace.around(session.step + 1):
+            record = _take_step(session, is_measured=is_measured)
         records.append(record)
         for log in logs:
             log.write(record)
@@ -138,7 +143,9 @@ def _take_step(session: Session, *, is_measured: bool) -> StepRecord:
 
 def _validate(session: Session) -> float | None:
     is_last = session.step == session.config.optim.steps
-    if session.corpus.validation is None or not (is_last or _is_due(session.step, session.config.run.validate_every)):
+    if session.corpus.validation is None or session.config.num_validation_batches == 0:
+        return None
+    if not (is_last or _is_due(session.step, session.config.run.validate_every)):
         return None
     return validation_loss(session.model, session.validation_batches())
 
@@ -151,13 +158,14 @@ def _open_logs(session: Session, console: Console, budget_bytes: int | None, sta
     total_steps, first_step = session.config.optim.steps, session.step
     logs: list[Log] = [MetricsFile(session.folder / "metrics.jsonl", first_step=first_step)]
     stack.callback(logs[0].close)
-    if session.config.run.tensorboard:
-        logs.append(TensorBoardLog(session.folder / "tensorboard", first_step=first_step))
+    run = session.config.run
+    if run.writes_tensorboard:
+        logs.append(TensorBoardLog(run.tensorboard_dir or session.folder / "tensorboard", first_step=first_step))
         stack.callback(logs[-1].close)
     if console.is_terminal:
         logs.append(LiveDisplay(console, total_steps=total_steps, first_step=first_step, budget_bytes=budget_bytes))
     else:
-        logs.append(PlainDisplay(console, total_steps=total_steps, budget_bytes=budget_bytes))
+        logs.append(PlainDisplay(console, total_steps=total_steps, budget_bytes=budget_bytes, every=run.log_interval))
     stack.callback(logs[-1].close)
     return logs
 

@@ -20,17 +20,17 @@ def build_optimizer(model: nn.Module, flags: OptimFlags) -> torch.optim.AdamW:
     groups = [group for group in groups if group["params"]]
     betas = (flags.beta1, flags.beta2)
     try:
-        return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas, fused=True)
+        return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_eps, fused=True)
     except RuntimeError:  # torch says here, and only here, that the device has no fused kernel
-        return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas)
+        return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_eps)
 
 
 def learning_rate_at(step: int, flags: OptimFlags) -> float:
-    """Return the learning rate of a step: a linear rise, then half a cosine down to the lowest at the last step.
+    """Return the learning rate of a step: a linear rise, then a fall to the lowest, which it keeps.
 
     Args:
         step: optimizer steps done before.
-        flags: highest rate, number of steps, warm-up and end.
+        flags: highest rate, number of steps, warm-up, shape and end of the fall.
 
     Returns:
         The rate; it is never above `flags.learning_rate`.
@@ -42,8 +42,17 @@ def learning_rate_at(step: int, flags: OptimFlags) -> float:
     """
     if step < flags.warmup_steps:
         return flags.learning_rate * (step + 1) / flags.warmup_steps
-    progress = (step - flags.warmup_steps) / max(1, flags.steps - 1 - flags.warmup_steps)
-    fraction = flags.min_lr_fraction + (1 - flags.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+    last = (flags.lr_decay_iters or flags.steps) - 1
+    progress = min(1.0, (step - flags.warmup_steps) / max(1, last - flags.warmup_steps))
+    lowest = flags.min_lr_fraction
+    if flags.lr_decay_style == "constant":
+        fraction = 1.0
+    elif flags.lr_decay_style == "inverse-square-root":
+        fraction = max(lowest, math.sqrt(max(flags.warmup_steps, 1) / (step + 1)))
+    else:
+        is_linear = flags.lr_decay_style == "linear"
+        left = 1 - progress if is_linear else 0.5 * (1 + math.cos(math.pi * progress))
+        fraction = lowest + (1 - lowest) * left
     return flags.learning_rate * fraction
 
 

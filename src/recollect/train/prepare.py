@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 import recollect
 from recollect.loss.choose import plan_with_chunks
+from recollect.megatron import TrainingSetting, megatron_plan
 from recollect.profile.graph import Profile
 from recollect.quantities import format_bytes
+from recollect.train.config import StepFlags
 from recollect.train.files import write_text
 from recollect.train.memory import measure_plain
 from recollect.train.optim import build_optimizer
@@ -34,20 +35,22 @@ def prepare(session: Session, console: Console) -> tuple[Plan | None, Baseline]:
         console: where the plan is printed.
 
     Returns:
-        The plan, None without a budget, and the baseline.
+        The plan, None without a budget and without Megatron's settings, and the baseline.
 
     Raises:
+        ConfigError, NotYetError: Megatron's settings that do not fit the model, or cannot be done yet.
         QuantityError: the budget is no amount of memory.
         BudgetTooSmallError: no plan fits the budget.
         PlanFormatError: plan.json is damaged.
     """
     chunks = session.config.step.loss_chunks
-    if session.config.step.memory_budget is None and chunks != "auto":
+    flags = session.config.step
+    is_planned = flags.memory_budget is not None or flags.recompute is not None
+    if not is_planned and chunks != "auto":
         session.model.loss_chunks = chunks  # else the plan sets it
     plan_path, baseline_path = session.folder / "plan.json", session.folder / "baseline.json"
-    budget = session.config.step.memory_budget
-    if baseline_path.exists() and (budget is None or plan_path.exists()):
-        plan = None if budget is None else recollect.Plan.load(plan_path)
+    if baseline_path.exists() and (not is_planned or plan_path.exists()):
+        plan = recollect.Plan.load(plan_path) if is_planned else None
         return plan, Baseline(**json.loads(baseline_path.read_text()))
     baseline = Baseline()
     plan = None
@@ -55,19 +58,30 @@ def prepare(session: Session, console: Console) -> tuple[Plan | None, Baseline]:
         console.print("Measuring seven steps without recompute", markup=False)
         peak_bytes, step_s = _measure_plain(session)
         baseline = dataclasses.replace(baseline, measured_peak_bytes=peak_bytes, measured_step_s=step_s)
-    if budget is not None:
-        console.print(f"Recording a step and planning for {budget}", markup=False)
-        plan, predicted_bytes = _decide(session, budget, plan_path)
+    if is_planned:
+        console.print(f"Recording a step and planning for {_aim(flags)}", markup=False)
+        plan, predicted_bytes = _decide(session)
+        write_text(plan_path, plan.to_json())
         baseline = dataclasses.replace(baseline, predicted_peak_bytes=predicted_bytes)
         console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
-        text = f"Without recompute the step would need {format_bytes(predicted_bytes)}, the budget is "
-        console.print(text + f"{format_bytes(plan.budget_bytes or 0)}.", markup=False, soft_wrap=True)
+        text = f"Without recompute the step would need {format_bytes(predicted_bytes)}"
+        if plan.budget_bytes is not None:
+            text += f", the budget is {format_bytes(plan.budget_bytes)}"
+        console.print(f"{text}.", markup=False, soft_wrap=True)
     write_text(baseline_path, json.dumps(dataclasses.asdict(baseline)) + "\n")
     return plan, baseline
 
 
-def _decide(session: Session, budget: str, path: Path) -> tuple[Plan, int]:
+def _aim(flags: StepFlags) -> str:
+    """Return in a few words what the plan is to do."""
+    if flags.recompute is None:
+        return str(flags.memory_budget)
+    return ", ".join(f"{name}={value}" for name, value in flags.recompute.changed().items()) or "Megatron's defaults"
+
+
+def _decide(session: Session) -> tuple[Plan, int]:
     """Return the plan, and the predicted peak in bytes of the step without recompute."""
+    flags = session.config.step
 
     def record(loss_chunks: int) -> Profile:
         profile: Profile = recollect.record(
@@ -80,9 +94,12 @@ def _decide(session: Session, budget: str, path: Path) -> tuple[Plan, int]:
         )
         return profile
 
-    planned = plan_with_chunks(record, budget, session.config.step.loss_chunks)
-    write_text(path, planned.plan.to_json())
-    return planned.plan, planned.plain_peak_bytes
+    if flags.recompute is None:
+        planned = plan_with_chunks(record, str(flags.memory_budget), flags.loss_chunks)
+        return planned.plan, planned.plain_peak_bytes
+    profile = record(1 if flags.loss_chunks == "auto" else flags.loss_chunks)
+    plan = megatron_plan(profile, flags.recompute, TrainingSetting.of(session.model.config))
+    return plan, recollect.classic_plan(profile, "keep_all").predicted_peak_bytes or 0
 
 
 def _measure_plain(session: Session) -> tuple[int, float]:

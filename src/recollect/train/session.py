@@ -77,7 +77,7 @@ class Session:
     def validation_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the validation batches, the same ones each time; none if validation is off."""
         if self._validation is not None:
-            for position in range(self.config.run.validation_batches):
+            for position in range(self.config.num_validation_batches):
                 yield self._on_device(self._validation.batch(position))
 
     def seed(self) -> None:
@@ -120,7 +120,7 @@ def open_session(config: TrainConfig) -> Session:
     """
     folder, newest = _find_start(config)
     corpus = load_corpus(config.data, seed=config.step.seed, vocab_size=config.model.vocab_size)
-    model = build_model(config.model.dimensions(corpus.vocab_size), config.step)
+    model = build_model(config.model.dimensions(corpus.vocab_size, seq_length=config.data.seq_length), config.step)
     session = Session(
         config=config,
         folder=folder,
@@ -139,7 +139,7 @@ def open_session(config: TrainConfig) -> Session:
 def _find_start(config: TrainConfig) -> tuple[Path, Path | None]:
     folder = config.run.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     checkpoints = list_checkpoints(folder / "checkpoints")
-    if config.run.resume:
+    if config.run.resume or (config.run.load is not None and checkpoints):
         if not (folder / "config.json").is_file():
             raise CheckpointError(
                 f"run folder {folder}: got --resume but it holds no run, expected the --run-dir of an earlier run. "

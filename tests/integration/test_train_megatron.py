@@ -1,0 +1,154 @@
+"""Megatron's command lines from end to end: real processes, real files, and the same losses with and without recompute."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from command_lines import DOCUMENTED
+from indexed_files import write_dataset
+from recollect.cli import main
+from training_runs import losses, start
+
+pytestmark = pytest.mark.integration
+
+# Sizes that fit here, in place of a guide's.
+SMALL = {
+    "--num-layers": "2",
+    "--hidden-size": "64",
+    "--seq-length": "32",
+    "--micro-batch-size": "2",
+    "--num-experts": "4",
+}
+# Taken out of a guide's line, because it is not there yet (tests/unit/test_documented_flags.py has the refusal).
+NOT_YET = ("--fp8-format", "--context-parallel-size")
+# What stands for the three dots.
+REST = {"mla_up_proj": ["--multi-latent-attention", "--position-embedding-type", "rope"]}
+GPT = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --device cpu"
+MODELS = {
+    "gpt": GPT,
+    "llama": f"{GPT} --group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm"
+    " --position-embedding-type rope --disable-bias-linear"
+    " --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0",
+    "experts": f"{GPT} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm",
+    "latent": "--size deepseek-v3-tiny --seq-length 32 --micro-batch-size 2 --device cpu",
+}
+RECOMPUTE = {
+    "gpt": ["--recompute-activations", "--recompute-granularity selective --recompute-modules core_attn mlp layernorm"],
+    "llama": [
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    ],
+    "experts": ["--recompute-granularity selective --recompute-modules core_attn moe_act", "--moe-layer-recompute"],
+    "latent": ["--recompute-granularity selective --recompute-modules core_attn mla_up_proj moe_act shared_experts"],
+}
+
+
+def small(command: str) -> list[str]:
+    """The line with sizes that fit, and without what is not there yet."""
+    words = shlex.split(command)
+    found: list[str] = []
+    for number, word in enumerate(words):
+        before = words[number - 1] if number else ""
+        if word not in NOT_YET and before not in NOT_YET:
+            found.append(SMALL.get(before, word))
+    return found + [word for part, rest in REST.items() if part in command for word in rest]
+
+
+@pytest.mark.parametrize("command", [line for line in DOCUMENTED if "--num-layers" in line])
+def test_each_whole_line_of_the_guides_trains(command: str, tmp_path: Path) -> None:
+    prefix = write_dataset(tmp_path)
+    flags = [
+        "--data-path",
+        str(prefix),
+        "--vocab-size",
+        "256",
+        "--device",
+        "cpu",
+        "--eval-iters",
+        "0",
+        "--train-iters",
+        "2",
+    ]
+    assert main(["train", *small(command), *flags, "--save", str(tmp_path / "run")]) == 0
+    assert len(losses(tmp_path / "run")) == 2
+    assert (tmp_path / "run" / "plan.json").exists() == ("--recompute" in command)
+
+
+@pytest.mark.filterwarnings("ignore:.*moe_layer_recompute")  # deprecated, and meant here
+@pytest.mark.parametrize("model", list(MODELS))
+def test_recompute_changes_no_loss(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write_dataset(tmp_path)
+    flags = ["--data-path", str(prefix), "--vocab-size", "256", "--train-iters", "4", "--global-batch-size", "4"]
+    flags += ["--lr", "3e-3", "--eval-iters", "1", "--eval-interval", "2", "--split", "90,10"]
+    found = {}
+    for number, recompute in enumerate(["", *RECOMPUTE[model]]):
+        run_dir = tmp_path / str(number)
+        line = ["train", *MODELS[model].split(), *flags, *recompute.split(), "--save", str(run_dir)]
+        assert main(line) == 0, capsys.readouterr().err
+        records = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        found[recompute] = [(record["loss"], record["grad_norm"], record.get("validation_loss")) for record in records]
+        assert ("predicted slowdown" in capsys.readouterr().out) == bool(recompute)
+    plain = found.pop("")
+    assert len({loss for loss, _, _ in plain}) == 4  # something is learned from dropout's random numbers and data
+    assert all(other == plain for other in found.values())
+
+
+def test_a_megatron_command_line_as_a_process_stopped_and_resumed(tmp_path: Path) -> None:
+    prefix = write_dataset(tmp_path)
+    line = [
+        *GPT.split(),
+        "--vocab-size",
+        256,
+        "--data-path",
+        prefix,
+        "--recompute-activations",
+        "--train-iters",
+        6,
+        "--global-batch-size",
+        4,
+    ]
+    line += ["--lr", 1e-3, "--min-lr", 1e-4, "--lr-decay-style", "cosine", "--eval-iters", 0, "--log-interval", 1]
+    line += ["--tensor-model-parallel-size", 1, "--use-distributed-optimizer", "--save-interval", 3, "--bf16"]
+    process = start("train", *line, "--save", tmp_path / "whole", "--load", tmp_path / "whole")
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "Warning: without effect here: --tensor-model-parallel-size (there is one device" in errors
+    assert [f"step {step}/6" in output for step in range(1, 7)] == [True] * 6
+    assert "Megatron: selective, core_attn" in output
+
+    other = tmp_path / "other"
+    process = start("train", *line, "--save", other, "--load", other)
+    process.communicate()
+    (other / "checkpoints" / "step_00000006.pt").unlink()
+    process = start("train", *line, "--save", other, "--load", other)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "going on after step 3" in output
+    assert losses(other) == losses(tmp_path / "whole")
+
+
+def test_traces_memory_and_tensorboard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    flags = ["--profile", "--profile-step-start", "2", "--profile-step-end", "4", "--log-memory-to-tensorboard"]
+    flags += ["--tensorboard-dir", str(tmp_path / "events"), "--train-iters", "5", "--eval-iters", "0"]
+    data = ["--vocab-size", "256", "--data-path", str(write_dataset(tmp_path))]
+    assert main(["train", *GPT.split(), *data, *flags, "--save", str(tmp_path / "run")]) == 0, capsys.readouterr().err
+    traces = sorted(path.name for path in (tmp_path / "run" / "profile").iterdir())
+    assert traces == ["step_00000002.json", "step_00000003.json"]
+    trace = json.loads((tmp_path / "run" / "profile" / traces[0]).read_text())
+    assert any(event.get("name") == "aten::mm" for event in trace["traceEvents"])
+    log = events.EventAccumulator(str(tmp_path / "events"))
+    log.Reload()
+    assert [event.step for event in log.Scalars("peak_bytes")] == [1, 4, 5]  # on a CPU not beside the profiler
+    assert len(log.Scalars("loss")) == 5
+
+
+def test_load_and_save_are_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--save", str(tmp_path / "a"), "--load", str(tmp_path / "b")])
+    error = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "expected the same folder: a run goes on where its plan, metrics and checkpoints are." in error
