@@ -213,3 +213,10 @@ def test_broken_indexes_are_refused(tmp_path: Path) -> None:
     (tmp_path / files[1]).unlink()
     with pytest.raises(CheckpointError, match=rf"{files[1]}: cannot be read .*expected safetensors"):
         load_hugging_face(tmp_path)
+
+
+def test_a_tied_matrix_stays_one(tmp_path: Path) -> None:
+    theirs_of("gpt2").save_pretrained(tmp_path)
+    ours = load_hugging_face(tmp_path)
+    assert ours.output_layer.weight is ours.embedding.word_embeddings.weight
+    assert ours.num_parameters == ours.config.num_parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -269,3 +270,18 @@ def test_incomplete_checkpoints_are_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"is made of \[96, 32\] numbers, expected \[100, 32\] by its config.json"
     ):
         load_hugging_face(tmp_path)
+
+
+def test_nothing_is_left_as_it_was_allocated(tmp_path: Path) -> None:
+    """Every weight is read, and what no checkpoint holds is as in a new model."""
+    save_hugging_face(GPTModel(NAMED_CONFIGS["deepseek-v3-tiny"]), "deepseek_v3", tmp_path)
+    torch.use_deterministic_algorithms(True)  # new memory is then filled with NaN, or the largest integer
+    try:
+        model = load_hugging_face(tmp_path)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    assert not [name for name, tensor in tensors.items() if tensor.isnan().any()]
+    counts = {name: tensor for name, tensor in tensors.items() if name.endswith("tokens_per_expert")}
+    assert counts
+    assert not any(tensor.any() for tensor in counts.values())

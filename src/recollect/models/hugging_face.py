@@ -120,11 +120,11 @@ def load_hugging_face(folder: str | Path, *, compute_dtype: torch.dtype | None =
         870976
     """
     model_type, config = read_config(folder)
-    model = GPTModel(config, compute_dtype=compute_dtype)
-    state = model.state_dict()
     rules = list(_architecture(model_type).rules(config))
     with torch.no_grad(), _Tensors(Path(folder)) as theirs:
         _check_names(theirs, rules, config, _architecture(model_type).ignored, folder)
+        model = _without_weights(config, compute_dtype)
+        state = model.state_dict()
         for name, tensor in convert(rules, theirs):
             if state[name].shape != tensor.shape:
                 raise CheckpointError(
@@ -182,6 +182,18 @@ def save_hugging_face(
         total = {"total_size": sum(tensor.nbytes for _, tensor in tensors)}
         text = json.dumps({"metadata": total, "weight_map": index}, indent=2)
         (folder / _INDEX).write_text(text + "\n", encoding="utf-8")
+
+
+def _without_weights(config: TransformerConfig, compute_dtype: torch.dtype | None) -> GPTModel:
+    """Make a model whose weights are yet to come: drawing them takes as long as reading them."""
+    with torch.device("meta"):
+        model = GPTModel(config, compute_dtype=compute_dtype)
+    model = model.to_empty(device=torch.get_default_device())
+    if config.share_embeddings_and_output_weights:
+        model.output_layer.weight = model.embedding.word_embeddings.weight
+    for buffer in model.buffers():
+        buffer.zero_()  # as they are in a new model; not all of them stand in a checkpoint
+    return model
 
 
 def _check_names(
