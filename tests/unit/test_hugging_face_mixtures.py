@@ -243,6 +243,10 @@ def test_folders_that_hold_no_such_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(UnsupportedModelError, match="model_type is 'mamba', expected one of .*mixtral"):
         load_hugging_face(tmp_path)
+    quantized = {"model_type": "mixtral", **MIXTRAL, "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(UnsupportedModelError, match="the weights are quantized .*Convert them to bf16 first"):
+        load_hugging_face(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", **MIXTRAL}))
     with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read .*expected safetensors"):
         load_hugging_face(tmp_path)

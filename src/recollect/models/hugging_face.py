@@ -94,6 +94,10 @@ def read_config(folder: str | Path) -> tuple[str, TransformerConfig]:
             f"{path}: cannot be read ({problem}), expected the folder of a Hugging Face model."
         ) from None
     model_type = fields.get("model_type")
+    if fields.get("quantization_config") is not None:
+        raise UnsupportedModelError(
+            f"{path}: the weights are quantized (quantization_config), expected plain ones. Convert them to bf16 first."
+        )
     return model_type, _architecture(model_type).from_hugging_face(fields)
 
 
