@@ -13,6 +13,7 @@ import recollect
 from recollect.errors import BudgetTooSmallError
 from recollect.models.architectures import llama_config
 from recollect.models.gpt import GPTModel
+from recollect.models.sizes import NAMED_CONFIGS
 from recollect.profile.graph import Profile
 from zoo import ZOO, Batch, Case
 
@@ -38,6 +39,10 @@ def reference_llama() -> nn.Module:
     )
 
 
+def reference_gpt() -> nn.Module:
+    return GPTModel(NAMED_CONFIGS["gpt-tiny"].changed(core_attention="unfused", vocab_size=128))
+
+
 def reference_batch() -> Batch:
     tokens = torch.randint(0, 128, (1, 24))
     return {"tokens": tokens, "labels": tokens}
@@ -56,7 +61,8 @@ def loss_of_output(output: Any) -> Tensor:
 LAYERS = tuple(f"decoder.layers.{i}" for i in range(4))
 REFERENCE = Case("reference", reference_llama, reference_batch, LAYERS, loss_of_output)
 GPT2 = Case("gpt2_6_layers", _larger_gpt2, ZOO["gpt2"].batch, tuple(f"transformer.h.{i}" for i in range(6)))
-CASES = {**ZOO, REFERENCE.name: REFERENCE, GPT2.name: GPT2}
+REFERENCE_GPT = Case("reference_gpt", reference_gpt, reference_batch, LAYERS, loss_of_output, is_random=True)
+CASES = {**ZOO, REFERENCE.name: REFERENCE, REFERENCE_GPT.name: REFERENCE_GPT, GPT2.name: GPT2}
 # With more budgets, and without an optimizer too, so that activations alone decide where the peak is.
 MAIN_CASES = ("reference", "llama", "mixtral", "deepseek_v3", "gpt2_6_layers")
 

@@ -189,7 +189,7 @@ def save_hugging_face(
 
 
 def _without_weights(config: TransformerConfig, compute_dtype: torch.dtype | None) -> GPTModel:
-    """Make a model whose weights are yet to come: drawing them takes as long as reading them."""
+    """Make a model whose weights are yet to come: what is read need not be drawn first."""
     with torch.device("meta"):
         model = GPTModel(config, compute_dtype=compute_dtype)
     model = model.to_empty(device=torch.get_default_device())
