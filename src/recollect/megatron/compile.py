@@ -126,7 +126,7 @@ def _units(profile: Profile, choice: Choice, chunks: Chunks, heads: Sequence[str
 
 
 def _prediction_heads(profile: Profile) -> list[str]:
-    """Return the layers that predict several tokens ahead: a unit each, or one unit if there is only one of them."""
+    """Return the units that predict several tokens ahead."""
     return list(dict.fromkeys(call.path for call in profile.calls if _MTP in call.path.split(".")))
 
 

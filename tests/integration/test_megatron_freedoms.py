@@ -1,0 +1,155 @@
+"""What Megatron forbids or cannot do for reasons of its engine, and works on the tape: one test for each row of the table.
+
+The table "Freedoms" in docs/megatron.md names these tests.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import recollect
+from gradients import assert_same_gradients, gradients
+from recollect.megatron import RULES, RecomputeConfig, TrainingSetting, megatron_plan
+from recollect.models.config import TransformerConfig
+from recollect.models.gpt import GPTModel
+from recollect.models.sizes import NAMED_CONFIGS
+from watch import Watch
+
+PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 4}
+
+
+def loss_of(output: Any) -> Tensor:
+    loss: Tensor = output.loss
+    return loss
+
+
+def built(config: TransformerConfig) -> tuple[GPTModel, dict[str, Tensor], recollect.Profile]:
+    torch.manual_seed(0)
+    model, tokens = GPTModel(config).train(), torch.randint(0, config.vocab_size, (2, 12))
+    batch = {"tokens": tokens, "labels": tokens}
+    return model, batch, recollect.record(model, batch)
+
+
+def selective(*modules: str, **others: Any) -> RecomputeConfig:
+    return RecomputeConfig(recompute_granularity="selective", recompute_modules=modules, **others)
+
+
+def num_ops(model: nn.Module, batch: dict[str, Tensor], name: str = "") -> int:
+    with Watch() as watch:
+        gradients(model, batch, loss_of)
+    counts = watch.computing_ops()
+    return counts[name] if name else counts.total()
+
+
+def assert_exact_and_leaner(model: GPTModel, batch: dict[str, Tensor], plan: recollect.Plan) -> None:
+    expected, plain = gradients(model, batch, loss_of), num_ops(model, batch)
+    with recollect.apply(model, plan):
+        assert_same_gradients(expected, gradients(model, batch, loss_of))
+        assert num_ops(model, batch) > plain
+
+
+def test_moe_act_needs_grouped_gemm() -> None:
+    config = replace(NAMED_CONFIGS["mixtral-tiny"], moe_grouped_gemm=False)
+    model, batch, profile = built(config)
+    assert_exact_and_leaner(model, batch, megatron_plan(profile, selective("moe_act"), TrainingSetting.of(config)))
+
+
+def test_shared_experts_overlap() -> None:
+    config = NAMED_CONFIGS["deepseek-v3-tiny"]
+    model, batch, profile = built(config)
+    setting = TrainingSetting.of(config, moe_shared_expert_overlap=True)
+    assert_exact_and_leaner(model, batch, megatron_plan(profile, selective("shared_experts"), setting))
+
+
+def test_mtp_uniform() -> None:
+    config = NAMED_CONFIGS["deepseek-v3-tiny"]
+    model, batch, profile = built(config)
+    plan = megatron_plan(profile, RecomputeConfig(**FULL), TrainingSetting.of(config))
+    assert plan.units["mtp.layers.0"].recomputes_anything
+    assert_exact_and_leaner(model, batch, plan)
+
+
+def test_any_output_may_be_dropped() -> None:
+    """core_attn with its output, which Megatron keeps; and layernorm without, which Megatron drops."""
+    model, batch, profile = built(replace(NAMED_CONFIGS["gpt-tiny"], core_attention="unfused"))
+    modules = ("core_attn", "layernorm")
+    kept = {}
+    for dropped in (None, ("core_attn",), ("core_attn", "layernorm"), ()):
+        plan = megatron_plan(profile, selective(*modules, recompute_discard_outputs=dropped))
+        assert_exact_and_leaner(model, batch, plan)
+        kept[dropped] = sum(account.kept_bytes for account in recollect.layer_accounts(profile, plan))
+    assert kept["core_attn", "layernorm"] < kept[None] < kept[()]
+    assert kept["core_attn", "layernorm"] < kept["core_attn",] < kept[()]
+
+
+def test_frozen_base() -> None:
+    """Nothing that enters the first layers requires a gradient: a checkpoint of PyTorch's older kind would give none."""
+    model, batch, profile = built(NAMED_CONFIGS["llama-tiny"])
+    model.requires_grad_(False)
+    trained = [layer.mlp.linear_fc2.weight for layer in model.decoder.layers]
+    for weight in trained:
+        weight.requires_grad_(True)
+    expected = gradients(model, batch, loss_of)
+    with recollect.apply(model, megatron_plan(profile, RecomputeConfig(**FULL))):
+        got = gradients(model, batch, loss_of)
+    assert sum(name.startswith("gradient") for name in got) == len(trained)
+    assert_same_gradients(expected, got)
+
+
+def test_autograd_grad() -> None:
+    """Megatron's checkpoint raises: it is not compatible with .grad()."""
+    model, batch, profile = built(NAMED_CONFIGS["llama-tiny"])
+
+    def grads() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss_of(model(**batch)), list(model.parameters()))
+
+    expected = grads()
+    for config in (RecomputeConfig(**FULL), selective("core_attn", "mlp")):
+        with recollect.apply(model, megatron_plan(profile, config)):
+            assert all(torch.equal(one, other) for one, other in zip(expected, grads(), strict=True))
+
+
+def test_layer_outputs_inside_of_regions() -> None:
+    """Megatron's uniform regions can hand out hidden states at their ends only."""
+    model, batch, profile = built(NAMED_CONFIGS["llama-tiny"])
+
+    def outputs() -> list[Tensor]:
+        found: list[Tensor] = []
+        hooks = [
+            layer.register_forward_hook(lambda _module, _args, out: found.append(out[0].detach().clone()))
+            for layer in model.decoder.layers
+        ]
+        loss_of(model(**batch)).backward()
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    expected = outputs()
+    with recollect.apply(model, megatron_plan(profile, RecomputeConfig(**FULL))):
+        got = outputs()
+    assert len(got) == 4
+    assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
+
+
+def test_routers_choose_once() -> None:
+    """What topk and sort return is kept, so no route can be another one in recompute, and nothing is to be replayed."""
+    model, batch, profile = built(NAMED_CONFIGS["mixtral-tiny"])
+    plan = megatron_plan(profile, RecomputeConfig(**FULL))
+    plain = {name: num_ops(model, batch, name) for name in ("topk", "sort")}
+    with recollect.apply(model, plan):
+        assert {name: num_ops(model, batch, name) for name in ("topk", "sort")} == plain
+
+
+def test_every_row_of_the_table_has_a_test() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("## Freedoms")[2].partition("\n## ")[0]
+    rows = set(re.findall(r"`test_(\w+)`", section))
+    tests = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert rows == tests - {"every_row_of_the_table_has_a_test"}
+    assert {rule.name.replace("-", "_") for rule in RULES if rule.ours == "free"} <= rows

@@ -1,0 +1,23 @@
+"""The tables of docs/megatron.md are those of the code. `python -m recollect.megatron.tables` prints them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recollect.megatron import parts
+from recollect.megatron.tables import not_yet_table, rules_table
+
+PAGE = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("table", [rules_table(), not_yet_table()], ids=["rules", "not yet"])
+def test_the_page_has_the_table(table: str) -> None:
+    assert table in PAGE
+
+
+def test_the_page_says_which_paths_each_part_has() -> None:
+    rows = [line.partition(" | ")[2] for line in (parts.__doc__ or "").splitlines() if line.startswith("| ")]
+    assert len(rows) == 8
+    assert all(row in PAGE for row in rows)
