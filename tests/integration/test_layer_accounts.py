@@ -19,6 +19,7 @@ from gradients import call, loss_of, step_of
 from recollect.megatron import RecomputeConfig, megatron_plan
 from recollect.models.config import TransformerConfig
 from recollect.models.gpt import GPTModel
+from recollect.models.sizes import NAMED_CONFIGS
 from recollect.planning.accounts import LayerAccount, layer_accounts
 from recollect.planning.decisions import decide
 from recollect.planning.simulate import simulate
@@ -161,3 +162,16 @@ def test_differences_of_kept_bytes_are_those_that_are_measured(name: str, settin
     too_many = measured_plain - measured - (plain - planned)
     # Mixtral's router divides in place what topk returned, of which the simulator holds a copy too many: 384 bytes a layer.
     assert 0 <= too_many <= (2 * 384 if name == "mixtral" else 0)
+
+
+def test_layernorm_drops_what_is_cast_back_to_16_bits() -> None:
+    """A norm computes in fp32 and casts its result with the device named: a cast, though, not a copy to another device."""
+    torch.manual_seed(0)
+    model = GPTModel(NAMED_CONFIGS["llama-tiny"]).to(torch.bfloat16)
+    tokens = torch.randint(0, 256, (2, 16))
+    profile = recollect.record(model, {"tokens": tokens, "labels": tokens})
+    config = RecomputeConfig(recompute_granularity="selective", recompute_modules=["layernorm"])
+    accounts = layer_accounts(profile, megatron_plan(profile, config))
+    kept = [name for layer in accounts if ".layers." in layer.path for name, _ in layer.kept]
+    assert kept
+    assert not [name for name in kept if "layernorm" in name]
