@@ -175,10 +175,21 @@ def test_loss_in_chunks_is_the_same_loss() -> None:
     torch.testing.assert_close(out.loss, whole)  # chunks add up in another order
 
 
-def test_sequences_shorter_than_the_depth() -> None:
-    model = model_of("deepseek-v3-tiny", mtp_num_layers=3)
-    tokens, labels = batch_of(length=4)
-    assert model(tokens, labels).loss.isfinite()
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_sequences_without_labels_further_on(chunks: int) -> None:
+    """Short ones, and those that have a label at their beginning only: the depths have nothing to predict."""
+    model = model_of("deepseek-v3-tiny", mtp_num_layers=3, moe_aux_loss_coeff=0.0)
+    model.loss_chunks = chunks
+    tokens, labels = batch_of()
+    only_first = torch.full_like(labels, -100)
+    only_first[:, 0] = labels[:, 0]
+    for each, targets in ((tokens, only_first), (tokens[:, :1], labels[:, :1]), (tokens[:, :2], labels[:, :2])):
+        out = model(each, targets)
+        out.loss.backward()
+        assert out.loss.isfinite()
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+        if each.shape[1] != 2:
+            assert torch.equal(out.loss, out.lm_loss)
 
 
 def counts(model: GPTModel) -> list[int]:

@@ -163,10 +163,12 @@ class GPTModel(nn.Module):
         depths = range(1, len(mtp.layers) + 1)
         embedded_BTD = [self.embedding(shifted(tokens, depth, fill=0), self.compute_dtype) for depth in depths]
         outputs, statistics = mtp(x_BTD, embedded_BTD, rotary)
-        losses = [
-            self._predict(output_BTD, shifted(labels, depth, fill=IGNORE_INDEX))[1]
-            for depth, output_BTD in zip(depths, outputs, strict=True)
-        ]
+        losses = []
+        for depth, output_BTD in zip(depths, outputs, strict=True):
+            targets = shifted(labels, depth, fill=IGNORE_INDEX)
+            _, loss = self._predict(output_BTD, targets)
+            # The mean over no labels is nan: a sequence may have labels for the next token alone.
+            losses.append(torch.where((targets != IGNORE_INDEX).any(), loss, torch.zeros_like(loss)))
         return self.config.mtp_loss_scaling_factor * torch.stack(losses).mean(), statistics
 
     def _routers(self) -> list[TopKRouter]:
