@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from recollect.megatron.compile import megatron_plan
     from recollect.megatron.config import RecomputeConfig
     from recollect.megatron.pipeline import model_chunks
+    from recollect.megatron.provider import GPTModelProvider
     from recollect.megatron.roll import RollCheckpointing, roll_plan, roll_recompute_config
     from recollect.megatron.rules import RULES
     from recollect.megatron.setting import TrainingSetting
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RULES",
     "BlockFull",
+    "GPTModelProvider",
     "NoRecompute",
     "RecomputeConfig",
     "RollCheckpointing",
@@ -34,6 +36,7 @@ __all__ = [
 
 _HOME_OF_NAME = {
     "BlockFull": "choice",
+    "GPTModelProvider": "provider",
     "NoRecompute": "choice",
     "RULES": "rules",
     "RecomputeConfig": "config",

@@ -165,8 +165,11 @@ class TransformerConfig:
             >>> config.changed(hidden_size=128).ffn_hidden_size
             512
         """
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in vars(self)["_derived"]}
-        return TransformerConfig(**{**given, **changes})
+        return TransformerConfig(**{**self.given(), **changes})
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that were not derived from others, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in vars(self)["_derived"]}
 
     def is_moe_layer(self, layer: int) -> bool:
         """Tell whether a layer has experts instead of a dense MLP.
