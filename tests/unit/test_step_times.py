@@ -37,7 +37,7 @@ def test_measured_on_each_unit_and_nothing_is_left_behind() -> None:
     model, batch = llama(), batch_of()
     before = [p.detach().clone() for p in model.parameters()]
     seen: list[bool] = []
-    model.decoder.layers[0].register_forward_hook(lambda module, args, output: seen.append(output.requires_grad))
+    model.decoder.layers[0].register_forward_hook(lambda module, args, output: seen.append(output[0].requires_grad))
     times = measure_step_times(
         model,
         PATHS,
