@@ -14,6 +14,13 @@ TORCH_FREE_FILES = sorted(
     path
     for pattern in (
         "__init__.py",
+        "bench/golden.py",
+        "bench/machine.py",
+        "bench/model_flops.py",
+        "bench/race.py",
+        "bench/report.py",
+        "bench/results.py",
+        "bench/settings.py",
         "errors.py",
         "fields.py",
         "integrations/deepspeed.py",
