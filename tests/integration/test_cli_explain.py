@@ -116,6 +116,23 @@ def test_flags_replace_what_the_file_says(tmp_path: Path) -> None:
     assert sum(group["num_layers"] for group in found["given"]["layers"] if "layers" in group["paths"][0]) == 6
 
 
+def test_a_file_without_dimensions_changes_a_named_model(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, model={"num_layers": 3, **FULL, "recompute_num_layers": 2})
+    layers = {
+        " ".join(group["paths"]): group for group in explained(path, "--fake", "--size", "gpt-tiny")["given"]["layers"]
+    }
+    assert [name for name in layers if "layers" in name] == ["decoder.layers.0", "decoder.layers.1-2"]
+
+
+def test_gradients_are_there_all_the_time_as_in_megatron(tmp_path: Path) -> None:
+    path = yaml_file(tmp_path, **SIZES)
+    buffered, new = explained(path, "--fake"), explained(path, "--fake", "--new-gradients")
+    gradient_bytes = buffered["persistent_bytes"]["parameters"]
+    assert buffered["persistent_bytes"]["gradients"] == gradient_bytes
+    assert new["persistent_bytes"].get("gradients", 0) == 0
+    assert new["plain"]["peak_bytes"] < buffered["plain"]["peak_bytes"]
+
+
 def test_a_pipeline_of_the_file_cuts_the_layers(tmp_path: Path) -> None:
     block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
     path = yaml_file(tmp_path, **SIZES, **block, pipeline_model_parallel_size=2)

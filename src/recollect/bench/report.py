@@ -38,7 +38,7 @@ def columns(results: BenchResults) -> list[str]:
             "tokens/s",
             f"vs {results.reference}",
         ),
-        *("20..80 %", "predicted", "peak mem", "predicted peak", "reserved", "result"),
+        *("20..80 %", "predicted vs none", "peak mem", "predicted peak", "reserved", "result"),
     ]
 
 
@@ -56,7 +56,7 @@ def cells(row: Row, results: BenchResults) -> list[str]:
         _NONE if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
         _NONE if row.slowdown is None or is_reference else _percent(row.slowdown),
         _NONE if is_reference else spread,
-        _NONE if row.predicted_slowdown is None or is_reference else _percent(row.predicted_slowdown),
+        _percent(row.predicted_slowdown) if row.predicted_slowdown else _NONE,
         _bytes(row.peak_bytes),
         _bytes(row.predicted_peak_bytes),
         _bytes(row.reserved_bytes),

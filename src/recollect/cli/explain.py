@@ -55,8 +55,9 @@ def run_explain(command: Explain, console: Console) -> None:
 
 def _recorded(command: Explain, file: MegatronFile | None, console: Console) -> tuple[Profile, TrainingSetting | None]:
     """Record the step that flags and file describe; without a file only the model itself is compared with the settings."""
+    has_buffer = not command.new_gradients
     if file is None:
-        return step_recorder(command.step)(1), None
+        return step_recorder(command.step, accumulates_gradients=has_buffer)(1), None
     if file.ignored:
         names = ", ".join(file.ignored)
         console.print(
@@ -64,9 +65,9 @@ def _recorded(command: Explain, file: MegatronFile | None, console: Console) -> 
         )
     flags = file.step_flags(command.step)
     if flags.hf_config is not None:
-        return step_recorder(flags)(1), TrainingSetting(**file.setting)
+        return step_recorder(flags, accumulates_gradients=has_buffer)(1), TrainingSetting(**file.setting)
     model = file.model_config(flags)
-    return step_recorder(flags, model)(1), file.training_setting(model)
+    return step_recorder(flags, model, accumulates_gradients=has_buffer)(1), file.training_setting(model)
 
 
 def show(explanation: Explanation, profile: Profile, console: Console, *, with_names: bool) -> None:

@@ -25,6 +25,9 @@ class Explain:
     """A configuration with Megatron's names, also under `model` as in Megatron-Bridge; flags replace its settings."""
     json: Path | None = None
     """Write all numbers to this file."""
+    new_gradients: bool = False
+    """Gradients come into being in backward, as in PyTorch with one micro-batch a step. Without it they are there all the time,
+    as Megatron's gradient buffer is."""
     names: bool = False
     """Also list what is kept and recomputed by name."""
     debug: bool = False

@@ -56,13 +56,12 @@ class MegatronFile:
         Raises:
             RecollectError: fields that do not fit together.
         """
-        named: Any = flags.model.dimensions(seq_length=flags.seq_length)
+        named = flags.model.dimensions(seq_length=flags.seq_length)
         changes = {**self.model, **flags.model.changes()}
         try:
             if all(name in self.model for name in _DIMENSIONS):
                 return TransformerConfig(**{"vocab_size": named.vocab_size, **changes})
-            config: TransformerConfig = named.changed(**changes)
-            return config
+            return named.changed(**changes)
         except (TypeError, ValueError) as problem:
             raise RecollectError(f"--yaml {self.path}: {problem}") from None
 

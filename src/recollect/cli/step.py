@@ -52,12 +52,15 @@ def build_step(flags: ModelStep, device: torch.device, config: TransformerConfig
     return BuiltStep(model, batch, build_optimizer(model, OptimFlags()))
 
 
-def step_recorder(flags: RecordedStep, config: TransformerConfig | None = None) -> Callable[[int], Profile]:
+def step_recorder(
+    flags: RecordedStep, config: TransformerConfig | None = None, *, accumulates_gradients: bool = False
+) -> Callable[[int], Profile]:
     """Build what the flags describe, to record one training step of it.
 
     Args:
         flags: model, batch, dtype, and the device or the hardware that its times are modelled for.
         config: the model, instead of that of the flags.
+        accumulates_gradients: gradients exist already when the step begins.
 
     Returns:
         Records the step, its loss in so many chunks.
@@ -73,6 +76,7 @@ def step_recorder(flags: RecordedStep, config: TransformerConfig | None = None) 
         optimizer=step.optimizer,
         fake=flags.fake,
         hardware=flags.hardware,
+        accumulates_gradients=accumulates_gradients,
         loss_chunks=loss_chunks,
     )
 

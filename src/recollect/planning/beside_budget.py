@@ -178,7 +178,7 @@ def _groups(accounts: tuple[LayerAccount, ...]) -> tuple[LayerGroup, ...]:
         alike.setdefault(key, []).append(account)
     return tuple(
         LayerGroup(
-            paths=tuple(compress_paths([account.path for account in group])),
+            paths=tuple(compress_paths(list(dict.fromkeys(account.path for account in group)))),
             num_layers=len(group),
             kept=dict(sorted(_added_up(group[0]).items(), key=lambda item: -item[1])),
             generator_bytes=group[0].generator_bytes,
