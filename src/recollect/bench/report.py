@@ -38,7 +38,7 @@ def columns(results: BenchResults) -> list[str]:
             "tokens/s",
             f"vs {results.reference}",
         ),
-        *("20..80 %", "predicted vs none", "peak mem", "predicted peak", "reserved", "result"),
+        *("20..80 %", "predicted", "peak mem", "predicted peak", "reserved", "result"),
     ]
 
 

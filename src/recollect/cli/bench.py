@@ -29,7 +29,7 @@ from recollect.train.files import write_text
 from recollect.train.step import resolve_device
 
 _SEED = 0
-_WIDEST = 200
+_WIDEST = 240
 
 
 def run_bench(command: Bench, console: Console) -> int:
