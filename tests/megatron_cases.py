@@ -118,6 +118,12 @@ ALONE = [
     Broken(
         "offload-num-layers-type", {**LAYER_OFFLOAD, "cpu_offloading_num_layers": -1}, "=-1: no number", LAYER_OFFLOAD
     ),
+    Broken(
+        "offload-layers-without-switch",
+        {"cpu_offloading_num_layers": 2},
+        "cpu_offloading=False, cpu_offloading_num_layers=2: nothing is offloaded. Set cpu_offloading, or leave",
+        {"cpu_offloading": True},
+    ),
     Broken("offload-no-layers", {"cpu_offloading": True}, "no layer is offloaded. Set cpu_off", LAYER_OFFLOAD),
     Broken(
         "offload-and-recompute",
@@ -129,7 +135,7 @@ ALONE = [
         "fine-grained-and-layers",
         {**LAYER_OFFLOAD, **offload("core_attn")},
         "both would offload",
-        {"cpu_offloading": False},
+        {"cpu_offloading": False, "cpu_offloading_num_layers": 0},
     ),
     Broken("offload-modules-empty", OFFLOAD, "nothing to offload is named. Set offload_modules", offload("core_attn")),
     Broken(

@@ -56,6 +56,16 @@ def _no_layers(config: RecomputeConfig) -> Clash | None:
     )
 
 
+def _layers_without_switch(config: RecomputeConfig) -> Clash | None:
+    if config.cpu_offloading or config.cpu_offloading_num_layers == 0:
+        return None
+    return Clash(
+        found(config, "cpu_offloading", "cpu_offloading_num_layers"),
+        "nothing is offloaded",
+        "Set cpu_offloading, or leave out cpu_offloading_num_layers.",
+    )
+
+
 def _pipeline(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
     if not config.cpu_offloading or setting.pipeline_model_parallel_size == 1:
         return None
@@ -231,6 +241,14 @@ OFFLOAD_RULES = (
         ours="warning",
         why="it does nothing",
         alone=_no_layers,
+    ),
+    Rule(
+        name="offload-layers-without-switch",
+        when="`cpu_offloading_num_layers` without `cpu_offloading`",
+        megatron="nothing in the configuration object; its command line sets `cpu_offloading`",
+        ours="warning",
+        why="it does nothing; `recollect train` sets it too",
+        alone=_layers_without_switch,
     ),
     Rule(
         name="offload-pipeline",
