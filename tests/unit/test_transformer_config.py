@@ -165,3 +165,11 @@ def test_impossible_configurations_are_refused(changes: dict[str, Any], message:
 def test_sizes_import_no_torch() -> None:
     code = "import sys, recollect.models.sizes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_pattern_of_layers_follows_their_number() -> None:
+    config = NAMED_CONFIGS["deepseek-v3-tiny"]
+    assert config.moe_layer_freq == (0, 1, 1, 1)
+    assert config.changed(num_layers=2).moe_layer_freq == (0, 1)
+    assert config.changed(num_layers=6).moe_layer_freq == (0, 1, 1, 1, 1, 1)
+    assert config.changed(num_layers=2, moe_layer_freq=[1, 0]).moe_layer_freq == (1, 0)

@@ -150,6 +150,8 @@ class TransformerConfig:
     def changed(self, **changes: Any) -> TransformerConfig:
         """Change fields; those that were derived from others are derived again, which `dataclasses.replace` would not do.
 
+        With another `num_layers` alone, a list of `moe_layer_freq` is cut, or goes on with its last entry.
+
         Args:
             **changes: fields and their new values.
 
@@ -165,7 +167,12 @@ class TransformerConfig:
             >>> config.changed(hidden_size=128).ffn_hidden_size
             512
         """
-        return TransformerConfig(**{**self.given(), **changes})
+        given = self.given()
+        pattern = given.get("moe_layer_freq")
+        if "num_layers" in changes and isinstance(pattern, tuple):
+            num_layers = changes["num_layers"]
+            given["moe_layer_freq"] = (*pattern[:num_layers], *pattern[-1:] * (num_layers - len(pattern)))
+        return TransformerConfig(**{**given, **changes})
 
     def given(self) -> dict[str, Any]:
         """Return the fields that were not derived from others, by name."""
