@@ -266,3 +266,17 @@ def test_step_times(tmp_path: Path) -> None:
         == values(found, "measured_slowdown")["gpt2, keep all"]
         == 0
     )
+
+
+def test_claims(tmp_path: Path) -> None:
+    model = "Llama 7B at 2048, fused"
+    run("claims.py", "--parts", "modelled", "--models", model, "--out", str(tmp_path))
+    saved = values(rows(tmp_path / "claims.csv"), "saved")
+    # docs/claims.md: nothing for `core_attn` with a fused kernel, nine tenths for full recompute; bytes are exact.
+    assert saved[f"modelled / {model} / core_attn"] < 0.01
+    assert saved[f"modelled / {model} / uniform 1"] > 0.9
+    sizes = ["--hidden-size", "64", "--seq-length", "16", "--seconds", "0", "--least-rounds", "1", "--threads", "1"]
+    run("claims.py", "--parts", "measured", "--models", "GPT, unfused", *sizes, "--out", str(tmp_path))
+    found = rows(tmp_path / "claims.csv")
+    assert values(found, "saved")["measured / GPT, unfused / mlp"] > 0
+    assert values(found, "rounds")["measured / GPT, unfused / mlp"] == 1
