@@ -38,6 +38,11 @@ def test_words_that_are_no_value_of_theirs_stay() -> None:
     assert read_arguments(["--sequence-parallel", "stray"]).rest == ["stray"]
 
 
+def test_what_is_none_decides_nothing() -> None:
+    line = "--memory-budget 1GiB --recompute-granularity None --global-batch-size=None --accumulation 2".split()
+    assert read_arguments(line).rest == line
+
+
 @pytest.mark.parametrize("name", sorted(FOREIGN_FLAGS))
 def test_each_foreign_flag_is_allowed_or_refused_with_advice(name: str) -> None:
     flag = FOREIGN_FLAGS[name]

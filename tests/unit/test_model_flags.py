@@ -66,6 +66,8 @@ def test_a_llama_in_megatrons_words_is_the_llama_of_that_name() -> None:
         ({"use_rotary_position_embeddings": True}, {"position_embedding_type": "rope"}),
         ({"group_query_attention": True, "num_attention_heads": 4}, {"num_query_groups": 1}),
         ({"untie_embeddings_and_output_weights": True}, {"share_embeddings_and_output_weights": False}),
+        ({"tie_embeddings": False}, {"share_embeddings_and_output_weights": False}),
+        ({"tie_embeddings": True}, {"share_embeddings_and_output_weights": True}),
         ({"attention_backend": "unfused"}, {"core_attention": "unfused"}),
         ({"attention_backend": "flash"}, {"core_attention": "fused"}),
         ({"transformer_impl": "local"}, {"core_attention": "unfused"}),

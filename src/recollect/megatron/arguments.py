@@ -83,7 +83,7 @@ def read_arguments(args: Sequence[str]) -> Arguments:
         without_effect[name] = foreign.why
         rest += others
     for first, second in _EITHER_OR:
-        if first in given and second in given:
+        if all(name in given and _text(given[name]) != "None" for name in (first, second)):
             raise ConfigError(
                 settings={name: _text(given[name]) for name in (first, second)},
                 reason="both decide the same thing, expected one of them",

@@ -152,8 +152,8 @@ class ModelFlags:
     """A bias for queries, keys and values all the same."""
     untie_embeddings_and_output_weights: FlagCreatePairsOff[bool] = False
     """The output matrix is a matrix of its own."""
-    tie_embeddings: Annotated[FlagCreatePairsOff[bool], arg(aliases=("--share-embeddings-and-output-weights",))] = False
-    """Use the word embedding as output matrix, as Megatron does unless told otherwise."""
+    tie_embeddings: Annotated[bool | None, arg(aliases=("--share-embeddings-and-output-weights",))] = None
+    """Use the word embedding as output matrix; default without --size, as in Megatron: True."""
     hidden_dropout: float | None = None
     """Dropout of the embedding and of what each half of a layer adds."""
     attention_dropout: float | None = None
@@ -253,11 +253,23 @@ class ModelFlags:
             raise ValueError(f"{said}: got both, expected one of them. Leave one out.")
 
 
-_FIELD_OF_FLAG = {"num_experts": "num_moe_experts", "norm_epsilon": "layernorm_epsilon"}
+_FIELD_OF_FLAG = {
+    "num_experts": "num_moe_experts",
+    "norm_epsilon": "layernorm_epsilon",
+    "tie_embeddings": "share_embeddings_and_output_weights",
+}
 _VALUES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("max_position_embeddings", "position_embedding_type", "rotary_base", "normalization", "norm_epsilon"),
-    *("hidden_dropout", "attention_dropout", "init_method_std", "num_experts", "moe_layer_freq", "moe_ffn_hidden_size"),
+    *(
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+        "tie_embeddings",
+        "num_experts",
+        "moe_layer_freq",
+        "moe_ffn_hidden_size",
+    ),
     *("moe_router_topk", "moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk"),
     *("moe_router_topk_scaling_factor", "moe_router_bias_update_rate", "moe_router_load_balancing_type"),
     *("moe_aux_loss_coeff", "moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_head_dim"),
@@ -271,7 +283,6 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "disable_bias_linear": {"add_bias_linear": False},
     "add_qkv_bias": {"add_qkv_bias": True},
     "untie_embeddings_and_output_weights": {"share_embeddings_and_output_weights": False},
-    "tie_embeddings": {"share_embeddings_and_output_weights": True},
     "multi_latent_attention": {"multi_latent_attention": True},
     "moe_router_enable_expert_bias": {"moe_router_enable_expert_bias": True},
     "moe_grouped_gemm": {"moe_grouped_gemm": True},
