@@ -238,5 +238,6 @@ def test_a_blend_keeps_to_its_shares_and_goes_through_each_source_in_order() -> 
     shares = np.array([[3], [1], [2]]) / 6
     counts = np.array([(taken == number).cumsum() for number in range(3)])
     assert np.abs(counts - shares * np.arange(1, 3001)).max() <= 1  # windows
+    assert int(BlendedWindows(sources, [1.0, 3.0, 2.0]).window(0)[0]) == 1  # the largest share comes first
     other = BlendedWindows(sources, [3.0, 1.0, 2.0])
     assert int(other.window(2999)[0]) == taken[2999]

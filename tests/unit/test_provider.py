@@ -97,6 +97,8 @@ def test_derived_fields_follow_what_is_set_later() -> None:
     cfg = small()
     cfg.hidden_size = 128
     assert cfg.transformer_config().ffn_hidden_size == 512
+    named = provider.GPTProvider175B(hidden_size=768, num_attention_heads=12).transformer_config()
+    assert (named.ffn_hidden_size, named.kv_channels, named.num_query_groups) == (3072, 64, 12)
 
 
 def test_a_subclass_sets_defaults_and_functions_are_taken_by_name() -> None:
