@@ -11,9 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from recollect.bench.settings import MemoryBudget, parse_setting
+from recollect.bench.measure import measure
+from recollect.bench.settings import KeepAll, MemoryBudget, parse_setting
+from recollect.bench.subject import Subject
 from recollect.cli import main
+from recollect.engine.apply import applied_to
+from recollect.models.gpt import GPTModel
+from recollect.models.sizes import NAMED_CONFIGS
 
 pytestmark = pytest.mark.integration
 
@@ -278,3 +284,33 @@ def test_settings_that_clash_are_megatrons_rules(
     error = capsys.readouterr().err
     assert error.startswith("Error: ")
     assert message in error
+
+
+class LateOutOfMemory(Subject):
+    """Runs out of memory when it is timed without a plan, as a fragmented device may though its peak was measured."""
+
+    def seconds(self) -> float:
+        if not applied_to(self.model):
+            raise torch.OutOfMemoryError("CUDA out of memory, in fragments")
+        return super().seconds()
+
+
+def test_a_reference_that_runs_out_of_memory_late_is_replaced() -> None:
+    torch.manual_seed(0)
+    model = GPTModel(NAMED_CONFIGS["llama-tiny"]).train()
+    tokens = torch.randint(256, (4, 64))
+    subject = LateOutOfMemory(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        batch={"tokens": tokens, "labels": tokens},
+        num_microbatches=1,
+        num_tokens=256,
+        device=torch.device("cpu"),
+    )
+    settings = [KeepAll(), parse_setting("full uniform 1"), MemoryBudget("80%")]
+    found = measure(subject, settings, model_flops=1.0, rounds=2, memory_limit_bytes=None, report=lambda text: None)
+    plain, full, lean = found.rows
+    assert (plain.result, plain.note, plain.step_s) == ("OOM", "CUDA out of memory, in fragments", None)
+    assert found.reference == full.name == "full uniform 1"
+    assert full.step_s is not None
+    assert lean.slowdown is not None

@@ -141,11 +141,19 @@ class _Session:
         running = [entry for entry in entries if not entry.row.is_oom]
         if not running:
             return Measured(tuple(entry.row for entry in entries), entries[0].name, 0)
+        for entry in running:
+            entry.seconds.clear()
+            entry.ratios.clear()
         first, *others = running
         # A reference alone has nobody to be compared with, but its times count all the same.
         groups = [[other] for other in others] or [[first]]
         race = Race(lambda: self._reference_s(first), self._seconds, report=self.report, seed=0)
-        race.run(groups, seconds=0.0, least_rounds=rounds)
+        try:
+            race.run(groups, seconds=0.0, least_rounds=rounds)
+        except Exception as problem:
+            # The reference, as the others' are caught: somebody else has to be it.
+            self._ran_out(first, problem)
+            return self.race(entries, rounds)
         if others:
             first.seconds = race.reference_s
             first.ratios = {(0, 0): 1.0}
