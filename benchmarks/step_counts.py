@@ -13,7 +13,7 @@ NOTE [ What is counted ]
    `copy_`). What is recomputed is the difference to the same step without recompute.
 4. States of random generators are left out of all bytes: with a GPU they are 16 bytes in host memory, on a CPU 5 KB of what is
    measured.
-5. FLOP of backward: of matrix products and attention among them, by PyTorch's `FlopCounterMode`.
+5. FLOP of backward: of matrix products among them, by PyTorch's `FlopCounterMode`, which knows no grouped products of experts.
 """
 
 from __future__ import annotations
