@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +34,13 @@ def test_help_imports_no_torch(args: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"usage: recollect {' '.join(args)}".strip() in done.stdout
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="needs a system with SIGPIPE")
+def test_help_that_nobody_reads_is_no_error() -> None:
+    command = f"{shlex.quote(sys.executable)} -m recollect.cli train --help | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert not done.stderr
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

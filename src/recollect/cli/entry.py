@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -53,6 +54,9 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if args is None else list(args)
     errors = Console(stderr=True)
+    if args is None and "--help" in words and hasattr(signal, "SIGPIPE"):
+        # `recollect train --help | head` ends quietly when head has read enough.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: errors.print(
