@@ -86,6 +86,7 @@ def label(setting: Any) -> str:
     return " ".join([name, core, *(str(value) for value in fields.values())])
 
 
+@pytest.mark.filterwarnings("ignore:got mtp_num_layers=1, recompute_method='block'")
 @pytest.mark.parametrize("setting", SETTINGS, ids=label)
 def test_gradients_have_the_same_bits(setting: tuple[str, str, dict[str, Any]]) -> None:
     name, core, fields = setting

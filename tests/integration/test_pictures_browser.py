@@ -133,7 +133,7 @@ def test_hover_reads_the_memory(browser: Any, page: Path) -> None:
     end = browser.execute_script("return document.getElementById('memory')._fullLayout.xaxis.range[1]")
     move_to(browser, *point_at(browser, "memory", end * 0.6, 0.1))
     text = hover_text(browser, "memory")
-    assert "MiB, backward of layers." in text
+    assert "MiB, backward of decoder.layers." in text
     assert " KiB  parameters" in text
     assert problems(browser) == []
 
