@@ -26,7 +26,7 @@ def box_of(
     for dim in sorted(range(len(size)), key=lambda d: -base_stride[d]):
         if base_size[dim] == 1:
             continue  # Its stride says nothing.
-        if stride[dim] != base_stride[dim]:
+        if stride[dim] != base_stride[dim] or not base_stride[dim]:
             return None
         begins[dim], offset = divmod(offset, base_stride[dim])
     box = tuple((begin, begin + length) for begin, length in zip(begins, size, strict=True))

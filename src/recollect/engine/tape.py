@@ -293,7 +293,9 @@ class TapeMode(TorchDispatchMode):
             return None
         if record.layout[0].numel() * target.element_size() != storage.nbytes():
             return None  # The base does not cover its storage densely, so a clone would not have its layout.
-        if record.created == "undefined" and not (facts.overwrites and record.part(layout) is not None):
+        if record.created == "undefined" and not (
+            facts.overwrites and (layout == record.layout or record.part(layout) is not None)
+        ):
             return None  # A write that reads the old content reads what a kernel may have put there.
         base = record.base
         state = generator_state(facts, args, kwargs) if facts.is_random else None
