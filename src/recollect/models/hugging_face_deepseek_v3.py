@@ -8,13 +8,14 @@ weights, each with the embedding and the output matrix once more.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from recollect.errors import UnsupportedModelError
 from recollect.models.architectures import deepseek_v3_config
 from recollect.models.config import TransformerConfig
 from recollect.models.hugging_face_fields import must_be_equal, rotary_base_of, same_fields, wanted
-from recollect.models.hugging_face_parts import gated_mlp_rules
+from recollect.models.hugging_face_parts import decoder_rules, gated_mlp_rules
 from recollect.models.weight_rules import Layout, WeightRule, rename
 
 __all__ = ["deepseek_v3_from_hugging_face", "deepseek_v3_rules", "deepseek_v3_to_hugging_face"]
@@ -160,12 +161,8 @@ def deepseek_v3_rules(config: TransformerConfig) -> Iterator[WeightRule]:
         'model.layers.61.shared_head.head.weight'
     """
     embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
-    yield rename(embedding, "model.embed_tokens.weight")
-    for layer in range(config.num_layers):
-        yield from _layer(config, layer, f"decoder.layers.{layer}")
-    yield rename("decoder.final_layernorm.weight", "model.norm.weight")
-    if not config.share_embeddings_and_output_weights:
-        yield rename(output, "lm_head.weight")
+    layers = (_layer(config, n, f"decoder.layers.{n}") for n in range(config.num_layers))
+    yield from decoder_rules(config, chain.from_iterable(layers))
     for depth in range(config.mtp_num_layers or 0):
         ours, theirs = f"mtp.layers.{depth}", f"model.layers.{config.num_layers + depth}"
         for name in ("enorm", "hnorm", "eh_proj"):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from recollect.errors import UnsupportedModelError
 from recollect.models.architectures import llama_config
 from recollect.models.config import TransformerConfig
 from recollect.models.hugging_face_fields import must_be_equal, rotary_base_of, same_fields, wanted
-from recollect.models.hugging_face_parts import attention_rules, gated_mlp_rules
-from recollect.models.weight_rules import WeightRule, rename
+from recollect.models.hugging_face_parts import attention_rules, decoder_rules, gated_mlp_rules
+from recollect.models.weight_rules import WeightRule
 
 __all__ = ["LLAMA_IGNORED", "llama_from_hugging_face", "llama_rules", "llama_to_hugging_face"]
 
@@ -128,11 +129,10 @@ def llama_rules(config: TransformerConfig) -> Iterator[WeightRule]:
         >>> [rule.ours for rule in llama_rules(NAMED_CONFIGS["7b"])][1]
         'decoder.layers.0.input_layernorm.weight'
     """
-    yield rename("embedding.word_embeddings.weight", "model.embed_tokens.weight")
-    for layer in range(config.num_layers):
-        ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        yield from attention_rules(config, ours, theirs)
-        yield from gated_mlp_rules(config, f"{ours}.mlp", f"{theirs}.mlp", config.ffn_hidden_size)
-    yield rename("decoder.final_layernorm.weight", "model.norm.weight")
-    if not config.share_embeddings_and_output_weights:
-        yield rename("output_layer.weight", "lm_head.weight")
+    yield from decoder_rules(config, chain.from_iterable(_layer(config, n) for n in range(config.num_layers)))
+
+
+def _layer(config: TransformerConfig, number: int) -> Iterator[WeightRule]:
+    ours, theirs = f"decoder.layers.{number}", f"model.layers.{number}"
+    yield from attention_rules(config, ours, theirs)
+    yield from gated_mlp_rules(config, f"{ours}.mlp", f"{theirs}.mlp", config.ffn_hidden_size)

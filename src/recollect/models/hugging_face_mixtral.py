@@ -7,12 +7,13 @@ after them); models of transformers 5 hold them stacked (`mlp.experts.gate_up_pr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from recollect.models.architectures import mixtral_config
 from recollect.models.config import TransformerConfig
 from recollect.models.hugging_face_fields import must_be_equal, rotary_base_of, same_fields, wanted
-from recollect.models.hugging_face_parts import attention_rules
+from recollect.models.hugging_face_parts import attention_rules, decoder_rules
 from recollect.models.weight_rules import Layout, WeightRule, rename
 
 __all__ = ["mixtral_from_hugging_face", "mixtral_rules", "mixtral_to_hugging_face"]
@@ -120,12 +121,8 @@ def mixtral_rules(config: TransformerConfig) -> Iterator[WeightRule]:
         >>> [rule.ours for rule in mixtral_rules(NAMED_CONFIGS["mixtral-tiny"])][1]
         'decoder.layers.0.input_layernorm.weight'
     """
-    yield rename("embedding.word_embeddings.weight", "model.embed_tokens.weight")
-    for layer in range(config.num_layers):
-        yield from _layer(config, f"decoder.layers.{layer}", f"model.layers.{layer}")
-    yield rename("decoder.final_layernorm.weight", "model.norm.weight")
-    if not config.share_embeddings_and_output_weights:
-        yield rename("output_layer.weight", "lm_head.weight")
+    layers = (_layer(config, f"decoder.layers.{n}", f"model.layers.{n}") for n in range(config.num_layers))
+    yield from decoder_rules(config, chain.from_iterable(layers))
 
 
 def _layer(config: TransformerConfig, ours: str, theirs: str) -> Iterator[WeightRule]:

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from recollect.models.config import TransformerConfig
 from recollect.models.weight_rules import Layout, WeightRule, rename
 
-__all__ = ["attention_rules", "gated_mlp_rules"]
+__all__ = ["attention_rules", "decoder_rules", "gated_mlp_rules"]
+
+
+def decoder_rules(config: TransformerConfig, layers: Iterable[WeightRule]) -> Iterator[WeightRule]:
+    """Yield a rule for each tensor of a decoder without learned positions, those of its layers in the middle.
+
+    Args:
+        config: the model.
+        layers: rules of the layers.
+
+    Yields:
+        Rules.
+
+    Example:
+        >>> from recollect.models.sizes import NAMED_CONFIGS
+        >>> [rule.ours for rule in decoder_rules(NAMED_CONFIGS["7b"], [])][-1]
+        'output_layer.weight'
+    """
+    yield rename("embedding.word_embeddings.weight", "model.embed_tokens.weight")
+    yield from layers
+    yield rename("decoder.final_layernorm.weight", "model.norm.weight")
+    if not config.share_embeddings_and_output_weights:
+        yield rename("output_layer.weight", "lm_head.weight")
 
 
 def attention_rules(config: TransformerConfig, ours: str, theirs: str) -> Iterator[WeightRule]:
