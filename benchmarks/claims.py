@@ -15,17 +15,13 @@ import warnings
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from environment import settle_allocator
-
-if __name__ == "__main__":
-    settle_allocator()
-
 import torch
 import tyro
 
 import recollect
 from contest import Contestant, Race, percentile
 from flags import MachineFlags, RunFlags
+from recollect.bench.machine import keep_freed_memory
 from recollect.megatron import RecomputeConfig, megatron_plan
 from recollect.models.config import TransformerConfig
 from recollect.models.gpt import GPTModel
@@ -251,6 +247,7 @@ def table(results: list[Result]) -> str:
 def main(flags: Flags) -> None:
     """Measure, print the tables, and append to results/claims.csv."""
     warnings.simplefilter("ignore")
+    keep_freed_memory()
     for part in flags.parts:
         for model in modelled_models() if part == "modelled" else measured_models(flags):
             if flags.models and model.name not in flags.models:

@@ -11,22 +11,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-
-from environment import settle_allocator, settle_garbage
-
-if __name__ == "__main__":
-    settle_allocator()
-    # What is compiled is not looked up from runs before: the time that compiling takes is reported.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled-")
-
-import shutil
-import statistics
-import time
 
 import tyro
 from rich.console import Console
@@ -38,6 +29,7 @@ from flags import RunFlags
 from models import DESCRIPTIONS, ModelName
 from peers import Peer
 from recollect import Plan, UnitPlan, apply
+from recollect.bench.machine import few_objects, keep_freed_memory
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
 from recollect.quantities import format_bytes
@@ -48,7 +40,6 @@ from tables import markdown
 
 # Compiled code adds up in another order: gradients are equal within this part of their largest entry, or the row says no.
 _TOLERANCE = 1e-3
-
 
 Measured = Callable[[Contestant], Contestant]
 Keep = Callable[[list[Number]], None]
@@ -281,11 +272,11 @@ def _times_of(one: Contestant) -> list[Number]:
     return [*rows, *(Number(f"slowdown_p{p}", "1", one.name, one.percentile(p)) for p in (20, 80))]
 
 
+@few_objects()
 def run_model(flags: Flags, model: ModelName, console: Console) -> Comparison:
     """Run one model; rows are written as soon as they are known."""
     config = {**dataclasses.asdict(flags.step), "model": model}
     console.print(f"{DESCRIPTIONS[model]}: {flags.step}", style="bold")
-    settle_garbage()
     found = Comparison(
         flags,
         model,
@@ -304,23 +295,23 @@ def run_model(flags: Flags, model: ModelName, console: Console) -> Comparison:
 
 
 @contextmanager
-def _cache_removed() -> Iterator[None]:
-    try:
+def _empty_cache() -> Iterator[None]:
+    """Look nothing up that was compiled in runs before: the time that compiling takes is reported."""
+    with tempfile.TemporaryDirectory(prefix="compiled-", ignore_cleanup_errors=True) as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         yield
-    finally:
-        if __name__ == "__main__":
-            shutil.rmtree(os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark with the flags of the command line."""
     flags = tyro.cli(Flags, args=arguments, description=__doc__)
+    keep_freed_memory()
     if flags.quick:
         step = dataclasses.replace(flags.step, hidden_size=32, num_layers=2, vocab_size=64, seq_length=32, threads=1)
         flags = dataclasses.replace(flags, step=step, minutes=0.0, least_rounds=1, only=flags.only or "full")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    with _cache_removed():
+    with _empty_cache():
         for model in flags.models:
             if run_model(flags, model, console).race.is_interrupted:
                 break

@@ -22,11 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from environment import settle_allocator
-
-if __name__ == "__main__":
-    settle_allocator()
-
 import torch
 import tyro
 from rich.console import Console
@@ -36,6 +31,7 @@ from torch import nn
 import recollect
 from flags import RESULTS
 from models import ModelName, build
+from recollect.bench.machine import keep_freed_memory
 from recollect.engine.facts import OpFacts
 from recollect.errors import BudgetTooSmallError
 from recollect.models.gpt import GPTModel
@@ -280,6 +276,7 @@ def table(rows: list[Number], names: list[str], budgets: tuple[float, ...]) -> T
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark with the flags of the command line."""
     flags = tyro.cli(Flags, args=arguments, description=__doc__)
+    keep_freed_memory()
     console = Console(width=None if sys.stdout.isatty() else 170)
     torch.set_num_threads(1)
     if flags.hardware is not None:

@@ -14,11 +14,6 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from environment import settle_allocator, settle_garbage
-
-if __name__ == "__main__":
-    settle_allocator()
-
 import torch
 import tyro
 from rich.console import Console
@@ -28,6 +23,7 @@ from comparison import Comparison
 from flags import RunFlags
 from models import DESCRIPTIONS, HUGGING_FACE, ModelName
 from picture import draw
+from recollect.bench.machine import few_objects, keep_freed_memory
 from results_csv import append, machine_name
 from subject import StepFlags
 from tables import peak_numbers, report, time_numbers
@@ -51,10 +47,10 @@ class Flags(RunFlags):
     """Tiny sizes and one round, to see that it runs; times mean nothing then."""
 
 
+@few_objects()
 def run_model(flags: Flags, model: ModelName, console: Console) -> Comparison:
     """Run one model; rows are written as soon as they are known."""
     console.print(f"{DESCRIPTIONS[model]}: {flags.step}", style="bold")
-    settle_garbage()
     found = Comparison(flags.step, model, lambda text: console.print(text, style="dim", highlight=False))
     config = {**dataclasses.asdict(flags.step), "model": model}
     found.prepare(num_budgets=flags.num_budgets)
@@ -74,6 +70,7 @@ def run_model(flags: Flags, model: ModelName, console: Console) -> Comparison:
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark with the flags of the command line."""
     flags = tyro.cli(Flags, args=arguments, description=__doc__)
+    keep_freed_memory()
     if flags.quick:
         step = dataclasses.replace(flags.step, **_QUICK)
         flags = dataclasses.replace(flags, step=step, minutes=0.0, least_rounds=1, num_budgets=2)

@@ -10,11 +10,6 @@ of a gradient over its largest entry.
 
 from __future__ import annotations
 
-from environment import settle_allocator
-
-if __name__ == "__main__":
-    settle_allocator()
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Literal
@@ -27,6 +22,7 @@ from rich.table import Table
 import recollect
 from contest import Contestant, Race
 from flags import MachineFlags, RunFlags
+from recollect.bench.machine import keep_freed_memory
 from recollect.plan import Plan
 from recollect.quantities import format_bytes
 from recompute import Nothing, OnTape
@@ -113,6 +109,7 @@ def measure(flags: Flags, vocab_size: int, console: Console) -> tuple[Table, lis
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark with the flags of the command line."""
     flags = tyro.cli(Flags, args=arguments, description=__doc__)
+    keep_freed_memory()
     console = Console(width=120)
     console.print(f"{machine_name(flags.device)}, PyTorch {torch.__version__}, {flags.threads} threads")
     config = {name: value for name, value in dataclasses.asdict(flags).items() if name != "out"}

@@ -14,11 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from environment import settle_allocator
-
-if __name__ == "__main__":
-    settle_allocator()
-
 import torch
 import tyro
 from rich.console import Console
@@ -29,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from contest import Contestant, Race, percentile
 from flags import MachineFlags, RunFlags
 from peers import full, selective
+from recollect.bench.machine import keep_freed_memory
 from recollect.engine.apply import apply_policy
 from recompute import Nothing, OnTape, Replaced
 from results_csv import Number, append, machine_name
@@ -273,6 +269,7 @@ def _now_and_then(console: Console) -> Callable[[str], None]:
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark with the flags of the command line."""
     flags = tyro.cli(Flags, args=arguments, description=__doc__)
+    keep_freed_memory()
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(f"{machine_name(flags.device)}, PyTorch {torch.__version__}, {flags.threads} threads")
     console.print("tiny tensors ...", style="bold")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import datetime
 import json
+import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from environment import commit
 from recollect.bench.machine import processor_name
 
 COLUMNS = ("metric", "unit", "contestant", "value", "config", "machine", "torch", "date", "commit")
@@ -51,10 +51,26 @@ def append(path: Path, numbers: Iterable[Number], config: Mapping[str, Any]) -> 
         machine_name(config["device"]),
         torch.__version__,
         datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        commit(),
+        _commit(),
     )
     with path.open("a", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         if is_new:
             writer.writerow(COLUMNS)
         writer.writerows((*number, *context) for number in numbers)
+
+
+def _commit() -> str:
+    """Return the commit that runs, marked where tracked files of the library or the benchmarks differ from it."""
+
+    def git(*arguments: str) -> str:
+        here = Path(__file__).parent
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        name = git("rev-parse", "--short=10", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "../src", "*.py")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{name}-changed" if changed else name

@@ -12,11 +12,6 @@ import dataclasses
 import statistics
 from dataclasses import dataclass, field
 
-from environment import settle_allocator, settle_garbage
-
-if __name__ == "__main__":
-    settle_allocator()
-
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +20,7 @@ from tyro.conf import OmitArgPrefixes
 import recollect
 from flags import RunFlags
 from models import HUGGING_FACE, ModelName
+from recollect.bench.machine import few_objects, keep_freed_memory
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
 from results_csv import Number, append
@@ -75,9 +71,9 @@ def plans_for(profile: recollect.Profile, budgets: tuple[float, ...]) -> dict[st
     return plans | {f"{b:.0%}": planner.plan(round(least_bytes + b * (most_bytes - least_bytes))) for b in budgets}
 
 
+@few_objects()
 def run_model(flags: Flags, model: ModelName) -> list[Timed]:
     """Record, plan and time one model."""
-    settle_garbage()
     step = Step(flags.step, model)
     step.seconds()
     profile = step.record()
@@ -110,6 +106,7 @@ def report(found: list[Timed], title: str) -> Table:
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark with the flags of the command line."""
     flags = tyro.cli(Flags, args=arguments, description=__doc__)
+    keep_freed_memory()
     console = Console()
     off: list[float] = []
     off_slowdown: list[float] = []

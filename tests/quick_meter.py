@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
+
+from recollect.bench import machine
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -14,7 +15,5 @@ def few_objects() -> Iterator[None]:
 
     Tensors from before are out of its sight too, which changes no growth. 0.05 s a measurement instead of 0.3 s.
     """
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    with machine.few_objects():
+        yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gc
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -242,15 +241,6 @@ def test_slowdowns_are_smoothed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert comparison.falling([5.0, 3.0, 4.0, 1.0]) == [5.0, 3.5, 3.5, 1.0]
     assert comparison.falling([1.0, 2.0, 6.0]) == [3.0, 3.0, 3.0]
-
-
-def test_allocator_is_settled_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import environment
-
-    monkeypatch.delitem(os.environ, "MALLOC_MMAP_MAX_", raising=False)
-    with pytest.raises(RuntimeError, match="torch is imported already"):
-        environment.settle_allocator()
 
 
 def test_step_times(tmp_path: Path) -> None:
