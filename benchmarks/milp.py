@@ -19,7 +19,6 @@ import functools
 import importlib.util
 import itertools
 import statistics
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +41,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from peers import Peer
+from recollect.step import timed
 from recompute import Forward, Recompute, Replaced
 from subject import Step
 
@@ -52,14 +52,14 @@ _NUM_TIMED_STEPS = 3
 class OpTimes(TorchDispatchMode):
     """Times ops as they run, and answers for fake ones by the median of those with the same arguments, in ms."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self._device = device
         self._seconds: dict[Any, list[float]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        begin = time.perf_counter()
-        output = func(*args, **(kwargs or {}))
-        self._seconds.setdefault(_key(func, args), []).append(time.perf_counter() - begin)
+        output, op_s = timed(lambda: func(*args, **(kwargs or {})), self._device)
+        self._seconds.setdefault(_key(func, args), []).append(op_s)
         return output
 
     def estimate(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
@@ -101,7 +101,7 @@ class Solver:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        times = OpTimes()
+        times = OpTimes(step.device)
         for _ in range(_NUM_TIMED_STEPS):
             with times:
                 step.run()

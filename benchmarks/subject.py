@@ -7,7 +7,6 @@ memory is activations and working memory, and nothing else: that is what recompu
 from __future__ import annotations
 
 import gc
-import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +18,7 @@ from flags import MachineFlags
 from models import ModelName, build, model_inputs
 from recollect.profile.find_units import find_units
 from recollect.profile.meter import storage_bytes
+from recollect.step import timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +97,7 @@ class Step:
         """Run one step and time it."""
         self.clear()
         gc.collect()
-        self._synchronize()
-        begin = time.perf_counter()
-        self.run()
-        self._synchronize()
-        return time.perf_counter() - begin
+        return timed(self.run, self.device)[1]
 
     def peak_bytes(self) -> int:
         """Run one step and measure its peak, what is resident counted, of the optimizer nothing."""
@@ -118,10 +114,6 @@ class Step:
     def record(self) -> recollect.Profile:
         """Record the step for recollect's planner."""
         return recollect.record(self.model, self.batch, accumulates_gradients=True)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def _to_bf16(model: nn.Module) -> None:

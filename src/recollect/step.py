@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from recollect._torch_private import DATA_DEPENDENT, tree_leaves
 from recollect.errors import RecollectError, RecordError
 
 LossFunction = Callable[[Any], torch.Tensor]
+T = TypeVar("T")
 
 
 def run_forward(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> torch.Tensor:
@@ -89,6 +91,15 @@ def wait_for(device: torch.device) -> None:
     """Wait until a device has done all that it was given to do; the CPU is never behind."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def timed(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    """Run something, and return what it returns and the seconds until the device had done all of it, and nothing else."""
+    wait_for(device)
+    begin = time.perf_counter()
+    result = run()
+    wait_for(device)
+    return result, time.perf_counter() - begin
 
 
 @contextmanager

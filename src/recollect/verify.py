@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from recollect.plan import Plan
 from recollect.profile.meter import measure_peak, storage_bytes
 from recollect.profile.optimizer_step import record_optimizer_step
 from recollect.quantities import format_bytes
-from recollect.step import LossFunction, call_model, device_of, restored_buffers, run_forward, undisturbed, wait_for
+from recollect.step import LossFunction, call_model, device_of, restored_buffers, run_forward, timed, undisturbed
 from recollect.verify_units import compare_units
 
 _NUM_TIMINGS = 5
@@ -246,11 +245,7 @@ class _Check:
     def _seconds(self) -> float:
         self.clear()
         with restored_buffers(self.model):
-            wait_for(self.device)
-            begin = time.perf_counter()
-            self._step()
-            wait_for(self.device)
-        return time.perf_counter() - begin
+            return timed(self._step, self.device)[1]
 
 
 def _first_difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> tuple[str, float] | None:

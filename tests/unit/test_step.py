@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,16 @@ from torch import Tensor, nn
 
 from gradients import same_bits
 from recollect.errors import RecordError
-from recollect.step import call_model, describe_batch, device_of, find_loss, restored_buffers, run_forward, undisturbed
+from recollect.step import (
+    call_model,
+    describe_batch,
+    device_of,
+    find_loss,
+    restored_buffers,
+    run_forward,
+    timed,
+    undisturbed,
+)
 from zoo import ZOO
 
 TOKENS = torch.zeros(4, 8, dtype=torch.int64)
@@ -296,3 +306,24 @@ def test_buffers_that_did_not_change_are_not_written() -> None:
     with restored_buffers(model):
         model(torch.ones(3, 2))
     assert [buffer._version for buffer in model.buffers()] == versions
+
+
+def test_time_is_that_of_the_run() -> None:
+    result, run_s = timed(lambda: time.sleep(0.05) or "done", torch.device("cpu"))
+    assert result == "done"
+    assert run_s >= 0.05
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_time_is_the_devices() -> None:
+    matrix = torch.ones(4096, 4096, device="cuda")
+
+    def products() -> None:
+        for _ in range(50):
+            torch.mm(matrix, matrix)
+
+    timed(products, matrix.device)
+    begin = time.perf_counter()
+    products()
+    queued_s = time.perf_counter() - begin
+    assert timed(products, matrix.device)[1] > 2 * queued_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import recollect
 from recollect.bench.flop_count import FlopCount
 from recollect.profile.graph import Profile
 from recollect.profile.meter import PeakMeasurement, measure_peak, storage_bytes
-from recollect.step import run_forward, wait_for
+from recollect.step import run_forward, timed
 from recollect.train.memory import resident_bytes
 
 __all__ = ["Subject"]
@@ -52,11 +51,7 @@ class Subject:
     def seconds(self) -> float:
         """Run one step and time it."""
         gc.collect()
-        wait_for(self.device)
-        begin = time.perf_counter()
-        self.step()
-        wait_for(self.device)
-        return time.perf_counter() - begin
+        return timed(self.step, self.device)[1]
 
     def peak(self) -> PeakMeasurement[None]:
         """Run one step and measure its peak, in which parameters, optimizer state and batch count."""

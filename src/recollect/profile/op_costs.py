@@ -7,7 +7,6 @@ a layer for free, and the median is taken; an op that ran too seldom for a media
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 
 from recollect.engine.facts import OpFacts
 from recollect.profile.working_memory import CpuWorkingMemory, CudaWorkingMemory
-from recollect.step import wait_for
+from recollect.step import timed
 
 Key = tuple[Any, ...]
 
@@ -85,11 +84,8 @@ class MeasuredCosts:
         return self._working_bytes[run.key] if run is not None else 0
 
     def _run_once(self, func: Any, args: Any, kwargs: Any, samples: list[float]) -> Any:
-        wait_for(self._device)
-        begin = time.perf_counter()
-        output = func(*args, **kwargs)
-        wait_for(self._device)
-        samples.append(time.perf_counter() - begin)
+        output, op_s = timed(lambda: func(*args, **kwargs), self._device)
+        samples.append(op_s)
         return output
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +26,7 @@ from recollect.planning.decisions import drop_all
 from recollect.planning.simulate import simulate
 from recollect.profile.graph import Profile
 from recollect.profile.recording_tape import DropAll
-from recollect.step import wait_for
+from recollect.step import timed
 
 # The same number on every rank, whatever the clock says: units may wait for each other in collectives.
 _ROUNDS = 2
@@ -90,7 +89,7 @@ def measure_step_times(
     for _ in range(_ROUNDS):
         notes.requires_grad.clear()
         with apply_policy(model, paths, notes):
-            leanest_s.append(_seconds(step, device))
+            leanest_s.append(timed(step, device)[1])
         for clock in clocks:
             clock.num_calls = 0
             with apply_policy(model, paths, clock):
@@ -126,14 +125,6 @@ def with_step_times(profile: Profile, times: StepTimes) -> Profile:
         for index, graph in enumerate(profile.graphs)
     )
     return replace(profile, graphs=graphs, step_s=max(plain_s, times.leanest_s - added_s))
-
-
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    wait_for(device)
-    begin = time.perf_counter()
-    run()
-    wait_for(device)
-    return time.perf_counter() - begin
 
 
 def _medians(
@@ -199,16 +190,12 @@ class _UnitClock(Tape):
             return trained[-1].clone()  # No leaf: the unit may write to it.
 
         args, kwargs = tree_map(private, (args, kwargs))
-        wait_for(self._device)
-        begin = time.perf_counter()
-        output = self._run(unit_path, forward, args, kwargs)
-        wait_for(self._device)
-        forward_s = time.perf_counter() - begin
+        output, forward_s = timed(lambda: self._run(unit_path, forward, args, kwargs), self._device)
         ends = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
         if ends and trained:
             ones = [torch.ones_like(end) for end in ends]
             # Not into `.grad`, which would wake up the hooks of data parallelism.
-            backward_s = _seconds(lambda: torch.autograd.grad(ends, trained, ones, allow_unused=True), self._device)
+            _, backward_s = timed(lambda: torch.autograd.grad(ends, trained, ones, allow_unused=True), self._device)
             self.samples.setdefault(call, []).append((forward_s, backward_s))
         return tree_map(lambda item: item.detach() if isinstance(item, torch.Tensor) else item, output)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect.profile.meter import measure_peak, storage_bytes
+from recollect.step import timed
 
 _Result = TypeVar("_Result")
 
@@ -46,10 +46,6 @@ def measure_plain(
     The first run makes the optimizer's state and warms up, the next five are timed, the last is measured.
     """
     step()
-    times = []
-    for _ in range(5):
-        start_s = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start_s)
+    times = [timed(step, device)[1] for _ in range(5)]
     _, peak_bytes = measure_step(step, device=device, model=model, optimizer=optimizer)
     return peak_bytes, min(times)
