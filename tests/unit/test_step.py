@@ -312,18 +312,3 @@ def test_time_is_that_of_the_run() -> None:
     result, run_s = timed(lambda: time.sleep(0.05) or "done", torch.device("cpu"))
     assert result == "done"
     assert run_s >= 0.05
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_time_is_the_devices() -> None:
-    matrix = torch.ones(4096, 4096, device="cuda")
-
-    def products() -> None:
-        for _ in range(50):
-            torch.mm(matrix, matrix)
-
-    timed(products, matrix.device)
-    begin = time.perf_counter()
-    products()
-    queued_s = time.perf_counter() - begin
-    assert timed(products, matrix.device)[1] > 2 * queued_s
