@@ -151,7 +151,8 @@ def product_seconds(flags: Flags, vocab_size: int, num_chunks: int) -> dict[str,
     device, dtype = torch.device(flags.device), {"fp32": torch.float32, "bf16": torch.bfloat16}[flags.dtype]
     num_tokens = flags.batch_size * flags.seq_length
     hidden = torch.randn(num_tokens, flags.hidden_size, device=device, dtype=dtype, requires_grad=True)
-    weight = torch.randn(vocab_size, flags.hidden_size, device=device, requires_grad=True)
+    # As a new model has it; large logits would make the exponentials denormal numbers, which are slow.
+    weight = (0.02 * torch.randn(vocab_size, flags.hidden_size, device=device)).requires_grad_()
     labels = torch.randint(vocab_size, (num_tokens,), device=device)
     with ProductTimes(vocab_size, device) as times:
         recollect.chunked_cross_entropy(hidden, weight, labels, num_chunks=num_chunks)
