@@ -21,7 +21,10 @@ def test_loss_chunks(tmp_path: Path) -> None:
         for row in csv.DictReader(file):
             found.setdefault(row["metric"], {})[row["contestant"]] = float(row["value"])
     peaks, off = found["peak"], found["gradients_off_by"]
-    assert list(peaks) == ["1 of 2048", "2 of 2048", "8 of 2048", "32 of 2048"]
+    assert list(peaks) == ["1 of 2048", "2 of 2048", "4 of 2048", "8 of 2048", "32 of 2048"]
     assert peaks["1 of 2048"] > 1.3 * peaks["2 of 2048"] > 1.3 * peaks["32 of 2048"]
     assert off["1 of 2048"] == 0 < off["8 of 2048"] < 1e-5
     assert set(found["time_over_one_piece"]) == set(peaks) - {"1 of 2048"}
+    for part in ("logits", "hidden", "weight", "rest"):
+        assert set(found[f"loss_{part}_time"]) == set(peaks)
+        assert all(seconds > 0 for seconds in found[f"loss_{part}_time"].values())

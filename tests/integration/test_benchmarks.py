@@ -270,16 +270,3 @@ def test_claims(tmp_path: Path) -> None:
     found = rows(tmp_path / "claims.csv")
     assert values(found, "saved")["measured / GPT, unfused / mlp"] > 0
     assert values(found, "rounds")["measured / GPT, unfused / mlp"] == 1
-
-
-def test_loss_chunks(tmp_path: Path) -> None:
-    sizes = ["--hidden-size", "32", "--num-layers", "2", "--seq-length", "32", "--vocab-sizes", "500", "--threads", "1"]
-    output = run("loss_chunks.py", *sizes, "--minutes", "0", "--least-rounds", "1", "--out", str(tmp_path))
-    assert "gradient of hidden states, ms" in output
-    found = rows(tmp_path / "loss_chunks.csv")
-    peaks = values(found, "peak")
-    assert peaks["1 of 500"] > peaks["2 of 500"] > peaks["8 of 500"]
-    assert set(values(found, "time_over_one_piece")) == {f"{count} of 500" for count in (2, 4, 8, 32)}
-    for part in ("logits", "hidden", "weight", "rest"):
-        assert all(seconds > 0 for seconds in values(found, f"loss_{part}_time").values())
-    assert all(part < 1e-4 for part in values(found, "gradients_off_by").values())  # fp32, another order of sums
