@@ -261,6 +261,12 @@ def test_choices_must_be_kept(function: Callable[[Tensor], Tensor], kept: set[st
     assert not must_keep & {"linear.addmm", "sin", "exp", "add"}
 
 
+def test_write_that_reads_another_part_of_the_same_storage() -> None:
+    graph = graph_with(lambda x: x.sin() if x[:, :4].add_(x[:, 4:]) is not None else x)
+    write = next(op for op in graph.ops if op.mutates)
+    assert [graph.values[i].name for i in (*write.inputs, *write.outputs)] == ["linear.addmm", "add_"]
+
+
 def test_routing_of_experts_must_be_kept() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Experts(8), Experts(8))

@@ -215,12 +215,13 @@ class StepRecorder:
         if target is None or not isinstance(tracker, TrackedValue) or tracker.call != index:
             self._note_other(run)
             return
-        others = [storage_of(t) for t in tree_leaves((args[1:], kwargs))]
         old = tracker.value
+        # Before the storage goes on under the name of the result: other arguments can share it.
+        others = self._inputs(storage_of(t) for t in tree_leaves((args[1:], kwargs)))
         call.values[old].mutated_later = True
         call.values.append(RecordedValue(self.pending_stem, target.nbytes(), producer=len(call.ops)))
         tracker.value = len(call.values) - 1
-        inputs = (old, *(other for other in self._inputs(others) if other != old))
+        inputs = (old, *(other for other in others if other != old))
         call.ops.append(RecordedOp(self.pending_stem, inputs, (tracker.value,), run, mutates=True))
         self.log(events.OP, index, len(call.ops) - 1)
 
