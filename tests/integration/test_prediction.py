@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -33,7 +34,10 @@ from predictions import (
 from quick_meter import few_objects  # noqa: F401
 from recollect.plan import Plan, UnitPlan
 from recollect.planning.decisions import decide
+from recollect.planning.script import Script
 from recollect.planning.simulate import simulate
+from recollect.planning.superposition import Superposition
+from recollect.planning.windows import windows
 from recollect.profile.graph import Profile, UnitGraph
 from recollect.profile.meter import measure_peak, storage_bytes
 from zoo import Batch, Case
@@ -70,9 +74,15 @@ class Experiment:
     plain: Step
     trials: dict[str, Trial] = field(default_factory=dict)
 
+    @cached_property
+    def superposition(self) -> Superposition:
+        return Superposition(Script(self.profile, windows(self.profile)))
+
     def try_plan(self, name: str, plan: Plan) -> None:
         """Measure a whole step under a plan, and take its gradients."""
-        predicted_bytes = simulate(self.profile, decide(self.profile, plan)).peak_bytes
+        decisions = decide(self.profile, plan)
+        predicted_bytes = simulate(self.profile, decisions).peak_bytes
+        assert self.superposition.peaks(decisions).peak_bytes == predicted_bytes
         with recollect.apply(self.model, plan):
             measured_bytes = self.peak_bytes()
             step = gradients(self.model, self.batch, self.case.loss_fn)

@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import os
+import random
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, assume, event, given, settings
 from torch import Tensor
 
+import recollect
 from gradients import Step, assert_same_gradients, gradients
 from policies import FULL, KEEP_ALL, NOTHING_KEPT, Policy, Random
 from programs import (
@@ -30,6 +32,11 @@ from programs import (
 )
 from recollect.engine.apply import apply_policy
 from recollect.errors import MutatedValueError
+from recollect.planning.script import Script
+from recollect.planning.simulate import CallDecision, simulate
+from recollect.planning.superposition import Superposition
+from recollect.planning.windows import windows
+from recollect.profile.graph import ValueRecord
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated")
 
@@ -124,3 +131,31 @@ def test_programs_that_write_outside_of_layers(recipe: Recipe, policy: Policy) -
 @given(RECIPE)
 def test_keeping_everything_changes_nothing(recipe: Recipe) -> None:
     check(recipe, KEEP_ALL, may_refuse=False)
+
+
+@settings(bounded, max_examples=max(1, bounded.max_examples // 10))
+@given(RECIPE, st.randoms(use_true_random=False))
+def test_peaks_as_sums_over_units(recipe: Recipe, rng: random.Random) -> None:
+    """What ties calls together, as programs have it that were recorded: views, writes, layers that run twice."""
+    model, data = built(recipe)
+    try:
+        profile = recollect.record(model, data, units=model.units)
+    except RuntimeError:
+        assume(False)
+    script = Script(profile, windows(profile))
+    superposition = Superposition(script)
+    for share in (0.2, 0.5, 1.0):
+        decisions = [
+            CallDecision(
+                frozenset(i for i, v in enumerate(profile.graph_of(call).values) if is_dropped(v, share, rng)),
+                keep_output=rng.random() < 0.5,
+            )
+            for call in profile.calls
+        ]
+        expected, got = simulate(profile, decisions, script=script), superposition.peaks(decisions)
+        assert got.peak_bytes == expected.peak_bytes
+        assert (got.recompute_s, got.window_peaks) == (expected.recompute_s, expected.window_peaks)
+
+
+def is_dropped(value: ValueRecord, share: float, rng: random.Random) -> bool:
+    return value.producer is not None and not value.must_keep and rng.random() < share

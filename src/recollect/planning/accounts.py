@@ -12,7 +12,7 @@ from typing import Any
 from recollect.plan import Plan
 from recollect.planning.decisions import decide
 from recollect.planning.script import Script, ScriptOp
-from recollect.planning.simulate import GENERATOR, CallDecision, Owner, Playback, Rerun, Token
+from recollect.planning.simulate import GENERATOR, CallDecision, Owner, Playback, Rerun, Token, calls_on_tape
 from recollect.profile.events import BACKWARD
 from recollect.profile.graph import Profile
 
@@ -71,7 +71,7 @@ def layer_accounts(profile: Profile, plan: Plan) -> tuple[LayerAccount, ...]:
     accounts = []
     for index, call in enumerate(profile.calls):
         graph, count = profile.graph_of(call), playback.counts[index]
-        tape_s = graph.tape_s if playback.is_on_tape(index) else 0.0
+        tape_s = graph.tape_s if index in playback.on_tape else 0.0
         accounts.append(
             LayerAccount(
                 path=call.path,
@@ -138,7 +138,7 @@ class _CountingPlayback(Playback):
     def __init__(self, script: Script, decisions: Sequence[CallDecision]) -> None:
         self.counts = [_Count() for _ in script.profile.calls]
         self.has_begun_backward = False
-        super().__init__(script, decisions)
+        super().__init__(script, dict(enumerate(decisions)), calls_on_tape(script.profile, decisions))
 
     def add(self, owner: Owner, nbytes: int) -> None:
         """Count bytes that forward makes or frees; those of the loss and of parameters belong to no unit."""

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from recollect.plan import Action
 from recollect.planning.ladder import Ladder, Levels
-from recollect.planning.simulate import Simulation
+from recollect.planning.superposition import Peaks
 from recollect.planning.windows import Window
 
 __all__ = ["Chain", "WorkingSets"]
@@ -39,7 +39,7 @@ _MOST_ROUNDS = 8
 _Kind = tuple[int, tuple[Action, ...], bool, int]
 WorkingSets = dict[tuple[_Kind, int], dict[int, int]]
 """Bytes by option, over those of the reference, for each kind of unit and each of its windows."""
-SimulateLevels = Callable[[Levels], Simulation]
+SimulateLevels = Callable[[Levels], Peaks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Chain:
         # The leanest options; outputs stay where that is a choice, since a dropped one is work for the next unit.
         self._reference = tuple(rung.outputs.index("keep") if "keep" in rung.outputs else 0 for rung in ladder.rungs)
         # The probe with the least peak, which the model can fall back on.
-        self._leanest: tuple[Levels, Simulation] | None = None
+        self._leanest: tuple[Levels, Peaks] | None = None
         self._measure()
 
     def _assign(self, windows: Sequence[Window]) -> list[tuple[int, int]]:
@@ -190,7 +190,7 @@ class Chain:
             return math.inf
         return math.fsum(self._ladder.rungs[rung].options[level].recompute_s for rung, level in enumerate(levels))
 
-    def correct(self, levels: Levels, simulation: Simulation) -> None:
+    def correct(self, levels: Levels, simulation: Peaks) -> None:
         """Take over what a simulation says about each window."""
         earlier = self._earlier(levels)
         for window, (position, number) in enumerate(self._rows):
@@ -202,7 +202,7 @@ class Chain:
                 working = known.setdefault(levels[rung], growth_bytes - int(self._base[window]))
                 self._base[window] = growth_bytes - working
 
-    def best(self, budget_bytes: int) -> Iterator[tuple[Levels, Simulation]]:
+    def best(self, budget_bytes: int) -> Iterator[tuple[Levels, Peaks]]:
         """Yield plans for a budget with their simulations, each made with what was learned from the one before.
 
         Ends when the model has no plan, or says of its best plan what the simulation said.

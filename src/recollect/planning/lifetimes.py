@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recollect.planning.script import Instruction, Script
-from recollect.planning.simulate import CallDecision, Owner, Playback, Simulation, Token
+from recollect.planning.simulate import CallDecision, Owner, Playback, Simulation, Token, calls_on_tape
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
 from recollect.profile.graph import OpRecord, Profile
 
@@ -133,7 +133,7 @@ class _WatchedPlayback(Playback):
     token_type = _WatchedToken
 
     def __init__(self, script: Script, decisions: Sequence[CallDecision], untimed_s: float) -> None:
-        super().__init__(script, decisions)
+        super().__init__(script, dict(enumerate(decisions)), calls_on_tape(script.profile, decisions))
         self.untimed_s = untimed_s
         self.is_over = False
         self.clock_s = 0.0

@@ -10,7 +10,7 @@ from itertools import combinations, islice
 
 from recollect.planning.chain import Chain
 from recollect.planning.ladder import Ladder, Levels
-from recollect.planning.simulate import Simulation
+from recollect.planning.superposition import Peaks
 
 __all__ = ["polish"]
 
@@ -21,12 +21,12 @@ _MOST_NEIGHBOURS = 2000
 def polish(
     ladder: Ladder,
     chain: Chain,
-    start: tuple[Levels, Simulation],
+    start: tuple[Levels, Peaks],
     budget_bytes: int,
-    simulate: Callable[[Levels], Simulation],
+    simulate: Callable[[Levels], Peaks],
     *,
     most_trials: int,
-) -> tuple[Levels, Simulation]:
+) -> tuple[Levels, Peaks]:
     """Return the best plan found from `start` on: the fastest within the budget, or else the one with the least peak.
 
     Args:
@@ -55,11 +55,11 @@ def polish(
     return best
 
 
-def _rank(simulation: Simulation, budget_bytes: int) -> tuple[int, float]:
+def _rank(simulation: Peaks, budget_bytes: int) -> tuple[int, float]:
     return max(0, simulation.peak_bytes - budget_bytes), simulation.recompute_s
 
 
-def _promising(ladder: Ladder, chain: Chain, best: tuple[Levels, Simulation], budget_bytes: int) -> list[Levels]:
+def _promising(ladder: Ladder, chain: Chain, best: tuple[Levels, Peaks], budget_bytes: int) -> list[Levels]:
     """Return neighbours that would be better if they fit, those that fit best by the model first."""
     is_within = best[1].peak_bytes <= budget_bytes
     now_s = _recompute_s(ladder, best[0])

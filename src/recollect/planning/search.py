@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
+from typing import NamedTuple
 
 from recollect.plan import Action
 from recollect.planning.chain import Chain, WorkingSets
@@ -21,7 +22,8 @@ from recollect.planning.menu import every_choice, unit_menu, with_tape
 from recollect.planning.polish import polish
 from recollect.planning.script import Script
 from recollect.planning.segments import first_outputs, folded_outputs, most_folded, single_outputs
-from recollect.planning.simulate import Simulation, simulate
+from recollect.planning.simulate import simulate
+from recollect.planning.superposition import Peaks, Superposition
 from recollect.planning.windows import windows
 from recollect.profile.graph import Profile, UnitGraph
 
@@ -56,6 +58,14 @@ Score = tuple[int, float]
 """Bytes over the budget, and seconds of recompute: the less the better."""
 
 
+class _Found(NamedTuple):
+    """A plan, with the sum over what its units hold."""
+
+    ladder: Ladder
+    levels: Levels
+    peaks: Peaks
+
+
 class ChainSearch:
     """The chains of one profile, and all that was simulated for them.
 
@@ -67,6 +77,7 @@ class ChainSearch:
         self.profile = profile
         self._windows = windows(profile)
         self._script = Script(profile, self._windows)
+        self._superposition = Superposition(self._script)
         self._num_events = sum(len(profile.log.blocks[block]) for block, _ in profile.log.sequence) or 1
         self._most_probes = max(_FEWEST_PROBES, _PROBED_EVENTS // self._num_events)
         most_values = max((sum(v.producer is not None for v in g.values) for g in profile.graphs), default=0)
@@ -79,10 +90,10 @@ class ChainSearch:
         self._most_dropped = most_folded(profile)
         self._working: WorkingSets = {}
         self._every_plan = every_plan(profile, _POLISHING_EVENTS // self._num_events)
-        self._all_simulated: list[tuple[Levels, Simulation]] | None = None
+        self._every_found: list[_Found] | None = None
         self._has_tape_s = any(graph.tape_s for graph in profile.graphs)
         self._chains: dict[Dropped, tuple[Ladder, Chain]] = {}
-        self._simulated: dict[Dropped, dict[Levels, Simulation]] = {}
+        self._simulated: dict[Dropped, dict[Levels, Peaks]] = {}
 
     @cached_property
     def _working_bytes(self) -> list[int]:
@@ -95,51 +106,65 @@ class ChainSearch:
 
     def best(self, budget_bytes: int, enough_s: float) -> Fit | None:
         """Return the fastest plan within the budget that was found, or None; `enough_s` of recompute end the search."""
+        return self._simulated_again(self._best(budget_bytes, enough_s))
+
+    def _best(self, budget_bytes: int, enough_s: float) -> _Found | None:
         goal = (0, enough_s)
         if self._has_tape_s and self._every_plan is None and self._run(None, budget_bytes, enough_s) <= goal:
-            return self._best_simulated(budget_bytes)
+            return self._best_known(budget_bytes)
         if self._run(frozenset(), budget_bytes, enough_s) > goal:
             if self._every_plan is not None:
                 return self._best_of_all(self._every_plan, budget_bytes)
             for dropped in self._promising(budget_bytes)[:_MOST_FULL_RUNS]:
                 if self._run(dropped, budget_bytes, enough_s) <= goal:
                     break
-        return self._best_simulated(budget_bytes)
+        return self._best_known(budget_bytes)
 
-    def _simulate_all(self, ladder: Ladder) -> list[tuple[Levels, Simulation]]:
-        if self._all_simulated is None:
-            plans = ((levels, ladder.decisions(levels)) for levels in all_levels(ladder))
-            self._all_simulated = [(levels, simulate(self.profile, d, script=self._script)) for levels, d in plans]
-        return self._all_simulated
-
-    def _best_of_all(self, ladder: Ladder, budget_bytes: int) -> Fit | None:
-        """Return the fastest plan within the budget of all that there are."""
-        plans = [plan for plan in self._simulate_all(ladder) if plan[1].peak_bytes <= budget_bytes]
-        if not plans:
+    def _simulated_again(self, found: _Found | None) -> Fit | None:
+        """Let the simulator, which runs the engine's own code on the whole step, have the last word."""
+        if found is None:
             return None
-        levels, simulation = min(plans, key=lambda p: (p[1].recompute_s, p[1].peak_bytes, p[0]))
-        return Fit(ladder, levels, simulation)
+        simulation = simulate(self.profile, found.ladder.decisions(found.levels))
+        if (simulation.peak_bytes, simulation.recompute_s) != (found.peaks.peak_bytes, found.peaks.recompute_s):
+            raise RuntimeError(
+                f"a plan has a peak of {simulation.peak_bytes} bytes, where the sum over its units says "
+                f"{found.peaks.peak_bytes}: this is a bug in recollect, please report it"
+            )
+        return Fit(found.ladder, found.levels, simulation)
+
+    def _all_plans(self, ladder: Ladder) -> list[_Found]:
+        """Return all plans that there are, of a step that has few of them."""
+        if self._every_found is None:
+            self._every_found = [
+                _Found(ladder, levels, self._superposition.peaks(ladder.decisions(levels)))
+                for levels in all_levels(ladder)
+            ]
+        return self._every_found
+
+    def _best_of_all(self, ladder: Ladder, budget_bytes: int) -> _Found | None:
+        """Return the fastest plan within the budget of all that there are."""
+        plans = [plan for plan in self._all_plans(ladder) if plan.peaks.peak_bytes <= budget_bytes]
+        return min(plans, key=lambda p: (p.peaks.recompute_s, p.peaks.peak_bytes, p.levels), default=None)
 
     def leanest(self) -> Fit | None:
         """Return the plan with the least peak that is found; the same whatever was planned before."""
         if self._every_plan is not None:
-            plans = self._simulate_all(self._every_plan)
-            levels, simulation = min(plans, key=lambda p: (p[1].peak_bytes, p[1].recompute_s, p[0]))
-            return Fit(self._every_plan, levels, simulation)
+            plans = self._all_plans(self._every_plan)
+            return self._simulated_again(min(plans, key=lambda p: (p.peaks.peak_bytes, p.peaks.recompute_s, p.levels)))
         search = ChainSearch(self.profile)
-        search.best(0, 0.0)
-        least = search._best_simulated(_NO_BUDGET, by_peak=True)
-        step_bytes = 0 if least is None else (least.simulation.peak_bytes - self.profile.persistent_bytes) // 16
+        search._best(0, 0.0)
+        least = search._best_known(_NO_BUDGET, by_peak=True)
+        step_bytes = 0 if least is None else (least.peaks.peak_bytes - self.profile.persistent_bytes) // 16
         for _ in range(_MOST_SQUEEZES):
-            if least is None or step_bytes <= _SMALLEST_SQUEEZE * least.simulation.peak_bytes:
+            if least is None or step_bytes <= _SMALLEST_SQUEEZE * least.peaks.peak_bytes:
                 break
-            found = search.best(least.simulation.peak_bytes - step_bytes, math.inf)
-            least = search._best_simulated(_NO_BUDGET, by_peak=True)
+            found = search._best(least.peaks.peak_bytes - step_bytes, math.inf)
+            least = search._best_known(_NO_BUDGET, by_peak=True)
             step_bytes = step_bytes if found else step_bytes // 4
         if least is None:
             return None
         # What the chains have learned of so lean plans shows them faster ones that are as lean.
-        return search.best(least.simulation.peak_bytes, 0.0)
+        return search.best(least.peaks.peak_bytes, 0.0)
 
     def _promising(self, budget_bytes: int) -> list[frozenset[str]]:
         """Return choices of outputs to drop, the most promising first."""
@@ -196,17 +221,17 @@ class ChainSearch:
     def _paying_options(self, graph: UnitGraph, *, output: Action = "keep") -> tuple[Option, ...]:
         return with_tape(graph, self._options_of(graph, output=output))
 
-    def _simulate_levels(self, dropped: Dropped, ladder: Ladder) -> Callable[[Levels], Simulation]:
+    def _simulate_levels(self, dropped: Dropped, ladder: Ladder) -> Callable[[Levels], Peaks]:
         known = self._simulated[dropped]
 
-        def simulate_levels(levels: Levels) -> Simulation:
+        def simulate_levels(levels: Levels) -> Peaks:
             if levels not in known:
-                known[levels] = simulate(self.profile, ladder.decisions(levels), script=self._script)
+                known[levels] = self._superposition.peaks(ladder.decisions(levels))
             return known[levels]
 
         return simulate_levels
 
-    def _best_simulated(self, budget_bytes: int, *, by_peak: bool = False) -> Fit | None:
+    def _best_known(self, budget_bytes: int, *, by_peak: bool = False) -> _Found | None:
         """Return the fastest plan within the budget that any chain has simulated, or the one with the least peak."""
         best: tuple[tuple[float, float, bool, list[str], Levels], Dropped] | None = None
         for dropped, known in self._simulated.items():
@@ -218,7 +243,7 @@ class ChainSearch:
         if best is None:
             return None
         (*_, levels), dropped = best
-        return Fit(self._chains[dropped][0], levels, self._simulated[dropped][levels])
+        return _Found(self._chains[dropped][0], levels, self._simulated[dropped][levels])
 
 
 def _working_bytes(graph: UnitGraph, leanest: Option) -> int:
@@ -233,5 +258,5 @@ def _between(numbers: Sequence[int], best: int) -> int | None:
     return None if abs(other - best) < 2 else (best + other) // 2
 
 
-def _score(simulation: Simulation, budget_bytes: int) -> Score:
+def _score(simulation: Peaks, budget_bytes: int) -> Score:
     return max(0, simulation.peak_bytes - budget_bytes), simulation.recompute_s

@@ -9,9 +9,11 @@ on the recorded step, is added for them.
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 from recollect.planning.script import BULK, WINDOW, Key, Script, ScriptOp, rounded_bytes
@@ -99,7 +101,23 @@ def simulate(
     """
     if len(decisions) != len(profile.calls):
         raise ValueError(f"got {len(decisions)} decisions for {len(profile.calls)} unit calls, expected one for each")
-    return Playback(script or Script(profile, windows), decisions).run()
+    on_tape = calls_on_tape(profile, decisions)
+    return Playback(script or Script(profile, windows), dict(enumerate(decisions)), on_tape).run()
+
+
+def calls_on_tape(profile: Profile, decisions: Sequence[CallDecision]) -> frozenset[int]:
+    """Return the calls whose unit `apply` wraps: where outputs are dropped, any named by the plan, so all layers."""
+    drops_outputs = any(not decision.keep_output for decision in decisions)
+    return frozenset(
+        index
+        for index, (call, decision) in enumerate(zip(profile.calls, decisions, strict=True))
+        if decision.recompute or not decision.keep_output or (drops_outputs and decision.is_planned and call.repeated)
+    )
+
+
+def added_s(profile: Profile, on_tape: Collection[int], rerun_s: Iterable[float]) -> float:
+    """Return the seconds that a plan adds: the tape's own, and those of the ops that run again, in any order."""
+    return math.fsum(chain((profile.graph_of(profile.calls[call]).tape_s for call in on_tape), rerun_s))
 
 
 class Token:
@@ -139,8 +157,7 @@ class Rerun:
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
         """Run it, as `recollect.replay` asks."""
         playback = self.playback
-        playback.recompute_s += self.op.time_s
-        playback.recomputed_ops += 1
+        playback.rerun_s.append(self.op.time_s)
         playback.is_recomputing = self.op.name
         # The generator's present state is put aside while the op runs from the old one.
         present_state = self._new_state()
@@ -158,16 +175,20 @@ class Rerun:
 
 
 class Playback:
-    """Plays a step back under a plan; `planning/lifetimes.py` derives from it, to see who owns which bytes when."""
+    """Plays a step back, with a decision for each call.
+
+    `planning/lifetimes.py` derives from it to see who owns which bytes when, `planning/superposition.py` to play single units.
+    """
 
     token_type: Callable[[Any, int, Owner], Token] = Token
     rerun_type: Callable[[Any, ScriptOp, Sequence[int]], Rerun] = Rerun
 
-    def __init__(self, script: Script, decisions: Sequence[CallDecision]) -> None:
+    def __init__(self, script: Script, decisions: Mapping[int, CallDecision], on_tape: Collection[int]) -> None:
         self.script = script
         self.profile = profile = script.profile
         self.decisions = decisions
-        self.counted = [script.counted(call, decision.recompute) for call, decision in enumerate(decisions)]
+        self.on_tape = on_tape
+        self.counted = {call: script.counted(call, decision.recompute) for call, decision in decisions.items()}
         self.alive_bytes = profile.persistent_bytes
         # At least the peak of the phase, so that the next allocation compares with one number.
         self.window_peak_bytes = self.alive_bytes
@@ -175,11 +196,8 @@ class Playback:
         self.peaks_bytes = [self.alive_bytes] * len(PHASE_NAMES)
         self.peaks_at = [(-1, "")] * len(PHASE_NAMES)
         self.kept_bytes = 0
-        self.drops_outputs = any(not decision.keep_output for decision in decisions)
-        self.recompute_s = sum(
-            profile.graph_of(call).tape_s for index, call in enumerate(profile.calls) if self.is_on_tape(index)
-        )
-        self.recomputed_ops = 0
+        # The seconds of each op that runs again.
+        self.rerun_s: list[float] = []
         self.phase = FORWARD
         self.call = -1
         self.is_recomputing = ""
@@ -224,8 +242,8 @@ class Playback:
             peak_bytes=max(totals),
             forward_peak_bytes=self.peaks_bytes[FORWARD],
             backward_peak_bytes=self.peaks_bytes[BACKWARD],
-            recompute_s=self.recompute_s,
-            recomputed_ops=self.recomputed_ops,
+            recompute_s=added_s(self.profile, self.on_tape, self.rerun_s),
+            recomputed_ops=len(self.rerun_s),
             peak_call=peak_call,
             peak_note=peak_note,
             kept_bytes=self.kept_bytes,
@@ -326,20 +344,13 @@ class Playback:
         self.dropped.pop(key, None)
 
     def _save(self, call: int, key: Key, handle: int, saver: int) -> None:
-        if saver == call or self.is_on_tape(saver):
+        if saver == call or saver in self.on_tape:
             value = self.dropped.get(key) or self._held(key)
         else:
             # Autograd itself saves what a unit off the tape gets, so that it stays whatever the plan says.
             value = Value(tensor=self.tensors.get(key, _NOTHING))
         # Backward asks for it in the unit that saved it, whichever unit made it.
         self.handles[handle] = (value, saver)
-
-    def is_on_tape(self, call: int) -> bool:
-        """Whether `apply` wraps a unit: where outputs are dropped, any that the plan names; planners name all layers."""
-        decision = self.decisions[call]
-        if decision.recompute or not decision.keep_output:
-            return True
-        return self.drops_outputs and decision.is_planned and self.profile.calls[call].repeated
 
     def _use(self, handle: int) -> None:
         value, self.call = self.handles[handle]
@@ -359,10 +370,12 @@ class Playback:
         self.call = -1
 
     def _begin_phase(self, phase: int) -> None:
+        if phase != self.phase:
+            # It begins a window.
+            self.window_peak_bytes = self.alive_bytes
         self.phase = phase
         self.call = -1
-        # A phase begins a window.
-        self.peaks_bytes[phase] = self.window_peak_bytes = self.alive_bytes
+        self.peaks_bytes[phase] = max(self.peaks_bytes[phase], self.alive_bytes)
         if phase == BACKWARD:
             self.kept_bytes = self.alive_bytes - self.profile.persistent_bytes
 
