@@ -18,7 +18,7 @@ from recompute import Nothing, OnTape
 from subject import Step, StepFlags, first_difference, largest_difference
 
 FRACTIONS = (0.75, 0.5, 0.35, 0.25, 0.15)
-_PLAIN = "no recompute"
+PLAIN = "no recompute"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -56,7 +56,7 @@ class Comparison:
         self.step = Step(flags, model)
         self.race = Race(self.step, lambda text: say(f"  {text}"))
         self._expected = self.step.gradients()
-        self.plain = self._measured(Contestant(name=_PLAIN, recompute=Nothing()))
+        self.plain = self._measured(Contestant(name=PLAIN, recompute=Nothing()))
         self._of_plan: dict[str, Contestant] = {}
         self.matches: list[Match] = []
         self.budgets: list[BudgetMatch] = []

@@ -1,6 +1,7 @@
 """Peak against step time, measured: recollect at the peaks of its peers and at budgets of 75 to 15 % of the activations.
 
     python benchmarks/frontier.py
+    python benchmarks/frontier.py --redraw  # the pictures again, from what was measured last
 
 For each peer a plan is made whose budget is the peer's measured peak, and the two are timed side by side. Rules of the race:
 `contest.py`; the peers: `peers.py`, `megatron_peers.py`, `milp.py`; what comes out: README.md.
@@ -24,7 +25,7 @@ from flags import RunFlags
 from models import DESCRIPTIONS, HUGGING_FACE, ModelName
 from picture import draw
 from recollect.bench.machine import few_objects, keep_freed_memory
-from results_csv import append, machine_name
+from results_csv import Number, Source, append, machine_name, read_last
 from subject import StepFlags
 from tables import peak_numbers, report, time_numbers
 
@@ -43,6 +44,8 @@ class Flags(RunFlags):
     """Time for timed rounds, of each model; recording and measuring peaks comes on top, about a minute."""
     num_budgets: int = 6
     """Budgets that are measured besides those of the peers' peaks and the fractions, to draw the line."""
+    redraw: bool = False
+    """Draw the pictures again from what `frontier.csv` says last of these models and sizes, and measure nothing."""
     quick: bool = False
     """Tiny sizes and one round, to see that it runs; times mean nothing then."""
 
@@ -52,19 +55,38 @@ def run_model(flags: Flags, model: ModelName, console: Console) -> Comparison:
     """Run one model; rows are written as soon as they are known."""
     console.print(f"{DESCRIPTIONS[model]}: {flags.step}", style="bold")
     found = Comparison(flags.step, model, lambda text: console.print(text, style="dim", highlight=False))
-    config = {**dataclasses.asdict(flags.step), "model": model}
+    config = _config(flags, model)
     found.prepare(num_budgets=flags.num_budgets)
     append(flags.out / "frontier.csv", peak_numbers(found), config)
     found.run(seconds=60 * flags.minutes, least_rounds=flags.least_rounds)
     append(flags.out / "frontier.csv", time_numbers(found), config)
-    sizes = flags.step
-    name = (
-        f"frontier-{model}-{sizes.device.partition(':')[0]}-{sizes.dtype}-d{sizes.hidden_size}-l{sizes.num_layers}.png"
-    )
-    note = f"{sizes}; eager, PyTorch {torch.__version__}, {machine_name(sizes.device)}"
-    draw(found, flags.out / name, title=DESCRIPTIONS[model], note=note)
+    here = Source(machine=machine_name(flags.step.device), torch=torch.__version__)
+    _draw(flags, model, [*peak_numbers(found), *time_numbers(found)], here)
     console.print(report(found), highlight=False, soft_wrap=True, markup=False)
     return found
+
+
+def redraw(flags: Flags, model: ModelName, console: Console) -> None:
+    """Draw one model's picture from the last rows of it, with the sizes that the flags say."""
+    path = flags.out / "frontier.csv"
+    peaks, _ = read_last(path, _config(flags, model), "resident")
+    times, source = read_last(path, _config(flags, model), "slowdown")
+    if source is None:
+        console.print(f"{path}: no step times of {model} at these sizes: {flags.step}", soft_wrap=True)
+        return
+    _draw(flags, model, [*peaks, *times], source)
+
+
+def _config(flags: Flags, model: ModelName) -> dict[str, Any]:
+    return {**dataclasses.asdict(flags.step), "model": model}
+
+
+def _draw(flags: Flags, model: ModelName, numbers: list[Number], source: Source) -> None:
+    sizes = flags.step
+    device = sizes.device.partition(":")[0]
+    name = f"frontier-{model}-{device}-{sizes.dtype}-d{sizes.hidden_size}-l{sizes.num_layers}.png"
+    note = f"{sizes}; eager, PyTorch {source.torch}, {source.machine}"
+    draw(numbers, flags.out / name, title=DESCRIPTIONS[model], note=note)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -77,9 +99,12 @@ def main(arguments: list[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a race as Ctrl+C does: with what there is
     console = Console(width=None if sys.stdout.isatty() else 140)
     for model in flags.models:
-        if run_model(flags, model, console).race.is_interrupted:
+        if flags.redraw:
+            redraw(flags, model, console)
+        elif run_model(flags, model, console).race.is_interrupted:
             break
-    console.print(f"appended to {flags.out / 'frontier.csv'}", soft_wrap=True)
+    if not flags.redraw:
+        console.print(f"appended to {flags.out / 'frontier.csv'}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,35 @@ def append(path: Path, numbers: Iterable[Number], config: Mapping[str, Any]) -> 
         writer.writerows((*number, *context) for number in numbers)
 
 
+class Source(NamedTuple):
+    """Where rows come from."""
+
+    machine: str
+    torch: str
+
+
+def read_last(path: Path, config: Mapping[str, Any], metric: str) -> tuple[list[Number], Source | None]:
+    """Return the rows that were appended together with the last ones of a metric, and where they come from.
+
+    Args:
+        path: a file that `append` wrote.
+        config: as `append` got it; rows with another one do not count.
+        metric: which of the things that are measured.
+
+    Returns:
+        Nothing and None where there are none.
+    """
+    wanted = json.dumps(config, sort_keys=True)
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["config"] == wanted]
+    last = next((row for row in reversed(rows) if row["metric"] == metric), None)
+    if last is None:
+        return [], None
+    together = [row for row in rows if row["date"] == last["date"]]
+    numbers = [Number(row["metric"], row["unit"], row["contestant"], row["value"]) for row in together]
+    return numbers, Source(last["machine"], last["torch"])
+
+
 def _commit() -> str:
     """Return the commit that runs, marked where tracked files of the library or the benchmarks differ from it."""
 

@@ -88,7 +88,14 @@ def test_frontier(tmp_path: Path) -> None:
     assert "| budget | recollect |" in output
     assert "OVER BUDGET" not in output
     (picture,) = tmp_path.glob("*.png")
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    drawn = picture.read_bytes()
+    assert drawn.startswith(b"\x89PNG")
+    picture.unlink()
+    run("frontier.py", "--quick", "--redraw", "--models", "dense", "--out", str(tmp_path))
+    assert picture.read_bytes() == drawn
+    assert len(rows(tmp_path / "frontier.csv")) == len(found)
+    output = run("frontier.py", "--redraw", "--models", "moe", "--out", str(tmp_path))
+    assert "no step times of moe at these sizes: d=384, 8 layers" in " ".join(output.split())
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -232,6 +239,23 @@ def test_results_are_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path.write_text("metric,value\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"some.csv: got the columns \('metric', 'value'\), expected"):
         results_csv.append(path, numbers, {"device": "cpu"})
+
+
+def test_the_last_rows_of_a_configuration_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from results_csv import COLUMNS, Number, read_last
+
+    path = tmp_path / "some.csv"
+    kept = [(1, "peak", 10), (2, "slowdown", 0.5), (3, "peak", 11), (4, "slowdown", 0.6), (5, "peak", 12)]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for day, metric, value in kept:
+            config = json.dumps({"seed": day == 4})
+            writer.writerow((metric, "1", "full", value, config, "a machine", "2.13", f"2026-01-0{day}", "abc"))
+    assert read_last(path, {"seed": False}, "peak") == ([Number("peak", "1", "full", "12")], ("a machine", "2.13"))
+    assert read_last(path, {"seed": False}, "slowdown")[0] == [Number("slowdown", "1", "full", "0.5")]
+    assert read_last(path, {"seed": False}, "rounds") == ([], None)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -169,6 +169,19 @@ def test_labels_stay_inside_and_apart() -> None:
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
+def test_a_label_far_from_its_mark_gets_a_line() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.lines import Line2D
+
+    figure, axes = new_figure(9, 5)
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    crowd = [Mark(0.5 + 0.002 * i, 0.5, str(i), "#aa0000") for i in range(6)]
+    place_labels(figure, axes, [*crowd, Mark(0.1, 0.1, "alone")])
+    lines = [artist for artist in axes.get_children() if isinstance(artist, Line2D) and artist.get_color() == "#aa0000"]
+    assert 0 < len(lines) < len(crowd)
+    assert {line.get_xdata()[0] for line in lines} <= {mark.x for mark in crowd}
+
+
 def test_equal_classics_are_one_mark(frontier: Frontier) -> None:
     plan = frontier.points[0].plan
     same = [

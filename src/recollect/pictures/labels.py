@@ -19,6 +19,8 @@ _PLACES = [
 ]
 _MARK_RADIUS = 9
 _LINE_RADIUS = 2
+# In pixels: a label that is farther from its mark gets a line to it.
+_FAR = 14
 # In square pixels of overlap: a label outside of the axes is cut off, one nearest to another mark misleads.
 _OUTSIDE_COST = 1e6
 _MISLEADING_COST = 300
@@ -78,6 +80,18 @@ def place_labels(figure: Any, axes: Any, marks: Sequence[Mark], lines: Sequence[
                 text.remove()
         if best is not None:
             taken.append(best[2])
+            _join(axes, mark, at[mark], best[2])
+
+
+def _join(axes: Any, mark: Mark, point: Any, box: Any) -> None:
+    """Draw a line from a mark to a label that is not right beside it."""
+    from matplotlib.lines import Line2D
+
+    if _distance(box, point) <= _FAR:
+        return
+    end = (min(max(point[0], box.x0), box.x1), min(max(point[1], box.y0), box.y1))
+    x, y = axes.transData.inverted().transform(end)
+    axes.add_artist(Line2D([mark.x, x], [mark.y, y], color=mark.color, linewidth=0.6, zorder=5))
 
 
 def _around(x: float, y: float, radius: float) -> Any:
