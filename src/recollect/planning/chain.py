@@ -18,7 +18,7 @@ whatever the model says.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -30,7 +30,7 @@ from recollect.planning.ladder import Ladder, Levels
 from recollect.planning.superposition import Peaks
 from recollect.planning.windows import Window
 
-__all__ = ["Chain", "WorkingSets"]
+__all__ = ["Chain", "SimulateLevels", "Stage", "WorkingSets", "cheapest"]
 
 _NUM_CELLS = 1000
 _NO_LIMIT = 2**62
@@ -43,8 +43,8 @@ SimulateLevels = Callable[[Levels], Peaks]
 
 
 @dataclass(frozen=True, slots=True)
-class _Stage:
-    """One rung of the ladder in the program: bytes and seconds by option, and the most that earlier units may keep."""
+class Stage:
+    """One rung of the ladder in the program, by option: bytes that it keeps, what it costs, and the bytes of its windows."""
 
     kept_bytes: NDArray[np.int64]
     recompute_s: NDArray[np.float64]
@@ -81,6 +81,8 @@ class Chain:
         self._order = sorted(range(len(ladder.rungs)), key=lambda rung: ladder.rungs[rung].calls[0])
         self._rows = self._assign(windows)
         self._base = np.zeros(len(windows), dtype=np.int64)
+        # Bytes of windows that the model is refused, because a plan that it took to fit did not.
+        self._refused = np.zeros(len(windows), dtype=np.int64)
         self._kinds = self._sort_into_kinds()
         self._working: WorkingSets = {} if working is None else working
         self._known_kinds = {kind for kind, _ in self._working}
@@ -115,10 +117,10 @@ class Chain:
                 rung = self._order[position]
                 known = self._working_of(rung, number)
                 if levels == self._reference:
-                    self._base[window] = peaks[window] - earlier[position]
+                    self._base[window] = peaks[window] - earlier[window]
                     known[levels[rung]] = 0
                 else:
-                    known.setdefault(levels[rung], peaks[window] - earlier[position] - int(self._base[window]))
+                    known.setdefault(levels[rung], peaks[window] - earlier[window] - int(self._base[window]))
 
     def _probes(self) -> Iterator[Levels]:
         """Yield levels that, together, have each option of each distinct unit somewhere; the reference first."""
@@ -167,9 +169,10 @@ class Chain:
         return self._working.setdefault((self._kinds[rung], number), {})
 
     def _earlier(self, levels: Levels) -> list[int]:
-        """Return, for each position in the order, the bytes that earlier units keep."""
+        """Return, for each window, the bytes that the units before its own keep."""
         kept = (self._ladder.rungs[rung].options[levels[rung]].kept_bytes for rung in self._order)
-        return [0, *accumulate(kept)]
+        before = [0, *accumulate(kept)]
+        return [before[max(0, position)] for position, _ in self._rows]
 
     def predicted_peak(self, levels: Levels) -> int:
         """Return what the model takes for the peak of some levels, in bytes."""
@@ -180,7 +183,7 @@ class Chain:
                 rung = self._order[position]
                 known = self._working_of(rung, number)
                 working = known[levels[rung]] if levels[rung] in known else max(known.values())
-                peak_bytes = max(peak_bytes, int(self._base[window]) + earlier[position] + working)
+                peak_bytes = max(peak_bytes, int(self._base[window]) + earlier[window] + working)
         return peak_bytes
 
     def estimate_s(self, budget_bytes: int) -> float:
@@ -197,7 +200,7 @@ class Chain:
             if position >= 0:
                 rung = self._order[position]
                 known = self._working_of(rung, number)
-                growth_bytes = simulation.window_peaks[window] - earlier[position]
+                growth_bytes = simulation.window_peaks[window] - earlier[window]
                 # What was not measured before is now; where it was, the window is another one than the model thought.
                 working = known.setdefault(levels[rung], growth_bytes - int(self._base[window]))
                 self._base[window] = growth_bytes - working
@@ -226,50 +229,69 @@ class Chain:
             self.correct(levels, simulation)
             excess_bytes = simulation.peak_bytes - budget_bytes
 
-    def _stages(self) -> list[_Stage]:
-        own: list[NDArray[np.int64]] = []
-        for rung in self._order:
-            own.append(np.zeros(len(self._ladder.rungs[rung].options), dtype=np.int64))
-        for window, (position, number) in enumerate(self._rows):
-            if position < 0:
-                continue
-            rung = self._order[position]
-            known = self._working_of(rung, number)
-            bytes_of = _filled_in(known, len(own[position]))
-            own[position] = np.maximum(own[position], int(self._base[window]) + bytes_of)
-        stages = []
-        for position, rung in enumerate(self._order):
-            options = self._ladder.rungs[rung].options
-            stages.append(
-                _Stage(
-                    kept_bytes=np.array([option.kept_bytes for option in options], dtype=np.int64),
-                    recompute_s=np.array([option.recompute_s for option in options]),
-                    own_bytes=own[position],
-                )
+    def _own_bytes(self, windows: Iterable[int]) -> list[NDArray[np.int64]]:
+        """Return, for each position and option, the most bytes in some windows, less what earlier units keep."""
+        own = [np.full(len(self._ladder.rungs[rung].options), -_NO_LIMIT) for rung in self._order]
+        for window in windows:
+            position, number = self._rows[window]
+            if position >= 0:
+                bytes_of = _filled_in(self._working_of(self._order[position], number), len(own[position]))
+                own[position] = np.maximum(own[position], int(self._base[window] + self._refused[window]) + bytes_of)
+        return own
+
+    def _stages(self, windows: Iterable[int]) -> list[Stage]:
+        """Return the program's stages, for what it should look at of some windows."""
+        options = [self._ladder.rungs[rung].options for rung in self._order]
+        return [
+            Stage(
+                kept_bytes=np.array([option.kept_bytes for option in choices], dtype=np.int64),
+                recompute_s=np.array([option.recompute_s for option in choices]),
+                own_bytes=own_bytes,
             )
-        return stages
+            for choices, own_bytes in zip(options, self._own_bytes(windows), strict=True)
+        ]
 
     def _solve(self, budget_bytes: int) -> Levels | None:
-        stages = self._stages()
-        kept, seconds = np.zeros(1, dtype=np.int64), np.zeros(1)
-        history: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-        most_after = _most_kept(stages, budget_bytes)
-        for stage, most_kept in zip(stages, most_after, strict=True):
-            fits_here = kept[:, None] + stage.own_bytes <= budget_bytes
-            parents, options = np.nonzero(fits_here & (kept[:, None] + stage.kept_bytes <= most_kept))
-            if not len(parents):
-                return None
-            new_kept = kept[parents] + stage.kept_bytes[options]
-            new_seconds = seconds[parents] + stage.recompute_s[options]
-            chosen = _survivors(new_kept, new_seconds)
-            kept, seconds = new_kept[chosen], new_seconds[chosen]
-            history.append((parents[chosen], options[chosen]))
-        state = int(np.argmin(seconds))
+        chosen = cheapest(self._stages(range(len(self._rows))), budget_bytes)
+        return None if chosen is None else self._levels(chosen)
+
+    def _levels(self, chosen: Sequence[int]) -> Levels:
+        """Return the levels of the options that are chosen, position by position."""
         levels = [0] * len(self._order)
-        for rung, (parents, options) in zip(reversed(self._order), reversed(history), strict=True):
-            levels[rung] = int(options[state])
-            state = int(parents[state])
+        for rung, option in zip(self._order, chosen, strict=True):
+            levels[rung] = option
         return tuple(levels)
+
+
+def cheapest(stages: Sequence[Stage], budget_bytes: int, *, num_cells: int = _NUM_CELLS) -> list[int] | None:
+    """Return the option of each stage with which the chain costs least; None if nothing is within the budget.
+
+    Args:
+        stages: in the order of the chain.
+        budget_bytes: for what earlier stages keep and an own working set together.
+        num_cells: states that differ by less than this part of the range of bytes are one.
+
+    Complexity: stages times options times cells.
+    """
+    kept, seconds = np.zeros(1, dtype=np.int64), np.zeros(1)
+    history: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+    most_after = _most_kept(stages, budget_bytes)
+    for stage, most_kept in zip(stages, most_after, strict=True):
+        fits_here = kept[:, None] + stage.own_bytes <= budget_bytes
+        parents, options = np.nonzero(fits_here & (kept[:, None] + stage.kept_bytes <= most_kept))
+        if not len(parents):
+            return None
+        new_kept = kept[parents] + stage.kept_bytes[options]
+        new_seconds = seconds[parents] + stage.recompute_s[options]
+        survivors = _survivors(new_kept, new_seconds, num_cells)
+        kept, seconds = new_kept[survivors], new_seconds[survivors]
+        history.append((parents[survivors], options[survivors]))
+    state = int(np.argmin(seconds))
+    chosen = []
+    for parents, options in reversed(history):
+        chosen.append(int(options[state]))
+        state = int(parents[state])
+    return chosen[::-1]
 
 
 def _filled_in(known: Mapping[int, int], num_options: int) -> NDArray[np.int64]:
@@ -279,7 +301,7 @@ def _filled_in(known: Mapping[int, int], num_options: int) -> NDArray[np.int64]:
     return np.asarray(np.rint(filled), dtype=np.int64)
 
 
-def _most_kept(stages: Sequence[_Stage], budget_bytes: int) -> list[int]:
+def _most_kept(stages: Sequence[Stage], budget_bytes: int) -> list[int]:
     """Return, for each stage, the most bytes that units up to it may keep for the later ones to fit at all."""
     most = [_NO_LIMIT]
     for stage in reversed(stages[1:]):
@@ -287,10 +309,10 @@ def _most_kept(stages: Sequence[_Stage], budget_bytes: int) -> list[int]:
     return most[::-1]
 
 
-def _survivors(kept: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
+def _survivors(kept: NDArray[np.int64], seconds: NDArray[np.float64], num_cells: int) -> NDArray[np.int64]:
     """Return the fastest state of each cell of bytes, without those that a leaner state beats."""
     least = int(kept.min())
-    width = max(1, -(-(int(kept.max()) - least + 1) // _NUM_CELLS))
+    width = max(1, -(-(int(kept.max()) - least + 1) // num_cells))
     order = np.argsort(seconds, kind="stable")[::-1]
     fastest = np.full((int(kept.max()) - least) // width + 1, -1)
     # Of several that are written to one place the last one stays: the fastest.

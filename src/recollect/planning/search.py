@@ -20,6 +20,7 @@ from recollect.planning.hull import Option
 from recollect.planning.ladder import Ladder, Levels
 from recollect.planning.menu import every_choice, unit_menu, with_tape
 from recollect.planning.polish import polish
+from recollect.planning.priced_search import PricedSearch
 from recollect.planning.script import Script
 from recollect.planning.segments import first_outputs, folded_outputs, most_folded, single_outputs
 from recollect.planning.simulate import simulate
@@ -94,6 +95,7 @@ class ChainSearch:
         self._has_tape_s = any(graph.tape_s for graph in profile.graphs)
         self._chains: dict[Dropped, tuple[Ladder, Chain]] = {}
         self._simulated: dict[Dropped, dict[Levels, Peaks]] = {}
+        self._priced = PricedSearch(profile, self._windows, self._superposition, self._options_of)
 
     @cached_property
     def _working_bytes(self) -> list[int]:
@@ -112,13 +114,21 @@ class ChainSearch:
         goal = (0, enough_s)
         if self._has_tape_s and self._every_plan is None and self._run(None, budget_bytes, enough_s) <= goal:
             return self._best_known(budget_bytes)
-        if self._run(frozenset(), budget_bytes, enough_s) > goal:
+        score = self._run(frozenset(), budget_bytes, enough_s)
+        if score > goal:
             if self._every_plan is not None:
                 return self._best_of_all(self._every_plan, budget_bytes)
             for dropped in self._promising(budget_bytes)[:_MOST_FULL_RUNS]:
-                if self._run(dropped, budget_bytes, enough_s) <= goal:
+                score = min(score, self._run(dropped, budget_bytes, enough_s))
+                if score <= goal:
                     break
-        return self._best_known(budget_bytes)
+        best = self._best_known(budget_bytes)
+        if best is not None and score > goal and self._priced.is_worthwhile:
+            self._priced.run(best.ladder, best.levels, budget_bytes)
+        priced = self._priced.best(budget_bytes)
+        if priced is None or (best is not None and best.peaks.recompute_s <= priced[2].recompute_s):
+            return best
+        return _Found(*priced)
 
     def _simulated_again(self, found: _Found | None) -> Fit | None:
         """Let the simulator, which runs the engine's own code on the whole step, have the last word."""

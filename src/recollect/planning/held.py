@@ -1,0 +1,82 @@
+"""Values that the model's own code holds until forward ends, such as a cache of keys and values, and options with them.
+
+Under every plan they are in memory when the loss is computed. To keep them costs bytes in backward only, so what is best
+depends on two numbers of bytes: what an option keeps, and what it keeps beside those values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import combinations
+
+from recollect.plan import Action
+from recollect.planning.hull import Evaluator, Option
+from recollect.profile.events import ALLOC, BACKWARD, DIES, OP, PHASE, WORK
+from recollect.profile.graph import Profile, UnitGraph
+
+__all__ = ["held_values", "unheld_bytes", "with_held"]
+
+# More than these are kept or dropped together.
+_MOST_HELD_APART = 2
+
+
+def held_values(profile: Profile) -> tuple[frozenset[int], ...]:
+    """Return, for each graph, the produced values that are there until forward ends in every call, whatever is dropped.
+
+    Complexity: one walk over the events of forward.
+    """
+    events = [event for block, _ in profile.log.sequence for event in profile.log.blocks[block]]
+    end = next((at for at, event in enumerate(events) if event[0] == PHASE and event[1] == BACKWARD), len(events))
+    last_work = max((at for at in range(end) if events[at][0] in (OP, ALLOC, WORK)), default=end)
+    made: dict[int, set[int]] = {}
+    for event in events[:last_work]:
+        if event[0] == OP:
+            op = profile.graph_of(profile.calls[event[1]]).ops[event[2]]
+            made.setdefault(event[1], set()).difference_update(op.inputs[:1] if op.mutates else ())
+            made[event[1]].update(op.outputs)
+        elif event[0] == DIES:
+            made.get(event[1], set()).discard(event[2])
+    alive: dict[int, set[int]] = {}
+    for index, call in enumerate(profile.calls):
+        alive[call.graph] = made.get(index, set()) & alive.get(call.graph, made.get(index, set()))
+    return tuple(frozenset(alive.get(graph, ())) for graph in range(len(profile.graphs)))
+
+
+def with_held(
+    graph: UnitGraph, options: Iterable[Option], held: frozenset[int], *, output: Action = "keep"
+) -> tuple[Option, ...]:
+    """Return the options, and those that differ in which of the held values they keep, as far as others do not beat them.
+
+    Args:
+        graph: the unit.
+        options: choices for it.
+        held: values that forward holds anyway; where they are many, all of them are kept or none.
+        output: as the options have it.
+
+    Returns:
+        All options, and what nothing beats in all of: bytes, bytes beside the held values, and seconds; by their bytes.
+    """
+    evaluator = Evaluator(graph, output=output)
+    given = {option.keep: option for option in options}
+    inner = frozenset(v for v in held if not graph.values[v].is_output)
+    varied = (evaluator.option((keep - inner) | kept) for keep in given for kept in _subsets(inner))
+    candidates = {**{option.keep: option for option in varied}, **given}
+    chosen: list[tuple[int, float, Option]] = []
+    order = sorted(candidates.values(), key=lambda o: (o.kept_bytes, o.recompute_s, sorted(o.keep)))
+    for option in order:
+        numbers = unheld_bytes(graph, option, held), option.recompute_s
+        is_beaten = any(other[0] <= numbers[0] and other[1] <= numbers[1] for other in chosen)
+        if option.keep in given or not is_beaten:
+            chosen.append((*numbers, option))
+    return tuple(option for *_, option in chosen)
+
+
+def unheld_bytes(graph: UnitGraph, option: Option, held: frozenset[int]) -> int:
+    """Return the bytes that an option keeps beside the values that forward holds anyway."""
+    return option.kept_bytes - sum(graph.values[v].nbytes for v in option.keep & held)
+
+
+def _subsets(values: frozenset[int]) -> Iterator[frozenset[int]]:
+    sizes = range(len(values) + 1) if len(values) <= _MOST_HELD_APART else (0, len(values))
+    for size in sizes:
+        yield from map(frozenset, combinations(sorted(values), size))

@@ -1,0 +1,265 @@
+"""The chain where the model's own code holds values until forward ends: bytes of forward have a price.
+
+Where the loss is computed, a unit has what it keeps beside the held values (`planning/held.py`); in backward, all that it
+keeps. The chain's program counts one number of bytes, those of backward; those of forward are a constraint that is
+taken into the cost, at a price that is searched for (Lagrangian relaxation, as in Everett, "Generalized Lagrange multiplier
+method for solving problems of optimum allocation of resources", Operations Research 11(3), 1963). Identical units answer
+a price alike, all at once, so between the last price that is too low and the first that is high enough, units are
+switched one by one, and what room is left then is filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recollect.planning.chain import Chain, SimulateLevels, Stage, cheapest
+from recollect.planning.held import unheld_bytes
+from recollect.planning.ladder import Ladder, Levels
+from recollect.planning.superposition import Peaks
+from recollect.planning.windows import Window
+from recollect.profile.events import FORWARD
+
+__all__ = ["PricedChain"]
+
+_NUM_CELLS = 400
+# Factors of two between the price to begin with and the right one, and halvings of what is between the last two.
+_MOST_DOUBLINGS = 24
+_NUM_BISECTIONS = 5
+# Simulations that filling the room in a plan may take.
+_MOST_FILLINGS = 12
+# When room is filled, a byte of backward counts so much of one of forward.
+_BACKWARD_WEIGHT = 0.3
+_NO_LIMIT = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """One position of the chain, by option: the stage for backward, and the two numbers of bytes for forward."""
+
+    backward: Stage
+    forward_kept_bytes: NDArray[np.int64]
+    forward_own_bytes: NDArray[np.int64]
+
+
+class PricedChain(Chain):
+    """As `Chain`, where forward holds values anyway.
+
+    Args:
+        ladder, windows, simulate, most_probes: as in `Chain`.
+        held: for each graph, the values that forward holds anyway.
+
+    Complexity: about ten runs of the program where `Chain` has one, each with fewer cells.
+    """
+
+    def __init__(
+        self,
+        ladder: Ladder,
+        windows: Sequence[Window],
+        simulate: SimulateLevels,
+        *,
+        held: Sequence[frozenset[int]],
+        most_probes: int,
+    ) -> None:
+        self._is_forward = [window.phase == FORWARD for window in windows]
+        graphs = ladder.profile.graphs
+        self._unheld = [
+            [unheld_bytes(graphs[rung.graph], option, held[rung.graph]) for option in rung.options]
+            for rung in ladder.rungs
+        ]
+        self._price_s = 0.0
+        super().__init__(ladder, windows, simulate, most_probes=most_probes)
+
+    def _earlier(self, levels: Levels) -> list[int]:
+        unheld = [0, *accumulate(self._unheld[rung][levels[rung]] for rung in self._order)]
+        return [
+            unheld[max(0, position)] if is_forward else kept
+            for (position, _), is_forward, kept in zip(
+                self._rows, self._is_forward, super()._earlier(levels), strict=True
+            )
+        ]
+
+    def better(self, levels: Levels, peaks: Peaks, budget_bytes: int) -> Iterator[tuple[Levels, Peaks]]:
+        """Yield plans, each made from the last one within the budget by filling the room that it leaves.
+
+        Args:
+            levels: of a plan within the budget.
+            peaks: of that plan.
+            budget_bytes: as in `best`.
+        """
+        self._refused[:] = 0
+        for _ in range(_MOST_FILLINGS):
+            self.correct(levels, peaks)
+            filled = self._levels(_filled(self._units(), [levels[rung] for rung in self._order], budget_bytes))
+            if filled == levels:
+                break
+            found = self._simulate(filled)
+            yield filled, found
+            if found.peak_bytes <= budget_bytes:
+                levels, peaks = filled, found
+            else:
+                self._refused += np.maximum(0, np.array(found.window_peaks) - budget_bytes)
+        self._refused[:] = 0
+
+    def _units(self) -> list[_Unit]:
+        windows = range(len(self._rows))
+        stages = self._stages(window for window in windows if not self._is_forward[window])
+        forward_own = self._own_bytes(window for window in windows if self._is_forward[window])
+        unheld = [np.array(self._unheld[rung], dtype=np.int64) for rung in self._order]
+        return [_Unit(*unit) for unit in zip(stages, unheld, forward_own, strict=True)]
+
+    def _solve(self, budget_bytes: int) -> Levels | None:
+        chosen = self._chosen(self._units(), budget_bytes)
+        return None if chosen is None else self._levels(chosen)
+
+    def _chosen(self, units: Sequence[_Unit], budget_bytes: int) -> list[int] | None:
+        def at(price_s: float) -> list[int] | None:
+            return cheapest(
+                [_priced(unit, price_s, budget_bytes) for unit in units], budget_bytes, num_cells=_NUM_CELLS
+            )
+
+        free = at(0.0)
+        if free is None or _fits_forward(units, free, budget_bytes):
+            return free
+        low, high, unfitting, fitting = self._bracket(
+            at, lambda chosen: _fits_forward(units, chosen, budget_bytes), self._price_s or _usual_price_s(units), free
+        )
+        if fitting is None:
+            return None
+        for _ in range(_NUM_BISECTIONS):
+            price_s = (low + high) / 2
+            chosen = at(price_s)
+            if chosen is not None and _fits_forward(units, chosen, budget_bytes):
+                high, fitting = price_s, chosen
+            else:
+                low, unfitting = price_s, chosen or unfitting
+        self._price_s = high
+        return _filled(units, _mixed(units, fitting, unfitting, budget_bytes), budget_bytes)
+
+    @staticmethod
+    def _bracket(
+        at: Callable[[float], list[int] | None],
+        fits: Callable[[list[int]], bool],
+        price_s: float,
+        free: list[int],
+    ) -> tuple[float, float, list[int], list[int] | None]:
+        """Return a price that is too low, one that is high enough, and what is chosen at both."""
+        low, high, unfitting, fitting = 0.0, 0.0, free, None
+        for _ in range(_MOST_DOUBLINGS):
+            chosen = at(price_s)
+            if chosen is not None and fits(chosen):
+                high, fitting = price_s, chosen
+                if low:
+                    break
+                price_s /= 2
+            else:
+                low, unfitting = price_s, chosen or unfitting
+                if high:
+                    break
+                price_s *= 2
+        return low, high, unfitting, fitting
+
+
+def _priced(unit: _Unit, price_s: float, budget_bytes: int) -> Stage:
+    """Return the stage with forward's bytes in its cost; an option that alone is too much for forward is no option."""
+    is_too_much = unit.forward_own_bytes > budget_bytes
+    return replace(
+        unit.backward,
+        recompute_s=unit.backward.recompute_s + price_s * unit.forward_kept_bytes,
+        own_bytes=np.where(is_too_much, _NO_LIMIT // 2, unit.backward.own_bytes),
+    )
+
+
+def _usual_price_s(units: Sequence[_Unit]) -> float:
+    """Return the seconds that a byte of forward is worth, over all that can be kept."""
+    seconds = sum(float(np.ptp(unit.backward.recompute_s)) for unit in units)
+    nbytes = sum(int(np.ptp(unit.forward_kept_bytes)) for unit in units)
+    return seconds / nbytes if seconds > 0 and nbytes > 0 else 1.0
+
+
+def _fits_forward(units: Sequence[_Unit], chosen: Sequence[int], budget_bytes: int) -> bool:
+    kept_bytes = 0
+    for unit, option in zip(units, chosen, strict=True):
+        if kept_bytes + unit.forward_own_bytes[option] > budget_bytes:
+            return False
+        kept_bytes += int(unit.forward_kept_bytes[option])
+    return True
+
+
+def _mixed(units: Sequence[_Unit], fitting: list[int], unfitting: list[int], budget_bytes: int) -> list[int]:
+    """Return the choice that fits, with as many units as the other has them as still fit, the last ones first."""
+    room = _Room(units, fitting, budget_bytes)
+    for position in reversed(range(len(units))):
+        option = unfitting[position]
+        if room.saved_s(position)[option] > 0 and room.fits(position)[option]:
+            room = _Room(units, [*room.chosen[:position], option, *room.chosen[position + 1 :]], budget_bytes)
+    return room.chosen
+
+
+def _filled(units: Sequence[_Unit], chosen: list[int], budget_bytes: int) -> list[int]:
+    """Return the choice with units at faster options as far as there is room, those first that save most per byte."""
+    smallest = min((int(b) for unit in units for b in np.diff(np.unique(unit.forward_kept_bytes))), default=1)
+    while True:
+        room = _Room(units, chosen, budget_bytes)
+        best: tuple[float, int, int] | None = None
+        for position, unit in enumerate(units):
+            here = chosen[position]
+            forward = np.maximum(0, unit.forward_kept_bytes - unit.forward_kept_bytes[here])
+            backward = np.maximum(0, unit.backward.kept_bytes - unit.backward.kept_bytes[here])
+            worth = room.saved_s(position) / (smallest + forward + _BACKWARD_WEIGHT * backward)
+            worth[~room.fits(position)] = 0.0
+            option = int(np.argmax(worth))
+            if worth[option] > 0 and (best is None or worth[option] > best[0]):
+                best = float(worth[option]), position, option
+        if best is None:
+            return chosen
+        chosen = [*chosen[: best[1]], best[2], *chosen[best[1] + 1 :]]
+
+
+class _Room:
+    """What one unit could choose instead, if the others stay as they are."""
+
+    def __init__(self, units: Sequence[_Unit], chosen: list[int], budget_bytes: int) -> None:
+        self.chosen = chosen
+        self._units = units
+        self._budget_bytes = budget_bytes
+        picked = list(zip(units, chosen, strict=True))
+        self._backward = _before_and_after(
+            [int(unit.backward.kept_bytes[option]) for unit, option in picked],
+            [int(unit.backward.own_bytes[option]) for unit, option in picked],
+            budget_bytes,
+        )
+        self._forward = _before_and_after(
+            [int(unit.forward_kept_bytes[option]) for unit, option in picked],
+            [int(unit.forward_own_bytes[option]) for unit, option in picked],
+            budget_bytes,
+        )
+
+    def saved_s(self, position: int) -> NDArray[np.float64]:
+        """Return, for each option of a unit, the seconds that it saves over the chosen one."""
+        seconds = self._units[position].backward.recompute_s
+        saved: NDArray[np.float64] = seconds[self.chosen[position]] - seconds
+        return saved
+
+    def fits(self, position: int) -> NDArray[np.bool_]:
+        """Return, for each option of a unit, whether it is within the budget, here and in later units."""
+        unit, here = self._units[position], self.chosen[position]
+        fits = np.ones(len(unit.forward_kept_bytes), dtype=np.bool_)
+        for kept, own, (before, after) in (
+            (unit.backward.kept_bytes, unit.backward.own_bytes, self._backward),
+            (unit.forward_kept_bytes, unit.forward_own_bytes, self._forward),
+        ):
+            fits &= (own <= self._budget_bytes - before[position]) & (kept - kept[here] <= after[position])
+        return fits
+
+
+def _before_and_after(kept: Sequence[int], own: Sequence[int], budget_bytes: int) -> tuple[list[int], list[int]]:
+    """Return what units before each one keep, and how many bytes more it could keep for all later ones to fit."""
+    before = [0, *accumulate(kept)]
+    free = [budget_bytes - start - working for start, working in zip(before, own, strict=False)]
+    after = [*accumulate(reversed(free[1:]), min)]
+    return before, [*reversed(after), _NO_LIMIT]

@@ -1,0 +1,155 @@
+"""Values that the model's own code holds until forward ends: found, varied, and planned with a price for forward's bytes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from recollect.planning.chain import Chain
+from recollect.planning.held import held_values, unheld_bytes, with_held
+from recollect.planning.hull import Evaluator, unit_hull
+from recollect.planning.ladder import Ladder, Levels
+from recollect.planning.menu import unit_menu
+from recollect.planning.priced_chain import PricedChain
+from recollect.planning.priced_search import PricedSearch
+from recollect.planning.script import Script
+from recollect.planning.search import ChainSearch
+from recollect.planning.simulate import simulate
+from recollect.planning.superposition import Peaks, Superposition
+from recollect.planning.windows import windows
+from recollect.profile.events import BACKWARD, DIES, PHASE
+from recollect.profile.graph import Profile, StepLog
+from synthetic_step import random_step
+
+MANY_VALUES = 18
+
+
+def caching(profile: Profile, values: frozenset[int]) -> Profile:
+    """The step as it is where the model's code holds some values of each unit until forward has ended."""
+    (log,) = profile.log.blocks
+    late = [event for event in log if event[0] == DIES and event[2] in values]
+    others = [event for event in log if event not in late]
+    end = others.index((PHASE, BACKWARD))
+    moved = (*others[:end], *late, *others[end:])
+    return replace(profile, log=StepLog(blocks=(moved,), sequence=((0, -1),)))
+
+
+def cached_step(seed: int, *, num_units: int) -> tuple[Profile, frozenset[int]]:
+    """A step of units that hold one or two of the values that they save, and these."""
+    profile = random_step(seed, num_values=MANY_VALUES, num_units=num_units)
+    dying = {event[2] for event in profile.log.blocks[0] if event[0] == DIES}
+    saved = [
+        index
+        for index, value in enumerate(profile.graphs[0].values)
+        if value.saved and value.producer is not None and not value.is_output and not value.must_keep and index in dying
+    ]
+    values = frozenset(random.Random(seed).sample(saved, min(2, len(saved))))
+    return caching(profile, values), values
+
+
+def budgets(profile: Profile) -> list[int]:
+    """Budgets on the way from the peak of the leanest choices, with all outputs kept, to keeping everything."""
+    ladder = Ladder(profile)
+    least, most = (
+        simulate(profile, ladder.decisions(levels)).peak_bytes
+        for levels in (ladder.leanest, ladder.climb(ladder.leanest, ladder.moves))
+    )
+    return [least + (most - least) * step // 10 for step in (0, 1, 3)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_values_that_die_after_forward_are_found(seed: int) -> None:
+    profile, values = cached_step(seed, num_units=3)
+    outputs = {index for index, value in enumerate(profile.graphs[0].values) if value.is_output}
+    assert values
+    assert held_values(profile)[0] - outputs == values
+    assert not held_values(random_step(seed, num_values=MANY_VALUES, num_units=3))[0] - outputs
+
+
+def test_a_value_that_one_call_does_not_hold_is_not_held() -> None:
+    plain, values = random_step(0, num_values=MANY_VALUES, num_units=3), cached_step(0, num_units=3)[1]
+    (log,) = plain.log.blocks
+    late = [event for event in log if event[0] == DIES and event[2] in values and event[1] != 1]
+    others = [event for event in log if event not in late]
+    end = others.index((PHASE, BACKWARD))
+    step = StepLog(blocks=((*others[:end], *late, *others[end:]),), sequence=((0, -1),))
+    assert not held_values(replace(plain, log=step))[0] & values
+
+
+@pytest.mark.parametrize("output", ["keep", "recompute"])
+@pytest.mark.parametrize("seed", range(6))
+def test_options_with_held_values_are_all_that_nothing_beats(seed: int, output: str) -> None:
+    profile, held = cached_step(seed, num_units=1)
+    graph = profile.graphs[0]
+    fate = "keep" if output == "keep" else "recompute"
+    given = unit_hull(graph, output=fate)
+    found = with_held(graph, given, held, output=fate)
+    assert {option.keep for option in given} <= {option.keep for option in found}
+    assert [option.kept_bytes for option in found] == sorted(option.kept_bytes for option in found)
+    numbers = [(o.kept_bytes, unheld_bytes(graph, o, held), o.recompute_s) for o in found]
+    evaluator = Evaluator(graph, output=fate)
+    for option in given:
+        for size in range(len(held) + 1):
+            for kept in combinations(sorted(held), size):
+                varied = evaluator.option((option.keep - held) | set(kept))
+                theirs = varied.kept_bytes, unheld_bytes(graph, varied, held), varied.recompute_s
+                assert any(all(a <= b for a, b in zip(ours, theirs, strict=True)) for ours in numbers)
+    beaten = [o for o, ours in zip(found, numbers, strict=True) if sum(_beats(n, ours) for n in numbers)]
+    assert {option.keep for option in beaten} <= {option.keep for option in given}
+
+
+def _beats(one: tuple[int, int, float], other: tuple[int, int, float]) -> bool:
+    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+
+
+def test_the_model_knows_more_peaks_than_one_that_counts_held_values_in_forward() -> None:
+    profile, held = cached_step(3, num_units=6)
+    ladder = Ladder(
+        profile, options_of=lambda graph, *, output="keep": with_held(graph, unit_menu(graph), held, output=output)
+    )
+    found = windows(profile)
+
+    superposition = Superposition(Script(profile, found))
+
+    def play(levels: Levels) -> Peaks:
+        return superposition.peaks(ladder.decisions(levels))
+
+    priced = PricedChain(ladder, found, play, held=held_values(profile), most_probes=64)
+    plain = Chain(ladder, found, play, most_probes=64)
+    rng = random.Random(0)
+    some = [tuple(rng.randrange(len(rung.options)) for rung in ladder.rungs) for _ in range(40)]
+    peaks = [play(levels).peak_bytes for levels in some]
+    # Not all: options of one unit change what another one works in.
+    assert sum(priced.predicted_peak(levels) == peak for levels, peak in zip(some, peaks, strict=True)) >= 20
+    assert sum(plain.predicted_peak(levels) == peak for levels, peak in zip(some, peaks, strict=True)) < 5
+
+
+def test_plans_within_the_budget_get_faster_and_stay_within_it() -> None:
+    num_faster = 0
+    for seed in (0, 3):
+        profile, _ = cached_step(seed, num_units=6)
+        for budget in budgets(profile):
+            search = ChainSearch(profile)
+            plan, plain = search.best(budget, 0.0), search._best_known(budget)
+            assert plan is not None
+            assert plain is not None
+            again = simulate(profile, plan.ladder.decisions(plan.levels))
+            assert (again.peak_bytes, again.recompute_s) == (plan.simulation.peak_bytes, plan.simulation.recompute_s)
+            assert again.peak_bytes <= budget
+            assert again.recompute_s <= plain.peaks.recompute_s
+            num_faster += again.recompute_s < plain.peaks.recompute_s
+    assert num_faster >= 4
+
+
+def test_without_held_values_there_is_nothing_to_search() -> None:
+    for profile, is_worthwhile in (
+        (random_step(2, num_values=MANY_VALUES, num_units=4), False),
+        (cached_step(2, num_units=4)[0], True),
+    ):
+        found = windows(profile)
+        search = PricedSearch(profile, found, Superposition(Script(profile, found)), unit_menu)
+        assert search.is_worthwhile == is_worthwhile
+        assert search.best(2**62) is None
