@@ -14,7 +14,7 @@ from typing import Any
 from recollect.errors import UnsupportedModelError
 from recollect.models.architectures import deepseek_v3_config
 from recollect.models.config import TransformerConfig
-from recollect.models.hugging_face_fields import must_be_equal, rotary_base_of, same_fields, wanted
+from recollect.models.hugging_face_fields import DECODER_FIELDS, checked_fields, rotary_base_of, same_fields, wanted
 from recollect.models.hugging_face_parts import decoder_rules, gated_mlp_rules
 from recollect.models.weight_rules import Layout, WeightRule, rename
 
@@ -22,16 +22,7 @@ __all__ = ["deepseek_v3_from_hugging_face", "deepseek_v3_rules", "deepseek_v3_to
 
 # Ours, and theirs where it means the same.
 _SAME = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "layernorm_epsilon": "rms_norm_eps",
-    "attention_dropout": "attention_dropout",
-    "init_method_std": "initializer_range",
-    "share_embeddings_and_output_weights": "tie_word_embeddings",
+    **DECODER_FIELDS,
     "rotary_interleaved": "rope_interleave",
     "q_lora_rank": "q_lora_rank",
     "kv_lora_rank": "kv_lora_rank",
@@ -130,9 +121,8 @@ def deepseek_v3_to_hugging_face(config: TransformerConfig) -> dict[str, Any]:
         >>> deepseek_v3_to_hugging_face(NAMED_CONFIGS["deepseek-v3-671b"])["first_k_dense_replace"]
         3
     """
-    fields = {theirs: getattr(config, ours) for ours, theirs in _SAME.items()}
     sparse = [config.is_moe_layer(layer) for layer in range(config.num_layers)]
-    fields |= {
+    others = {
         "model_type": "deepseek_v3",
         "architectures": ["DeepseekV3ForCausalLM"],
         "num_key_value_heads": config.num_attention_heads,
@@ -142,8 +132,7 @@ def deepseek_v3_to_hugging_face(config: TransformerConfig) -> dict[str, Any]:
         "num_nextn_predict_layers": config.mtp_num_layers or 0,
         **_FIXED,
     }
-    must_be_equal(config, deepseek_v3_from_hugging_face(fields), "DeepSeek-V3")
-    return fields
+    return checked_fields(config, _SAME, others, read=deepseek_v3_from_hugging_face, architecture="DeepSeek-V3")
 
 
 def deepseek_v3_rules(config: TransformerConfig) -> Iterator[WeightRule]:

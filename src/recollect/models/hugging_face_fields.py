@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from recollect.errors import UnsupportedModelError
 from recollect.models.config import TransformerConfig
 
-__all__ = ["must_be_equal", "rotary_base_of", "same_fields", "wanted"]
+__all__ = ["DECODER_FIELDS", "checked_fields", "meaning", "rotary_base_of", "same_fields", "wanted"]
+
+# What Llama and those that came after it call alike: ours, and theirs where it means the same.
+DECODER_FIELDS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "layernorm_epsilon": "rms_norm_eps",
+    "attention_dropout": "attention_dropout",
+    "init_method_std": "initializer_range",
+    "share_embeddings_and_output_weights": "tie_word_embeddings",
+}
 
 # How a model is trained, not what it computes; their configurations do not say it.
 _OURS_ALONE = frozenset(
@@ -56,6 +70,29 @@ def wanted(fields: Mapping[str, Any], values: Mapping[str, Any]) -> None:
             )
 
 
+def meaning(name: str, value: Any, meanings: Mapping[str, str]) -> str:
+    """Translate a word of theirs.
+
+    Args:
+        name: of the field.
+        value: what it says.
+        meanings: our words by theirs.
+
+    Returns:
+        Our word.
+
+    Raises:
+        UnsupportedModelError: it is none of them.
+
+    Example:
+        >>> meaning("hidden_act", "gelu_new", {"gelu_new": "gelu_tanh"})
+        'gelu_tanh'
+    """
+    if value not in meanings:
+        raise UnsupportedModelError(f"config.json: {name} is {value!r}, expected one of {', '.join(sorted(meanings))}.")
+    return meanings[value]
+
+
 def rotary_base_of(fields: Mapping[str, Any], default: float) -> float:
     """Read the base of the rotary frequencies, which transformers 5 holds in a dictionary.
 
@@ -84,21 +121,37 @@ def rotary_base_of(fields: Mapping[str, Any], default: float) -> float:
     return float(parameters.get("rope_theta", fields.get("rope_theta", default)))
 
 
-def must_be_equal(config: TransformerConfig, told: TransformerConfig, architecture: str) -> None:
-    """Refuse to write a configuration that would be read as another model.
+def checked_fields(
+    config: TransformerConfig,
+    names: Mapping[str, str],
+    others: Mapping[str, Any],
+    *,
+    read: Callable[[Mapping[str, Any]], TransformerConfig],
+    architecture: str,
+) -> dict[str, Any]:
+    """Write a configuration in their words, unless it would be read as another model.
 
     Args:
-        config: what is to be written.
-        told: what would be read.
-        architecture: theirs.
+        config: ours.
+        names: theirs by ours, of the fields that mean the same.
+        others: their further fields.
+        read: reads what is written.
+        architecture: theirs, for the message.
+
+    Returns:
+        Values by their names.
 
     Raises:
         UnsupportedModelError: names the first field that they cannot express.
 
     Example:
         >>> from recollect.models.sizes import NAMED_CONFIGS
-        >>> must_be_equal(NAMED_CONFIGS["tiny"], NAMED_CONFIGS["tiny"], "Llama")
+        >>> tiny = NAMED_CONFIGS["tiny"]
+        >>> checked_fields(tiny, {"num_layers": "layers"}, {"heads": 4}, read=lambda fields: tiny, architecture="Llama")
+        {'layers': 2, 'heads': 4}
     """
+    fields = {theirs: getattr(config, ours) for ours, theirs in names.items()} | dict(others)
+    told = read(fields)
     for field in dataclasses.fields(config):
         ours, theirs = getattr(config, field.name), getattr(told, field.name)
         if ours != theirs and field.name not in _OURS_ALONE:
@@ -106,3 +159,4 @@ def must_be_equal(config: TransformerConfig, told: TransformerConfig, architectu
                 f"TransformerConfig.{field.name}: got {ours!r}, expected {theirs!r}, because Hugging Face's {architecture} "
                 "has no other."
             )
+    return fields

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from recollect.errors import UnsupportedModelError
 from recollect.models.architectures import gpt_config
 from recollect.models.config import TransformerConfig
-from recollect.models.hugging_face_fields import must_be_equal, same_fields, wanted
+from recollect.models.hugging_face_fields import checked_fields, meaning, same_fields, wanted
 from recollect.models.weight_rules import Layout, WeightRule, rename
 
 __all__ = ["GPT2_IGNORED", "gpt2_from_hugging_face", "gpt2_rules", "gpt2_to_hugging_face"]
@@ -34,8 +33,8 @@ _SAME = {
     "share_embeddings_and_output_weights": "tie_word_embeddings",
 }
 _ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu"}
-# Theirs for the same function.
-_SYNONYMS = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}
+# Their other words, and ours.
+_SYNONYMS = {"gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}
 # What a GPT of ours cannot be told.
 _FIXED = {
     "scale_attn_weights": True,
@@ -76,12 +75,8 @@ def gpt2_from_hugging_face(fields: Mapping[str, Any]) -> TransformerConfig:
     """
     ours = same_fields(fields, _SAME, _DEFAULTS)
     wanted(fields, {**_FIXED, "embd_pdrop": ours["hidden_dropout"]})
-    theirs = fields.get("activation_function", "gelu_new")
-    by_theirs = {theirs: ours for ours, theirs in _ACTIVATIONS.items()}
-    activation = by_theirs.get(_SYNONYMS.get(theirs, theirs))
-    if activation is None:
-        known = ", ".join(sorted({*by_theirs, *_SYNONYMS}))
-        raise UnsupportedModelError(f"config.json: activation_function is {theirs!r}, expected one of {known}.")
+    by_theirs = {**_SYNONYMS, **{theirs: ours for ours, theirs in _ACTIVATIONS.items()}}
+    activation = meaning("activation_function", fields.get("activation_function", "gelu_new"), by_theirs)
     return gpt_config(**ours, ffn_hidden_size=fields.get("n_inner") or 0, activation_func=activation)
 
 
@@ -102,8 +97,7 @@ def gpt2_to_hugging_face(config: TransformerConfig) -> dict[str, Any]:
         >>> gpt2_to_hugging_face(NAMED_CONFIGS["gpt2"])["n_embd"]
         768
     """
-    fields = {theirs: getattr(config, ours) for ours, theirs in _SAME.items()}
-    fields |= {
+    others = {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
         "n_inner": config.ffn_hidden_size,
@@ -111,8 +105,7 @@ def gpt2_to_hugging_face(config: TransformerConfig) -> dict[str, Any]:
         "embd_pdrop": config.hidden_dropout,
         **_FIXED,
     }
-    must_be_equal(config, gpt2_from_hugging_face(fields), "GPT-2")
-    return fields
+    return checked_fields(config, _SAME, others, read=gpt2_from_hugging_face, architecture="GPT-2")
 
 
 def gpt2_rules(config: TransformerConfig) -> Iterator[WeightRule]:

@@ -6,10 +6,16 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from recollect.errors import UnsupportedModelError
 from recollect.models.architectures import llama_config
 from recollect.models.config import TransformerConfig
-from recollect.models.hugging_face_fields import must_be_equal, rotary_base_of, same_fields, wanted
+from recollect.models.hugging_face_fields import (
+    DECODER_FIELDS,
+    checked_fields,
+    meaning,
+    rotary_base_of,
+    same_fields,
+    wanted,
+)
 from recollect.models.hugging_face_parts import attention_rules, decoder_rules, gated_mlp_rules
 from recollect.models.weight_rules import WeightRule
 
@@ -20,16 +26,7 @@ LLAMA_IGNORED = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 
 # Ours, and theirs where it means the same.
 _SAME = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "layernorm_epsilon": "rms_norm_eps",
-    "attention_dropout": "attention_dropout",
-    "init_method_std": "initializer_range",
-    "share_embeddings_and_output_weights": "tie_word_embeddings",
+    **DECODER_FIELDS,
     "activation_func": "hidden_act",
     "add_bias_linear": "mlp_bias",
 }
@@ -71,11 +68,7 @@ def llama_from_hugging_face(fields: Mapping[str, Any]) -> TransformerConfig:
     # Biases are everywhere or nowhere.
     wanted(fields, {"attention_bias": ours["add_bias_linear"], "sliding_window": None})
     by_theirs = {theirs: ours for ours, theirs in _ACTIVATIONS.items()}
-    if ours["activation_func"] not in by_theirs:
-        raise UnsupportedModelError(
-            f"config.json: hidden_act is {ours['activation_func']!r}, expected one of {', '.join(sorted(by_theirs))}."
-        )
-    ours["activation_func"] = by_theirs[ours["activation_func"]]
+    ours["activation_func"] = meaning("hidden_act", ours["activation_func"], by_theirs)
     return llama_config(
         **ours,
         num_query_groups=fields.get("num_key_value_heads") or 0,
@@ -101,8 +94,7 @@ def llama_to_hugging_face(config: TransformerConfig) -> dict[str, Any]:
         >>> llama_to_hugging_face(NAMED_CONFIGS["8b"])["rope_theta"]
         500000.0
     """
-    fields = {theirs: getattr(config, ours) for ours, theirs in _SAME.items()}
-    fields |= {
+    others = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "num_key_value_heads": config.num_query_groups,
@@ -111,8 +103,7 @@ def llama_to_hugging_face(config: TransformerConfig) -> dict[str, Any]:
         "hidden_act": _ACTIVATIONS[config.activation_func],
         "attention_bias": config.add_bias_linear,
     }
-    must_be_equal(config, llama_from_hugging_face(fields), "Llama")
-    return fields
+    return checked_fields(config, _SAME, others, read=llama_from_hugging_face, architecture="Llama")
 
 
 def llama_rules(config: TransformerConfig) -> Iterator[WeightRule]:

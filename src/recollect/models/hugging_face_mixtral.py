@@ -12,7 +12,7 @@ from typing import Any
 
 from recollect.models.architectures import mixtral_config
 from recollect.models.config import TransformerConfig
-from recollect.models.hugging_face_fields import must_be_equal, rotary_base_of, same_fields, wanted
+from recollect.models.hugging_face_fields import DECODER_FIELDS, checked_fields, rotary_base_of, same_fields, wanted
 from recollect.models.hugging_face_parts import attention_rules, decoder_rules
 from recollect.models.weight_rules import Layout, WeightRule, rename
 
@@ -20,17 +20,8 @@ __all__ = ["mixtral_from_hugging_face", "mixtral_rules", "mixtral_to_hugging_fac
 
 # Ours, and theirs where it means the same.
 _SAME = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
+    **DECODER_FIELDS,
     "num_query_groups": "num_key_value_heads",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "layernorm_epsilon": "rms_norm_eps",
-    "attention_dropout": "attention_dropout",
-    "init_method_std": "initializer_range",
-    "share_embeddings_and_output_weights": "tie_word_embeddings",
     "num_moe_experts": "num_local_experts",
     "moe_router_topk": "num_experts_per_tok",
 }
@@ -94,8 +85,7 @@ def mixtral_to_hugging_face(config: TransformerConfig) -> dict[str, Any]:
         >>> mixtral_to_hugging_face(NAMED_CONFIGS["mixtral-8x7b"])["num_local_experts"]
         8
     """
-    fields = {theirs: getattr(config, ours) for ours, theirs in _SAME.items()}
-    fields |= {
+    others = {
         "model_type": "mixtral",
         "architectures": ["MixtralForCausalLM"],
         "head_dim": config.kv_channels,
@@ -103,8 +93,7 @@ def mixtral_to_hugging_face(config: TransformerConfig) -> dict[str, Any]:
         "router_aux_loss_coef": config.moe_aux_loss_coeff,
         **_FIXED,
     }
-    must_be_equal(config, mixtral_from_hugging_face(fields), "Mixtral")
-    return fields
+    return checked_fields(config, _SAME, others, read=mixtral_from_hugging_face, architecture="Mixtral")
 
 
 def mixtral_rules(config: TransformerConfig) -> Iterator[WeightRule]:
