@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 from recollect.errors import BudgetTooSmallError
 from recollect.plan import Plan
@@ -19,7 +20,7 @@ from recollect.planning.advice import advice
 from recollect.planning.bound import LowerBound
 from recollect.planning.classic import classic_plan
 from recollect.planning.decisions import Simulate, decide, simulated_plan
-from recollect.planning.greedy import Fit, GreedySearch
+from recollect.planning.greedy import Fit, GreedySearch, Trial
 from recollect.planning.ladder import Ladder
 from recollect.planning.search import ChainSearch
 from recollect.planning.simulate import CallDecision
@@ -124,17 +125,19 @@ class Planner:
         fit = self._best_of_chains(budget_bytes, bound_s) if self._has_log else None
         if fit is not None:
             return self._finished(fit, budget_bytes, bound_s)
-        greedy = GreedySearch(self.profile, budget_bytes, self._simulate, least=self._plain)
-        fit = greedy.best()
-        if fit is not None:
-            return self._finished(fit, budget_bytes, bound_s)
+        play = partial(self._simulate, self.profile) if self._search is None else self._search.superposition.peaks
+        greedy = GreedySearch(self.profile, budget_bytes, play)
+        found = greedy.best()
+        if found is not None:
+            return self._finished(self._simulated(found), budget_bytes, bound_s)
         full = classic_plan(self.profile, "full", simulate=self._simulate)
         if full.predicted_peak_bytes is not None and full.predicted_peak_bytes <= budget_bytes:
             return replace(full, budget_bytes=budget_bytes)
         leanest = None if self._search is None else self._search.leanest()
         if leanest is not None and leanest.simulation.peak_bytes <= budget_bytes:
             return self._finished(leanest, budget_bytes, bound_s)
-        known = [greedy.least, self._simulate(self.profile, decide(self.profile, full))]
+        known = [self._plain, *([self._simulated(greedy.leanest).simulation] if greedy.leanest else [])]
+        known.append(self._simulate(self.profile, decide(self.profile, full)))
         least = min(known if leanest is None else [*known, leanest.simulation], key=lambda s: s.peak_bytes)
         raise BudgetTooSmallError(
             budget_bytes=budget_bytes,
@@ -142,6 +145,11 @@ class Planner:
             unit=least.peak_call,
             advice=advice(self.profile, least, budget_bytes),
         )
+
+    def _simulated(self, trial: Trial) -> Fit:
+        """Let the simulator have the last word."""
+        simulation = self._simulate(self.profile, trial.ladder.decisions(trial.levels))
+        return Fit(trial.ladder, trial.levels, simulation)
 
     def _bound_s(self, budget_bytes: int) -> float:
         """Return the least seconds of recompute of any plan; 0 where nothing is known."""

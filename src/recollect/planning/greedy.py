@@ -11,15 +11,19 @@ Limitations: the order of moves does not know working sets, so at tight budgets 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
 
-from recollect.planning.decisions import Prediction, Simulate
-from recollect.planning.ladder import Ladder, Levels, Move
+from recollect.planning.decisions import Prediction
+from recollect.planning.hull import unit_hull
+from recollect.planning.ladder import Ladder, Levels, Move, OptionsOf
 from recollect.planning.segments import dropped_outputs, longest_chain
+from recollect.planning.simulate import CallDecision
 from recollect.profile.graph import Profile
 
-__all__ = ["STRIDES", "Fit", "GreedySearch"]
+__all__ = ["STRIDES", "Fit", "GreedySearch", "Trial"]
 
 STRIDES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Every how many-th layer's output is kept, where not all of them are."""
@@ -30,13 +34,25 @@ _MOST_FILLING_TRIALS = 16
 _NUM_PROBES = 8
 
 
-def _ladders(profile: Profile) -> Iterator[Ladder]:
+class Outcome(Protocol):
+    """What the search has to know of a plan."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at any moment."""
+
+    @property
+    def recompute_s(self) -> float:
+        """Seconds that recompute adds."""
+
+
+def _ladders(profile: Profile, options_of: OptionsOf) -> Iterator[Ladder]:
     """Yield the ladder with every output kept, then those that keep every Nth."""
-    yield Ladder(profile)
+    yield Ladder(profile, options_of=options_of)
     for stride in STRIDES:
         if stride > longest_chain(profile):
             return
-        yield Ladder(profile, dropped_outputs=dropped_outputs(profile, stride=stride))
+        yield Ladder(profile, dropped_outputs=dropped_outputs(profile, stride=stride), options_of=options_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,42 +64,58 @@ class Fit:
     simulation: Prediction
 
 
-class GreedySearch:
-    """The search for one budget; remembers the least peak it saw."""
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A choice, and what comes of it."""
 
-    def __init__(self, profile: Profile, budget_bytes: int, simulate: Simulate, *, least: Prediction) -> None:
+    ladder: Ladder
+    levels: Levels
+    outcome: Outcome
+
+
+class GreedySearch:
+    """The search for one budget; remembers the plan with the least peak that it saw.
+
+    Args:
+        profile: what to plan for.
+        budget_bytes: what the peak must not exceed.
+        play: says what comes of decisions for all calls.
+    """
+
+    def __init__(self, profile: Profile, budget_bytes: int, play: Callable[[Sequence[CallDecision]], Outcome]) -> None:
         self.profile = profile
         self.budget_bytes = budget_bytes
-        self.least = least
-        self._simulate = simulate
-        self._tried: dict[tuple[frozenset[str], Levels], Prediction] = {}
+        self.leanest: Trial | None = None
+        self._play = play
+        self._tried: dict[tuple[frozenset[str], Levels], Outcome] = {}
 
-    def _try(self, ladder: Ladder, levels: Levels) -> Fit:
+    def _try(self, ladder: Ladder, levels: Levels) -> Trial:
         key = (ladder.drops_outputs, levels)
         if key not in self._tried:
-            self._tried[key] = self._simulate(self.profile, ladder.decisions(levels))
-        simulation = self._tried[key]
-        if simulation.peak_bytes < self.least.peak_bytes:
-            self.least = simulation
-        return Fit(ladder, levels, simulation)
+            self._tried[key] = self._play(ladder.decisions(levels))
+        trial = Trial(ladder, levels, self._tried[key])
+        if self.leanest is None or trial.outcome.peak_bytes < self.leanest.outcome.peak_bytes:
+            self.leanest = trial
+        return trial
 
-    def _fits(self, fit: Fit) -> bool:
-        return fit.simulation.peak_bytes <= self.budget_bytes
+    def _fits(self, trial: Trial) -> bool:
+        return trial.outcome.peak_bytes <= self.budget_bytes
 
-    def best(self) -> Fit | None:
+    def best(self) -> Trial | None:
         """Return the best plan found, or None if none fits."""
-        for ladder in _ladders(self.profile):
+        # The hulls are the same for every ladder.
+        for ladder in _ladders(self.profile, cache(unit_hull)):
             fit = self.best_on(ladder)
             if fit is not None:
                 return fit
         return None
 
-    def best_on(self, ladder: Ladder) -> Fit | None:
+    def best_on(self, ladder: Ladder) -> Trial | None:
         """Return the best plan found on one ladder, or None if none fits."""
         leanest = self._try(ladder, ladder.leanest)
         if not self._fits(leanest) and ladder.drops_outputs:
             return None
-        moves = ladder.free_moves_first(lambda levels: self._try(ladder, levels).simulation.peak_bytes)
+        moves = ladder.free_moves_first(lambda levels: self._try(ladder, levels).outcome.peak_bytes)
         if self._fits(leanest):
             return self._filled(self._longest_prefix(leanest, 0, moves), moves)
         for probe in range(1, _NUM_PROBES):
@@ -93,7 +125,7 @@ class GreedySearch:
                 return self._filled(self._longest_prefix(fit, number, moves), moves)
         return None
 
-    def _longest_prefix(self, fit: Fit, number: int, moves: Sequence[Move]) -> Fit:
+    def _longest_prefix(self, fit: Trial, number: int, moves: Sequence[Move]) -> Trial:
         """Return the fit with the most moves, by bisection from a prefix that fits to all moves, which do not."""
         fitting, too_many = number, len(moves) + 1
         while too_many - fitting > 1:
@@ -105,7 +137,7 @@ class GreedySearch:
                 too_many = middle
         return fit
 
-    def _filled(self, fit: Fit, moves: Sequence[Move]) -> Fit:
+    def _filled(self, fit: Trial, moves: Sequence[Move]) -> Trial:
         """Offer the bytes that are left to the moves that were not made, best first."""
         ladder = fit.ladder
         refused: set[tuple[int, int]] = set()
@@ -119,7 +151,7 @@ class GreedySearch:
                 continue
             trials += 1
             candidate = self._try(ladder, ladder.climb(fit.levels, [move]))
-            if self._fits(candidate) and candidate.simulation.recompute_s <= fit.simulation.recompute_s:
+            if self._fits(candidate) and candidate.outcome.recompute_s <= fit.outcome.recompute_s:
                 fit = candidate
             else:
                 refused.add((rung.graph, move.level))

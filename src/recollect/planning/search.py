@@ -17,15 +17,15 @@ from recollect.planning.chain import Chain, WorkingSets
 from recollect.planning.exhaustive import all_levels, every_plan
 from recollect.planning.greedy import Fit
 from recollect.planning.hull import Option
-from recollect.planning.ladder import Ladder, Levels
+from recollect.planning.ladder import Ladder, Levels, OptionsOf
 from recollect.planning.menu import every_choice, unit_menu, with_tape
 from recollect.planning.polish import polish
 from recollect.planning.priced_search import PricedSearch
 from recollect.planning.script import Script
 from recollect.planning.segments import first_outputs, folded_outputs, most_folded, single_outputs
 from recollect.planning.simulate import simulate
-from recollect.planning.superposition import Peaks, Superposition
-from recollect.planning.windows import windows
+from recollect.planning.superposition import Peaks, Superposition, checked
+from recollect.planning.windows import Window, windows
 from recollect.profile.graph import Profile, UnitGraph
 
 __all__ = ["ChainSearch"]
@@ -72,13 +72,18 @@ class ChainSearch:
 
     Args:
         profile: a recorded step with its log.
+        like: a search for the same profile, whose menus and simulated units this one takes over; what it finds is not
+            changed by that.
+
+    Attributes:
+        script, superposition: of the profile.
     """
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, *, like: ChainSearch | None = None) -> None:
         self.profile = profile
-        self._windows = windows(profile)
-        self._script = Script(profile, self._windows)
-        self._superposition = Superposition(self._script)
+        self._windows: list[Window] = like._windows if like else windows(profile)
+        self.script: Script = like.script if like else Script(profile, self._windows)
+        self.superposition: Superposition = like.superposition if like else Superposition(self.script)
         self._num_events = sum(len(profile.log.blocks[block]) for block, _ in profile.log.sequence) or 1
         self._most_probes = max(_FEWEST_PROBES, _PROBED_EVENTS // self._num_events)
         most_values = max((sum(v.producer is not None for v in g.values) for g in profile.graphs), default=0)
@@ -87,7 +92,7 @@ class ChainSearch:
         menu = partial(
             unit_menu, most_options=max(_FEWEST_OPTIONS, _OPTIONS_OF_ALL_CALLS // max(1, len(profile.calls)))
         )
-        self._options_of = cache(every_choice if can_enumerate else menu)
+        self._options_of: OptionsOf = like._options_of if like else cache(every_choice if can_enumerate else menu)
         self._most_dropped = most_folded(profile)
         self._working: WorkingSets = {}
         self._every_plan = every_plan(profile, _POLISHING_EVENTS // self._num_events)
@@ -95,7 +100,7 @@ class ChainSearch:
         self._has_tape_s = any(graph.tape_s for graph in profile.graphs)
         self._chains: dict[Dropped, tuple[Ladder, Chain]] = {}
         self._simulated: dict[Dropped, dict[Levels, Peaks]] = {}
-        self._priced = PricedSearch(profile, self._windows, self._superposition, self._options_of)
+        self._priced = PricedSearch(profile, self._windows, self.superposition, self._options_of)
 
     @cached_property
     def _working_bytes(self) -> list[int]:
@@ -131,22 +136,17 @@ class ChainSearch:
         return _Found(*priced)
 
     def _simulated_again(self, found: _Found | None) -> Fit | None:
-        """Let the simulator, which runs the engine's own code on the whole step, have the last word."""
+        """Let the simulator have the last word."""
         if found is None:
             return None
-        simulation = simulate(self.profile, found.ladder.decisions(found.levels))
-        if (simulation.peak_bytes, simulation.recompute_s) != (found.peaks.peak_bytes, found.peaks.recompute_s):
-            raise RuntimeError(
-                f"a plan has a peak of {simulation.peak_bytes} bytes, where the sum over its units says "
-                f"{found.peaks.peak_bytes}: this is a bug in recollect, please report it"
-            )
-        return Fit(found.ladder, found.levels, simulation)
+        simulation = simulate(self.profile, found.ladder.decisions(found.levels), script=self.script)
+        return Fit(found.ladder, found.levels, checked(simulation, found.peaks))
 
     def _all_plans(self, ladder: Ladder) -> list[_Found]:
         """Return all plans that there are, of a step that has few of them."""
         if self._every_found is None:
             self._every_found = [
-                _Found(ladder, levels, self._superposition.peaks(ladder.decisions(levels)))
+                _Found(ladder, levels, self.superposition.peaks(ladder.decisions(levels)))
                 for levels in all_levels(ladder)
             ]
         return self._every_found
@@ -161,7 +161,7 @@ class ChainSearch:
         if self._every_plan is not None:
             plans = self._all_plans(self._every_plan)
             return self._simulated_again(min(plans, key=lambda p: (p.peaks.peak_bytes, p.peaks.recompute_s, p.levels)))
-        search = ChainSearch(self.profile)
+        search = ChainSearch(self.profile, like=self)
         search._best(0, 0.0)
         least = search._best_known(_NO_BUDGET, by_peak=True)
         step_bytes = 0 if least is None else (least.peaks.peak_bytes - self.profile.persistent_bytes) // 16
@@ -236,7 +236,7 @@ class ChainSearch:
 
         def simulate_levels(levels: Levels) -> Peaks:
             if levels not in known:
-                known[levels] = self._superposition.peaks(ladder.decisions(levels))
+                known[levels] = self.superposition.peaks(ladder.decisions(levels))
             return known[levels]
 
         return simulate_levels

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from recollect.planning.parts import OUTSIDE, Division, Group
 from recollect.planning.script import BULK, Instruction, Key, Script, ScriptOp
-from recollect.planning.simulate import CallDecision, Playback, Token, added_s, calls_on_tape
+from recollect.planning.simulate import CallDecision, Playback, Simulation, Token, added_s, calls_on_tape
 from recollect.profile.events import DIES, OP, OPTIMIZER, RETURN, SAVE
 
-__all__ = ["Peaks", "Superposition"]
+__all__ = ["Peaks", "Superposition", "checked"]
 
 _NEVER = 2**62
 
@@ -38,6 +38,20 @@ class Peaks:
     peak_bytes: int
     recompute_s: float
     window_peaks: tuple[int, ...]
+
+
+def checked(simulation: Simulation, peaks: Peaks) -> Simulation:
+    """Return what the simulator, which runs the engine's own code on the whole step, says of a plan.
+
+    Raises:
+        RuntimeError: the sum over the units says something else.
+    """
+    if (simulation.peak_bytes, simulation.recompute_s) != (peaks.peak_bytes, peaks.recompute_s):
+        raise RuntimeError(
+            f"a plan has a peak of {simulation.peak_bytes} bytes, where the sum over its units says "
+            f"{peaks.peak_bytes}: this is a bug in recollect, please report it"
+        )
+    return simulation
 
 
 @dataclass(frozen=True, slots=True)
