@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import recollect
 from gradients import call, loss_of, step_of
@@ -175,3 +176,25 @@ def test_layernorm_drops_what_is_cast_back_to_16_bits() -> None:
     kept = [name for layer in accounts if ".layers." in layer.path for name, _ in layer.kept]
     assert kept
     assert not [name for name in kept if "layernorm" in name]
+
+
+class InPlace(nn.Module):
+    """[N, D] -> [N, D], by a sum that ReLU writes to, whose result autograd saves, and a product that a factor writes to."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(channels, channels)
+        self.down = nn.Linear(channels, channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down((self.up(x) + x).relu_())
+        return y.mul_(0.5)
+
+
+def test_bytes_written_in_place_have_the_name_of_what_was_saved() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(InPlace(16) for _ in range(3)))
+    profile = recollect.record(model, torch.randn(8, 16), loss_fn=lambda y: y.square().sum())
+    first, *_, last = layer_accounts(profile, recollect.Plan({}))
+    assert first.kept == (("relu_", 8 * 16 * 4), ("mul_", 8 * 16 * 4))
+    assert last.kept == first.kept

@@ -14,7 +14,7 @@ from recollect.planning.decisions import decide
 from recollect.planning.script import Script, ScriptOp
 from recollect.planning.simulate import GENERATOR, CallDecision, Owner, Playback, Rerun, Token, calls_on_tape
 from recollect.profile.events import BACKWARD
-from recollect.profile.graph import Profile
+from recollect.profile.graph import Profile, UnitGraph
 
 __all__ = ["LayerAccount", "layer_accounts"]
 
@@ -26,7 +26,7 @@ class LayerAccount:
     Attributes:
         path: module path of the unit.
         kept: values that it made, by name, with the bytes that are alive when backward begins. What it gets from the unit
-            before it is that unit's.
+            before it is that unit's. Bytes that ops wrote to in place have the name of what autograd saved of them.
         generator_bytes: states of random generators that are held to repeat random ops.
         recomputed: ops that run again, by the name of their result, in the order in which they do; twice if twice.
         recompute_s: seconds of these, and of the tape in forward.
@@ -72,16 +72,33 @@ def layer_accounts(profile: Profile, plan: Plan) -> tuple[LayerAccount, ...]:
     for index, call in enumerate(profile.calls):
         graph, count = profile.graph_of(call), playback.counts[index]
         tape_s = graph.tape_s if index in playback.on_tape else 0.0
+        names = _names(graph)
         accounts.append(
             LayerAccount(
                 path=call.path,
-                kept=tuple((graph.values[value].name, nbytes) for value, nbytes in sorted(count.kept.items())),
+                kept=tuple((names[value], nbytes) for value, nbytes in sorted(count.kept.items())),
                 generator_bytes=count.generator_bytes,
                 recomputed=tuple(count.recomputed),
                 recompute_s=count.recompute_s + tape_s,
             )
         )
     return tuple(accounts)
+
+
+def _names(graph: UnitGraph) -> list[str]:
+    """Name each value; the first of a chain of writes in place, to which the bytes belong, after the one autograd saved.
+
+    Without one that was saved, it is the last one: what the bytes are when backward begins.
+    """
+    written = {op.inputs[0]: op.outputs[0] for op in graph.ops if op.mutates}
+    names = [value.name for value in graph.values]
+    for first in written.keys() - written.values():
+        chain = [first]
+        while chain[-1] in written:
+            chain.append(written[chain[-1]])
+        saved = [value for value in chain if graph.values[value].saved]
+        names[first] = graph.values[(saved or chain)[-1]].name
+    return names
 
 
 @dataclass(slots=True)
