@@ -11,13 +11,14 @@ NOTE [ Rules of a race ]
 
 from __future__ import annotations
 
-import gc
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from recollect.bench.machine import few_objects
 
 __all__ = ["Contestant", "Race", "percentile"]
 
@@ -99,15 +100,12 @@ class Race(Generic[One]):
         """Run as many rounds as the time allows, but no fewer than `least_rounds`; Ctrl+C ends this race and all later."""
         if self.is_interrupted or not groups:
             return
-        gc.collect()
-        gc.freeze()  # what is there now (PyTorch itself) would make each collection take as long as a small step
         try:
-            self._run(groups, seconds, least_rounds)
+            with few_objects():
+                self._run(groups, seconds, least_rounds)
         except KeyboardInterrupt:
             self.is_interrupted = True
             self._report("interrupted: going on with what there is")
-        finally:
-            gc.unfreeze()
 
     def _run(self, groups: Sequence[Sequence[One]], seconds: float, least_rounds: int) -> None:
         begin = time.perf_counter()
