@@ -253,7 +253,7 @@ def numbers(found: Comparison) -> list[Number]:
         if entry.contestant is None:
             continue
         rows += [Number("failed", "text", f"{name} / {entry.peer.name}", why) for name, why in entry.reasons.items()]
-        rows += _times_of(entry.contestant)
+        rows += entry.contestant.numbers()
         for name, answer in entry.answers.items():
             ratios = answer.time_ratios_to(entry.contestant)
             versus = f"{name} / {entry.peer.name}"
@@ -263,13 +263,6 @@ def numbers(found: Comparison) -> list[Number]:
                 rows += [Number(f"time_ratio_at_equal_peak_p{p}", "1", versus, percentile(ratios, p)) for p in (20, 80)]
                 rows += [Number("rounds", "1", versus, len(ratios))]
     return rows
-
-
-def _times_of(one: Contestant) -> list[Number]:
-    if not one.ratios:
-        return []
-    rows = [Number("slowdown", "1", one.name, one.slowdown), Number("rounds", "1", one.name, len(one.ratios))]
-    return [*rows, *(Number(f"slowdown_p{p}", "1", one.name, one.percentile(p)) for p in (20, 80))]
 
 
 @few_objects()

@@ -12,6 +12,7 @@ from recollect import Plan
 from recollect.bench import race
 from recollect.bench.race import percentile
 from recompute import Recompute
+from results_csv import Number
 from subject import Step
 
 __all__ = ["Contestant", "Race", "percentile"]
@@ -32,6 +33,14 @@ class Contestant(race.Contestant):
     peak_bytes: int = 0
     differs_at: str | None = None
     difference: float = 0.0
+
+    def numbers(self, metric: str = "slowdown", name: str | None = None) -> list[Number]:
+        """Return the rows about its times: the median, how many rounds it is of, and the percentiles; none if not timed."""
+        if not self.ratios:
+            return []
+        name = self.name if name is None else name
+        rows = [Number(metric, "1", name, self.slowdown), Number("rounds", "1", name, len(self.ratios))]
+        return [*rows, *(Number(f"{metric}_p{p}", "1", name, self.percentile(p)) for p in (20, 80))]
 
 
 class Race(race.Race[Contestant]):

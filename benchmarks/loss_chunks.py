@@ -107,15 +107,11 @@ def measure_steps(flags: Flags, vocab_size: int, console: Console) -> tuple[Tabl
             Number("peak", "bytes", name, contestant.peak_bytes),
             Number("gradients_off_by", "1", name, contestant.difference),
         ]
+        rows += contestant.numbers("time_over_one_piece", name)
         time, spread = "", ""
         if contestant.ratios:
             low, high = contestant.percentile(20), contestant.percentile(80)
             time, spread = f"{contestant.slowdown:+.1%}", f"{low:+.1%} to {high:+.1%}"
-            rows += [
-                Number("time_over_one_piece", "1", name, contestant.slowdown),
-                Number("time_over_one_piece_p20", "1", name, low),
-                Number("time_over_one_piece_p80", "1", name, high),
-            ]
         part = f"{contestant.peak_bytes / one.peak_bytes:.0%}"
         table.add_row(
             contestant.name, format_bytes(contestant.peak_bytes), part, time, spread, f"{contestant.difference:.1e}"

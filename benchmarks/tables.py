@@ -158,9 +158,7 @@ def time_numbers(found: Comparison) -> list[Number]:
         else []
     )
     for one in [*found.peers, *found.recollect]:
-        if one.ratios:
-            rows += [Number("slowdown", "1", one.name, one.slowdown), Number("rounds", "1", one.name, len(one.ratios))]
-            rows += [Number(f"slowdown_p{p}", "1", one.name, one.percentile(p)) for p in (20, 80)]
+        rows += one.numbers()
     for match in found.matches:
         if match.contestant is not None and match.contestant.ratios:
             rows += _against(match.peer.name, match.ours, match.contestant)
