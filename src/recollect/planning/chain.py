@@ -313,10 +313,14 @@ def _survivors(kept: NDArray[np.int64], seconds: NDArray[np.float64], num_cells:
     """Return the fastest state of each cell of bytes, without those that a leaner state beats."""
     least = int(kept.min())
     width = max(1, -(-(int(kept.max()) - least + 1) // num_cells))
-    order = np.argsort(seconds, kind="stable")[::-1]
-    fastest = np.full((int(kept.max()) - least) // width + 1, -1)
-    # Of several that are written to one place the last one stays: the fastest.
-    fastest[(kept[order] - least) // width] = order
+    cell_of = (kept - least) // width
+    num_used = int(cell_of.max()) + 1
+    least_s = np.full(num_used, np.inf)
+    np.minimum.at(least_s, cell_of, seconds)
+    # From the last one on, since of several that are written to one place the last one stays: the first of the fastest.
+    among_fastest = np.flatnonzero(seconds == least_s[cell_of])[::-1]
+    fastest = np.full(num_used, -1)
+    fastest[cell_of[among_fastest]] = among_fastest
     cells = fastest[fastest >= 0]
     cells = cells[np.argsort(kept[cells], kind="stable")]
     fastest_so_far = np.concatenate(([np.inf], np.minimum.accumulate(seconds[cells])[:-1]))

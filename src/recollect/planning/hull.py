@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -129,21 +130,30 @@ class Evaluator:
         self._free = {i for i in self._outputs if values[i].saved or not values[i].mutated_later}
         self._produced_inputs = [[v for v in op.inputs if values[v].producer is not None] for op in graph.ops]
 
+    @cached_property
+    def _bits(self) -> tuple[int, list[tuple[int, int, int]]]:
+        """What autograd saved, and for each op, the last first: its index, results, and arguments that ops computed."""
+        ops = enumerate(zip(self._graph.ops, self._produced_inputs, strict=True))
+        return _bits(self._saved), [(index, _bits(op.outputs), _bits(inputs)) for index, (op, inputs) in ops][::-1]
+
     def option(self, keep: Iterable[int]) -> Option:
         """Return what keeping these values means."""
         graph = self._graph
-        wanted, needed, available = set(keep), set(self._saved), self._free.union(keep)
+        # Sets of values as bits of a number: this runs hundreds of times for each unit.
+        wanted, needed, rows = _bits(keep), *self._bits
+        unavailable = ~(wanted | _bits(self._free))
         recompute_ops = set()
-        for index in range(len(graph.ops) - 1, -1, -1):
-            missing = [v for v in graph.ops[index].outputs if v in needed and v not in available]
+        for index, outputs, inputs in rows:
+            missing = outputs & needed & unavailable
             if not missing:
                 continue
             if index in self._fixed_ops:
-                wanted.update(missing)
+                wanted |= missing
             else:
                 recompute_ops.add(index)
-                needed.update(self._produced_inputs[index])
-        kept = frozenset((wanted & needed) | self._outputs)
+                needed |= inputs
+        used = wanted & needed
+        kept = frozenset(self._outputs.union(v for v in range(used.bit_length()) if used >> v & 1))
         return Option(
             keep=kept,
             recompute_ops=frozenset(recompute_ops),
@@ -154,6 +164,14 @@ class Evaluator:
 
 def _saved(graph: UnitGraph) -> set[int]:
     return {i for i, value in enumerate(graph.values) if value.saved and value.producer is not None}
+
+
+def _bits(values: Iterable[int]) -> int:
+    """Return the number in which the bits of these values are set."""
+    bits = 0
+    for value in values:
+        bits |= 1 << value
+    return bits
 
 
 def _fixed_ops(graph: UnitGraph) -> set[int]:
