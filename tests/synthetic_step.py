@@ -31,7 +31,9 @@ INPUT = 0
 """Index of a unit's input among its values."""
 
 
-def random_unit(rng: random.Random, num_values: int, *, state_bytes: int) -> tuple[UnitGraph, list[list[int]]]:
+def random_unit(
+    rng: random.Random, num_values: int, *, state_bytes: int, saved_part: float
+) -> tuple[UnitGraph, list[list[int]]]:
     """A unit with so many computed values, the last of them its output, and what each of its ops saves."""
     values = [ValueRecord("input", 8, producer=None)]
     ops: list[OpRecord] = []
@@ -54,7 +56,7 @@ def random_unit(rng: random.Random, num_values: int, *, state_bytes: int) -> tup
                 working_bytes=rng.choice((0, 0, 0, 50)),
             )
         )
-        saves.append([index for index in (*inputs, *outputs) if rng.random() < 0.6])
+        saves.append([index for index in (*inputs, *outputs) if rng.random() < saved_part])
     values[0] = replace(values[0], nbytes=values[-1].nbytes)
     values[-1] = replace(values[-1], is_output=True)
     for index in {index for saved in saves for index in saved}:
@@ -124,10 +126,12 @@ class _Writer:
         return gradients.pop(INPUT) if INPUT in gradients else self.new_storage(8)
 
 
-def random_step(seed: int, *, num_values: int, num_units: int = 1, state_bytes: int = 0) -> Profile:
+def random_step(
+    seed: int, *, num_values: int, num_units: int = 1, state_bytes: int = 0, saved_part: float = 0.6
+) -> Profile:
     """A step of `num_units` identical units with so many computed values each; some ops are random if they have a state."""
     rng = random.Random(seed)
-    graph, saves = random_unit(rng, num_values, state_bytes=state_bytes)
+    graph, saves = random_unit(rng, num_values, state_bytes=state_bytes, saved_part=saved_part)
     writer = _Writer(graph, saves, num_units)
     for call in range(num_units):
         writer.forward(call)

@@ -13,13 +13,19 @@ Why no plan can be below: take any plan and look at its simulated step at e. Wha
 memory, or computed after e by ops that run again, from values that are in memory or computed likewise. So what is in
 memory at e of call c, and all ops of c that run again at any time, are a choice over which the hull was taken. Each of
 these values is counted in one call, and none of them in fixed_e. Everything else is left out, in favour of the bound:
-values that only a recompute in a later unit reads, the working memory of recomputing, saved generator states, values that
+values that only a recompute in a later unit reads, other working memory of recomputing, saved generator states, values that
 are written to later (taken to be keepable), and that calls of one module share a decision. An input from another unit is
 taken to be available; the unit that made it must produce it only if backward itself asks for it.
 
-"Any plan" means: keep or recompute, value by value, unit outputs dropped or not, each op as often as one likes, for the
-ops and the order of the recorded step. It does not hold for what changes the step itself: offload, another micro-batch, a
-chunked loss, ops that are replaced by others.
+Plans are of two kinds for each call (`planning/pivots.py`): one value of it, the pivot, is in memory from forward on until
+backward first asks for it, or its op has run again by then, and its arguments that are asked for later are in memory from
+there on. For each kind there are hulls of its own, in which these values have to be kept. A plan is of one kind; of both
+the program takes shares that add up to one, so it allows all that either kind does (the convex hull of the two; Balas,
+"Disjunctive programming", Annals of Discrete Mathematics 5, 1979).
+
+"Any plan" means: keep or recompute, value by value, unit outputs dropped or not, what was computed again staying as long as
+backward has still to ask for it, as on the tape; for the ops and the order of the recorded step. It does not hold for what
+changes the step itself: offload, another micro-batch, a chunked loss, ops that are replaced by others.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import linprog
@@ -34,6 +41,7 @@ from scipy.sparse import coo_array
 
 from recollect.planning.hull import Option, unit_hull
 from recollect.planning.moments import Demand, moments
+from recollect.planning.pivots import pivots
 from recollect.planning.script import rounded_bytes
 from recollect.profile.graph import OpRecord, Profile, UnitGraph, ValueRecord
 
@@ -52,6 +60,15 @@ class _Line:
 
     least_bytes: float
     bytes_per_s: float
+
+
+class _Shares(NamedTuple):
+    """Variables of one call: what part of it is of each kind of plan (`planning/pivots.py`), and the seconds of both."""
+
+    kept: int
+    computed: int
+    kept_s: int
+    computed_s: int
 
 
 class LowerBound:
@@ -74,7 +91,9 @@ class LowerBound:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._lines: dict[Demand, tuple[_Line, ...]] = {}
+        self._pivots = pivots(profile)
+        self._shares: dict[int, _Shares] = {}
+        self._lines: dict[tuple[Demand, frozenset[int]], tuple[_Line, ...]] = {}
         self._fixed_bytes: list[int] = []
         self._entries: list[tuple[int, int, float]] = []
         self._limits: list[float] = []
@@ -119,7 +138,7 @@ class LowerBound:
 
     def _build(self) -> None:
         """Lay out the variables: seconds of each call, kept bytes of each (call, demand), bytes of each moment."""
-        chosen = moments(self._profile)
+        chosen = moments(self._profile, self._pivots)
         graphs = self._profile.graphs
         self._seconds_per_unit = max((s for g in graphs for s in (g.tape_s, *(op.time_s for op in g.ops))), default=0.0)
         self._seconds_per_unit = self._seconds_per_unit or 1.0
@@ -145,27 +164,64 @@ class LowerBound:
                     self._equal.append((row, current[call], -1.0))
             previous = total
 
+    def _new_variable(self) -> int:
+        self._num_variables += 1
+        return self._num_variables - 1
+
+    def _add_row(self, limit: float, *entries: tuple[int, float]) -> None:
+        """Demand that the sum of variables times factors is at most a limit."""
+        self._entries += [(len(self._limits), variable, factor) for variable, factor in entries]
+        self._limits.append(limit)
+
     def _kept_variable(self, call: int, demand: Demand) -> int:
-        variable, self._num_variables = self._num_variables, self._num_variables + 1
-        if demand not in self._lines:
-            self._lines[demand] = _lines(demand_hull(self._profile, demand))
-        for line in self._lines[demand]:
-            # least - rate * t <= kept
-            row = len(self._limits)
-            self._limits.append(-line.least_bytes / _BYTES_PER_UNIT)
-            self._entries.append((row, variable, -1.0))
-            self._entries.append((row, call, -line.bytes_per_s * self._seconds_per_unit / _BYTES_PER_UNIT))
+        variable = self._new_variable()
+        pivot = self._pivots.get(demand.graph)
+        if pivot is None:
+            self._add_lines(demand, frozenset(), variable, call, share=None)
+            return variable
+        # Of the two kinds of plans, shares that add up to one; so do their bytes and seconds.
+        if call not in self._shares:
+            self._shares[call] = _Shares(*(self._new_variable() for _ in range(4)))
+            first = self._shares[call]
+            self._add_row(1.0, (first.kept, 1.0), (first.computed, 1.0))
+            self._add_row(-1.0, (first.kept, -1.0), (first.computed, -1.0))
+            self._add_row(0.0, (first.kept_s, 1.0), (first.computed_s, 1.0), (call, -1.0))
+        shares = self._shares[call]
+        bytes_if_kept, bytes_if_computed = self._new_variable(), self._new_variable()
+        self._add_row(0.0, (bytes_if_kept, 1.0), (bytes_if_computed, 1.0), (variable, -1.0))
+        there = demand.needed - demand.free
+        forced = frozenset() if demand.is_asked else there & {pivot.value}
+        self._add_lines(demand, forced, bytes_if_kept, shares.kept_s, share=shares.kept)
+        forced = there & pivot.arguments if demand.is_asked else frozenset()
+        self._add_lines(demand, forced, bytes_if_computed, shares.computed_s, share=shares.computed)
         return variable
 
+    def _add_lines(
+        self, demand: Demand, forced: frozenset[int], variable: int, seconds: int, *, share: int | None
+    ) -> None:
+        """Demand that kept bytes are above the hull at some seconds, for a share of all plans (None: all of them)."""
+        if (demand, forced) not in self._lines:
+            self._lines[demand, forced] = _lines(demand_hull(self._profile, demand, forced))
+        for line in self._lines[demand, forced]:
+            # least - rate * t <= kept
+            least = line.least_bytes / _BYTES_PER_UNIT
+            rate = line.bytes_per_s * self._seconds_per_unit / _BYTES_PER_UNIT
+            if share is None:
+                self._add_row(-least, (variable, -1.0), (seconds, -rate))
+            else:
+                self._add_row(0.0, (variable, -1.0), (seconds, -rate), (share, least))
 
-def demand_hull(profile: Profile, demand: Demand) -> tuple[Option, ...]:
+
+def demand_hull(profile: Profile, demand: Demand, forced: frozenset[int] = frozenset()) -> tuple[Option, ...]:
     """Return the hull of one unit for one demand, with everything left out that not every plan needs.
+
+    `forced` values are in memory, and count.
 
     A unit that recomputes anything is on the tape, whose own time is a fixed charge: of the points with it, the lower
     convex hull is what no plan can be below.
     """
     hull: list[Option] = []
-    for option in unit_hull(_optimistic(profile, demand), output="recompute"):
+    for option in unit_hull(_optimistic(profile, demand, forced), output="recompute"):
         if option.recompute_ops:
             option = replace(option, recompute_s=option.recompute_s + profile.graphs[demand.graph].tape_s)
         while len(hull) > 1 and _is_above(hull[-1], hull[-2], option):
@@ -180,10 +236,11 @@ def _is_above(middle: Option, lean: Option, fat: Option) -> bool:
     return rise >= (fat.recompute_s - lean.recompute_s) * (middle.kept_bytes - lean.kept_bytes)
 
 
-def _optimistic(profile: Profile, demand: Demand) -> UnitGraph:
+def _optimistic(profile: Profile, demand: Demand, forced: frozenset[int]) -> UnitGraph:
     """Return the unit with the demanded values as the saved ones, and free values as leaves."""
     graph = profile.graphs[demand.graph]
-    fixed = [i for i, v in enumerate(graph.values) if v.must_keep and v.producer is not None and i not in demand.free]
+    is_fixed = [i in forced or (v.must_keep and v.producer is not None) for i, v in enumerate(graph.values)]
+    fixed = [i for i, is_there in enumerate(is_fixed) if is_there and i not in demand.free]
     values = []
     for index, value in enumerate(graph.values):
         is_leaf = value.producer is None or index in demand.free

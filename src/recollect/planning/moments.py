@@ -12,9 +12,11 @@ memory, or ops run later that compute it from what is in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from recollect.planning.pivots import Pivot
 from recollect.planning.script import rounded_bytes
 from recollect.planning.windows import windows
 from recollect.profile.events import (
@@ -35,15 +37,20 @@ from recollect.profile.graph import Profile
 __all__ = ["Demand", "Moment", "moments"]
 
 _Key = tuple[int, int]
+_NO_PIVOTS: Mapping[int, Pivot] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a unit call must still be able to produce: values of its graph; `free` ones are in memory under every plan."""
+    """What a unit call must still be able to produce: values of its graph; `free` ones are in memory under every plan.
+
+    `is_asked`: backward has asked for the unit's pivot.
+    """
 
     graph: int
     needed: frozenset[int]
     free: frozenset[int]
+    is_asked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +62,21 @@ class Moment:
     changed: dict[int, Demand]
 
 
-def moments(profile: Profile) -> list[Moment]:
+def moments(profile: Profile, pivots: Mapping[int, Pivot] = _NO_PIVOTS) -> list[Moment]:
     """Return the moments at which a plan's memory is worth a look, in order.
 
     In each stretch of the step that belongs to one unit call: where backward begins it, where most bytes are alive
-    under every plan, and where most are alive if everything is kept.
+    under every plan, and where most are alive if everything is kept. And where backward asks for a pivot.
+
+    Args:
+        profile: the recorded step.
+        pivots: by number of the graph.
 
     Complexity: two walks over the events.
     """
-    chosen = _candidates(profile)
     found = []
-    scan = _Scan(profile)
+    scan = _Scan(profile, pivots)
+    chosen = _candidates(profile) | scan.pivot_uses
     for event, position in scan.walk():
         if position in chosen:
             found.append(Moment(position, scan.fixed_bytes(event), scan.take_changes()))
@@ -97,10 +108,15 @@ def _candidates(profile: Profile) -> frozenset[int]:
 class _Scan:
     """Walks over the events and keeps count of what every plan has and needs."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, pivots: Mapping[int, Pivot] = _NO_PIVOTS) -> None:
         self._profile = profile
         self._events = [event for block, _ in profile.log.sequence for event in profile.log.blocks[block]]
         self._last_use = {event[1]: at for at, event in enumerate(self._events) if event[0] == USE}
+        calls = {index: pivots[call.graph].value for index, call in enumerate(profile.calls) if call.graph in pivots}
+        pivot_handles = {e[3] for e in self._events if e[0] == SAVE and e[1] in calls and e[2] == calls[e[1]]}
+        self.pivot_uses = frozenset(at for at, e in enumerate(self._events) if e[0] == USE and e[1] in pivot_handles)
+        self._pivot_of = calls
+        self._asked: set[int] = set()
         self._origins = [{value: (c, v) for value, c, v in call.origins} for call in profile.calls]
         self._outside = [dict(call.outside) for call in profile.calls]
         # Of storages outside of the units: their bytes, and who holds them (the model's code, and what autograd saved).
@@ -147,7 +163,9 @@ class _Scan:
                     target[call].add(value)
         self._changed.clear()
         return {
-            call: Demand(self._profile.calls[call].graph, frozenset(needed[call]), frozenset(free[call]))
+            call: Demand(
+                self._profile.calls[call].graph, frozenset(needed[call]), frozenset(free[call]), call in self._asked
+            )
             for call in needed
         }
 
@@ -225,6 +243,9 @@ class _Scan:
         if handle not in self._in_use:
             self._in_use.add(handle)
             self._hold(key, 1)
+        if self._pivot_of.get(key[0]) == key[1]:
+            self._asked.add(key[0])
+            self._changed.add(key[0])
         if self._last_use[handle] == position:
             self._count(self._waiting, key, -1)
 
