@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -214,7 +215,7 @@ class _Layout:
     Attributes:
         shape: equal for groups that play alike.
         keys: the values that this group and others may hold, by their numbers in a `_Trace`.
-        instructions: what to play, run by run; before each run, the values of others that come (True) or go meanwhile.
+        changes: (run, number, whether it comes) of values of others that come or go before a run.
         run_positions: of the first instruction of each run.
     """
 
@@ -262,6 +263,7 @@ class _Layout:
             for position, number, comes in sorted(found)
         ]
 
+    @cached_property
     def runs(self) -> list[list[Instruction]]:
         """Return the instructions, run by run."""
         bounds = [*self._firsts.tolist(), len(self._positions)]
@@ -315,7 +317,7 @@ class _PartPlayback(Playback):
         play = self.actions()
         changes = iter([*self._layout.changes, (_NEVER, 0, True)])
         change = next(changes)
-        for run, instructions in enumerate(self._layout.runs()):
+        for run, instructions in enumerate(self._layout.runs):
             self._run = run
             while change[0] <= run:
                 self._come_or_go(*change[1:])
