@@ -68,6 +68,10 @@ class Drops:
         """Whether a value is dropped: "mlp.up_proj.mm#1" is one of mm."""
         return self.drops_op(value_name.rpartition(".")[2].partition("#")[0])
 
+    def drops_in(self, unit_path: str, module_path: str) -> bool:
+        """Any module may run an op of that name."""
+        return True
+
     def drops_output(self, unit_path: str) -> bool:
         """Keep it."""
         return False

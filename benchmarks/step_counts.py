@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import recollect
-from recollect.engine import tape
+from recollect.engine import tape_mode
 
 _ALLOCATES = ("empty", "new_empty", "resize_", "set_")
 _COPIES = frozenset({"clone", "_to_copy", "copy_", "contiguous", "repeat"})
@@ -94,7 +94,7 @@ def _computes(func: Any) -> bool:
 @contextmanager
 def uncounted_generator_states() -> Iterator[None]:
     """For a with-block, keep the states of random generators in NumPy's memory, which the meter does not see."""
-    torch_get, tape_get = torch.get_rng_state, tape.generator_state
+    torch_get, tape_get = torch.get_rng_state, tape_mode.generator_state
 
     def from_torch() -> Tensor:
         return torch.from_numpy(torch_get().numpy().copy())
@@ -103,7 +103,7 @@ def uncounted_generator_states() -> Iterator[None]:
         found = tape_get(*args)
         return found and (found[0], torch.from_numpy(found[1].numpy().copy()))
 
-    modules: tuple[Any, Any] = (torch, tape)
+    modules: tuple[Any, Any] = (torch, tape_mode)
     modules[0].get_rng_state, modules[1].generator_state = from_torch, from_tape
     try:
         yield

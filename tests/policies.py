@@ -5,6 +5,8 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
+from recollect.value_names import module_of
+
 
 @dataclass(frozen=True)
 class Uniform:
@@ -16,18 +18,28 @@ class Uniform:
     def drops(self, unit_path: str, value_name: str) -> bool:
         return self.recompute
 
+    def drops_in(self, unit_path: str, module_path: str) -> bool:
+        return self.recompute
+
     def drops_output(self, unit_path: str) -> bool:
         return not self.keep_output
 
 
 @dataclass(frozen=True)
 class Random:
-    """A coin for each value and each unit's output, the same on every run; the seed also sets the coin's bias."""
+    """A coin for each value and each unit's output, the same on every run; the seed also sets the coin's bias.
+
+    Every third module keeps all that it computes, so that what is dropped is read, viewed and saved out of sight.
+    """
 
     seed: int
 
     def drops(self, unit_path: str, value_name: str) -> bool:
-        return self._coin(unit_path, value_name) < (2, 5, 8)[self.seed % 3]
+        is_dropped = self._coin(unit_path, value_name) < (2, 5, 8)[self.seed % 3]
+        return is_dropped and self.drops_in(unit_path, module_of(value_name))
+
+    def drops_in(self, unit_path: str, module_path: str) -> bool:
+        return self._coin(unit_path, f"module {module_path}") >= 3
 
     def drops_output(self, unit_path: str) -> bool:
         return self._coin(unit_path, "the output") < 5
@@ -45,6 +57,9 @@ class Only:
 
     def drops(self, unit_path: str, value_name: str) -> bool:
         return value_name in self.names
+
+    def drops_in(self, unit_path: str, module_path: str) -> bool:
+        return any(module_of(name) == module_path for name in self.names)
 
     def drops_output(self, unit_path: str) -> bool:
         return not self.keep_output

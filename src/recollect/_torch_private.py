@@ -49,6 +49,7 @@ __all__ = [
     "disable_autocast",
     "disable_torch_dispatch",
     "disable_torch_function",
+    "has_saved_tensors_hooks",
     "is_checkpoint_wrapper",
     "is_compiled_module",
     "is_fake_tensor",
@@ -56,7 +57,11 @@ __all__ = [
     "current_autograd_node",
     "is_traceable_wrapper_subclass",
     "keeps_graph",
+    "pop_dispatch_mode",
+    "pop_saved_tensors_hooks",
     "profiler_is_active",
+    "push_dispatch_mode",
+    "push_saved_tensors_hooks",
     "quiet_allocator",
     "share_version_counters",
     "tree_leaves",
@@ -73,6 +78,36 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 # Run tensor methods without the active dispatch modes; no public guard leaves out all of them at this price.
 disable_torch_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
+
+# A mode that is entered steps aside for a while, which `with` cannot say; a tenth of the time of leaving and entering it.
+push_dispatch_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
+
+
+def pop_dispatch_mode(mode: TorchDispatchMode) -> bool:
+    """Take a mode off the stack if it is on top; say whether it was."""
+    top = torch._C._pop_torch_dispatch_stack(None)
+    if top is not mode:
+        torch._C._push_on_torch_dispatch_stack(top)
+    return top is mode
+
+
+# The same for saved-tensor hooks.
+push_saved_tensors_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether any saved-tensor hooks are active."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def pop_saved_tensors_hooks(owner: object) -> tuple[Any, Any] | None:
+    """Take a pair of hooks off the stack and return it, if its pack hook, a method of `owner`, is on top."""
+    top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if top is None or getattr(top[0], "__self__", None) is not owner:
+        return None
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    return top
+
 
 # Let views and aliases made inside a dispatch mode share the version counter of their base, as they do outside.
 share_version_counters: Callable[[], AbstractContextManager[Any]] = functools.partial(

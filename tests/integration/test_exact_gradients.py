@@ -28,8 +28,8 @@ def test_one_step(case: Case, policy: Policy) -> None:
     model = case.model()
     expected = step_of(case, model)
     with apply_policy(model, case.layers, policy):
-        assert_same_gradients(expected, step_of(case, model))
-        assert_same_gradients(expected, step_of(case, model))
+        for _ in range(3):  # From the third step on, modules of which nothing is dropped run out of sight.
+            assert_same_gradients(expected, step_of(case, model))
     assert_same_gradients(expected, step_of(case, model))
 
 

@@ -217,6 +217,9 @@ class _Part:
     def drops(self, unit_path: str, value_name: str) -> bool:
         return self.part in f"{unit_path}.{value_name}"
 
+    def drops_in(self, unit_path: str, module_path: str) -> bool:
+        return True
+
     def drops_output(self, unit_path: str) -> bool:
         return False
 

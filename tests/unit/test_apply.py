@@ -19,13 +19,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import recollect
 from block_plans import ROWS, block_plan, full, mean_square, ops, stack
 from gradients import assert_same_gradients, gradients
-from recollect.engine.apply import value_scope
 from recollect.errors import (
     AlreadyAppliedError,
     PlanMismatchWarning,
     UnknownNameError,
 )
 from recollect.plan import Plan, UnitPlan
+from recollect.value_names import module_of
 from watch import Watch
 from zoo import ZOO
 
@@ -169,7 +169,7 @@ def test_plan_for_another_model() -> None:
     ],
 )
 def test_module_part_of_a_name(name: str, scope: str) -> None:
-    assert value_scope(name) == scope
+    assert module_of(name) == scope
 
 
 def test_wrapped_models_are_refused() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from dataclasses import replace
 from typing import Literal
 
 import pytest
 
 from recollect.planning.hull import Option, evaluate, unit_hull
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
+from watched_modules import on_modules
 
 Output = Literal["keep", "recompute"]
 
@@ -61,7 +63,8 @@ def all_points(graph: UnitGraph, output: Output) -> set[tuple[int, float]]:
         kept = asked - available
         if kept <= set(keepable):
             kept_bytes = base_bytes + sum(graph.values[i].nbytes for i in kept)
-            points.add((kept_bytes, float(sum(graph.ops[op].time_s for op in run))))
+            tape_s = graph.watched_s(i for op in run for i in graph.ops[op].outputs) if run else 0.0
+            points.add((kept_bytes, tape_s + sum(graph.ops[op].time_s for op in run)))
     return points
 
 
@@ -81,10 +84,12 @@ def lower_hull(points: set[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("output", ["keep", "recompute"])
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(200))
 def test_equals_enumeration(seed: int, output: Output) -> None:
     rng = random.Random(seed)
     graph = random_graph(rng, num_values=rng.randint(2, 10))
+    if seed >= 100:
+        graph = on_modules(graph, rng)
     options = unit_hull(graph, output=output)
     expected = lower_hull(all_points(graph, output))
     found = [(option.kept_bytes, option.recompute_s) for option in options]
@@ -97,7 +102,10 @@ def test_equals_enumeration(seed: int, output: Output) -> None:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_options_are_what_they_say(seed: int) -> None:
-    graph = random_graph(random.Random(seed), num_values=30)
+    rng = random.Random(seed)
+    graph = random_graph(rng, num_values=30)
+    if seed % 2:
+        graph = on_modules(graph, rng)
     options = unit_hull(graph)
     produced = {i for i, value in enumerate(graph.values) if value.producer is not None}
     outputs = {i for i in produced if graph.values[i].is_output}
@@ -128,6 +136,16 @@ def points(options: tuple[Option, ...]) -> list[tuple[int, float]]:
 def test_chain_has_one_option_per_price() -> None:
     graph = chain(bytes_and_seconds=[(10, 1.0), (10, 2.0), (10, 4.0)])
     assert points(unit_hull(graph)) == [(0, 7.0), (10, 3.0), (20, 1.0), (30, 0.0)]
+
+
+def test_modules_that_the_tape_watches_are_paid_once_and_only_if_something_of_them_runs_again() -> None:
+    graph = chain(bytes_and_seconds=[(10, 1.0), (10, 2.0), (10, 4.0)])
+    names = ["x", "a.v1", "a.v2", "b.v3"]
+    values = tuple(replace(value, name=name) for value, name in zip(graph.values, names, strict=True))
+    ops = tuple(replace(op, name=name) for op, name in zip(graph.ops, names[1:], strict=True))
+    graph = UnitGraph(values, ops, tape_s=0.25, module_tape_s=(("a", 2.0), ("b", 64.0)))
+    # Of the two values of "a" none is kept or both: watching it for one costs as much.
+    assert points(unit_hull(graph)) == [(0, 73.25), (10, 5.25), (30, 0.0)]
 
 
 def test_must_keep_value_is_kept_by_the_leanest_option() -> None:

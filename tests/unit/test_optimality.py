@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from recollect.planning.decisions import decide
 from recollect.planning.simulate import CallDecision, simulate
 from recollect.profile.graph import Profile, UnitGraph
 from synthetic_step import random_step
+from watched_modules import on_modules
 
 TOLERANCE_S = 1e-6
 Point = tuple[int, float]
@@ -93,8 +95,11 @@ def test_plans_of_chains_are_the_best_of_all_plans(seed: int, num_units: int) ->
 
 
 def on_a_slow_tape(profile: Profile, seed: int) -> Profile:
-    """The same step, where a unit that recomputes anything pays for the tape too."""
+    """The same step, where a unit that recomputes anything pays for the tape too, or for each module that it watches."""
     ops_s = max(op.time_s for graph in profile.graphs for op in graph.ops)
+    if seed % 2:
+        rng = random.Random(seed)
+        return replace(profile, graphs=tuple(on_modules(graph, rng, most_s=ops_s) for graph in profile.graphs))
     graphs = tuple(replace(g, tape_s=ops_s * (0.5, 1.0, 4.0)[(seed + i) % 3]) for i, g in enumerate(profile.graphs))
     return replace(profile, graphs=graphs)
 

@@ -11,7 +11,8 @@ from torch import nn
 
 import recollect
 from recollect.planning.decisions import decide, drop_all
-from recollect.planning.menu import unit_menu, with_tape
+from recollect.planning.hull import unit_hull
+from recollect.planning.menu import unit_menu
 from recollect.planning.simulate import simulate
 from recollect.profile.graph import Profile
 from recollect.profile.step_times import StepTimes, UnitTimes, measure_step_times, with_step_times
@@ -27,9 +28,9 @@ def recorded() -> Profile:
     return recollect.record(llama(), batch_of())
 
 
-def unit_times(profile: Profile, *, forward_s: float, backward_s: float) -> dict[int, UnitTimes]:
+def unit_times(profile: Profile, *, forward_s: float, backward_s: float, idle_s: float = 0.0) -> dict[int, UnitTimes]:
     """Each layer takes 1 s forward and 2 s backward, and this much longer on the tape."""
-    times = UnitTimes(1.0, 2.0, 1.0 + forward_s, 2.0 + backward_s)
+    times = UnitTimes(1.0, 2.0, 1.0 + forward_s, 2.0 + backward_s, 1.0 + idle_s)
     return {index: times for index, call in enumerate(profile.calls) if call.repeated}
 
 
@@ -50,7 +51,7 @@ def test_measured_on_each_unit_and_nothing_is_left_behind() -> None:
     assert times.leanest_s > 0
     assert all(s > 0 for s in (times.units[0].plain_forward_s, times.units[0].tape_backward_s))
     assert len(set(times.units.values())) == 1, "calls that are alike share their medians"
-    assert seen == [True, False, False] * 2, "one step with its graph, two passes in which units run alone"
+    assert seen == [True, False, False, False] * 3, "one step with its graph, three passes in which units run alone"
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert recollect.applied_to(model) == []
 
@@ -85,13 +86,16 @@ def test_units_that_write_to_their_input_and_nested_ones() -> None:
 
 
 def test_step_is_the_leanest_one_without_what_the_tape_adds(recorded: Profile) -> None:
-    bare = replace(recorded, graphs=tuple(replace(graph, tape_s=0.0) for graph in recorded.graphs))
+    bare = replace(recorded, graphs=tuple(replace(graph, tape_s=0.0, module_tape_s=()) for graph in recorded.graphs))
     leanest = simulate(bare, [drop_all(bare.graph_of(call)) for call in bare.calls])
     in_backward_s = leanest.recompute_s + 0.4
-    timed = with_step_times(bare, StepTimes(20.0, unit_times(bare, forward_s=0.25, backward_s=in_backward_s / 4)))
+    units = unit_times(bare, forward_s=0.25, backward_s=in_backward_s / 4, idle_s=0.05)
+    layer_graph = next(call.graph for call in bare.calls if call.repeated)
+    timed = with_step_times(bare, StepTimes(20.0, units), {layer_graph: {"": 2, "mlp.linear_fc1": 6}})
     assert timed.step_s == pytest.approx(20.0 - 4 * 0.25 - in_backward_s)
-    assert graph_at(timed, "decoder.layers.0").tape_s == 0.25
-    assert graph_at(timed, "decoder.final_layernorm").tape_s == 0.0
+    assert graph_at(timed, "decoder.layers.0").tape_s == pytest.approx(0.05)
+    assert dict(graph_at(timed, "decoder.layers.0").module_tape_s) == pytest.approx({"": 0.05, "mlp.linear_fc1": 0.15})
+    assert graph_at(timed, "decoder.final_layernorm").watched_s(range(2)) == 0.0
     # The rest of backward goes to the ops that ran again, in equal parts.
     before, after = graph_at(bare, "decoder.layers.0").ops, graph_at(timed, "decoder.layers.0").ops
     added = [b.time_s - a.time_s for a, b in zip(before, after, strict=True)]
@@ -103,26 +107,29 @@ def _all_s(profile: Profile) -> float:
 
 
 def test_op_times_shrink_where_recompute_took_less(recorded: Profile) -> None:
-    bare = replace(recorded, graphs=tuple(replace(graph, tape_s=0.0) for graph in recorded.graphs))
-    half = with_step_times(bare, StepTimes(20.0, unit_times(bare, forward_s=-1.0, backward_s=_all_s(bare) / 8)))
+    bare = replace(recorded, graphs=tuple(replace(graph, tape_s=0.0, module_tape_s=()) for graph in recorded.graphs))
+    half = with_step_times(bare, StepTimes(20.0, unit_times(bare, forward_s=-1.0, backward_s=_all_s(bare) / 8)), {})
     before, after = graph_at(bare, "decoder.layers.0"), graph_at(half, "decoder.layers.0")
     assert after.ops[3].time_s == pytest.approx(before.ops[3].time_s / 2)
-    assert after.tape_s == 0.0, "noise makes no tape faster than none"
-    none = with_step_times(bare, StepTimes(1.0, unit_times(bare, forward_s=0.0, backward_s=-1.0)))
+    assert after.watched_s(range(len(after.values))) == 0.0, "noise makes no tape faster than none"
+    none = with_step_times(bare, StepTimes(1.0, unit_times(bare, forward_s=0.0, backward_s=-1.0)), {})
     assert graph_at(none, "decoder.layers.0").ops[3].time_s == pytest.approx(before.ops[3].time_s / 10)
     assert none.step_s == 12.0, "a step takes no less than its units"
 
 
 def test_options_that_need_the_tape_pay_for_it() -> None:
-    graph = replace(layer(), tape_s=7.0)
-    options = unit_menu(graph)
-    added = [b.recompute_s - a.recompute_s for a, b in zip(options, with_tape(graph, options), strict=True)]
-    assert added == pytest.approx([7.0 if option.recompute_ops else 0.0 for option in options])
-    assert not options[-1].recompute_ops
+    graph = replace(layer(), tape_s=7.0, module_tape_s=(("norm", 1.0), ("mlp.act", 2.0)))
+    for options in (unit_hull(graph), unit_menu(graph)):
+        for option in options:
+            modules = {"norm": 1.0 * (0 in option.recompute_ops), "mlp.act": 2.0 * (2 in option.recompute_ops)}
+            ops_s = math.fsum(graph.ops[op].time_s for op in option.recompute_ops)
+            tape_s = 7.0 * bool(option.recompute_ops) + sum(modules.values())
+            assert option.recompute_s == pytest.approx(ops_s + tape_s)
+        assert not options[-1].recompute_ops
 
 
 def test_simulation_counts_the_tape_of_units_that_are_on_it(recorded: Profile) -> None:
-    slow = replace(recorded, graphs=tuple(replace(graph, tape_s=10.0) for graph in recorded.graphs))
+    slow = replace(recorded, graphs=tuple(replace(graph, tape_s=10.0, module_tape_s=()) for graph in recorded.graphs))
     keep_all = recollect.classic_plan(slow, "keep_all")
     assert keep_all.predicted_slowdown == 0.0
     full = simulate(slow, decide(slow, recollect.classic_plan(slow, "full")))
@@ -136,7 +143,9 @@ def test_fewer_units_recompute_where_the_tape_is_slow() -> None:
     recorded = recollect.record(llama(), batch_of(), fake=True)
 
     def num_recomputing(tape_s: float) -> int:
-        profile = replace(recorded, graphs=tuple(replace(graph, tape_s=tape_s) for graph in recorded.graphs))
+        profile = replace(
+            recorded, graphs=tuple(replace(graph, tape_s=tape_s, module_tape_s=()) for graph in recorded.graphs)
+        )
         plan = recollect.plan(profile, "90%")
         return sum(unit.recomputes_anything for unit in plan.units.values())
 
@@ -144,7 +153,10 @@ def test_fewer_units_recompute_where_the_tape_is_slow() -> None:
 
 
 def test_tape_time_is_saved_with_the_profile(recorded: Profile) -> None:
-    profile = replace(recorded, graphs=tuple(replace(graph, tape_s=0.125) for graph in recorded.graphs))
+    times = {"tape_s": 0.125, "module_tape_s": (("", 0.5), ("mlp", 0.25))}
+    profile = replace(recorded, graphs=tuple(replace(graph, **times) for graph in recorded.graphs))
     assert Profile.from_json(profile.to_json()) == profile
+    with pytest.raises(ValueError, match=r"module_tape_s\['mlp'\]: got -1.0 s, expected a finite number, 0 or more"):
+        replace(layer(), module_tape_s=(("mlp", -1.0),))
     with pytest.raises(ValueError, match="tape_s: got nan s, expected a finite number, 0 or more"):
         replace(layer(), tape_s=float("nan"))

@@ -24,6 +24,7 @@ from recollect.engine.region import run_region
 from recollect.engine.tape import Policy, Tape
 from recollect.errors import AlreadyAppliedError, UnknownNameError
 from recollect.loss.intercept import loss_forwards
+from recollect.value_names import module_of
 
 if TYPE_CHECKING:
     from recollect.plan import Plan
@@ -41,11 +42,13 @@ class _ScopeForward(PlacedForward):
         mode = self.tape.mode
         if mode is None:
             return self.forward(*args, **kwargs)
-        outer, mode.scope = mode.scope, self.scope
+        outer = mode.enter(self.scope)
         try:
-            return self.forward(*args, **kwargs)
+            output = self.forward(*args, **kwargs)
+            mode.note_run()
+            return output
         finally:
-            mode.scope = outer
+            mode.leave(outer)
 
 
 class _UnitForward(PlacedForward):
@@ -228,19 +231,11 @@ def _find_unit(model: nn.Module, path: str) -> nn.Module:
 def _check_value_names(unit: nn.Module, path: str, actions: Mapping[str, str]) -> None:
     modules = {name for name, _ in unit.named_modules(remove_duplicate=False)}
     for value_name in actions:
-        scope = value_scope(value_name)
+        scope = module_of(value_name)
         if scope not in modules:
             close = difflib.get_close_matches(scope, modules, n=1)
             known = [value_name.replace(scope, match) for match in close] or sorted(modules)
             raise UnknownNameError(kind="value", name=value_name, where=f"unit {path!r}", known=known)
-
-
-def value_scope(value_name: str) -> str:
-    """Return the module part of a value's name: "mlp.down_proj" of "mlp.down_proj.mm#1" and of "mlp.down_proj.topk.0"."""
-    parts = value_name.split(".")
-    if len(parts) > 1 and parts[-1].isdigit():
-        parts.pop()
-    return ".".join(parts[:-1])
 
 
 def _check_not_applied(model: nn.Module, units: list[nn.Module]) -> None:

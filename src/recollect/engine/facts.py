@@ -32,6 +32,7 @@ class OpFacts:
     `may_keep`: one of `keeps_on_cuda`, `keeps_with_mask` and `device_keyword`, so that the tape looks at the call and its
         result before it drops it.
     `device_keyword`: whether the op can copy to another device.
+    `changes_storage`: writes to a storage, or has a tensor mean something else by it (`changes_layout_only`, `is_lazy`).
     `running_stats`: positions of statistics that the op updates behind its schema's back (batch norm), and of the flag
         that says so.
     """
@@ -51,6 +52,7 @@ class OpFacts:
     dropout_position: int | None = None
     device_keyword: bool = False
     may_keep: bool = False
+    changes_storage: bool = False
     running_stats: tuple[tuple[int, ...], int] | None = None
 
 
@@ -155,5 +157,6 @@ def facts_of(func: Any) -> OpFacts:
         dropout_position=arguments.index("dropout_p") if "dropout_p" in arguments else None,
         device_keyword=name == "_to_copy",
         may_keep=name in _ATOMIC_ON_CUDA or name in _GATHERS or name == "_to_copy",
+        changes_storage=bool(writes) or changes_layout_only or name in _LAZY_VIEWS,
         running_stats=_RUNNING_STATS.get(name),
     )

@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from recollect.errors import PlanMismatchWarning
+from recollect.value_names import module_of
 
 if TYPE_CHECKING:
     from recollect.plan import Plan
@@ -21,6 +22,12 @@ class PlanPolicy:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._by_stem: dict[tuple[str, str], set[str]] = {}
+        self._dropping = {
+            (path, module_of(name))
+            for path, unit in plan.units.items()
+            for name, action in unit.actions.items()
+            if action == "recompute"
+        }
         for path, unit in plan.units.items():
             for name, action in unit.actions.items():
                 self._by_stem.setdefault((path, _without_count(name)), set()).add(action)
@@ -39,6 +46,10 @@ class PlanPolicy:
             return "recompute" in alike
         self._warn(unit_path, value_name)
         return False
+
+    def drops_in(self, unit_path: str, module_path: str) -> bool:
+        """Whether the plan drops any value of a module."""
+        return (unit_path, module_path) in self._dropping
 
     def drops_output(self, unit_path: str) -> bool:
         """Whether the plan drops what this unit returns."""

@@ -15,53 +15,39 @@ NOTE [ Rules of the tape ]
 7. What runs behind the dispatcher is kept: buffers filled by foreign kernels, and whatever runs with gradients switched
    off, because custom autograd Functions and compiled regions may write to the results of ops out of sight.
 8. No state but the frame of the running unit, per thread: any number of forwards may be in flight.
+9. Modules of which the plan drops nothing run out of the mode's sight once they have run twice, unless they write in
+   place: to the tape their ops are ones whose results are kept. Those that save nothing dropped run without the hooks
+   as well. Should they do so later, it is kept; should they write to what is held, rule 2 finds it.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Parameter
 
-from recollect._torch_private import (
-    TorchDispatchMode,
-    below_autograd,
-    desugars,
-    disable_autocast,
-    is_fake_tensor,
-    is_traceable_wrapper_subclass,
-    tree_leaves,
-    untraced,
-)
-from recollect.engine.facts import OpFacts, facts_of
-from recollect.engine.opcall import Arguments, OpCall, WriteCall, generator_state
-from recollect.engine.subclasses import PackedSubclass, strided_tensors
+from recollect._torch_private import below_autograd, disable_autocast, is_fake_tensor, untraced
+from recollect.engine.facts import OpFacts
+from recollect.engine.subclasses import strided_tensors
+from recollect.engine.tape_mode import ModuleKey, TapeMode, Watch
 from recollect.engine.values import (
     UNWATCHED,
-    StorageRecord,
     TapeValue,
     alias_in_hook,
     alias_in_mode,
-    attach_record,
-    expect_bump,
     forget_record,
-    is_known,
-    layout_of,
     record_of,
-    snapshot_leaves,
     watch,
 )
-from recollect.replay import Node
+from recollect.value_names import result_names, value_stem
 
-# Looked up several times an op.
-_STRIDED = torch.strided
-# An index tensor of these says which elements to take, not where they are.
-_MASKS = frozenset({torch.bool, torch.uint8})
+# A unit that runs twice a step may get another one's dropped output the second time only.
+_RUNS_TO_SETTLE = 2
 
 Decision = bool | tuple[bool, ...]
 """Whether the results of an op are dropped: all alike, or one by one."""
@@ -74,6 +60,10 @@ class Policy(Protocol):
         """Whether a value is dropped in forward and computed again in backward."""
         ...
 
+    def drops_in(self, unit_path: str, module_path: str) -> bool:
+        """Whether it may drop anything that a module of the unit itself computes; if not, its ops need not be seen."""
+        ...
+
     def drops_output(self, unit_path: str) -> bool:
         """Whether what the unit returns may be dropped too, so that the next unit's backward computes it again."""
         ...
@@ -82,10 +72,15 @@ class Policy(Protocol):
 class Tape:
     """What the units of one applied model share: the policy, and which unit is running on this thread."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, runs_to_settle: int = _RUNS_TO_SETTLE) -> None:
         self.policy = policy
+        self._runs_to_settle = runs_to_settle
         self._decisions: dict[tuple[str, str, str], list[Decision]] = {}
         self._local = threading.local()
+        # What has to be watched of modules that ran often enough to know it.
+        self.settled: dict[ModuleKey, Watch] = {}
+        self._watched: dict[ModuleKey, Watch] = {}
+        self._num_runs: Counter[ModuleKey] = Counter()
 
     @property
     def mode(self) -> TapeMode | None:
@@ -110,10 +105,21 @@ class Tape:
         mode = self.new_mode(unit_path)
         self._local.mode = mode
         try:
-            with saved_tensors_hooks(mode.pack, self.unpack), mode:
+            with saved_tensors_hooks(mode.pack, self.unpack), mode, _module(mode, ""):
                 yield
+            if mode.unsettled:
+                self._learn(mode.unsettled)
         finally:
             self._local.mode = None
+
+    def _learn(self, seen: dict[ModuleKey, Watch]) -> None:
+        """Take over what had to be seen of the modules that ran in one call of a unit: rule 9."""
+        for key, watch_of in seen.items():
+            before = self._watched.get(key, Watch(self.policy.drops_in(*key), False))
+            self._watched[key] = Watch(before.ops or watch_of.ops, before.saves or watch_of.saves)
+            self._num_runs[key] += 1
+            if self._num_runs[key] >= self._runs_to_settle:
+                self.settled[key] = self._watched[key]
 
     def alias(self, tensor: torch.Tensor, in_hook: bool) -> tuple[torch.Tensor, int]:
         """Return a tensor to hold in place of one that is kept, and the version at which it is right."""
@@ -167,215 +173,29 @@ class Tape:
         return decisions[count]
 
     def _ask(self, unit_path: str, stem: str, facts: OpFacts) -> Decision:
-        names = value_names(stem, facts)
+        names = result_names(stem, 1 if facts.writes else facts.num_returns)
         answers = tuple(self.policy.drops(unit_path, name) for name in names)
         return answers[0] if len(set(answers)) == 1 else answers
-
-
-def value_stem(scope: str, op_name: str, count: int) -> str:
-    """Name the `count`-th call (from 0) of an op in a module: "mlp.act_fn.silu", "add#1"."""
-    stem = f"{scope}.{op_name}" if scope else op_name
-    return f"{stem}#{count}" if count else stem
-
-
-def value_names(stem: str, facts: OpFacts) -> tuple[str, ...]:
-    """Name the results of an op call: by the call itself where there is one result, else "stem.0", "stem.1", ..."""
-    if facts.num_returns is None or facts.num_returns <= 1 or facts.writes:
-        return (stem,)
-    return tuple(f"{stem}.{index}" for index in range(facts.num_returns))
-
-
-class TapeMode(TorchDispatchMode):
-    """Sees the ops of one call of a unit."""
-
-    def __init__(self, tape: Tape, unit_path: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = tape
-        self.unit_path = unit_path
-        self.scope = ""
-        self.counts: dict[tuple[str, str, str], int] = {}
-        self._op = ""
-        self._parameters: dict[int, TapeValue] = {}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled regions run compiled: the tape sees them as one opaque op and keeps what they save."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Keeps torch from wrapping `__torch_dispatch__` (1 us an op); `untraced` does what that is for.
-        return False
-
-    @untraced
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if types and any(desugars(kind) for kind in types):
-            return NotImplemented  # Rule 5: DTensor and its kin come back as ops on their inner tensors.
-        facts = facts_of(func)
-        self._op = facts.name
-        if facts.is_view:
-            return func(*args, **kwargs)  # A view is made from its base when somebody asks for it.
-        if facts.changes_layout_only:
-            expect_bump(args[0])
-            return func(*args, **kwargs)
-        if facts.is_lazy:
-            forget_record(args[0].untyped_storage())
-            return func(*args, **kwargs)
-        # Rule 7: a custom autograd Function, or a compiled region, runs with gradients switched off.
-        decision = torch.is_grad_enabled() and self.tape.decide(self, facts, not facts.writes or _is_dropped(args))
-        if facts.writes:
-            return self._run_write(func, facts, args, kwargs, decision)
-        if decision is False:
-            return func(*args, **kwargs)
-        state = generator_state(facts, args, kwargs) if facts.is_random else None
-        output = func(*args, **kwargs)
-        if facts.may_keep and _must_keep_result(facts, args, output, kwargs):
-            return output
-        arguments = Arguments(self._value_in_mode, facts, args, kwargs)
-        node = Node(OpCall(func, arguments, state), arguments.values)
-        if isinstance(output, torch.Tensor):
-            self._register(output, node, facts, drop=True)
-        elif isinstance(output, (tuple, list)):
-            for index, result in enumerate(output):
-                drop = decision if isinstance(decision, bool) else decision[index]
-                self._register(result, node, facts, drop=drop)
-        return output
-
-    def _register(self, result: Any, node: Node, facts: OpFacts, *, drop: bool) -> None:
-        if not drop or not isinstance(result, torch.Tensor) or result.layout is not _STRIDED:
-            node.add_output(None)
-            return
-        storage = result.untyped_storage()
-        if is_known(storage) or result.storage_offset():
-            # The op returned a view that its schema does not mention: known through the storage, or kept.
-            node.add_output(None)
-            return
-        value = TapeValue(None, node)
-        node.add_output(value)
-        record = StorageRecord(value, layout_of(result), result._version, facts.creates)
-        attach_record(storage, record)
-
-    def _run_write(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, decision: Decision) -> Any:
-        targets = [
-            tensor
-            for where in facts.writes
-            for tensor in tree_leaves(
-                args[where] if isinstance(where, int) and where < len(args) else kwargs.get(where)
-            )
-            if isinstance(tensor, torch.Tensor)
-        ]
-        storages = [tensor.untyped_storage() for tensor in targets]
-        for storage in storages:
-            snapshot_leaves(storage)
-        write = self._bind_write(func, facts, args, kwargs) if decision and len(targets) == 1 else None
-        version = targets[0]._version if write is not None else 0
-        output = func(*args, **kwargs)
-        for target, storage in zip(targets, storages, strict=True):
-            if write is None or (facts.keeps_on_cuda and target.is_cuda):
-                forget_record(storage)
-        record = record_of(storages[0]) if write is not None else None
-        if write is not None and record is not None:
-            value = TapeValue(node=write)
-            write.add_output(value)
-            record.rebase(value, version, layout_of(targets[0]))
-        return output
-
-    def _bind_write(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Node | None:
-        """Describe an in-place op as a function from the old content of the storage to the new one, where that is known."""
-        if facts.writes[0] != 0 or not isinstance(args[0], torch.Tensor):
-            return None
-        target = args[0]
-        storage = target.untyped_storage()
-        record = record_of(storage)
-        layout = layout_of(target)
-        if record is None or not record.is_current(target._version) or layout[3] != record.layout[3]:
-            return None
-        if record.layout[0].numel() * target.element_size() != storage.nbytes():
-            return None  # The base does not cover its storage densely, so a clone would not have its layout.
-        if record.created == "undefined" and not (
-            facts.overwrites and (layout == record.layout or record.part(layout) is not None)
-        ):
-            return None  # A write that reads the old content reads what a kernel may have put there.
-        base = record.base
-        state = generator_state(facts, args, kwargs) if facts.is_random else None
-        arguments = Arguments(self._value_in_mode, facts, args[1:], kwargs)
-        if any(value.holds(storage) for value in arguments.values):
-            return None  # A held alias of the very storage: holding it in its own record would be a cycle.
-        view = None if layout == record.layout else layout
-        return Node(WriteCall(func, arguments, state, view), [base, *arguments.values], mutates=True)
-
-    def _known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
-        """Return the dropped value that a tensor is, or None for a tensor that the tape did not drop."""
-        record = record_of(storage)
-        if record is None:
-            return None
-        if record.created is not None:
-            forget_record(storage)
-            return None
-        return record.value_of(layout_of(tensor)) if record.is_current(tensor._version) else None
-
-    def _value_in_mode(self, tensor: torch.Tensor) -> TapeValue:
-        """Return the value of an op's argument: a dropped one where it is known, else one that holds the tensor."""
-        if type(tensor) is Parameter:
-            known = self._parameters.get(id(tensor))
-            if known is None or known.version != tensor._version:
-                known = self._parameters[id(tensor)] = self._leaf(tensor, tensor.untyped_storage(), in_hook=False)
-            return known
-        if tensor.layout is not _STRIDED:
-            return self._leaf(tensor, None, in_hook=False)
-        storage = tensor.untyped_storage()
-        return self._known_value(tensor, storage) or self._leaf(tensor, storage, in_hook=False)
-
-    def _leaf(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None, *, in_hook: bool) -> TapeValue:
-        held, version = self.tape.alias(tensor, in_hook)
-        # Autograd saves the arguments of some ops before it runs them, so a hook does not know for which op it is called.
-        op = "" if in_hook else self._op
-        value = TapeValue(held, None, version, (self.unit_path, self.scope, op))
-        if storage is not None:
-            watch(value, storage)
-        return value
-
-    @untraced
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Give autograd something to hold instead of a tensor that it saves."""
-        if type(tensor) is Parameter:
-            known = self._parameters.get(id(tensor))
-            if known is None or known.version != tensor._version:
-                known = self._parameters[id(tensor)] = self._leaf(tensor, None, in_hook=True)
-            return known
-        if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
-            return PackedSubclass(tensor, self.pack)
-        if tensor.layout is not _STRIDED:
-            return self._leaf(tensor, None, in_hook=True)
-        # Not watched: if it is written to before backward, that is an error with plain autograd too.
-        return self._known_value(tensor, tensor.untyped_storage()) or self._leaf(tensor, None, in_hook=True)
 
 
 @contextmanager
 def _inside(mode: TapeMode, unit_path: str) -> Iterator[None]:
     """A unit runs within another one: its ops have its own names."""
-    outer = mode.unit_path, mode.scope, mode.counts
-    mode.unit_path, mode.scope, mode.counts = unit_path, "", {}
+    outer = mode.unit_path, mode.counts
+    mode.unit_path, mode.counts = unit_path, {}
+    try:
+        with _module(mode, ""):
+            yield
+    finally:
+        mode.unit_path, mode.counts = outer
+
+
+@contextmanager
+def _module(mode: TapeMode, module_path: str) -> Iterator[None]:
+    """A module of the mode's unit runs."""
+    outer = mode.enter(module_path)
     try:
         yield
+        mode.note_run()
     finally:
-        mode.unit_path, mode.scope, mode.counts = outer
-
-
-def _is_dropped(args: Any) -> bool:
-    """Whether the first argument of an in-place op has a recipe; a buffer, or what is kept, is written to as it is."""
-    target = args[0] if args else None
-    if not isinstance(target, torch.Tensor) or target.layout is not _STRIDED:
-        return False
-    return record_of(target.untyped_storage()) is not None
-
-
-def _must_keep_result(facts: OpFacts, args: Any, output: Any, kwargs: Any) -> bool:
-    """What only the call tells: rule 4 on CUDA and for masks, and copies from another device (a synchronisation)."""
-    if facts.keeps_with_mask:
-        return any(index is not None and index.dtype in _MASKS for index in args[1])
-    if facts.keeps_on_cuda:
-        return any(isinstance(t, torch.Tensor) and t.is_cuda for t in tree_leaves(output))
-    # PyTorch names the device in copies that stay on it, too (the last op of `rms_norm` in bf16).
-    return facts.device_keyword and kwargs.get("device") is not None and bool(output.device != args[0].device)
+        mode.leave(outer)

@@ -71,7 +71,8 @@ def layer_accounts(profile: Profile, plan: Plan) -> tuple[LayerAccount, ...]:
     accounts = []
     for index, call in enumerate(profile.calls):
         graph, count = profile.graph_of(call), playback.counts[index]
-        tape_s = graph.tape_s if index in playback.on_tape else 0.0
+        dropped = playback.decisions[index].recompute
+        tape_s = graph.watched_s(dropped) if index in playback.on_tape else 0.0
         names = _names(graph)
         accounts.append(
             LayerAccount(
@@ -155,7 +156,7 @@ class _CountingPlayback(Playback):
     def __init__(self, script: Script, decisions: Sequence[CallDecision]) -> None:
         self.counts = [_Count() for _ in script.profile.calls]
         self.has_begun_backward = False
-        super().__init__(script, dict(enumerate(decisions)), calls_on_tape(script.profile, decisions))
+        super().__init__(script, dict(enumerate(decisions)), calls_on_tape(decisions))
 
     def add(self, owner: Owner, nbytes: int) -> None:
         """Count bytes that forward makes or frees; those of the loss and of parameters belong to no unit."""

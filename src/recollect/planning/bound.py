@@ -140,7 +140,8 @@ class LowerBound:
         """Lay out the variables: seconds of each call, kept bytes of each (call, demand), bytes of each moment."""
         chosen = moments(self._profile, self._pivots)
         graphs = self._profile.graphs
-        self._seconds_per_unit = max((s for g in graphs for s in (g.tape_s, *(op.time_s for op in g.ops))), default=0.0)
+        seconds = (s for g in graphs for s in (g.watched_s(range(len(g.values))), *(op.time_s for op in g.ops)))
+        self._seconds_per_unit = max(seconds, default=0.0)
         self._seconds_per_unit = self._seconds_per_unit or 1.0
         self._rows: list[int] = []
         kept: dict[tuple[int, Demand], int] = {}
@@ -216,24 +217,8 @@ def demand_hull(profile: Profile, demand: Demand, forced: frozenset[int] = froze
     """Return the hull of one unit for one demand, with everything left out that not every plan needs.
 
     `forced` values are in memory, and count.
-
-    A unit that recomputes anything is on the tape, whose own time is a fixed charge: of the points with it, the lower
-    convex hull is what no plan can be below.
     """
-    hull: list[Option] = []
-    for option in unit_hull(_optimistic(profile, demand, forced), output="recompute"):
-        if option.recompute_ops:
-            option = replace(option, recompute_s=option.recompute_s + profile.graphs[demand.graph].tape_s)
-        while len(hull) > 1 and _is_above(hull[-1], hull[-2], option):
-            hull.pop()
-        hull.append(option)
-    return tuple(hull)
-
-
-def _is_above(middle: Option, lean: Option, fat: Option) -> bool:
-    """Whether a point lies on or above the line between its neighbours."""
-    rise = (middle.recompute_s - lean.recompute_s) * (fat.kept_bytes - lean.kept_bytes)
-    return rise >= (fat.recompute_s - lean.recompute_s) * (middle.kept_bytes - lean.kept_bytes)
+    return unit_hull(_optimistic(profile, demand, forced), output="recompute")
 
 
 def _optimistic(profile: Profile, demand: Demand, forced: frozenset[int]) -> UnitGraph:
@@ -259,7 +244,7 @@ def _optimistic(profile: Profile, demand: Demand, forced: frozenset[int]) -> Uni
     for op in graph.ops:
         outputs = tuple(v for v in op.outputs if v not in demand.free and v not in fixed)
         ops.append(replace(op, outputs=outputs, state_bytes=0, working_bytes=0))
-    return UnitGraph(tuple(values), tuple(ops))
+    return UnitGraph(tuple(values), tuple(ops), graph.tape_s, graph.module_tape_s)
 
 
 def _lines(options: tuple[Option, ...]) -> tuple[_Line, ...]:

@@ -46,23 +46,32 @@ _OPAQUE_FRACTION = 0.5
 Simulate: TypeAlias = Callable[[Profile, Sequence[CallDecision]], Prediction]
 
 
-def unit_plan(graph: UnitGraph, option: Option, *, output: Action = "keep", on_tape: bool = False) -> UnitPlan:
+def unit_plan(graph: UnitGraph, option: Option, *, output: Action = "keep") -> UnitPlan:
     """Write a hull option as a unit's plan.
 
-    A value that the option has no use for is named "recompute", so that it is dropped even where the unit runs a little
-    differently from what was recorded. That goes for the unit's output too: whether it stays is what `output` says. An
-    option that recomputes nothing keeps every value, which costs no more; unless the unit has to be `on_tape`, because it
-    reads what another unit drops.
+    "recompute" is what ops compute that run again, unless it is kept for somebody. What nobody needs after forward is
+    named "keep", which costs no bytes and lets the tape overlook the modules that compute nothing else. Of an output that
+    is dropped, somebody else may have need: the ops that it takes run again as well.
     """
-    if not option.recompute_ops and output == "keep" and not on_tape:
-        return keep_all_unit(graph)
-    needed = {value for op in option.recompute_ops for value in graph.ops[op].inputs}
+    ops = option.recompute_ops | (_ops_of_outputs(graph, option) if output == "recompute" else frozenset())
+    needed = {value for op in ops for value in graph.ops[op].inputs}
     actions: dict[str, Action] = {}
     for index, value in enumerate(graph.values):
         if value.producer is not None:
-            is_useful = index in option.keep and (value.saved or index in needed)
-            actions[value.name] = "keep" if value.must_keep or is_useful else "recompute"
+            is_kept = value.must_keep or (index in option.keep and (value.saved or index in needed))
+            actions[value.name] = "recompute" if value.producer in ops and not is_kept else "keep"
     return UnitPlan(actions, output=output)
+
+
+def _ops_of_outputs(graph: UnitGraph, option: Option) -> frozenset[int]:
+    """Return the ops that compute the unit's outputs from what is kept."""
+    needed = {index for index, value in enumerate(graph.values) if value.is_output} - option.keep
+    ops = set()
+    for index in range(len(graph.ops) - 1, -1, -1):
+        if not needed.isdisjoint(graph.ops[index].outputs):
+            ops.add(index)
+            needed.update(v for v in graph.ops[index].inputs if v not in option.keep)
+    return frozenset(ops)
 
 
 def keep_all_unit(graph: UnitGraph) -> UnitPlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import combinations, product
 
 from recollect.plan import Action
@@ -44,9 +45,7 @@ def every_subset(graph: UnitGraph, *, output: Action = "keep") -> tuple[Option, 
             if (output == "keep") == (outputs <= kept):
                 keep = frozenset(kept | fixed)
                 again = evaluate(graph, keep, output=output)
-                # A unit that recomputes nothing is left alone, off the tape.
-                ops = frozenset(range(len(graph.ops))) if again.recompute_ops or output == "recompute" else frozenset()
-                options.append(Option(keep, ops, again.kept_bytes, again.recompute_s))
+                options.append(replace(again, keep=keep))
     return tuple(sorted(options, key=lambda o: (o.kept_bytes, -o.recompute_s, sorted(o.keep))))
 
 

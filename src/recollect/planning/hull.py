@@ -4,8 +4,9 @@ Which values to keep and which ops to run again, at a price `lambda` (seconds pe
 
     a_v = 1   value v is available in backward          a_v = 1 for what autograd saved
     r_o = 1   op o runs again                           r_o <= a_u for each argument u of o
+    m_j = 1   the tape watches module j                 r_o <= m_module(o) <= m_unit
     cost      lambda * bytes(v)  if a_v = 1 and r_producer(v) = 0: v is kept
-              time(o)            if r_o = 1
+              time(o)            if r_o = 1, and what the tape itself takes in forward if m_j = 1
 
 Every term is a capacity between two nodes (source side = 1), so one cut is the best choice at that price. The outputs
 of one op share its r. Leaves are available at no cost, and so is the unit's output where the plan keeps it. Each
@@ -24,7 +25,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -34,6 +35,7 @@ from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from recollect.profile.graph import UnitGraph
+from recollect.value_names import module_of
 
 __all__ = ["Evaluator", "Option", "evaluate", "unit_hull"]
 
@@ -51,7 +53,7 @@ class Option:
         keep: indices of the values that are kept; with them every saved value is there or can be computed.
         recompute_ops: indices of the ops that run again in backward.
         kept_bytes: bytes of `keep`, the unit's output included where it is kept.
-        recompute_s: seconds of `recompute_ops`.
+        recompute_s: seconds of `recompute_ops`, and of the tape in forward for the modules that they are in.
     """
 
     keep: frozenset[int]
@@ -128,6 +130,8 @@ class Evaluator:
         self._fixed_ops = _fixed_ops(graph)
         self._outputs = {i for i, v in enumerate(values) if output == "keep" and v.is_output and v.producer is not None}
         self._free = {i for i in self._outputs if values[i].saved or not values[i].mutated_later}
+        self._modules = [module_of(op.name) for op in graph.ops]
+        self._module_tape_s = dict(graph.module_tape_s)
         self._produced_inputs = [[v for v in op.inputs if values[v].producer is not None] for op in graph.ops]
 
     @cached_property
@@ -158,8 +162,15 @@ class Evaluator:
             keep=kept,
             recompute_ops=frozenset(recompute_ops),
             kept_bytes=sum(graph.values[v].nbytes for v in kept) + sum(graph.ops[o].state_bytes for o in recompute_ops),
-            recompute_s=math.fsum(graph.ops[o].time_s for o in recompute_ops),
+            recompute_s=math.fsum((*(graph.ops[o].time_s for o in recompute_ops), *self._tape_s(recompute_ops))),
         )
+
+    def _tape_s(self, recompute_ops: Collection[int]) -> Iterator[float]:
+        """Yield what the tape itself takes in forward so that these ops can run again."""
+        if recompute_ops:
+            yield self._graph.tape_s
+        for module in {self._modules[op] for op in recompute_ops} & self._module_tape_s.keys():
+            yield self._module_tape_s[module]
 
 
 def _saved(graph: UnitGraph) -> set[int]:
@@ -197,7 +208,7 @@ def _descending(options: Iterable[Option], fattest: Option) -> tuple[Option, ...
 
 
 class _Network:
-    """The flow network of one unit. Nodes: value v is v, op o is num_values + o, then source and sink."""
+    """The flow network of one unit. Nodes: value v is v, op o is num_values + o, then source, sink, unit and modules."""
 
     def __init__(self, graph: UnitGraph, *, keeps_output: bool) -> None:
         self._graph = graph
@@ -206,9 +217,11 @@ class _Network:
         self._source = self._num_values + len(graph.ops)
         self._sink = self._source + 1
         # Each edge: (from, to, kept bytes, seconds); -1 bytes marks an infinite capacity.
-        edges = [*self._value_edges(keeps_output), *self._op_edges()]
+        edges = [*self._value_edges(keeps_output), *self._op_edges(), *self._tape_edges()]
+        num_nodes = 1 + max((max(start, end) for start, end, *_ in edges), default=self._sink)
+        self._shape = (max(num_nodes, self._sink + 1),) * 2
         start, end, nbytes, seconds = (np.array(column) for column in zip(*edges, strict=True)) if edges else [[]] * 4
-        order = coo_array((np.arange(1, len(edges) + 1), (start, end)), shape=(self._sink + 1,) * 2).tocsr()
+        order = coo_array((np.arange(1, len(edges) + 1), (start, end)), shape=self._shape).tocsr()
         # The edges in the order of the sparse matrix, so that each cut only replaces its numbers.
         self._indices, self._indptr = order.indices.astype(np.int32), order.indptr.astype(np.int32)
         position = order.data - 1
@@ -235,14 +248,26 @@ class _Network:
             for value in set(op.inputs):
                 yield node, value, -1, 0.0
 
+    def _tape_edges(self) -> Iterable[tuple[int, int, int, float]]:
+        unit = self._sink + 1
+        if self._graph.tape_s:
+            yield unit, self._sink, 0, self._graph.tape_s
+        node_of: dict[str, int] = {}
+        for node, (module, seconds) in enumerate(self._graph.module_tape_s, start=unit + 1):
+            node_of[module] = node
+            yield node, self._sink, 0, seconds
+            yield node, unit, -1, 0.0
+        if self._graph.tape_s or node_of:
+            for index, op in enumerate(self._graph.ops):
+                yield self._num_values + index, node_of.get(module_of(op.name), unit), -1, 0.0
+
     def cut(self, *, byte_price: float, second_price: float) -> Option:
         """Return the cheapest option when a kept byte and a recomputed second cost this much."""
         price = np.where(self._is_infinite, 0.0, byte_price * self._nbytes + second_price * self._seconds)
         total = float(price.sum())
         scale = _TOTAL_CAPACITY / total if total > 0 else 0.0
         capacity = np.where(self._is_infinite, _INFINITE, np.maximum(np.rint(price * scale), price > 0))
-        shape = (self._sink + 1,) * 2
-        network = csr_array((capacity.astype(np.int32), self._indices, self._indptr), shape=shape)
+        network = csr_array((capacity.astype(np.int32), self._indices, self._indptr), shape=self._shape)
         flow = maximum_flow(network, self._source, self._sink).flow
         residual = csr_array(network - flow)
         residual.eliminate_zeros()

@@ -96,7 +96,7 @@ class Ladder:
         # Along one hull the value of moves falls, so sorting keeps each rung's moves in their order; the level decides
         # between two that floating point makes equal.
         self.moves = sorted(moves, key=lambda m: (-m.saved_s_per_byte, -self.rungs[m.rung].calls[-1], m.level))
-        self._unit_plans: dict[tuple[int, tuple[Action, ...], int, bool], UnitPlan] = {}
+        self._unit_plans: dict[tuple[int, tuple[Action, ...], int], UnitPlan] = {}
         self._decisions: dict[tuple[int, int, bool], tuple[CallDecision, ...]] = {}
         rung_of = {call: index for index, rung in enumerate(self.rungs) for call in rung.calls}
         self._sources = [
@@ -139,30 +139,34 @@ class Ladder:
         """Return what each of the profile's calls drops."""
         result = [CallDecision(recompute=frozenset(), keep_output=True)] * len(self.profile.calls)
         for index, level in enumerate(levels):
-            known = self._rung_decisions(index, level, self._reads_dropped(index, levels))
+            known = self._rung_decisions(index, level, is_named=self._is_named(index, levels))
             for call, decision in zip(self.rungs[index].calls, known, strict=True):
                 result[call] = decision
         return result
 
-    def _reads_dropped(self, index: int, levels: Levels) -> bool:
-        """Whether the rung reads an output that is dropped: what it saves of that has to go through the tape."""
-        return any(self.rungs[source].outputs[levels[source]] == "recompute" for source in self._sources[index])
+    def _is_named(self, index: int, levels: Levels) -> bool:
+        """Whether the plan names the rung: layers, what recomputes, and what reads a dropped output, through the tape then."""
+        rung = self.rungs[index]
+        return (
+            self._is_repeated[rung.path]
+            or self._unit_plan(index, levels[index]).recomputes_anything
+            or any(self.rungs[source].outputs[levels[source]] == "recompute" for source in self._sources[index])
+        )
 
-    def _rung_decisions(self, index: int, level: int, reads_dropped: bool) -> tuple[CallDecision, ...]:
-        key = (index, level, reads_dropped)
+    def _rung_decisions(self, index: int, level: int, *, is_named: bool) -> tuple[CallDecision, ...]:
+        key = (index, level, is_named)
         if key not in self._decisions:
-            unit = self._unit_plan(index, level, reads_dropped)
+            unit = self._unit_plan(index, level) if is_named else None
             graphs = [self.profile.graph_of(self.profile.calls[call]) for call in self.rungs[index].calls]
             self._decisions[key] = tuple(decide_call(graph, unit) for graph in graphs)
         return self._decisions[key]
 
-    def _unit_plan(self, index: int, level: int, reads_dropped: bool) -> UnitPlan:
+    def _unit_plan(self, index: int, level: int) -> UnitPlan:
         rung = self.rungs[index]
-        output = rung.outputs[level]
-        key = (rung.graph, rung.outputs, level, reads_dropped)
+        key = (rung.graph, rung.outputs, level)
         if key not in self._unit_plans:
             graph = self.profile.graphs[rung.graph]
-            self._unit_plans[key] = unit_plan(graph, rung.options[level], output=output, on_tape=reads_dropped)
+            self._unit_plans[key] = unit_plan(graph, rung.options[level], output=rung.outputs[level])
         shared = self._unit_plans[key]
         others = {self.profile.calls[call].graph for call in rung.calls} - {rung.graph}
         if not others:
@@ -176,13 +180,13 @@ class Ladder:
         return UnitPlan({**rest, **shared.actions}, output=shared.output)
 
     def plan(self, levels: Levels, *, budget_bytes: int | None = None, note: str = "") -> Plan:
-        """Return the plan; units outside the repeated layers are named only where they recompute something."""
+        """Return the plan; units outside the repeated layers are named only where they have to be on the tape."""
         units = {
-            rung.path: self._unit_plan(index, levels[index], self._reads_dropped(index, levels))
+            rung.path: self._unit_plan(index, levels[index])
             for index, rung in enumerate(self.rungs)
+            if self._is_named(index, levels)
         }
-        named = {path: unit for path, unit in units.items() if unit.recomputes_anything or self._is_repeated[path]}
-        return Plan(named, budget_bytes=budget_bytes, note=note)
+        return Plan(units, budget_bytes=budget_bytes, note=note)
 
 
 def _rungs(

@@ -133,7 +133,7 @@ class _WatchedPlayback(Playback):
     token_type = _WatchedToken
 
     def __init__(self, script: Script, decisions: Sequence[CallDecision], untimed_s: float) -> None:
-        super().__init__(script, dict(enumerate(decisions)), calls_on_tape(script.profile, decisions))
+        super().__init__(script, dict(enumerate(decisions)), calls_on_tape(decisions))
         self.untimed_s = untimed_s
         self.is_over = False
         self.clock_s = 0.0

@@ -1,21 +1,24 @@
 """More choices for one unit than its convex hull has: what fits a gap in the budget that no hull option fills.
 
-Every hull option is varied by one value: kept where it was dropped, or dropped where it was kept. Of all these, options
+Every hull option is varied by one value: kept where it was dropped, or dropped where it was kept; and by one module of
+which everything is kept, so that the tape need not watch it. Of all these, options
 stay that no other one beats in all of: kept bytes, recompute seconds, and bytes of recomputed values, which backward of
 the unit works in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations
 
 from recollect.plan import Action
 from recollect.planning.hull import Evaluator, Option, unit_hull
 from recollect.profile.graph import UnitGraph
+from recollect.value_names import module_of
 
-__all__ = ["every_choice", "unit_menu", "with_tape"]
+__all__ = ["every_choice", "unit_menu"]
 
 # 4096 choices at most.
 _MOST_ENUMERATED = 12
@@ -32,9 +35,16 @@ def unit_menu(graph: UnitGraph, *, output: Action = "keep", most_options: int = 
     Complexity: one walk over the unit for each hull option and value.
     """
     hull = unit_hull(graph, output=output)
+    # Where the tape costs nothing there are more corners: small savings, too, that a charge per module puts off the hull.
+    free = hull if not graph.module_tape_s else unit_hull(replace(graph, tape_s=0.0, module_tape_s=()), output=output)
+    corners = [*hull, *(option for option in free if option not in hull)]
     produced = _produced(graph)
-    useful = {v for option in hull for v in option.keep} | {i for i in produced if graph.values[i].saved}
-    variations = (option.keep ^ {value} for option in hull for value in sorted(useful & produced))
+    useful = {v for option in corners for v in option.keep} | {i for i in produced if graph.values[i].saved}
+    variations = itertools.chain(
+        (option.keep for option in corners),
+        (option.keep ^ {value} for option in corners for value in sorted(useful & produced)),
+        (keep for option in corners for keep in _without_modules(graph, option)),
+    )
     rest = _undominated(graph, _evaluated(graph, variations, hull, output))
     return _thinned(rest, frozenset(option.keep for option in hull), most_options)
 
@@ -52,16 +62,12 @@ def every_choice(graph: UnitGraph, *, output: Action = "keep") -> tuple[Option, 
     return tuple(sorted(options, key=lambda o: (o.kept_bytes, -o.recompute_s, sorted(o.keep))))
 
 
-def with_tape(graph: UnitGraph, options: Iterable[Option]) -> tuple[Option, ...]:
-    """Add what the tape itself takes in forward to the options that recompute anything: the others are off the tape.
-
-    So that with few values to drop more of them are dropped in fewer units. Only where no unit's output is dropped: else all
-    units are on the tape.
-    """
-    return tuple(
-        replace(option, recompute_s=option.recompute_s + graph.tape_s) if option.recompute_ops else option
-        for option in options
-    )
+def _without_modules(graph: UnitGraph, option: Option) -> Iterator[frozenset[int]]:
+    """Yield what is kept if one of the modules that recompute keeps its values instead."""
+    computed: dict[str, set[int]] = {}
+    for op in sorted(option.recompute_ops):
+        computed.setdefault(module_of(graph.ops[op].name), set()).update(graph.ops[op].outputs)
+    yield from (option.keep | values for values in computed.values())
 
 
 def _produced(graph: UnitGraph) -> frozenset[int]:

@@ -85,6 +85,7 @@ class Script:
         self._borrowed = frozenset(storage for call in profile.calls for _, storage in call.outside)
         self.instructions = list(self._instructions())
         self._counted: dict[tuple[int, frozenset[int]], frozenset[int]] = {}
+        self._tape_s: dict[tuple[int, frozenset[int]], float] = {}
 
     def counted(self, call: int, dropped: frozenset[int]) -> frozenset[int]:
         """Return the values of a call that only have to be counted: nobody but the model's own code holds them."""
@@ -95,6 +96,14 @@ class Script:
             read = {v for op in graph.ops if not dropped.isdisjoint(op.outputs) for v in op.inputs} - dropped
             self._counted[key] = frozenset(range(len(graph.values))) - self.lasting[call] - read
         return self._counted[key]
+
+    def tape_s(self, call: int, dropped: frozenset[int]) -> float:
+        """Return the seconds that the forward of a call takes longer on the tape."""
+        graph = self.profile.calls[call].graph
+        key = (graph, dropped)
+        if key not in self._tape_s:
+            self._tape_s[key] = self.profile.graphs[graph].watched_s(dropped)
+        return self._tape_s[key]
 
     def _instructions(self) -> Iterator[Instruction]:
         starts = iter([*(window.start for window in self.windows[1:]), -1])

@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
-from recollect.plan import Action
 from recollect.planning.chain import Chain, WorkingSets
 from recollect.planning.exhaustive import all_levels, every_plan
 from recollect.planning.greedy import Fit
 from recollect.planning.hull import Option
 from recollect.planning.ladder import Ladder, Levels, OptionsOf
-from recollect.planning.menu import every_choice, unit_menu, with_tape
+from recollect.planning.menu import every_choice, unit_menu
 from recollect.planning.polish import polish
 from recollect.planning.priced_search import PricedSearch
 from recollect.planning.script import Script
@@ -219,7 +218,7 @@ class ChainSearch:
             ladder = Ladder(
                 self.profile,
                 dropped_outputs=dropped or frozenset(),
-                options_of=self._paying_options if dropped is None else self._options_of,
+                options_of=self._options_of,
                 free_outputs=frozenset() if dropped is None else single_outputs(self.profile),
             )
             self._simulated[dropped] = {}
@@ -227,9 +226,6 @@ class ChainSearch:
             chain = Chain(ladder, self._windows, play, most_probes=self._most_probes, working=self._working)
             self._chains[dropped] = ladder, chain
         return self._chains[dropped]
-
-    def _paying_options(self, graph: UnitGraph, *, output: Action = "keep") -> tuple[Option, ...]:
-        return with_tape(graph, self._options_of(graph, output=output))
 
     def _simulate_levels(self, dropped: Dropped, ladder: Ladder) -> Callable[[Levels], Peaks]:
         known = self._simulated[dropped]

@@ -53,6 +53,9 @@ class CallDecision:
     is_planned: bool = True
 
 
+_Decisions: TypeAlias = Mapping[int, CallDecision] | Sequence[CallDecision]
+
+
 @dataclass(frozen=True, slots=True)
 class Simulation:
     """The predicted step.
@@ -101,23 +104,21 @@ def simulate(
     """
     if len(decisions) != len(profile.calls):
         raise ValueError(f"got {len(decisions)} decisions for {len(profile.calls)} unit calls, expected one for each")
-    on_tape = calls_on_tape(profile, decisions)
+    on_tape = calls_on_tape(decisions)
     return Playback(script or Script(profile, windows), dict(enumerate(decisions)), on_tape).run()
 
 
-def calls_on_tape(profile: Profile, decisions: Sequence[CallDecision]) -> frozenset[int]:
-    """Return the calls whose unit `apply` wraps: where outputs are dropped, any named by the plan, so all layers."""
+def calls_on_tape(decisions: Sequence[CallDecision]) -> frozenset[int]:
+    """Return the calls whose unit `apply` wraps: where outputs are dropped, any that the plan names."""
     drops_outputs = any(not decision.keep_output for decision in decisions)
     return frozenset(
-        index
-        for index, (call, decision) in enumerate(zip(profile.calls, decisions, strict=True))
-        if decision.recompute or not decision.keep_output or (drops_outputs and decision.is_planned and call.repeated)
+        call for call, d in enumerate(decisions) if d.recompute or not d.keep_output or (drops_outputs and d.is_planned)
     )
 
 
-def added_s(profile: Profile, on_tape: Collection[int], rerun_s: Iterable[float]) -> float:
+def added_s(script: Script, decisions: _Decisions, on_tape: Collection[int], rerun_s: Iterable[float]) -> float:
     """Return the seconds that a plan adds: the tape's own, and those of the ops that run again, in any order."""
-    return math.fsum(chain((profile.graph_of(profile.calls[call]).tape_s for call in on_tape), rerun_s))
+    return math.fsum(chain((script.tape_s(call, decisions[call].recompute) for call in on_tape), rerun_s))
 
 
 class Token:
@@ -242,7 +243,7 @@ class Playback:
             peak_bytes=max(totals),
             forward_peak_bytes=self.peaks_bytes[FORWARD],
             backward_peak_bytes=self.peaks_bytes[BACKWARD],
-            recompute_s=added_s(self.profile, self.on_tape, self.rerun_s),
+            recompute_s=added_s(self.script, self.decisions, self.on_tape, self.rerun_s),
             recomputed_ops=len(self.rerun_s),
             peak_call=peak_call,
             peak_note=peak_note,

@@ -94,6 +94,7 @@ class Superposition:
     """
 
     def __init__(self, script: Script) -> None:
+        self._script = script
         self._profile = script.profile
         self._windows = script.windows
         self._division = Division(script)
@@ -111,7 +112,7 @@ class Superposition:
 
     def peaks(self, decisions: Sequence[CallDecision]) -> Peaks:
         """Return what `simulate` does, without the place of the peak."""
-        on_tape = calls_on_tape(self._profile, decisions)
+        on_tape = calls_on_tape(decisions)
         choices: dict[int, _Choice] = {
             call: (decision.recompute, decision.keep_output, call in on_tape) for call, decision in enumerate(decisions)
         }
@@ -131,7 +132,7 @@ class Superposition:
         window_peaks = np.maximum.reduceat(tops, firsts) + self._calibration_bytes
         return Peaks(
             peak_bytes=max(int(window_peaks.max()), self._least_peak_bytes),
-            recompute_s=added_s(self._profile, on_tape, chain.from_iterable(p.trace.rerun_s for p in placed)),
+            recompute_s=added_s(self._script, decisions, on_tape, chain.from_iterable(p.trace.rerun_s for p in placed)),
             window_peaks=tuple(window_peaks.tolist()),
         )
 

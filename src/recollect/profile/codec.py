@@ -62,6 +62,7 @@ def encode_profile(profile: Profile) -> str:
                     for op in graph.ops
                 ],
                 **({"tape_s": graph.tape_s} if graph.tape_s else {}),
+                **({"module_tape_s": dict(graph.module_tape_s)} if graph.module_tape_s else {}),
             }
             for graph in profile.graphs
         ],
@@ -123,8 +124,15 @@ def _decode_graph(graph: Field) -> UnitGraph:
         )
         for op in graph.get("ops").array()
     )
-    tape = graph.find("tape_s")
-    return _build(UnitGraph, graph, values=values, ops=ops, tape_s=0.0 if tape is None else tape.number())
+    tape, modules = graph.find("tape_s"), graph.find("module_tape_s")
+    return _build(
+        UnitGraph,
+        graph,
+        values=values,
+        ops=ops,
+        tape_s=0.0 if tape is None else tape.number(),
+        module_tape_s=() if modules is None else tuple((m, modules.get(m).number()) for m in modules.keys()),
+    )
 
 
 def _decode_bytes(op: Field, name: str) -> int:

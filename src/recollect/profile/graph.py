@@ -18,13 +18,14 @@ from __future__ import annotations
 import gzip
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from recollect.errors import ProfileFormatError
+from recollect.value_names import module_of
 
 __all__ = ["OpRecord", "Profile", "StepLog", "UnitCall", "UnitGraph", "ValueRecord"]
 
@@ -80,7 +81,9 @@ class UnitGraph:
 
     Attributes:
         values, ops: what there is.
-        tape_s: seconds that forward takes longer on the tape, which has to be on it if anything is to be recomputed.
+        tape_s: seconds that forward takes longer on the tape whatever is dropped; a unit has to be on it to drop anything.
+        module_tape_s: (module path, seconds) for the unit's modules: what forward takes longer if any value that the module
+            computes is dropped, since the tape then sees all of its ops.
 
     Raises:
         ValueError: an index out of range, a producer that does not list its value, an op that reads a value computed
@@ -98,10 +101,12 @@ class UnitGraph:
     values: tuple[ValueRecord, ...]
     ops: tuple[OpRecord, ...]
     tape_s: float = 0.0
+    module_tape_s: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.tape_s) and self.tape_s >= 0):
-            raise ValueError(f"tape_s: got {self.tape_s} s, expected a finite number, 0 or more")
+        for where, tape_s in (("tape_s", self.tape_s), *((f"module_tape_s[{m!r}]", s) for m, s in self.module_tape_s)):
+            if not (math.isfinite(tape_s) and tape_s >= 0):
+                raise ValueError(f"{where}: got {tape_s} s, expected a finite number, 0 or more")
         names: set[str] = set()
         for index, value in enumerate(self.values):
             self._check_value(index, value)
@@ -143,6 +148,11 @@ class UnitGraph:
                 raise ValueError(
                     f"{where}: lists value {value} as an output, whose producer is {self.values[value].producer}"
                 )
+
+    def watched_s(self, dropped: Iterable[int]) -> float:
+        """Seconds that forward takes longer on the tape if these values are dropped."""
+        modules = {module_of(self.values[value].name) for value in dropped}
+        return self.tape_s + math.fsum(seconds for module, seconds in self.module_tape_s if module in modules)
 
     @property
     def saved_bytes(self) -> int:

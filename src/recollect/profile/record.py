@@ -146,6 +146,8 @@ class _Session:
         self.device = device
         self.accumulates_gradients = accumulates_gradients
         self.loss_chunks = loss_chunks
+        # For each graph, how many ops the tape sees of each module that it need not watch.
+        self.seen_ops: dict[int, dict[str, int]] = {}
 
     def profile(self, costs: Costs, batch: Any, optimizer_step: OptimizerStep) -> Profile:
         """Run the step under the recorder."""
@@ -174,7 +176,7 @@ class _Session:
                 unmark(marked)
         persistent["optimizer_state"] = optimizer_step.state_bytes
         is_fake = isinstance(costs, ModelledCosts)
-        return _assemble(
+        profile = _assemble(
             recorder,
             costs,
             self.layers,
@@ -187,6 +189,11 @@ class _Session:
             batch=describe_batch(batch),
             loss_chunks=self.loss_chunks,
         )
+        self.seen_ops = {
+            profile.calls[index].graph: {m: n for m, n in call.seen_ops.items() if m not in call.watched_modules}
+            for index, call in enumerate(recorder.calls)
+        }
+        return profile
 
     def calibrated(self, profile: Profile, batch: Any) -> Profile:
         """Run the leanest step once more, measured, and note what its simulation leaves out: workspaces of kernels."""
@@ -220,7 +227,7 @@ class _Session:
             device=self.device,
             alike=lambda call: profile.calls[call].graph,
         )
-        return with_step_times(profile, times)
+        return with_step_times(profile, times, self.seen_ops)
 
     def _step(self, batch: Any) -> None:
         with self._loss_in_chunks():

@@ -8,11 +8,13 @@ import torch
 
 from recollect._torch_private import TorchDispatchMode, tree_leaves
 from recollect.engine.facts import OpFacts, facts_of
-from recollect.engine.tape import Decision, Tape, TapeMode, value_stem
+from recollect.engine.tape import Decision, Tape
+from recollect.engine.tape_mode import TapeMode
 from recollect.engine.values import UNWATCHED, record_of
 from recollect.profile import events
 from recollect.profile.step_recorder import RecordedCall, StepRecorder
 from recollect.profile.trackers import TrackedOther, TrackedValue, storage_of, tracker_of
+from recollect.value_names import value_stem
 
 
 class _Handle:
@@ -95,6 +97,10 @@ class _RecordingMode(TapeMode):
         recorder.pending_stem = ""  # Ops of the tape's own (a private copy before a write) have no name.
         index = recorder.current
         num_ops = 0 if index is None else len(recorder.calls[index].ops)
+        if index is not None and not recorder.is_recomputing:
+            recorder.calls[index].seen_ops[self.scope] += 1
+            if facts_of(func).changes_storage:
+                recorder.calls[index].watched_modules.add(self.scope)
         output = super().__torch_dispatch__(func, types, args, kwargs)
         if index is not None and len(recorder.calls[index].ops) > num_ops:
             self._mark_must_keep(recorder.calls[index], args, output)
@@ -140,6 +146,10 @@ class DropAll:
 
     def drops(self, unit_path: str, value_name: str) -> bool:
         """Drop every value."""
+        return True
+
+    def drops_in(self, unit_path: str, module_path: str) -> bool:
+        """Drop values of every module."""
         return True
 
     def drops_output(self, unit_path: str) -> bool:

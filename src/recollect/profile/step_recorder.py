@@ -7,6 +7,7 @@ on it and dies with it (`trackers.py`), so that deaths are seen exactly when the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,10 +17,10 @@ import torch
 
 from recollect._torch_private import current_autograd_node, tree_leaves
 from recollect.engine.facts import OpFacts
-from recollect.engine.tape import value_names
 from recollect.profile import events
 from recollect.profile.op_costs import OpRun
 from recollect.profile.trackers import TrackedOther, TrackedValue, attach_tracker, storage_of, tracker_of
+from recollect.value_names import result_names
 
 
 class OpCosts(Protocol):
@@ -64,6 +65,9 @@ class RecordedCall:
     ops: list[RecordedOp] = field(default_factory=list)
     origins: dict[tuple[int, int], int] = field(default_factory=dict)
     outside: dict[int, int] = field(default_factory=dict)
+    # Ops that the tape sees, by module; and the modules that it watches in any case, as they write in place.
+    seen_ops: Counter[str] = field(default_factory=Counter)
+    watched_modules: set[str] = field(default_factory=set)
 
     def add_input(self, nbytes: int) -> int:
         """Add a value that another unit, or what runs between units, made; return its index."""
@@ -185,7 +189,7 @@ class StepRecorder:
             self._note_other(run)
             return
         inputs = self._inputs(arguments)
-        names = value_names(self.pending_stem, facts)
+        names = result_names(self.pending_stem, 1 if facts.writes else facts.num_returns)
         first = len(call.values)
         for position, storage in fresh:
             name = names[position] if len(names) > 1 else self.pending_stem

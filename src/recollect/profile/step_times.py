@@ -21,7 +21,7 @@ from torch import nn
 
 from recollect._torch_private import tree_leaves, tree_map
 from recollect.engine.apply import apply_policy
-from recollect.engine.tape import Tape
+from recollect.engine.tape import Policy, Tape
 from recollect.planning.decisions import drop_all
 from recollect.planning.simulate import simulate
 from recollect.profile.graph import Profile
@@ -30,23 +30,36 @@ from recollect.step import timed
 
 # The same number on every rank, whatever the clock says: units may wait for each other in collectives.
 _ROUNDS = 2
+# Before these rounds, one in which the tapes learn which modules to watch.
+_WARM_UP_ROUNDS = 1
 # Where noise makes recompute as good as free, op times still tell ops apart.
 _LEAST_SHRUNK = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class UnitTimes:
-    """Median seconds of one unit's forward and backward, alone, without the tape and on a tape that drops all it can."""
+    """Median seconds of one unit's forward and backward, alone: plainly, on a tape that drops all it can, on an idle one."""
 
     plain_forward_s: float
     plain_backward_s: float
     tape_forward_s: float
     tape_backward_s: float
+    idle_forward_s: float
 
     @property
     def added_s(self) -> float:
         """What the tape and the ops that run again add."""
         return self.tape_forward_s + self.tape_backward_s - self.plain_forward_s - self.plain_backward_s
+
+    @property
+    def idle_s(self) -> float:
+        """What a tape adds to forward that drops nothing; noise makes no tape faster than none."""
+        return max(0.0, min(self.idle_forward_s, self.tape_forward_s) - self.plain_forward_s)
+
+    @property
+    def watching_s(self) -> float:
+        """What it adds to forward beyond that if it has to see every op."""
+        return max(0.0, self.tape_forward_s - self.plain_forward_s) - self.idle_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +98,8 @@ def measure_step_times(
     leanest_s = []
     notes = _Notes()
     modules = dict(model.named_modules(remove_duplicate=False))
-    clocks = [_UnitClock(modules, notes, device, on_tape=on_tape) for on_tape in (False, True)]
-    for _ in range(_ROUNDS):
+    clocks = [_UnitClock(modules, notes, device, policy) for policy in (None, DropAll(), _KeepAll())]
+    for number in range(_WARM_UP_ROUNDS + _ROUNDS):
         notes.requires_grad.clear()
         with apply_policy(model, paths, notes):
             leanest_s.append(timed(step, device)[1])
@@ -94,13 +107,24 @@ def measure_step_times(
             clock.num_calls = 0
             with apply_policy(model, paths, clock):
                 forward()
-    plain, tape = (_medians(clock.samples, alike) for clock in clocks)
-    calls = [call for call in clocks[0].samples if alike(call) in tape]
-    return StepTimes(min(leanest_s), {call: UnitTimes(*plain[alike(call)], *tape[alike(call)]) for call in calls})
+            if number < _WARM_UP_ROUNDS:
+                clock.samples.clear()
+    plain, tape, idle = (_medians(clock.samples, alike) for clock in clocks)
+    return StepTimes(
+        min(leanest_s),
+        {
+            call: UnitTimes(*plain[graph], *tape[graph], idle[graph][0])
+            for call in clocks[0].samples
+            if (graph := alike(call)) in tape and graph in idle
+        },
+    )
 
 
-def with_step_times(profile: Profile, times: StepTimes) -> Profile:
+def with_step_times(profile: Profile, times: StepTimes, seen_ops: Mapping[int, Mapping[str, int]]) -> Profile:
     """Return the profile with these times in place of sums of op times.
+
+    What forward takes longer on a tape that drops everything than on an idle one is shared out to the unit's modules, by
+    how many ops the tape sees of each.
 
     What backward takes longer on the tape is more than the ops that run again: each of them gets an equal part of the
     rest. If it is less (the ops were slower while they were recorded), all op times shrink in proportion.
@@ -112,19 +136,22 @@ def with_step_times(profile: Profile, times: StepTimes) -> Profile:
     rest_s = measured_s - leanest.recompute_s
     per_op_s = max(0.0, rest_s) / max(1, leanest.recomputed_ops)
     shrunk = min(1.0, max(_LEAST_SHRUNK, measured_s / leanest.recompute_s)) if leanest.recompute_s else 1.0
-    tape_s = {
-        profile.calls[call].graph: max(0.0, unit.tape_forward_s - unit.plain_forward_s)
-        for call, unit in times.units.items()
-    }
+    timed = {profile.calls[call].graph: unit for call, unit in times.units.items()}
     graphs = tuple(
         replace(
             graph,
             ops=tuple(replace(op, time_s=op.time_s * shrunk + per_op_s) for op in graph.ops),
-            tape_s=tape_s.get(index, 0.0),
+            tape_s=timed[index].idle_s if index in timed else 0.0,
+            module_tape_s=_shared_out(timed[index].watching_s, seen_ops.get(index, {})) if index in timed else (),
         )
         for index, graph in enumerate(profile.graphs)
     )
     return replace(profile, graphs=graphs, step_s=max(plain_s, times.leanest_s - added_s))
+
+
+def _shared_out(seconds: float, num_ops: Mapping[str, int]) -> tuple[tuple[str, float], ...]:
+    total = sum(num_ops.values())
+    return tuple((module, seconds * number / total) for module, number in num_ops.items()) if total else ()
 
 
 def _medians(
@@ -144,7 +171,7 @@ class _Notes(Tape):
     """The leanest tape, which notes which of each call's arguments require grad."""
 
     def __init__(self) -> None:
-        super().__init__(DropAll())
+        super().__init__(DropAll(), runs_to_settle=1)
         self.requires_grad: list[list[bool]] = []
 
     def run(self, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -155,14 +182,16 @@ class _Notes(Tape):
 
 
 class _UnitClock(Tape):
-    """Runs each unit forward and backward on its own, and takes the time of both."""
+    """Runs each unit forward and backward on its own, without the tape if there is no policy, and takes the time of both."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], notes: _Notes, device: torch.device, *, on_tape: bool) -> None:
-        super().__init__(DropAll())
+    def __init__(
+        self, modules: Mapping[str, nn.Module], notes: _Notes, device: torch.device, policy: Policy | None
+    ) -> None:
+        super().__init__(policy or _KeepAll(), runs_to_settle=1)
         self._modules = modules
         self._notes = notes
         self._device = device
-        self._run = super().run if on_tape else _run_plainly
+        self._run = super().run if policy is not None else _run_plainly
         self._is_busy = False
         self.num_calls = 0
         self.samples: dict[int, list[tuple[float, float]]] = {}
@@ -198,6 +227,18 @@ class _UnitClock(Tape):
             _, backward_s = timed(lambda: torch.autograd.grad(ends, trained, ones, allow_unused=True), self._device)
             self.samples.setdefault(call, []).append((forward_s, backward_s))
         return tree_map(lambda item: item.detach() if isinstance(item, torch.Tensor) else item, output)
+
+
+class _KeepAll(DropAll):
+    """Drops nothing."""
+
+    def drops(self, unit_path: str, value_name: str) -> bool:
+        """Keep every value."""
+        return False
+
+    def drops_in(self, unit_path: str, module_path: str) -> bool:
+        """Drop no module's values."""
+        return False
 
 
 def _run_plainly(unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,299 @@
+"""The mode of one running unit: remembers how dropped results are made, and hands autograd recipes in place of tensors.
+
+The rules that it keeps are those of `engine/tape.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from recollect._torch_private import (
+    TorchDispatchMode,
+    desugars,
+    has_saved_tensors_hooks,
+    is_traceable_wrapper_subclass,
+    pop_dispatch_mode,
+    pop_saved_tensors_hooks,
+    push_dispatch_mode,
+    push_saved_tensors_hooks,
+    tree_leaves,
+    untraced,
+)
+from recollect.engine.facts import OpFacts, facts_of
+from recollect.engine.opcall import Arguments, OpCall, WriteCall, generator_state
+from recollect.engine.subclasses import PackedSubclass
+from recollect.engine.values import (
+    StorageRecord,
+    TapeValue,
+    attach_record,
+    expect_bump,
+    forget_record,
+    is_known,
+    layout_of,
+    record_of,
+    snapshot_leaves,
+    watch,
+)
+from recollect.replay import Node
+
+if TYPE_CHECKING:
+    from recollect.engine.tape import Decision, Tape
+
+# Looked up several times an op.
+_STRIDED = torch.strided
+# An index tensor of these says which elements to take, not where they are.
+_MASKS = frozenset({torch.bool, torch.uint8})
+
+
+ModuleKey = tuple[str, str]
+"""Path of a unit, and of a module in it; the latter is empty for the unit itself."""
+
+
+class Watch(NamedTuple):
+    """What has to be seen of what a module itself runs: its ops, and the tensors that autograd saves."""
+
+    ops: bool
+    saves: bool
+
+
+_EVERYTHING = Watch(ops=True, saves=True)
+
+
+class TapeMode(TorchDispatchMode):
+    """Sees the ops of one call of a unit."""
+
+    def __init__(self, tape: Tape, unit_path: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = tape
+        self.unit_path = unit_path
+        self.scope = ""
+        self.is_watching = True
+        # The tape's hooks while they are off. They are not held otherwise: they hold this mode.
+        self._hooks: tuple[Any, Any] | None = None
+        # Hooks further out see what the tape's own let through; a checkpoint around several units would lose count.
+        self._may_unhook = not has_saved_tensors_hooks()
+        # What was seen of modules that the tape has not settled yet.
+        self.unsettled: dict[ModuleKey, Watch] = {}
+        self._writes: set[ModuleKey] = set()
+        self._saves_dropped: set[ModuleKey] = set()
+        self.counts: dict[tuple[str, str, str], int] = {}
+        self._op = ""
+        self._parameters: dict[int, TapeValue] = {}
+
+    def enter(self, module_path: str) -> tuple[str, bool, bool]:
+        """A module of the unit begins: its values have its names, and of its ops and saves is seen what is of use.
+
+        Returns what `leave` is told when it has run.
+        """
+        outer = self.scope, self.is_watching, self._hooks is None
+        self.scope = module_path
+        self._watch(*self.tape.settled.get((self.unit_path, module_path), _EVERYTHING))
+        return outer
+
+    def note_run(self) -> None:
+        """The module has run without an error."""
+        key = (self.unit_path, self.scope)
+        if key not in self.tape.settled and self.is_watching and self._hooks is None:
+            self.unsettled[key] = Watch(ops=key in self._writes, saves=key in self._saves_dropped)
+
+    def leave(self, outer: tuple[str, bool, bool]) -> None:
+        """The module that ran before goes on."""
+        self.scope, *watch_of = outer
+        self._watch(*watch_of)
+
+    def _watch(self, ops: bool, saves: bool) -> None:
+        """See ops and saved tensors from here on, or not.
+
+        Nothing is switched off while a mode or hooks of the model's own lie on top.
+        """
+        if ops and not self.is_watching:
+            push_dispatch_mode(self)
+            self.is_watching = True
+        elif self.is_watching and not ops:
+            self.is_watching = not pop_dispatch_mode(self)
+        if saves and self._hooks is not None:
+            push_saved_tensors_hooks(*self._hooks)
+            self._hooks = None
+        elif self._hooks is None and not saves and self._may_unhook:
+            self._hooks = pop_saved_tensors_hooks(self)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled regions run compiled: the tape sees them as one opaque op and keeps what they save."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Keeps torch from wrapping `__torch_dispatch__` (1 us an op); `untraced` does what that is for.
+        return False
+
+    @untraced
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if types and any(desugars(kind) for kind in types):
+            return NotImplemented  # Rule 5: DTensor and its kin come back as ops on their inner tensors.
+        facts = facts_of(func)
+        self._op = facts.name
+        if facts.is_view:
+            return func(*args, **kwargs)  # A view is made from its base when somebody asks for it.
+        if facts.changes_storage:
+            self._writes.add((self.unit_path, self.scope))
+        if facts.changes_layout_only:
+            expect_bump(args[0])
+            return func(*args, **kwargs)
+        if facts.is_lazy:
+            forget_record(args[0].untyped_storage())
+            return func(*args, **kwargs)
+        # Rule 7: a custom autograd Function, or a compiled region, runs with gradients switched off.
+        decision = torch.is_grad_enabled() and self.tape.decide(self, facts, not facts.writes or _is_dropped(args))
+        if facts.writes:
+            return self._run_write(func, facts, args, kwargs, decision)
+        if decision is False:
+            return func(*args, **kwargs)
+        state = generator_state(facts, args, kwargs) if facts.is_random else None
+        output = func(*args, **kwargs)
+        if facts.may_keep and _must_keep_result(facts, args, output, kwargs):
+            return output
+        arguments = Arguments(self._value_in_mode, facts, args, kwargs)
+        node = Node(OpCall(func, arguments, state), arguments.values)
+        if isinstance(output, torch.Tensor):
+            self._register(output, node, facts, drop=True)
+        elif isinstance(output, (tuple, list)):
+            for index, result in enumerate(output):
+                drop = decision if isinstance(decision, bool) else decision[index]
+                self._register(result, node, facts, drop=drop)
+        return output
+
+    def _register(self, result: Any, node: Node, facts: OpFacts, *, drop: bool) -> None:
+        if not drop or not isinstance(result, torch.Tensor) or result.layout is not _STRIDED:
+            node.add_output(None)
+            return
+        storage = result.untyped_storage()
+        if is_known(storage) or result.storage_offset():
+            # The op returned a view that its schema does not mention: known through the storage, or kept.
+            node.add_output(None)
+            return
+        value = TapeValue(None, node)
+        node.add_output(value)
+        record = StorageRecord(value, layout_of(result), result._version, facts.creates)
+        attach_record(storage, record)
+
+    def _run_write(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, decision: Decision) -> Any:
+        targets = [
+            tensor
+            for where in facts.writes
+            for tensor in tree_leaves(
+                args[where] if isinstance(where, int) and where < len(args) else kwargs.get(where)
+            )
+            if isinstance(tensor, torch.Tensor)
+        ]
+        storages = [tensor.untyped_storage() for tensor in targets]
+        for storage in storages:
+            snapshot_leaves(storage)
+        write = self._bind_write(func, facts, args, kwargs) if decision and len(targets) == 1 else None
+        version = targets[0]._version if write is not None else 0
+        output = func(*args, **kwargs)
+        for target, storage in zip(targets, storages, strict=True):
+            if write is None or (facts.keeps_on_cuda and target.is_cuda):
+                forget_record(storage)
+        record = record_of(storages[0]) if write is not None else None
+        if write is not None and record is not None:
+            value = TapeValue(node=write)
+            write.add_output(value)
+            record.rebase(value, version, layout_of(targets[0]))
+        return output
+
+    def _bind_write(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Node | None:
+        """Describe an in-place op as a function from the old content of the storage to the new one, where that is known."""
+        if facts.writes[0] != 0 or not isinstance(args[0], torch.Tensor):
+            return None
+        target = args[0]
+        storage = target.untyped_storage()
+        record = record_of(storage)
+        layout = layout_of(target)
+        if record is None or not record.is_current(target._version) or layout[3] != record.layout[3]:
+            return None
+        if record.layout[0].numel() * target.element_size() != storage.nbytes():
+            return None  # The base does not cover its storage densely, so a clone would not have its layout.
+        if record.created == "undefined" and not (
+            facts.overwrites and (layout == record.layout or record.part(layout) is not None)
+        ):
+            return None  # A write that reads the old content reads what a kernel may have put there.
+        base = record.base
+        state = generator_state(facts, args, kwargs) if facts.is_random else None
+        arguments = Arguments(self._value_in_mode, facts, args[1:], kwargs)
+        if any(value.holds(storage) for value in arguments.values):
+            return None  # A held alias of the very storage: holding it in its own record would be a cycle.
+        view = None if layout == record.layout else layout
+        return Node(WriteCall(func, arguments, state, view), [base, *arguments.values], mutates=True)
+
+    def _known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
+        """Return the dropped value that a tensor is, or None for a tensor that the tape did not drop."""
+        record = record_of(storage)
+        if record is None:
+            return None
+        if record.created is not None:
+            forget_record(storage)
+            return None
+        return record.value_of(layout_of(tensor)) if record.is_current(tensor._version) else None
+
+    def _value_in_mode(self, tensor: torch.Tensor) -> TapeValue:
+        """Return the value of an op's argument: a dropped one where it is known, else one that holds the tensor."""
+        if type(tensor) is Parameter:
+            known = self._parameters.get(id(tensor))
+            if known is None or known.version != tensor._version:
+                known = self._parameters[id(tensor)] = self._leaf(tensor, tensor.untyped_storage(), in_hook=False)
+            return known
+        if tensor.layout is not _STRIDED:
+            return self._leaf(tensor, None, in_hook=False)
+        storage = tensor.untyped_storage()
+        return self._known_value(tensor, storage) or self._leaf(tensor, storage, in_hook=False)
+
+    def _leaf(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None, *, in_hook: bool) -> TapeValue:
+        held, version = self.tape.alias(tensor, in_hook)
+        # Autograd saves the arguments of some ops before it runs them, so a hook does not know for which op it is called.
+        op = "" if in_hook else self._op
+        value = TapeValue(held, None, version, (self.unit_path, self.scope, op))
+        if storage is not None:
+            watch(value, storage)
+        return value
+
+    @untraced
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Give autograd something to hold instead of a tensor that it saves."""
+        if type(tensor) is Parameter:
+            known = self._parameters.get(id(tensor))
+            if known is None or known.version != tensor._version:
+                known = self._parameters[id(tensor)] = self._leaf(tensor, None, in_hook=True)
+            return known
+        if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
+            return PackedSubclass(tensor, self.pack)
+        if tensor.layout is not _STRIDED:
+            return self._leaf(tensor, None, in_hook=True)
+        known = self._known_value(tensor, tensor.untyped_storage())
+        if known is not None:
+            self._saves_dropped.add((self.unit_path, self.scope))
+            return known
+        # Not watched: if it is written to before backward, that is an error with plain autograd too.
+        return self._leaf(tensor, None, in_hook=True)
+
+
+def _is_dropped(args: Any) -> bool:
+    """Whether the first argument of an in-place op has a recipe; a buffer, or what is kept, is written to as it is."""
+    target = args[0] if args else None
+    if not isinstance(target, torch.Tensor) or target.layout is not _STRIDED:
+        return False
+    return record_of(target.untyped_storage()) is not None
+
+
+def _must_keep_result(facts: OpFacts, args: Any, output: Any, kwargs: Any) -> bool:
+    """What only the call tells: rule 4 on CUDA and for masks, and copies from another device (a synchronisation)."""
+    if facts.keeps_with_mask:
+        return any(index is not None and index.dtype in _MASKS for index in args[1])
+    if facts.keeps_on_cuda:
+        return any(isinstance(t, torch.Tensor) and t.is_cuda for t in tree_leaves(output))
+    # PyTorch names the device in copies that stay on it, too (the last op of `rms_norm` in bf16).
+    return facts.device_keyword and kwargs.get("device") is not None and bool(output.device != args[0].device)

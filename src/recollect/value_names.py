@@ -1,0 +1,41 @@
+"""Names of values inside a unit: the module that computes them, the op, and which call of it; plans speak of values so."""
+
+from __future__ import annotations
+
+__all__ = ["module_of", "result_names", "value_stem"]
+
+
+def value_stem(module_path: str, op_name: str, count: int) -> str:
+    """Name the `count`-th call (from 0) of an op in a module of the unit.
+
+    Example:
+        >>> value_stem("mlp.act_fn", "silu", 0), value_stem("", "add", 1)
+        ('mlp.act_fn.silu', 'add#1')
+    """
+    stem = f"{module_path}.{op_name}" if module_path else op_name
+    return f"{stem}#{count}" if count else stem
+
+
+def result_names(stem: str, num_results: int | None) -> tuple[str, ...]:
+    """Name the results of an op call: by the call itself where there is one, or a list of them (None).
+
+    Example:
+        >>> result_names("mlp.router.topk", 2)
+        ('mlp.router.topk.0', 'mlp.router.topk.1')
+    """
+    if num_results is None or num_results <= 1:
+        return (stem,)
+    return tuple(f"{stem}.{index}" for index in range(num_results))
+
+
+def module_of(value_name: str) -> str:
+    """Return the path, in the unit, of the module that computes a value; it is empty for the unit's own ops.
+
+    Example:
+        >>> module_of("mlp.down_proj.mm#1"), module_of("mlp.down_proj.topk.0"), module_of("add")
+        ('mlp.down_proj', 'mlp.down_proj', '')
+    """
+    parts = value_name.split(".")
+    if len(parts) > 1 and parts[-1].isdigit():
+        parts.pop()
+    return ".".join(parts[:-1])

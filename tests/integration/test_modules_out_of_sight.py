@@ -1,0 +1,258 @@
+"""Modules of which a plan drops nothing run past the tape once it knows them; gradients, bytes and errors stay the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from gradients import assert_same_gradients, gradients
+from policies import Only
+from recollect.engine.apply import apply_policy
+from recollect.engine.tape import Tape
+from recollect.engine.tape_mode import TapeMode
+from recollect.errors import MutatedValueError
+from watch import Watch
+
+WIDTH = 16
+DROPS_THE_NORM = Only(frozenset({"norm.mul", "norm.mul#1", "norm.native_layer_norm.0"}))
+
+
+class Layer(nn.Module):
+    """A norm, which plans of these tests drop; then whatever a test asks for, and a linear."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.between = between
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.linear(self.between(self.norm(hidden)))
+        return hidden + output.sigmoid()
+
+
+class _CountingMode(TapeMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.tape.seen[self.scope] += 1  # type: ignore[attr-defined]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def pack(self, tensor: Tensor) -> Any:
+        self.tape.packed[self.scope] += 1  # type: ignore[attr-defined]
+        return super().pack(tensor)
+
+
+class CountingTape(Tape):
+    """Counts ops and saved tensors, by module."""
+
+    def __init__(self) -> None:
+        super().__init__(DROPS_THE_NORM)
+        self.seen: Counter[str] = Counter()
+        self.packed: Counter[str] = Counter()
+
+    def new_mode(self, unit_path: str) -> TapeMode:
+        return _CountingMode(self, unit_path)
+
+
+class Calls(nn.Module):
+    """Runs a function of the test."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.function(hidden)
+
+
+def model_of(between: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(between), Layer(between))
+
+
+def batch() -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def counted_steps(model: nn.Module, num_steps: int) -> list[tuple[Counter[str], Counter[str]]]:
+    """Steps whose gradients are those of the plain model; for each, the ops that were seen and the tensors packed."""
+    expected = gradients(model, batch(), square)
+    tape, counts = CountingTape(), []
+    with apply_policy(model, ["0", "1"], tape):
+        for _ in range(num_steps):
+            tape.seen.clear()
+            tape.packed.clear()
+            assert_same_gradients(expected, gradients(model, batch(), square))
+            counts.append((tape.seen.copy(), tape.packed.copy()))
+    return counts
+
+
+def test_only_what_drops_is_seen_and_only_what_saves_it_is_packed() -> None:
+    steps = counted_steps(model_of(nn.Tanh()), 4)
+    for seen, packed in steps[:2]:
+        assert set(seen) == {"", "norm", "between", "linear"}
+        assert {"norm", "between", "linear"} <= set(packed)
+    for seen, packed in steps[2:]:
+        assert set(seen) == {"norm"}
+        # The linear saves what tanh made, tanh its own result: neither is dropped.
+        assert not packed
+    assert steps[2][0]["norm"] == steps[0][0]["norm"]
+
+
+def test_a_view_of_what_is_dropped_is_known_where_no_op_is_seen() -> None:
+    steps = counted_steps(model_of(Calls(lambda hidden: hidden.view(2, 2, WIDTH).flatten(0, 1))), 4)
+    seen, packed = steps[-1]
+    assert set(seen) == {"norm"}
+    assert set(packed) == {"linear"}
+
+
+def test_modules_that_write_in_place_stay_in_sight() -> None:
+    steps = counted_steps(model_of(nn.ReLU(inplace=True)), 4)
+    seen, _ = steps[-1]
+    assert set(seen) == {"norm", "between"}
+
+
+def test_a_write_that_begins_later_is_an_error() -> None:
+    """The tape does not see it, but what it holds of the tensor has another version then."""
+    writes = False
+
+    def write(hidden: Tensor) -> Tensor:
+        if writes:
+            with torch.no_grad():
+                hidden.add_(1.0)
+        return hidden * 2
+
+    class Exponential(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.act = Calls(torch.exp)
+            self.writer = Calls(write)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            hidden = self.linear(hidden)
+            output: Tensor = self.act(hidden) + self.writer(hidden)
+            return output
+
+    model = nn.Sequential(Exponential())
+    expected = gradients(model, batch(), square)
+    # Computing the exponential again takes what the linear made.
+    with apply_policy(model, ["0"], Only(frozenset({"act.exp"}))):
+        for _ in range(3):
+            assert_same_gradients(expected, gradients(model, batch(), square))
+        writes = True
+        with pytest.raises(MutatedValueError):
+            gradients(model, batch(), square)
+
+
+def test_hooks_around_the_model_see_no_more_than_before() -> None:
+    """A checkpoint around several units counts what is saved: the count must not change from step to step."""
+    model = model_of(nn.Tanh())
+    counts = []
+    with apply_policy(model, ["0", "1"], CountingTape()):
+        for _ in range(4):
+            seen: list[Tensor] = []
+
+            def pack(tensor: Tensor, seen: list[Tensor] = seen) -> Tensor:
+                seen.append(tensor)
+                return tensor
+
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                gradients(model, batch(), square)
+            counts.append(len(seen))
+    assert len(set(counts)) == 1
+
+
+def test_kept_bytes_are_the_same_in_every_step() -> None:
+    model = model_of(nn.Tanh())
+    kept = []
+    with apply_policy(model, ["0", "1"], DROPS_THE_NORM):
+        for _ in range(4):
+            with Watch() as watch:
+                loss = square(model(batch()))
+                kept.append(watch.live_bytes())
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+    assert len(set(kept)) == 1, kept
+
+
+def test_a_unit_that_gets_a_dropped_output_the_second_time_only() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer(nn.Tanh())
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            output: Tensor = self.layer(self.layer(hidden))
+            return output
+
+    model = Twice()
+    expected = gradients(model, batch(), square)
+    kept = []
+    policy = Only(frozenset({"add", "sigmoid", "norm.native_layer_norm.0"}), keep_output=False)
+    for tape in (Tape(policy, runs_to_settle=10**9), Tape(policy)):
+        with apply_policy(model, ["layer"], tape):
+            for _ in range(4):
+                with Watch() as watch:
+                    loss = square(model(batch()))
+                    kept.append(watch.live_bytes())
+                loss.backward()
+                model.zero_grad(set_to_none=True)
+                assert_same_gradients(expected, gradients(model, batch(), square))
+    assert len(set(kept)) == 1, kept
+
+
+def test_a_module_that_fails_leaves_the_tape_in_order() -> None:
+    fails = False
+
+    def between(hidden: Tensor) -> Tensor:
+        if fails:
+            raise ValueError("no")
+        return hidden.tanh()
+
+    class Forgiving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer(Calls(between))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            try:
+                inner: Tensor = self.layer.between(self.layer.norm(hidden))
+            except ValueError:
+                inner = hidden.cos()
+            output: Tensor = self.layer.linear(inner)
+            return output
+
+    model = nn.Sequential(Forgiving())
+    policy = Only(frozenset({"layer.norm.native_layer_norm.0"}))
+    expected = {}
+    for fails in (False, True):
+        expected[fails] = gradients(model, batch(), square)
+    with apply_policy(model, ["0"], policy):
+        for fails in (True, False, False, False, True, False):
+            assert_same_gradients(expected[fails], gradients(model, batch(), square))
+
+
+def test_modes_of_the_model_s_own_see_what_they_see_without_the_tape() -> None:
+    flops: list[int] = []
+
+    def counting(hidden: Tensor) -> Tensor:
+        with FlopCounterMode(display=False) as counter:
+            result = hidden @ hidden.t() @ hidden
+        flops.append(counter.get_total_flops())
+        return result
+
+    model = model_of(Calls(counting))
+    counted_steps(model, 4)
+    assert len(set(flops)) == 1
+    assert flops[0] > 0
