@@ -66,7 +66,8 @@ def test_settings_are_measured_side_by_side(tmp_path: Path) -> None:
         assert row["step_p20_s"] <= row["step_s"] <= row["step_p80_s"]
         assert row["reserved_bytes"] is None
     assert lean["peak_bytes"] < 0.81 * plain["peak_bytes"]
-    assert lean["hardware_flops"] > plain["hardware_flops"] > plain["model_flops"] == lean["model_flops"]
+    # A budget of 80 % may be had without computing a product again.
+    assert lean["hardware_flops"] >= plain["hardware_flops"] > plain["model_flops"] == lean["model_flops"]
     assert too_lean["result"] == "OOM (predicted)"
     assert "no plan: the least possible peak is" in done.stdout
     for word in ("Measured results", "TFLOP/s/device", "reserved: not applicable on a CPU", f"Written to {files[0]}."):

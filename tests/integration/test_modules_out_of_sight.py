@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from gradients import assert_same_gradients, gradients
@@ -241,6 +242,30 @@ def test_a_module_that_fails_leaves_the_tape_in_order() -> None:
     with apply_policy(model, ["0"], policy):
         for fails in (True, False, False, False, True, False):
             assert_same_gradients(expected[fails], gradients(model, batch(), square))
+
+
+def test_a_checkpoint_that_begins_later_inside_a_unit() -> None:
+    """Its hooks stay on top of the tape's, also where these were off when it began: it counts what is saved."""
+    checkpoints = False
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer(nn.Identity())
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            output: Tensor = (
+                checkpoint(self.layer, hidden.cos(), use_reentrant=False) if checkpoints else self.layer(hidden.cos())
+            )
+            return output
+
+    model = nn.Sequential(Checkpointed())
+    expected = gradients(model, batch(), square)
+    # The linear saves what the norm makes, so that its saved tensors go through the tape's hooks, and the norm's do not.
+    with apply_policy(model, ["0"], Only(frozenset({"layer.norm.native_layer_norm.0"}))):
+        for is_on in (False, False, False, True, True, False):
+            checkpoints = is_on
+            assert_same_gradients(expected, gradients(model, batch(), square))
 
 
 def test_modes_of_the_model_s_own_see_what_they_see_without_the_tape() -> None:

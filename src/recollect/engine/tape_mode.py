@@ -107,14 +107,15 @@ class TapeMode(TorchDispatchMode):
     def _watch(self, ops: bool, saves: bool) -> None:
         """See ops and saved tensors from here on, or not.
 
-        Nothing is switched off while a mode or hooks of the model's own lie on top.
+        Nothing is switched off while a mode or hooks of the model's own lie on top; and hooks of its own (a checkpoint inside
+        the unit) stay on top, because what runs again in backward has no tape's hooks on it.
         """
         if ops and not self.is_watching:
             push_dispatch_mode(self)
             self.is_watching = True
         elif self.is_watching and not ops:
             self.is_watching = not pop_dispatch_mode(self)
-        if saves and self._hooks is not None:
+        if saves and self._hooks is not None and not has_saved_tensors_hooks():
             push_saved_tensors_hooks(*self._hooks)
             self._hooks = None
         elif self._hooks is None and not saves and self._may_unhook:
