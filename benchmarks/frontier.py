@@ -13,6 +13,7 @@ import dataclasses
 import signal
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ _QUICK: dict[str, Any] = {"hidden_size": 32, "num_layers": 4, "vocab_size": 64, 
 class Flags(RunFlags):
     """Compare recollect's plans with what people set up by hand, at equal peak and at equal time."""
 
-    step: OmitArgPrefixes[StepFlags] = field(default_factory=StepFlags)
+    step: OmitArgPrefixes[StepFlags] = field(default_factory=partial(StepFlags, num_layers=16))
     """The training step."""
     models: tuple[ModelName, ...] = HUGGING_FACE
     """Models to run, one after the other."""
