@@ -95,7 +95,7 @@ def test_frontier(tmp_path: Path) -> None:
     assert picture.read_bytes() == drawn
     assert len(rows(tmp_path / "frontier.csv")) == len(found)
     output = run("frontier.py", "--redraw", "--models", "moe", "--out", str(tmp_path))
-    assert "no step times of moe at these sizes: d=384, 8 layers" in " ".join(output.split())
+    assert "no step times of moe at these sizes: d=384, 16 layers" in " ".join(output.split())
 
 
 @pytest.mark.filterwarnings("ignore")
