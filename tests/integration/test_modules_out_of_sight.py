@@ -85,6 +85,16 @@ def square(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
+def step_keeps(model: nn.Module) -> int:
+    """Bytes that forward leaves in memory for backward, which runs as well."""
+    with Watch() as watch:
+        loss = square(model(batch()))
+        kept_bytes = watch.live_bytes()
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+    return kept_bytes
+
+
 def counted_steps(model: nn.Module, num_steps: int) -> list[tuple[Counter[str], Counter[str]]]:
     """Steps whose gradients are those of the plain model; for each, the ops that were seen and the tensors packed."""
     expected = gradients(model, batch(), square)
@@ -179,11 +189,7 @@ def test_kept_bytes_are_the_same_in_every_step() -> None:
     kept = []
     with apply_policy(model, ["0", "1"], DROPS_THE_NORM):
         for _ in range(4):
-            with Watch() as watch:
-                loss = square(model(batch()))
-                kept.append(watch.live_bytes())
-            loss.backward()
-            model.zero_grad(set_to_none=True)
+            kept.append(step_keeps(model))
     assert len(set(kept)) == 1, kept
 
 
@@ -204,11 +210,7 @@ def test_a_unit_that_gets_a_dropped_output_the_second_time_only() -> None:
     for tape in (Tape(policy, runs_to_settle=10**9), Tape(policy)):
         with apply_policy(model, ["layer"], tape):
             for _ in range(4):
-                with Watch() as watch:
-                    loss = square(model(batch()))
-                    kept.append(watch.live_bytes())
-                loss.backward()
-                model.zero_grad(set_to_none=True)
+                kept.append(step_keeps(model))
                 assert_same_gradients(expected, gradients(model, batch(), square))
     assert len(set(kept)) == 1, kept
 

@@ -42,13 +42,7 @@ class _ScopeForward(PlacedForward):
         mode = self.tape.mode
         if mode is None:
             return self.forward(*args, **kwargs)
-        outer = mode.enter(self.scope)
-        try:
-            output = self.forward(*args, **kwargs)
-            mode.note_run()
-            return output
-        finally:
-            mode.leave(outer)
+        return mode.run_module(self.scope, self.forward, args, kwargs)
 
 
 class _UnitForward(PlacedForward):

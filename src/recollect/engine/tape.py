@@ -94,19 +94,19 @@ class Tape:
     def run(self, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
         """Run a unit's forward on the tape."""
         outer = self.mode
-        with self._watching(unit_path) if outer is None else _inside(outer, unit_path):
-            output = forward(*args, **kwargs)
+        with self._watching(unit_path) if outer is None else _inside(outer, unit_path) as mode:
+            output = mode.run_module("", forward, args, kwargs)
         if not self.policy.drops_output(unit_path):
             self.hold_outputs(unit_path, output)
         return output
 
     @contextmanager
-    def _watching(self, unit_path: str) -> Iterator[None]:
+    def _watching(self, unit_path: str) -> Iterator[TapeMode]:
         mode = self.new_mode(unit_path)
         self._local.mode = mode
         try:
-            with saved_tensors_hooks(mode.pack, self.unpack), mode, _module(mode, ""):
-                yield
+            with saved_tensors_hooks(mode.pack, self.unpack), mode:
+                yield mode
             if mode.unsettled:
                 self._learn(mode.unsettled)
         finally:
@@ -179,23 +179,11 @@ class Tape:
 
 
 @contextmanager
-def _inside(mode: TapeMode, unit_path: str) -> Iterator[None]:
+def _inside(mode: TapeMode, unit_path: str) -> Iterator[TapeMode]:
     """A unit runs within another one: its ops have its own names."""
     outer = mode.unit_path, mode.counts
     mode.unit_path, mode.counts = unit_path, {}
     try:
-        with _module(mode, ""):
-            yield
+        yield mode
     finally:
         mode.unit_path, mode.counts = outer
-
-
-@contextmanager
-def _module(mode: TapeMode, module_path: str) -> Iterator[None]:
-    """A module of the mode's unit runs."""
-    outer = mode.enter(module_path)
-    try:
-        yield
-        mode.note_run()
-    finally:
-        mode.leave(outer)

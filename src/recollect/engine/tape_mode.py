@@ -5,6 +5,7 @@ The rules that it keeps are those of `engine/tape.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -83,26 +84,20 @@ class TapeMode(TorchDispatchMode):
         self._op = ""
         self._parameters: dict[int, TapeValue] = {}
 
-    def enter(self, module_path: str) -> tuple[str, bool, bool]:
-        """A module of the unit begins: its values have its names, and of its ops and saves is seen what is of use.
-
-        Returns what `leave` is told when it has run.
-        """
+    def run_module(self, module_path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a module of the unit: its values have its names, and of its ops and saves is seen what is of use."""
         outer = self.scope, self.is_watching, self._hooks is None
         self.scope = module_path
-        self._watch(*self.tape.settled.get((self.unit_path, module_path), _EVERYTHING))
-        return outer
-
-    def note_run(self) -> None:
-        """The module has run without an error."""
-        key = (self.unit_path, self.scope)
-        if key not in self.tape.settled and self.is_watching and self._hooks is None:
-            self.unsettled[key] = Watch(ops=key in self._writes, saves=key in self._saves_dropped)
-
-    def leave(self, outer: tuple[str, bool, bool]) -> None:
-        """The module that ran before goes on."""
-        self.scope, *watch_of = outer
-        self._watch(*watch_of)
+        key = (self.unit_path, module_path)
+        self._watch(*self.tape.settled.get(key, _EVERYTHING))
+        try:
+            output = forward(*args, **kwargs)
+            if key not in self.tape.settled and self.is_watching and self._hooks is None:
+                self.unsettled[key] = Watch(ops=key in self._writes, saves=key in self._saves_dropped)
+            return output
+        finally:
+            self.scope, *watch_of = outer
+            self._watch(*watch_of)
 
     def _watch(self, ops: bool, saves: bool) -> None:
         """See ops and saved tensors from here on, or not.
