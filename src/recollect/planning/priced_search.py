@@ -19,7 +19,7 @@ from recollect.planning.superposition import Peaks, Superposition
 from recollect.planning.windows import Window
 from recollect.profile.graph import Profile, UnitGraph
 
-__all__ = ["PricedSearch"]
+__all__ = ["PricedSearch", "remembered_peaks"]
 
 # Layers share simulations: more are for units that run once, whose options hardly count.
 _MOST_PROBES = 12
@@ -103,14 +103,20 @@ class PricedSearch:
         return ladder, PricedChain(ladder, self._windows, play, held=self._held, most_probes=_MOST_PROBES)
 
     def _peaks_of(self, dropped: frozenset[str], ladder: Ladder) -> Callable[[Levels], Peaks]:
-        known = self._known.setdefault(dropped, {})
+        return remembered_peaks(self._superposition, ladder, self._known.setdefault(dropped, {}))
 
-        def peaks_of(levels: Levels) -> Peaks:
-            if levels not in known:
-                known[levels] = self._superposition.peaks(ladder.decisions(levels))
-            return known[levels]
 
-        return peaks_of
+def remembered_peaks(
+    superposition: Superposition, ladder: Ladder, known: dict[Levels, Peaks]
+) -> Callable[[Levels], Peaks]:
+    """Return what tells the peaks of a ladder's levels, and adds those that it is asked for to the known ones."""
+
+    def peaks_of(levels: Levels) -> Peaks:
+        if levels not in known:
+            known[levels] = superposition.peaks(ladder.decisions(levels))
+        return known[levels]
+
+    return peaks_of
 
 
 def _same_levels(ladder: Ladder, levels: Levels, other: Ladder) -> Levels:

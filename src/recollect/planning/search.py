@@ -19,7 +19,7 @@ from recollect.planning.hull import Option
 from recollect.planning.ladder import Ladder, Levels, OptionsOf
 from recollect.planning.menu import every_choice, unit_menu
 from recollect.planning.polish import polish
-from recollect.planning.priced_search import PricedSearch
+from recollect.planning.priced_search import PricedSearch, remembered_peaks
 from recollect.planning.script import Script
 from recollect.planning.segments import first_outputs, folded_outputs, most_folded, single_outputs
 from recollect.planning.simulate import simulate
@@ -228,14 +228,7 @@ class ChainSearch:
         return self._chains[dropped]
 
     def _simulate_levels(self, dropped: Dropped, ladder: Ladder) -> Callable[[Levels], Peaks]:
-        known = self._simulated[dropped]
-
-        def simulate_levels(levels: Levels) -> Peaks:
-            if levels not in known:
-                known[levels] = self.superposition.peaks(ladder.decisions(levels))
-            return known[levels]
-
-        return simulate_levels
+        return remembered_peaks(self.superposition, ladder, self._simulated[dropped])
 
     def _best_known(self, budget_bytes: int, *, by_peak: bool = False) -> _Found | None:
         """Return the fastest plan within the budget that any chain has simulated, or the one with the least peak."""
