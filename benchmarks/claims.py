@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-import tyro
 
 import recollect
 from contest import Contestant, Race, percentile
-from flags import MachineFlags, RunFlags
+from flags import MachineFlags, RunFlags, parse
 from recollect.bench.machine import keep_freed_memory
 from recollect.megatron import RecomputeConfig, megatron_plan
 from recollect.models.config import TransformerConfig
@@ -272,4 +271,4 @@ def main(flags: Flags) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Flags))
+    main(parse(Flags))

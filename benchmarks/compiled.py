@@ -19,13 +19,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import tyro
 from rich.console import Console
-from tyro.conf import OmitArgPrefixes
 
 from compiled_peers import compiled, compiled_peers
 from contest import Contestant, Race, percentile
-from flags import RunFlags
+from flags import RunFlags, parse
 from models import DESCRIPTIONS, ModelName
 from peers import Peer
 from recollect import Plan, UnitPlan, apply
@@ -49,7 +47,7 @@ Keep = Callable[[list[Number]], None]
 class Flags(RunFlags):
     """Compare recollect with compiled steps, at equal peak."""
 
-    step: OmitArgPrefixes[StepFlags] = field(default_factory=StepFlags)
+    step: StepFlags = field(default_factory=StepFlags)
     """The training step."""
     models: tuple[ModelName, ...] = ("dense",)
     """Models to run, one after the other."""
@@ -297,7 +295,7 @@ def _empty_cache() -> Iterator[None]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark with the flags of the command line."""
-    flags = tyro.cli(Flags, args=arguments, description=__doc__)
+    flags = parse(Flags, __doc__, arguments)
     keep_freed_memory()
     if flags.quick:
         step = dataclasses.replace(flags.step, hidden_size=32, num_layers=2, vocab_size=64, seq_length=32, threads=1)

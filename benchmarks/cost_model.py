@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 import recollect
-from flags import RESULTS
+from flags import RESULTS, parse
 from models import ModelName, build
 from recollect.bench.machine import keep_freed_memory
 from recollect.engine.facts import OpFacts
@@ -275,7 +274,7 @@ def table(rows: list[Number], names: list[str], budgets: tuple[float, ...]) -> T
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark with the flags of the command line."""
-    flags = tyro.cli(Flags, args=arguments, description=__doc__)
+    flags = parse(Flags, __doc__, arguments)
     keep_freed_memory()
     console = Console(width=None if sys.stdout.isatty() else 170)
     torch.set_num_threads(1)

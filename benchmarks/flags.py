@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -26,3 +30,13 @@ class RunFlags:
     """Rounds that are run even if the time is over."""
     out: Path = RESULTS
     """Folder of the rows and pictures."""
+
+
+def parse(kind: type[T], description: str | None = None, arguments: Sequence[str] | None = None) -> T:
+    """Read flags, a dataclass, from the command line; those of a nested dataclass have no prefix.
+
+    tyro is imported here, so that what a benchmark measures can be called where it is not installed.
+    """
+    import tyro
+
+    return tyro.cli(kind, args=arguments, description=description, config=(tyro.conf.OmitArgPrefixes,))

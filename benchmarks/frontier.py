@@ -17,12 +17,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import tyro
 from rich.console import Console
-from tyro.conf import OmitArgPrefixes
 
 from comparison import Comparison
-from flags import RunFlags
+from flags import RunFlags, parse
 from models import DESCRIPTIONS, HUGGING_FACE, ModelName
 from picture import draw
 from recollect.bench.machine import few_objects, keep_freed_memory
@@ -37,7 +35,7 @@ _QUICK: dict[str, Any] = {"hidden_size": 32, "num_layers": 4, "vocab_size": 64, 
 class Flags(RunFlags):
     """Compare recollect's plans with what people set up by hand, at equal peak and at equal time."""
 
-    step: OmitArgPrefixes[StepFlags] = field(default_factory=partial(StepFlags, num_layers=16))
+    step: StepFlags = field(default_factory=partial(StepFlags, num_layers=16))
     """The training step."""
     models: tuple[ModelName, ...] = HUGGING_FACE
     """Models to run, one after the other."""
@@ -92,7 +90,7 @@ def _draw(flags: Flags, model: ModelName, numbers: list[Number], source: Source)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark with the flags of the command line."""
-    flags = tyro.cli(Flags, args=arguments, description=__doc__)
+    flags = parse(Flags, __doc__, arguments)
     keep_freed_memory()
     if flags.quick:
         step = dataclasses.replace(flags.step, **_QUICK)

@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recollect
 from contest import Contestant, Race
-from flags import MachineFlags, RunFlags
+from flags import MachineFlags, RunFlags, parse
 from recollect.bench.machine import keep_freed_memory
 from recollect.plan import Plan
 from recollect.quantities import format_bytes
@@ -170,7 +169,7 @@ def measure_products(flags: Flags, vocab_size: int) -> tuple[Table, list[Number]
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark with the flags of the command line."""
-    flags = tyro.cli(Flags, args=arguments, description=__doc__)
+    flags = parse(Flags, __doc__, arguments)
     keep_freed_memory()
     console = Console(width=120)
     console.print(f"{machine_name(flags.device)}, PyTorch {torch.__version__}, {flags.threads} threads")

@@ -17,11 +17,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import tyro
 
 import megatron_core_shim as shim
 import recollect
-from flags import MachineFlags, RunFlags
+from flags import MachineFlags, RunFlags, parse
 from megatron_core_models import CASES, VOCAB_SIZE, Case, Setting, Subject, megatron_subject, settings, tokens_of
 from recollect.errors import RecollectError
 from recollect.megatron import RecomputeConfig, megatron_plan
@@ -235,4 +234,4 @@ def main(flags: Flags) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Flags))
+    main(parse(Flags))

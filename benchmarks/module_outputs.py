@@ -11,10 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import tyro
 
 import recollect
-from flags import MachineFlags
+from flags import MachineFlags, parse
 from recollect.megatron import RecomputeConfig, megatron_plan
 from recollect.megatron.modules import MEGATRON_OUTPUT
 from recollect.models.gpt import GPTModel
@@ -77,4 +76,4 @@ def main(flags: Flags) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Flags, description=__doc__))
+    main(parse(Flags, __doc__))

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from contest import Contestant, Race, percentile
-from flags import MachineFlags, RunFlags
+from flags import MachineFlags, RunFlags, parse
 from peers import full, selective
 from recollect.bench.machine import keep_freed_memory
 from recollect.engine.apply import apply_policy
@@ -272,7 +271,7 @@ def _now_and_then(console: Console) -> Callable[[str], None]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark with the flags of the command line."""
-    flags = tyro.cli(Flags, args=arguments, description=__doc__)
+    flags = parse(Flags, __doc__, arguments)
     keep_freed_memory()
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(f"{machine_name(flags.device)}, PyTorch {torch.__version__}, {flags.threads} threads")

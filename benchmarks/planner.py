@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 import recollect
-from flags import RESULTS
+from flags import RESULTS, parse
 from recollect.errors import BudgetTooSmallError
 from recollect.models.gpt import GPTModel
 from recollect.models.sizes import NAMED_CONFIGS
@@ -179,7 +178,7 @@ def large_step_s(size: str, num_budgets: int) -> tuple[float, float]:
 
 def main() -> None:
     """Print the tables and append the numbers."""
-    flags = tyro.cli(Flags, description=__doc__)
+    flags = parse(Flags, __doc__)
     table = Table("profile", "budgets", "gap, median", "gap, worst", "one plan, median", "one plan, worst")
     numbers: list[Number] = []
     everything: list[Planned] = []

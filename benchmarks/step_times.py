@@ -12,13 +12,11 @@ import dataclasses
 import statistics
 from dataclasses import dataclass, field
 
-import tyro
 from rich.console import Console
 from rich.table import Table
-from tyro.conf import OmitArgPrefixes
 
 import recollect
-from flags import RunFlags
+from flags import RunFlags, parse
 from models import HUGGING_FACE, ModelName
 from recollect.bench.machine import few_objects, keep_freed_memory
 from recollect.errors import BudgetTooSmallError
@@ -33,7 +31,7 @@ _KEEP_ALL, _FULL = "keep all", "full"
 class Flags(RunFlags):
     """Compare predicted with measured step times."""
 
-    step: OmitArgPrefixes[StepFlags] = field(default_factory=lambda: StepFlags(hidden_size=256, num_layers=4))
+    step: StepFlags = field(default_factory=lambda: StepFlags(hidden_size=256, num_layers=4))
     """The training step."""
     models: tuple[ModelName, ...] = ("reference", *HUGGING_FACE, "gpt2")
     """Models to run, one after the other."""
@@ -105,7 +103,7 @@ def report(found: list[Timed], title: str) -> Table:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark with the flags of the command line."""
-    flags = tyro.cli(Flags, args=arguments, description=__doc__)
+    flags = parse(Flags, __doc__, arguments)
     keep_freed_memory()
     console = Console()
     off: list[float] = []

@@ -16,11 +16,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 
 import torch
-import tyro
 from torch import Tensor
 
 import recollect
-from flags import MachineFlags, RunFlags
+from flags import MachineFlags, RunFlags, parse
 from recollect.megatron import RecomputeConfig, megatron_plan
 from recollect.models.gpt import GPTModel
 from recollect.models.sizes import NAMED_CONFIGS
@@ -142,4 +141,4 @@ def main(flags: Flags) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Flags))
+    main(parse(Flags))
