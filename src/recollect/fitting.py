@@ -31,7 +31,7 @@ def fit(
         model: any module with repeated layers; not edited, only its layers' `forward` is wrapped.
         batch: a tensor, tuple or dict, as large as those of training.
         budget: bytes of the whole step (parameters, gradients, optimizer state, kept values, working memory), as an int
-            or text: "16GiB", "80GB", "60%" of the peak without recompute.
+            or text: "16GiB", "80GB", "60%" of the peak without recompute, "90% of the device" (CUDA).
         optimizer: counts with its state and the working memory of its step.
         loss_fn: from the model's output to a scalar; see `record`.
         accumulates_gradients: gradients exist already when the step begins.

@@ -22,6 +22,8 @@ _SCALES: dict[str, int] = {
 }
 _NUMBER = r"[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?"
 _NUMBER_AND_SUFFIX = re.compile(rf"(?P<number>{_NUMBER})\s*(?P<suffix>\S*)", re.IGNORECASE | re.ASCII)
+# After the number: a percentage of the peak without recompute, or of the device's memory.
+_PERCENT = re.compile(r"(?P<number>.*?)\s*%\s*(?P<of>of\s+(?:the\s+)?device)?", re.IGNORECASE | re.DOTALL)
 _EXPECTED = "write a whole number of bytes, or a text such as '16GiB' (2**30 bytes each) or '80GB' (10**9 bytes each)"
 # Larger exponents would build integers that take minutes; 10**30 bytes are beyond any machine.
 _LARGEST_BYTES = 10**30
@@ -56,31 +58,46 @@ def parse_bytes(value: str | int) -> int:
     return _checked(value, math.floor(number * scale))
 
 
-def parse_budget(value: str | int, *, reference_bytes: int) -> int:
-    """Return a budget in bytes, which may be given as a percentage of a reference.
+def parse_budget(value: str | int, *, reference_bytes: int, device_bytes: int | None = None) -> int:
+    """Return a budget in bytes, which may be given as a percentage of a reference or of the device's memory.
 
     Args:
-        value: what `parse_bytes` takes, or a percentage such as "60%" or "62.5 %".
-        reference_bytes: the peak that the percentage is of, 0 or more.
+        value: what `parse_bytes` takes, or a percentage such as "60%", "62.5 %" or "90% of the device".
+        reference_bytes: the peak that a plain percentage is of, 0 or more.
+        device_bytes: size of the device's memory, 0 or more; None where it is not known.
 
     Returns:
         Bytes, 0 or more, rounded down.
 
     Raises:
-        QuantityError: what `parse_bytes` rejects; a negative percentage or reference.
+        QuantityError: what `parse_bytes` rejects; a negative percentage or reference; a percentage of a device whose
+            memory is not known.
 
     Example:
         >>> parse_budget("60%", reference_bytes=1000), parse_budget("1KiB", reference_bytes=1000)
         (600, 1024)
+        >>> parse_budget("90% of the device", reference_bytes=1000, device_bytes=80 * 2**30)
+        77309411328
     """
     reference_bytes = _whole_bytes(reference_bytes)
-    if not isinstance(value, str) or not value.rstrip().endswith("%"):
+    if not isinstance(value, str) or "%" not in value:
         return parse_bytes(value)
-    expected = "write a percentage such as '60%'"
-    number, suffix = _split(value.rstrip().removesuffix("%"), expected, given=value)
+    expected = "write a percentage such as '60%' or '90% of the device'"
+    percentage = _PERCENT.fullmatch(value.strip())
+    if percentage is None:
+        raise QuantityError(value, f"what stands after the percent sign is not known; {expected}")
+    number, suffix = _split(percentage["number"], expected, given=value)
     if suffix:
         raise QuantityError(value, f"{suffix!r} before the percent sign is not known; {expected}")
-    return _checked(value, math.floor(number * reference_bytes / 100))
+    if percentage["of"] is None:
+        return _checked(value, math.floor(number * reference_bytes / 100))
+    if device_bytes is None:
+        raise QuantityError(
+            value,
+            "how much memory the device has is known of CUDA devices, and of the hardware of a fake profile, only; "
+            f"{_EXPECTED}",
+        )
+    return _checked(value, math.floor(number * _whole_bytes(device_bytes) / 100))
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -87,6 +87,16 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
     return next((t.device for t in candidates if t.device.type != "meta"), torch.device("cpu"))
 
 
+def resident_tensors(
+    model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None
+) -> list[torch.Tensor]:
+    """Return what is in memory before a step: parameters, gradients, buffers, the batch, the optimizer's state by now."""
+    parameters = list(model.parameters())
+    state = [] if optimizer is None else tree_leaves([dict(entry) for entry in optimizer.state.values()])
+    found = [*parameters, *(p.grad for p in parameters), *model.buffers(), *tree_leaves(batch), *state]
+    return [item for item in found if isinstance(item, torch.Tensor)]
+
+
 def wait_for(device: torch.device) -> None:
     """Wait until a device has done all that it was given to do; the CPU is never behind."""
     if device.type == "cuda":

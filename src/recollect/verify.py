@@ -11,14 +11,23 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from recollect._torch_private import tree_leaves
 from recollect.engine.apply import applied_to, apply
 from recollect.loss.intercept import loss_in_chunks
 from recollect.plan import Plan
-from recollect.profile.meter import measure_peak, storage_bytes
+from recollect.profile.device_memory import OtherAllocations, empty_cache
+from recollect.profile.meter import PeakMeasurement, measure_peak, storage_bytes
 from recollect.profile.optimizer_step import record_optimizer_step
 from recollect.quantities import format_bytes
-from recollect.step import LossFunction, call_model, device_of, restored_buffers, run_forward, timed, undisturbed
+from recollect.step import (
+    LossFunction,
+    call_model,
+    device_of,
+    resident_tensors,
+    restored_buffers,
+    run_forward,
+    timed,
+    undisturbed,
+)
 from recollect.verify_units import compare_units
 
 _NUM_TIMINGS = 5
@@ -38,6 +47,8 @@ class Report:
         num_compared: number of gradients that were compared.
         plain_peak_bytes, plan_peak_bytes: measured peaks of forward and backward, with parameters, buffers, batch and
             optimizer state counted; None where the plain step did not run.
+        plan_reserved_bytes, plan_fragmentation_bytes: on CUDA, the most bytes that the caching allocator held in the step
+            with the plan, and how much of it was not in use; they are not in the prediction. None on the CPU.
         predicted_peak_bytes, predicted_slowdown: what the plan says.
         measured_slowdown: median time with the plan over median time without recompute (the loss in the plan's chunks in
             both, as in the prediction), less one; runs alternate.
@@ -57,6 +68,8 @@ class Report:
     measured_slowdown: float | None
     loss_chunks: int = 1
     unchunked_difference: tuple[str, float] | None = None
+    plan_reserved_bytes: int | None = None
+    plan_fragmentation_bytes: int | None = None
 
     def __str__(self) -> str:
         how = ", unit by unit" if self.compared == "units" else ""
@@ -71,6 +84,9 @@ class Report:
         plain = "did not fit" if self.plain_peak_bytes is None else format_bytes(self.plain_peak_bytes)
         lines.append(f"peak without     {plain}")
         lines.append(f"peak with plan   {format_bytes(self.plan_peak_bytes)}{self._compared_peak()}")
+        if self.plan_reserved_bytes is not None and self.plan_fragmentation_bytes is not None:
+            fragmentation = format_bytes(self.plan_fragmentation_bytes)
+            lines.append(f"reserved         {format_bytes(self.plan_reserved_bytes)} ({fragmentation} fragmentation)")
         if self.measured_slowdown is not None:
             predicted = "" if self.predicted_slowdown is None else f" (predicted {self.predicted_slowdown:.1%})"
             lines.append(f"slowdown         {self.measured_slowdown:.1%}{predicted}")
@@ -144,10 +160,11 @@ class _Check:
         self.loss_fn = loss_fn
         self.device = device_of(model, batch)
         self.optimizer_bytes = record_optimizer_step(optimizer, self.device).state_bytes
+        self.others = OtherAllocations(self.device, resident_tensors(model, batch, optimizer))
         self.random_state = torch.random.get_rng_state()
 
     def by_step(self, plan: Plan) -> Report:
-        plain_peak_bytes = self._peak_bytes()
+        plain_peak_bytes = self._peak().peak_bytes
         expected = self._gradients()
         off = None
         if plan.loss_chunks > 1:
@@ -156,7 +173,7 @@ class _Check:
             off = _largest_difference(unchunked, expected)
             del unchunked
         with apply(self.model, plan):
-            plan_peak_bytes = self._peak_bytes()
+            peak = self._peak()
             got = self._gradients()
         slowdown = self._slowdown(plan)
         return self._report(
@@ -165,18 +182,18 @@ class _Check:
             _first_difference(expected, got),
             len(expected) - 1,
             plain_peak_bytes,
-            plan_peak_bytes,
+            peak,
             slowdown,
             off,
         )
 
     def by_unit(self, plan: Plan) -> Report:
         with apply(self.model, plan):
-            plan_peak_bytes = self._peak_bytes()
+            peak = self._peak()
         # Logits that did not fit would not fit here either.
         with loss_in_chunks(self.model, plan.loss_chunks, without_gradients=True):
             difference, num_compared = compare_units(self.model, plan, lambda: call_model(self.model, self.batch))
-        return self._report(plan, "units", difference, num_compared, None, plan_peak_bytes, None)
+        return self._report(plan, "units", difference, num_compared, None, peak, None)
 
     def _report(
         self,
@@ -185,7 +202,7 @@ class _Check:
         difference: tuple[str, float] | None,
         num_compared: int,
         plain_peak_bytes: int | None,
-        plan_peak_bytes: int,
+        peak: PeakMeasurement[Any],
         slowdown: float | None,
         unchunked_difference: tuple[str, float] | None = None,
     ) -> Report:
@@ -195,7 +212,9 @@ class _Check:
             first_difference=difference,
             num_compared=num_compared,
             plain_peak_bytes=plain_peak_bytes,
-            plan_peak_bytes=plan_peak_bytes,
+            plan_peak_bytes=peak.peak_bytes,
+            plan_reserved_bytes=peak.peak_reserved_bytes,
+            plan_fragmentation_bytes=peak.fragmentation_bytes,
             predicted_peak_bytes=plan.predicted_peak_bytes,
             predicted_slowdown=plan.predicted_slowdown,
             measured_slowdown=slowdown,
@@ -223,14 +242,17 @@ class _Check:
         self.clear()
         return {"the loss": loss, **gradients}
 
-    def _peak_bytes(self) -> int:
+    def _peak(self) -> PeakMeasurement[Any]:
+        """Measure the step, what is there before it counted as the budget counts it: the optimizer's state in any case."""
         self.clear()
+        # What parameters had as gradients before is set aside, and no part of the step.
+        resident_bytes = storage_bytes(resident_tensors(self.model, self.batch)) + self.optimizer_bytes
         with restored_buffers(self.model):
-            measured = measure_peak(self._step, device=self.device)
+            baseline_bytes = resident_bytes + self.others.before_step()
+            empty_cache(self.device)
+            measured = measure_peak(self._step, device=self.device, baseline_bytes=baseline_bytes)
         self.clear()
-        batch = [t for t in tree_leaves(self.batch) if isinstance(t, torch.Tensor)]
-        resident = storage_bytes([*self.model.parameters(), *self.model.buffers(), *batch])
-        return resident + self.optimizer_bytes + measured.peak_growth_bytes
+        return measured
 
     def _slowdown(self, plan: Plan) -> float:
         plain_s, plan_s = [], []

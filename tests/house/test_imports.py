@@ -30,6 +30,7 @@ TORCH_FREE_FILES = sorted(
         "plan_text.py",
         "planning/**/*.py",
         "profile/__init__.py",
+        "profile/allocator_blocks.py",
         "profile/graph.py",
         "profile/hardware*.py",
         "profile/roofline.py",

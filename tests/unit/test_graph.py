@@ -40,7 +40,16 @@ def profile() -> Profile:
     )
     plain = stack(2, graph=graph)
     calls = (*plain.calls[:2], replace(plain.calls[2], origins=((0, 1, 1),), outside=((1, 5),)), *plain.calls[3:])
-    return replace(plain, calls=calls, log=LOG, fake=True, device="cuda:0", device_name="H100", calibration_bytes=-12)
+    return replace(
+        plain,
+        calls=calls,
+        log=LOG,
+        fake=True,
+        device="cuda:0",
+        device_name="H100",
+        calibration_bytes=-12,
+        device_memory_bytes=80 * 2**30,
+    )
 
 
 def test_sums() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -231,11 +232,15 @@ def test_printed_form() -> None:
         start_bytes=2**20,
         peak_bytes=3 * 2**20,
         end_bytes=2**20,
+        peak_requested_bytes=None,
         peak_reserved_bytes=None,
+        fragmentation_bytes=None,
         num_events=4,
         result=None,
     )
     assert str(found) == "peak 3.0 MiB on cpu: 1.0 MiB before, 2.0 MiB on top"
+    on_cuda = replace(found, device="cuda:0", peak_reserved_bytes=20 * 2**20, fragmentation_bytes=17 * 2**20)
+    assert str(on_cuda).endswith("2.0 MiB on top; reserved 20.0 MiB, 17.0 MiB of it fragmentation")
     assert recollect.measure_peak is measure_peak
 
 
@@ -293,6 +298,7 @@ def test_cuda_counts_allocated_and_reserved(cuda_program: Callable[[], torch.Ten
     found = measure_peak(cuda_program, device="cuda")
     assert found.peak_growth_bytes == 8 * 2**20
     assert found.end_bytes - found.start_bytes == 4 * 2**20
-    assert found.peak_reserved_bytes is not None
-    assert found.peak_reserved_bytes >= found.peak_bytes
+    assert found.peak_reserved_bytes is not None and found.peak_requested_bytes is not None
+    assert found.peak_requested_bytes <= found.peak_bytes <= found.peak_reserved_bytes
+    assert found.fragmentation_bytes == found.peak_reserved_bytes - found.peak_bytes
     assert measure_peak(cuda_program, device="cuda", baseline_bytes=5).start_bytes == 5

@@ -103,6 +103,30 @@ def test_parse_budget_rejects(value: str | int, message: str) -> None:
         parse_budget(value, reference_bytes=1000)
 
 
+@pytest.mark.parametrize("value", ["90% of the device", "90 % of device", " 90.0%  of the  Device ", "90%of device"])
+def test_parse_budget_of_the_device(value: str) -> None:
+    assert parse_budget(value, reference_bytes=7, device_bytes=1000) == 900
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            "90% of the device",
+            "'90% of the device': how much memory the device has is known of CUDA devices, and of the",
+        ),
+        ("90% of the cake", "'90% of the cake': what stands after the percent sign is not known; write a percentage"),
+        ("90 of the device", "'90 of the device': does not begin with a number, or has more than one suffix"),
+        ("x% of the device", "'x% of the device': does not begin with a number"),
+        ("-1% of the device", "'-1% of the device': negative"),
+    ],
+)
+def test_parse_budget_of_a_device_rejects(value: str, message: str) -> None:
+    device_bytes = None if value.startswith("90%") else 1000
+    with pytest.raises(QuantityError, match=re.escape(message)):
+        parse_budget(value, reference_bytes=1000, device_bytes=device_bytes)
+
+
 def test_parse_budget_rejects_a_negative_reference() -> None:
     with pytest.raises(QuantityError, match="-1: negative"):
         parse_budget("60%", reference_bytes=-1)

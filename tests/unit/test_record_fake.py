@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import recollect
 from quick_meter import few_objects  # noqa: F401
-from recollect.errors import HardwareError, RecordError
+from recollect.errors import HardwareError, QuantityError, RecordError
 from recollect.models.architectures import llama_config
 from recollect.models.gpt import GPTModel
 from recollect.models.sizes import NAMED_CONFIGS
@@ -192,6 +192,16 @@ def test_times_are_for_the_hardware_that_is_named(tmp_path: Path) -> None:
     assert recollect.record(model, batch, fake=True, hardware=path) == profiles["L40S"]
     assert recollect.record(model, batch, fake=True, hardware=HARDWARE["L40S"]) == profiles["L40S"]
     assert Profile.from_json(profiles["L40S"].to_json()).device_name == "NVIDIA L40S"
+    # Its memory is what a budget such as "10% of the device" is a part of.
+    assert profiles["L40S"].device_memory_bytes == 48 * 2**30
+    assert recollect.plan(profiles["L40S"], "10% of the device").budget_bytes == 48 * 2**30 // 10
+
+
+def test_a_device_without_a_size_is_no_measure_for_a_budget() -> None:
+    profile = recollect.record(llama(), batch_of())
+    assert profile.device_memory_bytes == 0
+    with pytest.raises(QuantityError, match=r"^'90% of device': how much memory the device has is known of CUDA"):
+        recollect.plan(profile, "90% of device")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the default is the GPU that is there")

@@ -367,6 +367,13 @@ def test_text_of_a_step() -> None:
     ]
 
 
+def test_text_of_a_step_on_cuda() -> None:
+    report = replace(REPORT, plan_reserved_bytes=6 * 2**20, plan_fragmentation_bytes=3 * 2**20)
+    lines = str(report).splitlines()
+    assert lines[3] == "reserved         6.0 MiB (3.0 MiB fragmentation)"
+    assert len(lines) == 5
+
+
 def test_text_of_units_and_of_a_plan_without_predictions() -> None:
     report = replace(
         REPORT,

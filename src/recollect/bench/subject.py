@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.bench.flop_count import FlopCount
+from recollect.profile.device_memory import empty_cache
 from recollect.profile.graph import Profile
 from recollect.profile.meter import PeakMeasurement, measure_peak, storage_bytes
 from recollect.step import run_forward, timed
@@ -56,9 +57,8 @@ class Subject:
     def peak(self) -> PeakMeasurement[None]:
         """Run one step and measure its peak, in which parameters, optimizer state and batch count."""
         baseline_bytes = None  # CUDA's allocator knows what is there
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # so that what is reserved was reserved for this step
-        else:
+        empty_cache(self.device)
+        if self.device.type != "cuda":
             baseline_bytes = resident_bytes(self.model, self.optimizer) + storage_bytes(self.batch.values())
         return measure_peak(self.step, device=self.device, baseline_bytes=baseline_bytes)
 
@@ -88,8 +88,7 @@ class Subject:
         """Let go of what a step that ran out of memory left behind."""
         self.optimizer.zero_grad(set_to_none=True)
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(self.device)
 
     def describe(self) -> dict[str, Any]:
         """Return what the step's numbers depend on, apart from the model's dimensions and the machine."""

@@ -24,6 +24,7 @@ CATEGORY_COLORS = {
     "parameters": "#8c8c8c",
     "optimizer state": "#b3b3b3",
     "buffers and batch": "#d4d4d4",
+    "other allocations": "#eaeaea",
     "gradients": "#ccbb44",
     "kept values": "#4477aa",
     "outside of the units": "#aa3377",

@@ -41,7 +41,7 @@ def plan(profile: Profile, budget: int | str, *, simulate: Simulate = simulate_s
     Args:
         profile: the recorded step.
         budget: bytes for the whole step (parameters, gradients, optimizer state, kept values, working memory): an int,
-            or text such as "16GiB", "80GB", or "60%" of the peak of the step that keeps everything.
+            or text such as "16GiB", "80GB", "60%" of the peak of the step that keeps everything, or "90% of the device".
         simulate: predicts the peak and the recompute time of a choice.
 
     Returns:
@@ -117,7 +117,8 @@ class Planner:
         Raises:
             BudgetTooSmallError, QuantityError: as `plan`.
         """
-        budget_bytes = parse_budget(budget, reference_bytes=self._plain.peak_bytes)
+        device_bytes = self.profile.device_memory_bytes or None
+        budget_bytes = parse_budget(budget, reference_bytes=self._plain.peak_bytes, device_bytes=device_bytes)
         if self._plain.peak_bytes <= budget_bytes:
             top = Ladder(self.profile)
             return self._finished(Fit(top, top.climb(top.leanest, top.moves), self._plain), budget_bytes, 0.0)

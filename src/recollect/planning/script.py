@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from recollect.planning.windows import Window
+from recollect.profile.allocator_blocks import block_bytes
 from recollect.profile.events import ALLOC, DIES, FREE, OP, SAVE, WORK
 from recollect.profile.graph import OpRecord, Profile
 
@@ -22,9 +23,6 @@ BULK: Final = -1
 WINDOW: Final = -2
 """`(WINDOW,)`: the next window begins."""
 
-# The CUDA caching allocator hands out multiples of this (PYTORCH_NO_CUDA_MEMORY_CACHING unset).
-_CUDA_BLOCK_BYTES = 512
-
 Instruction = tuple[int, tuple[Any, ...]]
 Key = tuple[int, int]
 """A value: the call that computed it, and its index there; or (-1, number of a storage) for what no unit made."""
@@ -32,8 +30,7 @@ Key = tuple[int, int]
 
 def rounded_bytes(profile: Profile, nbytes: int) -> int:
     """Return what a storage of so many bytes takes on the profile's device."""
-    block_bytes = _CUDA_BLOCK_BYTES if profile.device.startswith("cuda") else 1
-    return -(-nbytes // block_bytes) * block_bytes
+    return block_bytes(nbytes, profile.device)
 
 
 @dataclass(frozen=True, slots=True)

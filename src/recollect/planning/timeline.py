@@ -7,6 +7,7 @@ the same playback that predicts the peak (`planning/simulate.py`).
 |---|---|
 | parameters, optimizer state | there before the step |
 | buffers and batch | likewise |
+| other allocations | likewise, on CUDA: what else the allocator counts, such as workspaces of libraries and other models |
 | gradients | what backward makes and leaves behind, or was there before (accumulation) |
 | kept values | values of the units that forward makes and backward finds; states of random generators |
 | outside of the units | what forward makes there: the loss and what it saves |
@@ -40,6 +41,7 @@ CATEGORIES = (
     "parameters",
     "optimizer state",
     "buffers and batch",
+    "other allocations",
     "gradients",
     "kept values",
     "outside of the units",
@@ -52,7 +54,12 @@ CATEGORIES = (
 
 PHASES = {FORWARD: "forward", LOSS: "loss", BACKWARD: "backward", OPTIMIZER: "optimizer step"}
 
-_PERSISTENT = {"parameters": "parameters", "optimizer_state": "optimizer state", "gradients": "gradients"}
+_PERSISTENT = {
+    "parameters": "parameters",
+    "optimizer_state": "optimizer state",
+    "gradients": "gradients",
+    "other_allocations": "other allocations",
+}
 _OTHER_PERSISTENT = "buffers and batch"
 
 

@@ -34,6 +34,7 @@ def encode_profile(profile: Profile) -> str:
         "persistent": dict(profile.persistent),
         "calibration_bytes": profile.calibration_bytes,
         "loss_chunks": profile.loss_chunks,
+        "device_memory_bytes": profile.device_memory_bytes,
         "calls": [
             {
                 "path": call.path,
@@ -85,6 +86,7 @@ def decode_profile(text: str) -> Profile:
     fake = root.find("fake")
     calibration = root.find("calibration_bytes")
     loss_chunks = root.find("loss_chunks")
+    device_memory = root.find("device_memory_bytes")
     persistent = root.get("persistent")
     texts = {name: found.text() for name in _TEXTS if (found := root.find(name)) is not None}
     log = root.get("log")
@@ -104,6 +106,7 @@ def decode_profile(text: str) -> Profile:
         fake=fake is not None and fake.flag(),
         calibration_bytes=0 if calibration is None else calibration.integer(),
         loss_chunks=1 if loss_chunks is None else loss_chunks.integer(least=1),
+        device_memory_bytes=0 if device_memory is None else device_memory.integer(least=0),
         **texts,
     )
     _build(check_log, root, profile=profile)

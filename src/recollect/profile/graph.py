@@ -225,9 +225,10 @@ class Profile:
         calls: the units' runs in forward order.
         log: the step's memory events.
         step_s: predicted seconds of forward and backward without recompute.
-        persistent: bytes that live through the whole step, by kind ("parameters", "gradients", "buffers",
-            "optimizer_state").
+        persistent: bytes that live through the whole step, by kind ("parameters", "gradients", "buffers", "batch",
+            "optimizer_state", "other_allocations").
         device: "cpu", "cuda:0", ...; `device_name` is the model of the device that the times are for.
+        device_memory_bytes: size of that device's memory; 0 where it is not known.
         fake: recorded on fake tensors, so times come from a cost model.
         calibration_bytes: measured minus simulated peak of the recorded step; 0 for a fake profile.
         torch_version, model_class, batch: what was recorded, in words.
@@ -250,6 +251,7 @@ class Profile:
     model_class: str = ""
     batch: str = ""
     loss_chunks: int = 1
+    device_memory_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "persistent", MappingProxyType(dict(self.persistent)))
@@ -257,6 +259,8 @@ class Profile:
             raise ValueError(f"step_s: got {self.step_s}, expected a finite number of seconds, 0 or more")
         if self.loss_chunks < 1:
             raise ValueError(f"loss_chunks: got {self.loss_chunks}, expected 1 or more")
+        if self.device_memory_bytes < 0:
+            raise ValueError(f"device_memory_bytes: got {self.device_memory_bytes} bytes, expected 0 or more")
         for kind, nbytes in self.persistent.items():
             if nbytes < 0:
                 raise ValueError(f"persistent[{kind!r}]: got {nbytes} bytes, expected 0 or more")

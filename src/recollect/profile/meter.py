@@ -46,7 +46,11 @@ class PeakMeasurement(Generic[T]):
         start_bytes: bytes alive when the callable was called.
         peak_bytes: most bytes alive at any moment of the call, those of the start included.
         end_bytes: bytes alive when it had returned, its result included.
+        peak_requested_bytes: on CUDA, most bytes that were asked for, before the caching allocator rounded them up; None on
+            the CPU, where these are the bytes that count.
         peak_reserved_bytes: on CUDA, most bytes that the caching allocator held, free blocks included; None on the CPU.
+        fragmentation_bytes: on CUDA, how much more that is than the most bytes that were alive: blocks that were free, but
+            too small or in the wrong place, and what was cached before the call; None on the CPU.
         num_events: on the CPU, the number of allocations, and of frees of what was allocated within; None on CUDA.
         result: what the callable returned.
     """
@@ -55,7 +59,9 @@ class PeakMeasurement(Generic[T]):
     start_bytes: int
     peak_bytes: int
     end_bytes: int
+    peak_requested_bytes: int | None
     peak_reserved_bytes: int | None
+    fragmentation_bytes: int | None
     num_events: int | None
     result: T = field(repr=False)
 
@@ -65,10 +71,14 @@ class PeakMeasurement(Generic[T]):
         return self.peak_bytes - self.start_bytes
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"peak {format_bytes(self.peak_bytes)} on {self.device}: "
             f"{format_bytes(self.start_bytes)} before, {format_bytes(self.peak_growth_bytes)} on top"
         )
+        if self.peak_reserved_bytes is None or self.fragmentation_bytes is None:
+            return text
+        fragmentation = format_bytes(self.fragmentation_bytes)
+        return f"{text}; reserved {format_bytes(self.peak_reserved_bytes)}, {fragmentation} of it fragmentation"
 
 
 def measure_peak(
@@ -187,12 +197,17 @@ def _measure_cuda(fn: Callable[[], T], device: torch.device, baseline_bytes: int
     result = fn()
     torch.cuda.synchronize(device)
     shift_bytes = 0 if baseline_bytes is None else baseline_bytes - allocated_bytes
+    peak_bytes, reserved_bytes = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    # Not counted by every backend of the allocator (cudaMallocAsync).
+    requested_bytes = torch.cuda.memory_stats(device).get("requested_bytes.all.peak")
     return PeakMeasurement(
         device=str(device),
         start_bytes=allocated_bytes + shift_bytes,
-        peak_bytes=torch.cuda.max_memory_allocated(device) + shift_bytes,
+        peak_bytes=peak_bytes + shift_bytes,
         end_bytes=torch.cuda.memory_allocated(device) + shift_bytes,
-        peak_reserved_bytes=torch.cuda.max_memory_reserved(device),
+        peak_requested_bytes=requested_bytes,
+        peak_reserved_bytes=reserved_bytes,
+        fragmentation_bytes=reserved_bytes - peak_bytes,
         num_events=None,
         result=result,
     )
@@ -217,7 +232,9 @@ def _measure_cpu(fn: Callable[[], T], baseline_bytes: int | None) -> PeakMeasure
         start_bytes=start_bytes,
         peak_bytes=start_bytes + peak_bytes,
         end_bytes=start_bytes + end_bytes,
+        peak_requested_bytes=None,
         peak_reserved_bytes=None,
+        fragmentation_bytes=None,
         num_events=num_events,
         result=result,
     )

@@ -18,6 +18,7 @@ import torch
 
 from recollect._torch_private import TorchDispatchMode, tree_leaves
 from recollect.profile import events
+from recollect.profile.allocator_blocks import block_bytes
 
 _TRACKER = "_recollect_optimizer_tracker"
 
@@ -51,7 +52,9 @@ def record_optimizer_step(optimizer: torch.optim.Optimizer | None, device: torch
     except Exception as error:  # An optimizer of somebody else's may do anything.
         return _from_present_state(optimizer, error)
     state = {id(t): t for t in tree_leaves([dict(s) for s in twin.state.values()]) if isinstance(t, torch.Tensor)}
-    state_bytes = sum(_real_bytes(t, sizes) for t in state.values())
+    # Some optimizers count their steps in tensors on the CPU.
+    on_device = [tensor for tensor in state.values() if tensor.device.type == device.type]
+    state_bytes = sum(block_bytes(_real_bytes(tensor, sizes), device.type) for tensor in on_device)
     watcher = _Watcher(sizes)
     _give_gradients(twin)
     with watcher:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from recollect.loss.intercept import loss_in_chunks
 from recollect.planning.decisions import drop_all
 from recollect.planning.simulate import simulate
 from recollect.profile import events
+from recollect.profile.device_memory import OtherAllocations, memory_bytes
 from recollect.profile.fake_model import fake_batch, fake_tensors
 from recollect.profile.find_units import Unit, find_units
 from recollect.profile.graph import OpRecord, Profile, StepLog, UnitCall, UnitGraph, ValueRecord
@@ -33,7 +34,15 @@ from recollect.profile.recording_tape import DropAll, RecordingTape, StepMode
 from recollect.profile.step_recorder import RecordedCall, StepRecorder
 from recollect.profile.step_times import measure_step_times, with_step_times
 from recollect.profile.trackers import mark_persistent, unmark
-from recollect.step import LossFunction, call_model, describe_batch, device_of, run_forward, undisturbed
+from recollect.step import (
+    LossFunction,
+    call_model,
+    describe_batch,
+    device_of,
+    resident_tensors,
+    run_forward,
+    undisturbed,
+)
 
 # Scalars that PyTorch makes inside of C++ functions, which no dispatch mode sees: at most 24 bytes at the peak of the
 # twenty models of the test suite. A budget is a bound, so it is rounded up.
@@ -108,9 +117,10 @@ def record(
     if modelled is not None:
         with fake_tensors(model, device):
             return session.profile(modelled, fake_batch(batch, device), optimizer_step)
+    others = OtherAllocations(device, resident_tensors(model, batch, optimizer))
     with undisturbed(model):
-        profile = session.profile(MeasuredCosts(device), batch, optimizer_step)
-        return session.timed(session.calibrated(profile, batch), batch)
+        profile = session.profile(MeasuredCosts(device), batch, optimizer_step, before_step=others.before_step)
+        return session.timed(session.calibrated(profile, batch, others), batch)
 
 
 def record_with(costs: Costs, model: nn.Module, batch: Any) -> Profile:
@@ -149,10 +159,18 @@ class _Session:
         # For each graph, how many ops the tape sees of each module that it need not watch.
         self.seen_ops: dict[int, dict[str, int]] = {}
 
-    def profile(self, costs: Costs, batch: Any, optimizer_step: OptimizerStep) -> Profile:
+    def profile(
+        self,
+        costs: Costs,
+        batch: Any,
+        optimizer_step: OptimizerStep,
+        *,
+        before_step: Callable[[], object] = lambda: None,
+    ) -> Profile:
         """Run the step under the recorder."""
         recorder = StepRecorder(costs)
         self._prepare_gradients()
+        before_step()
         tensors = self._persistent_tensors(batch)
         persistent = {name: storage_bytes(group) for name, group in tensors.items()}
         marked = mark_persistent(tensor for group in tensors.values() for tensor in group)
@@ -183,6 +201,7 @@ class _Session:
             persistent=persistent,
             device=str(self.device),
             device_name=costs.hardware.name if isinstance(costs, ModelledCosts) else device_name(self.device),
+            device_memory_bytes=_device_memory_bytes(costs, self.device),
             fake=is_fake,
             torch_version=torch.__version__,
             model_class=type(self.model).__name__,
@@ -195,15 +214,20 @@ class _Session:
         }
         return profile
 
-    def calibrated(self, profile: Profile, batch: Any) -> Profile:
-        """Run the leanest step once more, measured, and note what its simulation leaves out: workspaces of kernels."""
+    def calibrated(self, profile: Profile, batch: Any, others: OtherAllocations) -> Profile:
+        """Run the leanest step once more, measured, and note what its simulation leaves out: workspaces of kernels.
+
+        What lies on the device besides, and stays there, is noted as well.
+        """
         simulated = simulate(profile, [drop_all(profile.graph_of(call)) for call in profile.calls])
         self._prepare_gradients()
+        other_bytes = others.before_step()
         with apply_policy(self.model, self.paths, DropAll()):
             measured = measure_peak(lambda: self._step(batch), device=self.device)
         growth_bytes = max(simulated.forward_peak_bytes, simulated.backward_peak_bytes) - profile.persistent_bytes
         missing_bytes = max(0, measured.peak_growth_bytes - growth_bytes)
-        return replace(profile, calibration_bytes=missing_bytes + _UNSEEN_BYTES)
+        persistent = {**profile.persistent, **({"other_allocations": other_bytes} if other_bytes else {})}
+        return replace(profile, calibration_bytes=missing_bytes + _UNSEEN_BYTES, persistent=persistent)
 
     def _loss_in_chunks(self) -> AbstractContextManager[None]:
         return loss_in_chunks(self.model, self.loss_chunks)
@@ -315,6 +339,10 @@ def _graph(call: RecordedCall, costs: Costs) -> UnitGraph:
         for op in call.ops
     )
     return UnitGraph(values, ops)
+
+
+def _device_memory_bytes(costs: Costs, device: torch.device) -> int:
+    return costs.hardware.memory_bytes if isinstance(costs, ModelledCosts) else memory_bytes(device)
 
 
 def _hardware(which: str | os.PathLike[str] | Hardware | None) -> Hardware:
