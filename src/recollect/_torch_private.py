@@ -56,6 +56,7 @@ __all__ = [
     "below_autograd",
     "current_autograd_node",
     "is_traceable_wrapper_subclass",
+    "keep_busy",
     "keeps_graph",
     "pop_dispatch_mode",
     "pop_saved_tensors_hooks",
@@ -245,6 +246,19 @@ def quiet_allocator() -> Iterator[None]:
         yield
     finally:
         level.value = before
+
+
+# About 100 us at the clock rate of an H100: longer than it takes to launch an op from Python.
+_BUSY_CYCLES = 200_000
+
+
+def keep_busy(device: torch.device) -> None:
+    """Give a CUDA device something to do that takes a moment and neither memory nor bandwidth.
+
+    No public kernel does that; PyTorch's own tests and benchmarks use this one.
+    """
+    with torch.cuda.device(device):
+        torch.cuda._sleep(_BUSY_CYCLES)
 
 
 def untraced(function: _Function) -> _Function:

@@ -7,17 +7,19 @@ a layer for free, and the median is taken; an op that ran too seldom for a media
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from recollect._torch_private import keep_busy
 from recollect.engine.facts import OpFacts
 from recollect.profile.working_memory import CpuWorkingMemory, CudaWorkingMemory
-from recollect.step import timed
+from recollect.step import timed, timed_by_events
 
+T = TypeVar("T")
 Key = tuple[Any, ...]
 
 # A median of fewer samples is at the mercy of a page fault; more make recording slow.
@@ -84,9 +86,21 @@ class MeasuredCosts:
         return self._working_bytes[run.key] if run is not None else 0
 
     def _run_once(self, func: Any, args: Any, kwargs: Any, samples: list[float]) -> Any:
-        output, op_s = timed(lambda: func(*args, **kwargs), self._device)
+        output, op_s = timed_alone(lambda: func(*args, **kwargs), self._device)
         samples.append(op_s)
         return output
+
+
+def timed_alone(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    """Run one op; return its result and the seconds that its kernels take.
+
+    In a step the CPU is ahead of a CUDA device, so what it takes to launch a kernel is hidden behind the kernels before. Here
+    the device is given something to do first, so that it is hidden as well.
+    """
+    if device.type != "cuda":
+        return timed(run, device)
+    keep_busy(device)
+    return timed_by_events(run, device)
 
 
 def key_of(func: Any, args: Any, kwargs: Any) -> Key:
