@@ -13,13 +13,21 @@ from recollect._torch_private import FakeTensorMode, tree_map
 
 
 class _FakeMode(FakeTensorMode):
-    """Fake tensors whose grouped products may have any dtype: PyTorch's own insist on bf16, its kernels do not."""
+    """Fake tensors that can do two things more than PyTorch's own.
+
+    Grouped products may have any dtype: PyTorch's fake tensors insist on bf16, its kernels do not. Numbers may be counted
+    into as many bins as the model asks for, as models count the tokens of each expert; PyTorch's refuse, since larger
+    numbers would add bins.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             left, right, *rest = args
             ends = rest[0] if rest else (kwargs or {}).get("offs")
             return left.new_empty(_grouped_shape(left, right, ends))
+        if func is torch.ops.aten.bincount.default and len(args) == 3 and args[1] is None:
+            numbers, _, bins = args
+            return numbers.new_empty(bins, dtype=torch.int64)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
