@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import hugging_face_flag
 from blocks import Experts, InPlace, Stack, built, checkpointed, partitioned
 from gradients import assert_same_gradients, call, gradients, loss_of, step_of
 from policies import FEW_PLANS, FULL, KEEP_ALL, NOTHING_KEPT, Only, Policy, Random
@@ -209,7 +210,7 @@ def test_row_7_variant_is_guessed_by_checkpoint() -> None:
 def test_row_7_variant_is_guessed_by_transformers() -> None:
     """Other keyword arguments without it silently replace the default, so that the reentrant variant runs."""
     model = LLAMA.model()
-    model.activation_checkpointing_enable({"preserve_rng_state": True})
+    hugging_face_flag.enable(model, {"preserve_rng_state": True})
     with pytest.warns(UserWarning, match="use_reentrant parameter should be passed explicitly"):
         loss = loss_of(call(model, LLAMA.data()))
     with pytest.raises(
@@ -273,7 +274,7 @@ def _recomputed_ops(model: nn.Module) -> int:
 def test_row_9_evaluation_mode_with_the_flag_of_transformers() -> None:
     model = LLAMA.model()
     plain = _recomputed_ops(model)
-    model.activation_checkpointing_enable()
+    hugging_face_flag.enable(model)
     assert _recomputed_ops(model) > plain
     assert _recomputed_ops(model.eval()) == plain
 

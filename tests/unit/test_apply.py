@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+import hugging_face_flag
 import recollect
 from block_plans import ROWS, block_plan, full, mean_square, ops, stack
 from gradients import assert_same_gradients, gradients
@@ -187,7 +188,7 @@ def test_wrapped_models_are_refused() -> None:
         recollect.apply(wrapped, block_plan("gelu", paths=("blocks.0",)))
     llama: Any = LLAMA.model()
     plan = full(llama, LLAMA.data())
-    llama.activation_checkpointing_enable()
+    hugging_face_flag.enable(llama)
     with pytest.raises(AlreadyAppliedError, match=r"by Hugging Face's gradient checkpointing; .*_disable\(\) first"):
         recollect.apply(llama, plan)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 
+import hugging_face_flag
 import recollect
 from blocks import Experts, Stack
 from gradients import same_bits, step_of
@@ -352,14 +353,14 @@ def test_model_with_a_checkpoint_wrapper(fake: bool) -> None:
 def test_model_with_hugging_faces_flag() -> None:
     case = ZOO["llama"]
     model: Any = case.model()
-    model.activation_checkpointing_enable()
+    hugging_face_flag.enable(model)
     message = (
         r"recomputes already, by Hugging Face's gradient checkpointing; .* call model\.gradient_checkpointing_disable\(\) "
         "first"
     )
     with pytest.raises(AlreadyAppliedError, match=message):
         recollect.record(model, case.data())
-    model.activation_checkpointing_disable()
+    hugging_face_flag.disable(model)
     assert recollect.record(model, case.data()).calls
 
 
@@ -367,7 +368,7 @@ def test_flag_of_hugging_face_is_found_outside_of_the_layers_too() -> None:
     """GPT-2 keeps it on each block and T5 on the stack as well; both are refused by name."""
     for name in ("gpt2", "t5"):
         model: Any = ZOO[name].model()
-        model.activation_checkpointing_enable()
+        hugging_face_flag.enable(model)
         with pytest.raises(AlreadyAppliedError, match=r"gradient_checkpointing_disable\(\) first"):
             recollect.record(model, ZOO[name].data())
 
