@@ -5,13 +5,13 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from recollect import __version__
 from recollect.bench.golden import check_comparable, compared, warn_of_versions
 from recollect.bench.machine import few_objects, keep_freed_memory, processor_name
 from recollect.bench.measure import measure
@@ -155,7 +155,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    return {"torch": torch.__version__, "recollect": version("recollect"), "python": platform.python_version()}
+    return {"torch": torch.__version__, "recollect": __version__, "python": platform.python_version()}
 
 
 def _show(results: BenchResults, console: Console) -> None:
