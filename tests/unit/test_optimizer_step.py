@@ -57,6 +57,14 @@ def peak_bytes(step: OptimizerStep) -> int:
     return peak
 
 
+def test_room_is_alive_through_the_whole_step() -> None:
+    step = record_optimizer_step(AdamW(model().parameters()), CPU)
+    roomy = OptimizerStep(step.state_bytes, step.with_room(1000))
+    assert peak_bytes(roomy) == peak_bytes(step) + 1000
+    assert step.with_room(0) == step.events
+    assert OptimizerStep(0, ()).with_room(1000) == ()
+
+
 def measured(optimizer: Optimizer, module: nn.Module) -> tuple[int, int]:
     """State bytes after a real first step, and growth in a real second one."""
     give_gradients(module)

@@ -30,6 +30,13 @@ class OptimizerStep:
     state_bytes: int
     events: tuple[tuple[int, ...], ...]
 
+    def with_room(self, nbytes: int) -> tuple[tuple[int, ...], ...]:
+        """Return the events with some bytes more alive all the time; no events stay none."""
+        if not self.events or not nbytes:
+            return self.events
+        number = 1 + max(event[1] for event in self.events)
+        return ((events.ALLOC, number, nbytes), *self.events, (events.FREE, number))
+
 
 def record_optimizer_step(optimizer: torch.optim.Optimizer | None, device: torch.device) -> OptimizerStep:
     """Find out what a step of this optimizer needs.

@@ -45,7 +45,7 @@ from recollect.step import (
 )
 
 # Scalars that PyTorch makes inside of C++ functions, which no dispatch mode sees: at most 24 bytes at the peak of the
-# twenty models of the test suite. A budget is a bound, so it is rounded up.
+# twenty models of the test suite, 10 in a step of AdamW. A budget is a bound, so it is rounded up.
 _UNSEEN_BYTES = 1024
 
 Costs = MeasuredCosts | ModelledCosts
@@ -169,6 +169,7 @@ class _Session:
     ) -> Profile:
         """Run the step under the recorder."""
         recorder = StepRecorder(costs)
+        is_fake = isinstance(costs, ModelledCosts)
         self._prepare_gradients()
         before_step()
         tensors = self._persistent_tensors(batch)
@@ -183,7 +184,7 @@ class _Session:
                     loss.backward()
                     del loss
                 recorder.begin_phase(events.OPTIMIZER)
-                recorder.log_optimizer_step(optimizer_step.events)
+                recorder.log_optimizer_step(optimizer_step.with_room(0 if is_fake else _UNSEEN_BYTES))
             except DATA_DEPENDENT as error:
                 raise RecordError(
                     f"cannot record {type(self.model).__name__} on fake tensors: {error} asks for the content of a tensor. "
@@ -193,7 +194,6 @@ class _Session:
                 recorder.close()
                 unmark(marked)
         persistent["optimizer_state"] = optimizer_step.state_bytes
-        is_fake = isinstance(costs, ModelledCosts)
         profile = _assemble(
             recorder,
             costs,
