@@ -1,0 +1,60 @@
+"""Ops of `torch.library.custom_op`, as extensions define theirs, on any device.
+
+Annotations are objects here, not strings: `torch.library` reads them.
+"""
+
+import torch
+
+
+@torch.library.custom_op("recollect_tests::half_square", mutates_args=())
+def half_square(x: torch.Tensor) -> torch.Tensor:
+    """x^2 / 2 + x."""
+    return x * x * 0.5 + x
+
+
+@half_square.register_fake
+def _half_square_fake(x):
+    return torch.empty_like(x)
+
+
+def _setup_context(ctx, inputs, output):
+    (x,) = inputs
+    ctx.save_for_backward(x, output)
+
+
+def _backward(ctx, gradient):
+    x, output = ctx.saved_tensors
+    return gradient * (x + 1) + 0 * output
+
+
+half_square.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("recollect_tests::drop", mutates_args=())
+def drop(x: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout and its mask; the op reads the generator and does not say so, as flash-attn's does not."""
+    mask = torch.rand_like(x) >= probability
+    return x * mask, mask
+
+
+@drop.register_fake
+def _drop_fake(x, probability):
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
+def _setup_drop(ctx, inputs, output):
+    ctx.save_for_backward(output[1])
+
+
+def _drop_backward(ctx, gradient, gradient_of_mask):
+    (mask,) = ctx.saved_tensors
+    return gradient * mask, None
+
+
+drop.register_autograd(_drop_backward, setup_context=_setup_drop)
+
+
+@torch.library.custom_op("recollect_tests::double_", mutates_args={"x"})
+def double_(x: torch.Tensor) -> None:
+    """Write twice its content to a tensor."""
+    x.mul_(2)
