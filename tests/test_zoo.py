@@ -23,9 +23,10 @@ def test_plain_step_repeats_to_the_bit(case: Case) -> None:
 
 @pytest.mark.parametrize("case", ZOO.values(), ids=ZOO)
 def test_seed_matters_where_the_entry_says_so(case: Case) -> None:
+    """Seen in gradients too: the mean square of what a layer norm returns can be the same to the bit."""
     model = case.model()
     one, other = step_of(case, model, seed=1), step_of(case, model, seed=2)
-    assert same_bits(one["loss"], other["loss"]) != case.is_random
+    assert all(same_bits(one[name], other[name]) for name in one) != case.is_random
 
 
 def test_batch_statistics_are_compared_after_the_step() -> None:
