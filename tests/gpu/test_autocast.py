@@ -39,6 +39,24 @@ def test_around_the_model(name: str, dtype: torch.dtype, device: torch.device, r
     check_plans(model, case.layers, lambda: _step_under_autocast(model, batch, device, dtype), record_property, PLANS)
 
 
+@every_dtype
+def test_around_backward_too(dtype: torch.dtype, device: torch.device, record_property: RecordProperty) -> None:
+    """Against the documentation, but in use: replay runs in the middle of autocast, and must not cast what was not cast."""
+
+    def exact(unit: Unit, hidden: Tensor) -> Tensor:
+        with torch.autocast(device.type, enabled=False):
+            hidden = (hidden.float().sin() @ unit.weight).exp()
+        return hidden @ unit.weight
+
+    model, data = two_units(exact, device)
+
+    def step() -> Step:
+        with torch.autocast(device.type, dtype):
+            return gradients(model, data)
+
+    check_plans(model, UNITS, step, record_property, PLANS)
+
+
 def _inside(dtype: torch.dtype, *, cache: bool) -> Callable[[Unit, Tensor], Tensor]:
     """A unit that casts by itself, uses a weight twice, and leaves autocast for its last product."""
 
@@ -62,9 +80,12 @@ def test_inside_of_the_unit(
     check_plans(model, UNITS, lambda: gradients(model, data), record_property)
 
 
+_FIRST_SCALE = 2.0**40
+
+
 def _train(model: nn.Module, batches: list[Batch], device: torch.device) -> list[Step]:
-    """Train in fp16; the first scale is so large that gradients overflow, and the scaler skips a step and backs off."""
-    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**24, growth_interval=2)
+    """Train in fp16; the first scale is so large that gradients overflow, and the scaler skips steps and backs off."""
+    scaler = torch.amp.GradScaler(device.type, init_scale=_FIRST_SCALE, backoff_factor=2.0**-12, growth_interval=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     history: list[Step] = []
     for seed, batch in enumerate(batches):
@@ -88,7 +109,8 @@ def test_scaled_losses_over_several_steps(policy: Random, device: torch.device) 
     batches = [case.data(seed) for seed in range(6)]
     expected = _train(case.model(), batches, device)
     scales = [float(step["scale"]) for step in expected]
-    assert min(scales) < scales[-1] or scales[0] > scales[-1], f"the scale never changed: {scales}"
+    assert scales[0] < _FIRST_SCALE, "the first gradients did not overflow"
+    assert scales[-1] > min(scales), f"no two steps were taken in a row: {scales}"
     model = case.model()
     with apply_policy(model, case.layers, policy):
         for plain, planned in zip(expected, _train(model, batches, device), strict=True):

@@ -20,7 +20,7 @@ from gradients import assert_same_gradients, clear, gradients, step_of
 from policies import Policy, Random
 from quick_meter import few_objects  # noqa: F401
 from recollect.engine.apply import apply_policy
-from watch import live_tensors
+from watch import Watch, live_tensors
 
 PLANS = {**FULL_ONLY, "random-1": Random(1)}
 every_plan = pytest.mark.parametrize("policy", PLANS.values(), ids=PLANS)
@@ -55,6 +55,12 @@ def _memory(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else live_tensors()
 
 
+def _num_ops(model: TwoUnits, data: Tensor) -> int:
+    with Watch() as watch:
+        gradients(model, data)
+    return watch.computing_ops().total()
+
+
 def _wide(unit: Unit, hidden: Tensor) -> Tensor:
     """Values of 32 MiB on CUDA, which no rest of a block can hold."""
     wide = hidden.repeat_interleave(sized(hidden.device, 2, 64), 0)
@@ -87,6 +93,7 @@ def test_in_the_middle_of_a_step(
     expected, expected_of_half = gradients(model, data), gradients(model, data[:1])
     with apply_policy(model, UNITS, policy):
         gradients(model, data)
+        ops = _num_ops(model, data)
         before = _memory(device)
         for _ in range(2):
             stop = starve_in(model, device)
@@ -98,6 +105,7 @@ def test_in_the_middle_of_a_step(
             assert _memory(device) == before
         assert_same_gradients(expected_of_half, gradients(model, data[:1]))
         assert_same_gradients(expected, gradients(model, data))
+        assert _num_ops(model, data) == ops, "the plan drops less than before"
         assert _memory(device) == before
     assert_same_gradients(expected, gradients(model, data))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import recollect
 from device_models import decoder
 from device_steps import RecordProperty, generator_states, moved, plain_step
 from gradients import Step, assert_same_gradients, gradients, step_of
+from predictions import budgets
 from quick_meter import few_objects  # noqa: F401
 from recollect.profile.graph import Profile
 from recollect.profile.meter import storage_bytes
@@ -51,11 +51,11 @@ def test_record_leaves_everything_as_it_was(name: str, fake: bool, device: torch
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     recollect.record(model, batch, **options)  # libraries' workspaces are made the first time, and stay
-    before, memory = _everything(model, device), _memory(device)
+    before = _everything(model, device)
+    memory = _memory(device)
     profile = recollect.record(model, batch, **options)
+    assert _memory(device) == memory
     assert_same_gradients(before, _everything(model, device))
-    del before
-    assert _memory(device) <= memory
     assert profile.fake == fake
     assert not recollect.applied_to(model)
 
@@ -99,7 +99,8 @@ def test_fit_apply_and_remove(device: torch.device) -> None:
     case = decoder("llama", device)
     model, batch = case.model(), case.data()
     expected = step_of(case, model)
-    plan = recollect.fit(model, batch, "97%")
+    (budget_bytes,) = budgets(recollect.record(model, batch), (0.5,))
+    plan = recollect.fit(model, batch, budget_bytes)
     assert plan.predicted_peak_bytes is not None
     assert plan.budget_bytes is not None
     assert plan.predicted_peak_bytes <= plan.budget_bytes
@@ -113,7 +114,7 @@ def test_fit_apply_and_remove(device: torch.device) -> None:
 
 
 @pytest.fixture
-def peaks(device: torch.device) -> Iterator[dict[str, int]]:
+def peaks(device: torch.device) -> dict[str, int]:
     """Measured growth of forward and backward, by plan."""
     case = decoder("llama", device)
     model, batch = case.model(), case.data()
@@ -124,14 +125,23 @@ def peaks(device: torch.device) -> Iterator[dict[str, int]]:
         loss = model(**batch).loss
         loss.backward()
 
+    def growth() -> int:
+        step()  # libraries' workspaces are made the first time, and stay
+        model.zero_grad()
+        if device.type != "cuda":
+            return recollect.measure_peak(step, device=device).peak_growth_bytes
+        # What is asked for, because what is allocated depends on the blocks that happen to be free.
+        before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+        peak = recollect.measure_peak(step, device=device).peak_requested_bytes
+        assert peak is not None
+        return peak - before
+
     for kind in ("keep_all", "full"):
         with recollect.apply(model, recollect.classic_plan(profile, kind)):
-            for _ in range(2):
-                model.zero_grad()
-                found[kind] = recollect.measure_peak(step, device=device).peak_growth_bytes
-    model.zero_grad()
-    found["plain"] = recollect.measure_peak(step, device=device).peak_growth_bytes
-    yield found
+            found[kind] = growth()
+        model.zero_grad()
+    found["plain"] = growth()
+    return found
 
 
 def test_measured_peaks(peaks: dict[str, int]) -> None:

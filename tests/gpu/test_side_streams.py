@@ -91,7 +91,7 @@ def two_readers(unit: Unit, hidden: Tensor) -> Tensor:
     shared = hidden.sin()
     right = shared.square()
     with forked(hidden.device):
-        left = LateGradient.apply(shared.cos())
+        left = LateGradient.apply(used_here_too(shared).cos())
     return left + right
 
 
