@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from contest import Contestant, Race
+from contest import Contestant, Race, percentile
 from megatron_peers import megatron_peers
 from milp import milp_peers
 from models import ModelName
@@ -78,13 +78,20 @@ class Comparison:
         """All peers that run."""
         return [match.contestant for match in self.matches if match.contestant is not None]
 
-    def prepare(self, peers: Sequence[Peer] | None = None, *, num_budgets: int) -> None:
-        """Make all plans, and measure all peaks and gradients. Ctrl+C in here ends the benchmark, in the race only the race."""
+    def prepare(self, names: Sequence[str] = (), *, peers: Sequence[Peer] | None = None, num_budgets: int) -> None:
+        """Make all plans, and measure all peaks and gradients. Ctrl+C in here ends the benchmark, in the race only the race.
+
+        Args:
+            names: of the peers to run; all if empty.
+            peers: instead of those that there are.
+            num_budgets: budgets that are measured besides the others.
+        """
         self.say("recording")
         self._planner = Planner(self.step.record())
         self.say("measuring peaks and gradients")
         self.budgets = [self._budget(fraction) for fraction in FRACTIONS]
-        self.matches = [self._match(peer) for peer in (self._all_peers() if peers is None else peers)]
+        chosen = self._all_peers() if peers is None else peers
+        self.matches = [self._match(peer) for peer in chosen if not names or peer.name in names]
         least_bytes = min((one.peak_bytes for one in self.recollect), default=self.plain.peak_bytes)
         step_bytes = (self.plain.peak_bytes - least_bytes) / max(1, num_budgets)
         for i in range(num_budgets):
@@ -112,6 +119,17 @@ class Comparison:
         ours = [one for one in self.recollect if one.ratios]
         smooth = falling([one.slowdown for one in ours])
         return next((one for one, slow in zip(ours, smooth, strict=True) if slow <= peer.slowdown), None)
+
+    def standing(self) -> tuple[int, int, int]:
+        """Count the peers that a plan of the same peak is ahead of, level with within the spread, and behind."""
+        ratios = [
+            match.ours.time_ratios_to(match.contestant)
+            for match in self.matches
+            if match.ours is not None and match.contestant is not None
+        ]
+        spreads = [(percentile(one, 20), percentile(one, 80)) for one in ratios if one]
+        ahead, behind = (sum(high < 1 for _, high in spreads), sum(low > 1 for low, _ in spreads))
+        return ahead, len(spreads) - ahead - behind, behind
 
     def _all_peers(self) -> list[Peer]:
         budgets_bytes = [budget.budget_bytes for budget in self.budgets]

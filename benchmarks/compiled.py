@@ -9,19 +9,22 @@ are compiled, of which a plan can re-run some as a whole. All are timed side by 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from compiled_peers import compiled, compiled_peers
+from compiled_peers import BACKEND, compiled, compiled_peers
 from contest import Contestant, Race, percentile
 from flags import RunFlags, parse
 from models import DESCRIPTIONS, ModelName
@@ -55,6 +58,10 @@ class Flags(RunFlags):
     """Time for timed rounds, of each model; compiling and measuring peaks comes on top."""
     only: str = ""
     """Only the variants whose names contain this."""
+    compile_minutes: float = 60.0
+    """Time after which no other variant is begun to be compiled."""
+    backend: str = BACKEND
+    """Of `torch.compile`; another one only to see that everything runs."""
     quick: bool = False
     """Tiny sizes, few variants and one round, to see that it runs; times mean nothing then."""
 
@@ -74,7 +81,7 @@ class EagerPlans:
 
     name = "recollect, eager"
 
-    def __init__(self, step: Step, measured: Measured) -> None:
+    def __init__(self, step: Step, measured: Measured, backend: str) -> None:
         self._step = step
         self._measured = measured
         self._planner = Planner(step.record())
@@ -103,10 +110,10 @@ class RerunBlocks:
 
     name = "recollect, compiled blocks"
 
-    def __init__(self, step: Step, measured: Measured) -> None:
+    def __init__(self, step: Step, measured: Measured, backend: str) -> None:
         self._step = step
         self._measured = measured
-        self._blocks = Replaced(compiled(step.layers, "compiled blocks under recollect"))
+        self._blocks = Replaced(compiled(step.layers, "compiled blocks under recollect", backend=backend))
         self._made: list[Contestant] = []
 
     def within(self, budget_bytes: int) -> Contestant:
@@ -138,19 +145,21 @@ class Comparison:
     def __init__(self, flags: Flags, model: ModelName, say: Callable[[str], None], keep: Keep) -> None:
         self.say = say
         self._keep = keep
+        self._backend = flags.backend
         self.step = Step(flags.step, model)
         self.race = Race(self.step, lambda text: say(f"  {text}"))
         self._expected = self.step.gradients()
         self.plain = self._measured(Contestant(name="eager, no recompute", recompute=Nothing()))
 
-    def prepare(self, peers: list[Peer]) -> None:
-        """Compile, plan, and measure peaks and gradients."""
+    def prepare(self, peers: list[Peer], *, compile_s: float = math.inf) -> None:
+        """Compile, plan, and measure peaks and gradients. `compile_s`: after which nothing else is begun to be compiled."""
         self.say("compiling")
-        self.entries = [self._entry(peer) for peer in peers]
+        ends_s = time.perf_counter() + compile_s
+        self.entries = [self._entry(peer) if time.perf_counter() < ends_s else self._left_out(peer) for peer in peers]
         for make in (EagerPlans, RerunBlocks):
             self.say(f"planning: {make.name}")
             try:
-                ours = make(self.step, self._measured)
+                ours = make(self.step, self._measured, self._backend)
                 for entry in self.entries:
                     self._answer(entry, ours)
             except Exception as error:  # a combination that does not work is a result
@@ -177,6 +186,10 @@ class Comparison:
         resident_bytes = self.step.resident_bytes
         part = (peak_bytes - resident_bytes) / (self.plain.peak_bytes - resident_bytes)
         return f"{100 * part:.1f} %"
+
+    def _left_out(self, peer: Peer) -> Entry:
+        self._keep([Number("failed", "text", peer.name, "left out, no time")])
+        return Entry(peer=peer, reasons={"": "left out, no time"})
 
     def _entry(self, peer: Peer) -> Entry:
         begin = time.perf_counter()
@@ -264,19 +277,36 @@ def numbers(found: Comparison) -> list[Number]:
 
 
 @few_objects()
-def run_model(flags: Flags, model: ModelName, console: Console) -> Comparison:
-    """Run one model; rows are written as soon as they are known."""
-    config = {**dataclasses.asdict(flags.step), "model": model}
+def run_model(
+    flags: Flags,
+    model: ModelName,
+    console: Console,
+    *,
+    path: Path | None = None,
+    more_config: Mapping[str, Any] | None = None,
+) -> Comparison:
+    """Run one model; rows are written as soon as they are known.
+
+    Args:
+        flags: sizes and times.
+        model: which model.
+        console: told how far it is, and what came out.
+        path: file of the rows; by default `compiled.csv` in the folder of the flags.
+        more_config: what the rows depend on besides the flags.
+    """
+    config = {**dataclasses.asdict(flags.step), "model": model, **(more_config or {})}
+    path = path or flags.out / "compiled.csv"
     console.print(f"{DESCRIPTIONS[model]}: {flags.step}", style="bold")
     found = Comparison(
         flags,
         model,
         lambda text: console.print(text, style="dim", highlight=False),
-        lambda rows: append(flags.out / "compiled.csv", rows, config),
+        lambda rows: append(path, rows, config),
     )
-    found.prepare([peer for peer in compiled_peers() if flags.only in peer.name])
+    chosen = [peer for peer in compiled_peers(flags.backend) if flags.only in peer.name]
+    found.prepare(chosen, compile_s=60 * flags.compile_minutes)
     found.run(seconds=60 * flags.minutes, least_rounds=flags.least_rounds)
-    append(flags.out / "compiled.csv", numbers(found), config)
+    append(path, numbers(found), config)
     resident = format_bytes(found.step.resident_bytes)
     peak = format_bytes(found.plain.peak_bytes)
     text = f"### {DESCRIPTIONS[model]}, compiled\n\n{flags.step}; the eager step peaks at {peak}, {resident} of it resident."
@@ -285,8 +315,14 @@ def run_model(flags: Flags, model: ModelName, console: Console) -> Comparison:
     return found
 
 
+def quick(flags: Flags) -> Flags:
+    """Return flags of a run on tiny sizes, to see that it runs."""
+    step = dataclasses.replace(flags.step, hidden_size=32, num_layers=2, vocab_size=64, seq_length=32, threads=1)
+    return dataclasses.replace(flags, step=step, minutes=0.0, least_rounds=1, only=flags.only or "full")
+
+
 @contextmanager
-def _empty_cache() -> Iterator[None]:
+def empty_cache() -> Iterator[None]:
     """Look nothing up that was compiled in runs before: the time that compiling takes is reported."""
     with tempfile.TemporaryDirectory(prefix="compiled-", ignore_cleanup_errors=True) as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
@@ -298,11 +334,10 @@ def main(arguments: list[str] | None = None) -> None:
     flags = parse(Flags, __doc__, arguments)
     keep_freed_memory()
     if flags.quick:
-        step = dataclasses.replace(flags.step, hidden_size=32, num_layers=2, vocab_size=64, seq_length=32, threads=1)
-        flags = dataclasses.replace(flags, step=step, minutes=0.0, least_rounds=1, only=flags.only or "full")
+        flags = quick(flags)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    with _empty_cache():
+    with empty_cache():
         for model in flags.models:
             if run_model(flags, model, console).race.is_interrupted:
                 break

@@ -12,8 +12,10 @@ from __future__ import annotations
 import dataclasses
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +45,8 @@ class Flags(RunFlags):
     """Time for timed rounds, of each model; recording and measuring peaks comes on top, about a minute."""
     num_budgets: int = 6
     """Budgets that are measured besides those of the peers' peaks and the fractions, to draw the line."""
+    peers: tuple[str, ...] = ()
+    """Peers to run, by name; all if empty."""
     redraw: bool = False
     """Draw the pictures again from what `frontier.csv` says last of these models and sizes, and measure nothing."""
     quick: bool = False
@@ -50,15 +54,31 @@ class Flags(RunFlags):
 
 
 @few_objects()
-def run_model(flags: Flags, model: ModelName, console: Console) -> Comparison:
-    """Run one model; rows are written as soon as they are known."""
+def run_model(
+    flags: Flags,
+    model: ModelName,
+    console: Console,
+    *,
+    path: Path | None = None,
+    more_config: Mapping[str, Any] | None = None,
+) -> Comparison:
+    """Run one model; rows are written as soon as they are known.
+
+    Args:
+        flags: sizes and times.
+        model: which model.
+        console: told how far it is, and what came out.
+        path: file of the rows; by default `frontier.csv` in the folder of the flags.
+        more_config: what the rows depend on besides the flags.
+    """
     console.print(f"{DESCRIPTIONS[model]}: {flags.step}", style="bold")
     found = Comparison(flags.step, model, lambda text: console.print(text, style="dim", highlight=False))
-    config = _config(flags, model)
-    found.prepare(num_budgets=flags.num_budgets)
-    append(flags.out / "frontier.csv", peak_numbers(found), config)
+    config = {**_config(flags, model), **(more_config or {})}
+    path = path or flags.out / "frontier.csv"
+    found.prepare(flags.peers, num_budgets=flags.num_budgets)
+    append(path, peak_numbers(found), config)
     found.run(seconds=60 * flags.minutes, least_rounds=flags.least_rounds)
-    append(flags.out / "frontier.csv", time_numbers(found), config)
+    append(path, time_numbers(found), config)
     here = Source(machine=machine_name(flags.step.device), torch=torch.__version__)
     _draw(flags, model, [*peak_numbers(found), *time_numbers(found)], here)
     console.print(report(found), highlight=False, soft_wrap=True, markup=False)

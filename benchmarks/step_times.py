@@ -24,7 +24,7 @@ from recollect.planning.choose import Planner
 from results_csv import Number, append
 from subject import Step, StepFlags
 
-_KEEP_ALL, _FULL = "keep all", "full"
+KEEP_ALL, _FULL = "keep all", "full"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def plans_for(profile: recollect.Profile, budgets: tuple[float, ...]) -> dict[st
     except BudgetTooSmallError as error:
         least_bytes = error.least_peak_bytes
     most_bytes = planner.plain_peak_bytes
-    plans = {name: recollect.classic_plan(profile, kind) for name, kind in ((_KEEP_ALL, "keep_all"), (_FULL, "full"))}
+    plans = {name: recollect.classic_plan(profile, kind) for name, kind in ((KEEP_ALL, "keep_all"), (_FULL, "full"))}
     return plans | {f"{b:.0%}": planner.plan(round(least_bytes + b * (most_bytes - least_bytes))) for b in budgets}
 
 
@@ -84,7 +84,7 @@ def run_model(flags: Flags, model: ModelName) -> list[Timed]:
     found = []
     for name, plan in plans.items():
         slowdown = plan.predicted_slowdown or 0.0
-        ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds[_KEEP_ALL], strict=True))
+        ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds[KEEP_ALL], strict=True))
         measured_s = statistics.median(seconds[name])
         found.append(Timed(name, profile.step_s * (1 + slowdown), measured_s, slowdown, ratio - 1))
     return found

@@ -41,6 +41,8 @@ class StepFlags(MachineFlags):
     """Dtype of activations and matrix products; weights are fp32 in the reference Llama, of this dtype in the others."""
     seed: int = 0
     """Of weights, tokens, and the order of contestants."""
+    gradients_on_host: bool = False
+    """Compare gradients in host memory, where two copies of them do not fit beside the step."""
 
     def __str__(self) -> str:
         sizes = f"d={self.hidden_size}, {self.num_layers} layers, {self.batch_size} x {self.seq_length} tokens"
@@ -108,8 +110,9 @@ class Step:
         """Run one step and return the loss and copies of all gradients, by name."""
         self.clear()
         loss = self.run()
-        found = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
-        return {"the loss": loss, **found}
+        where = torch.device("cpu") if self.flags.gradients_on_host else self.device
+        found = {n: p.grad.to(where, copy=True) for n, p in self.model.named_parameters() if p.grad is not None}
+        return {"the loss": loss.to(where), **found}
 
     def record(self) -> recollect.Profile:
         """Record the step for recollect's planner."""

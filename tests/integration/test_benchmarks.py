@@ -140,7 +140,7 @@ def test_a_peer_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     flags = StepFlags(hidden_size=32, num_layers=2, vocab_size=64, seq_length=16, threads=1)
     found = Comparison(flags, "dense", lambda text: None)
-    found.prepare([Peer("broken", "", out_of_memory)], num_budgets=1)
+    found.prepare(peers=[Peer("broken", "", out_of_memory)], num_budgets=1)
     assert [number.value for number in peak_numbers(found) if number.metric == "failed"] == ["MemoryError: no room"]
     assert "| broken | MemoryError: no room |" in report(found)
     assert "below the least possible peak" in report(found)

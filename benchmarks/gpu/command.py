@@ -1,0 +1,238 @@
+"""`scripts/gpu`: run parts, one after the other, each in a process of its own that is stopped when its time is over."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["main"]
+
+_RESULTS = Path(__file__).parents[1] / "results" / "gpu"
+_LEAST_TORCH = (2, 11)
+_FINDING = "finding: "
+_EXIT_FAILED, _EXIT_NOTHING = 1, 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a part ended: "ok", "failed", "stopped" or "skipped", with a sentence."""
+
+    name: str
+    result: str
+    seconds: float
+    finding: str
+
+
+def parse(arguments: Sequence[str] | None, names: dict[str, str]) -> argparse.Namespace:
+    """Read the command line. `names`: parts, with what they measure."""
+    listed = "\n".join(f"  {name:16}{what}" for name, what in names.items())
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu",
+        description="Measure on a GPU what has to be measured there. Each part takes less than eight minutes, writes its rows\n"
+        "and its log as it goes, and can be run alone.",
+        epilog=f"parts:\n{listed}\n\nA name that several parts begin with, such as `frontier`, stands for all of them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help="parts to run; default: all")
+    parser.add_argument("--out", type=Path, help=f"folder of rows and logs; default: {_RESULTS}")
+    parser.add_argument("--device", default="cuda", help="a CUDA device; default: cuda")
+    parser.add_argument("--only", default="", help="only the cases of a part whose names contain this")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, to see that everything runs")
+    parser.add_argument(
+        "--page", action="store_true", help="write docs/gpu.md from the rows in --out, and measure nothing"
+    )
+    found = parser.parse_args(arguments)
+    found.parts = _chosen(parser, found.parts, list(names))
+    return found
+
+
+def _chosen(parser: argparse.ArgumentParser, asked: Sequence[str], names: list[str]) -> list[str]:
+    chosen: list[str] = []
+    for one in asked:
+        meant = [name for name in names if name == one or name.startswith(f"{one}-")]
+        if not meant:
+            parser.error(f"no part {one!r}; expected one of {', '.join(names)}")
+        chosen += [name for name in meant if name not in chosen]
+    return chosen or names
+
+
+def torch_problem() -> str | None:
+    """Say in a sentence why PyTorch will not do; None if it will."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"scripts/gpu: {sys.executable} cannot import torch ({error}). Install torch 2.11 or later."
+    found = torch.__version__.split("+")[0].split(".")
+    if tuple(int(part) for part in found[:2]) < _LEAST_TORCH:
+        return f"scripts/gpu: got torch {torch.__version__}, expected 2.11 or later. Install a newer one."
+    return None
+
+
+def device_problem(device: str) -> str | None:
+    """Say in a sentence why a device will not do; None if it will."""
+    import torch
+
+    try:
+        kind = torch.device(device)
+    except RuntimeError as error:
+        return f"scripts/gpu: --device {device}: {str(error).splitlines()[0]} Expected cuda, or cuda:N."
+    if kind.type != "cuda":
+        return f"scripts/gpu: --device {device}: expected cuda, or cuda:N. On a CPU use --dry-run."
+    if not torch.cuda.is_available():
+        return (
+            f"scripts/gpu: torch {torch.__version__} finds no CUDA device here. Run it where there is one, or use --dry-run, "
+            "which runs every part at tiny sizes on the CPU."
+        )
+    if (kind.index or 0) >= torch.cuda.device_count():
+        return f"scripts/gpu: --device {device}: there are {torch.cuda.device_count()} CUDA devices, counted from 0."
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for.
+
+    Returns:
+        0 if each part ran or was skipped with a reason, 1 if one failed or was stopped, 2 if nothing could run.
+    """
+    problem = torch_problem()
+    if problem is not None:
+        print(problem, file=sys.stderr)
+        return _EXIT_NOTHING
+    from gpu.parts import PARTS
+
+    flags = parse(arguments, {part.name: part.what for part in PARTS})
+    if flags.page:
+        from gpu.page import write_page
+
+        return write_page(flags.out or _RESULTS)
+    device = "cpu" if flags.dry_run else flags.device
+    problem = None if flags.dry_run else device_problem(device)
+    if problem is not None:
+        print(problem, file=sys.stderr)
+        return _EXIT_NOTHING
+    out: Path = flags.out or (Path(tempfile.mkdtemp(prefix="gpu-dry-run-")) if flags.dry_run else _RESULTS)
+    out.mkdir(parents=True, exist_ok=True)
+    options = ["--out", str(out), "--device", device, "--only", flags.only, *(["--dry-run"] if flags.dry_run else [])]
+    # Importing takes longer than a part of a dry run: there one process runs them all.
+    groups = [flags.parts] if flags.dry_run else [[name] for name in flags.parts]
+    outcomes = [outcome for group in groups for outcome in run_group(group, options, out)]
+    _show(outcomes, out)
+    if all(outcome.result == "skipped" for outcome in outcomes):
+        return _EXIT_NOTHING
+    return 0 if all(outcome.result in ("ok", "skipped") for outcome in outcomes) else _EXIT_FAILED
+
+
+def run_group(names: Sequence[str], options: Sequence[str], out: Path) -> list[Outcome]:
+    """Run parts in a process of their own; what it prints goes to this one's output and to the log of the part.
+
+    A process that is not done after the limit of its parts is stopped; it has written what it had.
+    """
+    from gpu.part import LIMIT_S
+
+    command = [sys.executable, "-u", "-m", "gpu.run_parts", *names, *options]
+    # A session of its own, so that what it starts (pytest, compilers) is stopped with it.
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+    )
+    limit_s = LIMIT_S * len(names)
+    watch = threading.Timer(limit_s, lambda: _stop(process))
+    watch.start()
+    outcomes: list[Outcome] = []
+    current, began_s, finding = "", time.perf_counter(), ""
+    assert process.stdout is not None
+    try:
+        with LogFile(out) as log:
+            for line in process.stdout:
+                if line.startswith("== part "):
+                    current, began_s, finding = line.split()[2], time.perf_counter(), ""
+                    log.begin(current)
+                print(line, end="", flush=True)
+                log.write(line)
+                if line.startswith(_FINDING):
+                    finding = line.removeprefix(_FINDING).strip()
+                elif line.startswith("== end "):
+                    outcomes.append(Outcome(current, line.split()[2], time.perf_counter() - began_s, finding))
+        process.wait()
+    except KeyboardInterrupt:
+        _stop(process)
+        raise
+    finally:
+        watch.cancel()
+    done = {outcome.name for outcome in outcomes}
+    for name in names:
+        if name not in done:
+            elapsed_s = time.perf_counter() - began_s if name == current else 0.0
+            outcomes.append(Outcome(name, *_cause(process.returncode, elapsed_s, limit_s)))
+    return outcomes
+
+
+def _cause(status: int | None, elapsed_s: float, limit_s: float) -> tuple[str, float, str]:
+    if elapsed_s >= limit_s - 1:
+        return "stopped", elapsed_s, f"stopped after {limit_s:.0f} s; what it had measured by then is in its file"
+    return "failed", elapsed_s, f"its process ended with status {status} before the part did"
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+class LogFile:
+    """The log of the part that is running."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._file = None
+
+    def __enter__(self) -> LogFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def begin(self, part: str) -> None:
+        """Go on in the log of another part."""
+        self._close()
+        self._file = (self._out / f"{part}.log").open("a", encoding="utf-8")
+
+    def write(self, line: str) -> None:
+        """Add a line; what is printed before the first part begins is in no log."""
+        if self._file is not None:
+            self._file.write(line)
+            self._file.flush()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _show(outcomes: Sequence[Outcome], out: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="scripts/gpu", title_justify="left")
+    for heading in ("part", "result"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("s", justify="right")
+    table.add_column("finding")
+    for one in outcomes:
+        table.add_row(one.name, one.result, f"{one.seconds:.0f}", one.finding)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(table)
+    console.print(f"rows and logs: {out}", soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

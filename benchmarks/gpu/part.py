@@ -1,0 +1,156 @@
+"""A part of `scripts/gpu`: what it measures, what it needs, and where its results go."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from recollect.bench.machine import few_objects
+from recollect.bench.out_of_memory import is_out_of_memory
+from results_csv import Number, append, machine_name
+
+__all__ = ["Context", "Part", "device_slug", "first_line"]
+
+# A part is stopped after the limit, and begins nothing new after `SECONDS`, so that it ends by itself.
+LIMIT_S = 480
+SECONDS = 390.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One part.
+
+    Attributes:
+        name: what it is called on the command line.
+        what: what it measures, in a line.
+        least_gib: memory that the smallest of its cases needs on the device.
+        packages: optional packages that it cannot do without.
+        run: measures, prints, writes rows as it goes, and returns its findings in a sentence.
+    """
+
+    name: str
+    what: str
+    least_gib: float
+    packages: tuple[str, ...] = ()
+    run: Callable[[Context], str]
+
+    def problem(self, device: torch.device) -> str | None:
+        """Say in a sentence why the part cannot run here; None if it can."""
+        for package in self.packages:
+            try:
+                version(package)
+            except PackageNotFoundError:
+                return f"{self.name}: skipped, as it needs the package {package}, which is not installed."
+        if device.type == "cuda":
+            gib = torch.cuda.get_device_properties(device).total_memory / 2**30
+            if gib < self.least_gib:
+                needs = f"skipped, as it needs a device with {self.least_gib:g} GiB of memory"
+                return f"{self.name}: {needs}; this one, {machine_name(str(device))}, has {gib:.1f} GiB."
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Where one part runs, and how much of it.
+
+    Attributes:
+        part: its name.
+        device: where the tensors are.
+        out: folder of the results.
+        is_dry_run: sizes so small that everything runs in seconds on a CPU; times mean nothing then.
+        only: run only the cases whose names contain this.
+        began_s: when it began, by `time.perf_counter`.
+    """
+
+    part: str
+    device: torch.device
+    out: Path
+    is_dry_run: bool
+    only: str = ""
+    console: Console
+    began_s: float = field(default_factory=time.perf_counter)
+
+    @cached_property
+    def path(self) -> Path:
+        """The file of the part's rows; named by device, month and part."""
+        month = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m")
+        return self.out / f"{device_slug(machine_name(str(self.device)))}-{month}-{self.part}.csv"
+
+    def write(self, numbers: Iterable[Number], **config: Any) -> None:
+        """Add rows to the part's file, with what they depend on."""
+        append(self.path, numbers, self.config(**config))
+
+    def config(self, **config: Any) -> dict[str, Any]:
+        """Return what rows depend on besides what the caller knows: device and versions."""
+        command = " ".join(["scripts/gpu", self.part, *(["--dry-run"] if self.is_dry_run else [])])
+        return {**config, "device": str(self.device), "command": command, "versions": versions()}
+
+    def say(self, text: str) -> None:
+        """Tell how far it is."""
+        elapsed_s = time.perf_counter() - self.began_s
+        self.console.print(f"[{elapsed_s:4.0f} s] {text}", style="dim", markup=False, highlight=False, soft_wrap=True)
+
+    def begins(self, case: str) -> bool:
+        """Say whether a case is to be run: it was asked for, and there is time left. If not for time, that is a row."""
+        if self.only not in case:
+            return False
+        if time.perf_counter() - self.began_s < SECONDS:
+            self.say(case)
+            return True
+        self.say(f"{case}: left out, no time")
+        self.write([Number("left_out", "text", case, "no time")], case=case)
+        return False
+
+    def attempt(self, case: str, run: Callable[[], None]) -> bool:
+        """Run a case; what it raises is a row, and no reason not to run the others. Return whether it ran through."""
+        try:
+            with few_objects():
+                run()
+        except Exception as error:
+            what = "out_of_memory" if is_out_of_memory(error) else "failed"
+            self.say(f"{case}: {what}: {first_line(error)}")
+            self.write([Number(what, "text", case, first_line(error))], case=case)
+            # The traceback holds the frames of the step, and these its tensors.
+            error.__traceback__ = None
+            return False
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return True
+
+
+def device_slug(name: str) -> str:
+    """Return a device's name as a part of a file's: "NVIDIA H100 80GB HBM3" is h100-80gb-hbm3; all CPUs are "cpu"."""
+    if "cores" in name:
+        return "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia ")).strip("-")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message."""
+    text = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what takes part; packages that are not there are left out."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    for package in ("transformers", "triton"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
