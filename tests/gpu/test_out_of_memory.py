@@ -63,13 +63,17 @@ def _num_ops(model: TwoUnits, data: Tensor) -> int:
 
 def _wide(unit: Unit, hidden: Tensor) -> Tensor:
     """Values of 32 MiB on CUDA, which no rest of a block can hold."""
-    wide = hidden.repeat_interleave(sized(hidden.device, 2, 64), 0)
-    wide = (wide.sin() @ unit.weight).exp().cos()
+    wide = hidden.repeat_interleave(sized(hidden.device, 2, 64), 0).sin()
+    if hasattr(unit, "in_the_middle"):
+        unit.in_the_middle()
+    wide = (wide @ unit.weight).exp().cos()
     return wide.unflatten(0, (hidden.shape[0], -1)).mean(1)
 
 
 def _starve_in_forward(model: TwoUnits, device: torch.device) -> Callable[[], None]:
-    return model.units[1].register_forward_pre_hook(lambda *_: starve(device)).remove
+    unit = model.units[1]
+    unit.in_the_middle = lambda: starve(device)
+    return lambda: delattr(unit, "in_the_middle")
 
 
 def _starve_in_backward(model: TwoUnits, device: torch.device) -> Callable[[], None]:
