@@ -162,7 +162,9 @@ def test_differences_of_kept_bytes_are_those_that_are_measured(name: str, settin
     # The watch does not see the states of generators, which no op of PyTorch makes.
     too_many = measured_plain - measured - (plain - planned)
     # Mixtral's router divides in place what topk returned, of which the simulator holds a copy too many: 384 bytes a layer.
-    assert 0 <= too_many <= (2 * 384 if name == "mixtral" else 0)
+    # So it is with the experts' numbers that have as many bytes and that transformers 5.17, not 5.23, clamps in place.
+    clamped = sum(op.name.endswith("clamp_") for call in profile.calls for op in profile.graphs[call.graph].ops)
+    assert 0 <= too_many <= 384 * (clamped + (2 if name == "mixtral" else 0))
 
 
 def test_layernorm_drops_what_is_cast_back_to_16_bits() -> None:
