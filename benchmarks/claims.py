@@ -27,12 +27,14 @@ from recollect.models.gpt import GPTModel
 from recollect.models.sizes import NAMED_CONFIGS
 from recollect.plan import Plan
 from recollect.profile.graph import Profile
+from recollect.profile.hardware import Hardware
 from recollect.profile.meter import storage_bytes
 from recompute import Nothing, OnTape
 from results_csv import Number, append
 from subject import Step, StepFlags
 from tables import markdown
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PartName = Literal["modelled", "measured"]
 
 
@@ -50,6 +52,8 @@ class Flags(MachineFlags, RunFlags):
     """Width of the measured models."""
     seq_length: int = 512
     """Tokens in a sequence of the measured models."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of the measured models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +156,7 @@ class Result:
     extra: dict[str, float] = field(default_factory=dict)
 
 
-def modelled(model: Model) -> list[Result]:
+def modelled(model: Model, hardware: str | Hardware = "H100") -> list[Result]:
     """Record a big model on fake tensors and predict its settings."""
     with torch.device("meta"):
         built = GPTModel(model.config).to(torch.bfloat16).train()
@@ -160,7 +164,7 @@ def modelled(model: Model) -> list[Result]:
     optimizer = torch.optim.AdamW(built.parameters()) if model.has_optimizer else None
     batch = {"tokens": tokens, "labels": tokens}
     profile = recollect.record(
-        built, batch, optimizer=optimizer, fake=True, hardware="H100", accumulates_gradients=True
+        built, batch, optimizer=optimizer, fake=True, hardware=hardware, accumulates_gradients=True
     )
     plain = recollect.classic_plan(profile, "keep_all")
     resident_bytes = sum(profile.persistent.values())
@@ -185,15 +189,16 @@ def modelled(model: Model) -> list[Result]:
 
 
 class ReferenceStep(Step):
-    """The step of a reference model of any configuration."""
+    """The step of a reference model of any configuration, its weights in the dtype of the flags."""
 
     def __init__(self, flags: Flags, model: Model) -> None:
         torch.set_num_threads(flags.threads)
         torch.manual_seed(0)
         self.flags = StepFlags(threads=flags.threads)
-        self.device = torch.device("cpu")
-        self.model = GPTModel(model.config).train()
-        drawn = torch.randint(model.config.vocab_size, (model.batch_size, model.seq_length + 1))
+        self.device = torch.device(flags.device)
+        with self.device:
+            self.model = GPTModel(model.config).to(DTYPES[flags.dtype]).train()
+            drawn = torch.randint(model.config.vocab_size, (model.batch_size, model.seq_length + 1))
         self.batch = {"tokens": drawn[:, :-1].contiguous(), "labels": drawn[:, 1:].contiguous()}
         self.clear()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -243,6 +248,22 @@ def table(results: list[Result]) -> str:
     return markdown(rows, ("model", "setting", "activations, GB", "saved", "slowdown", "spread", ""))
 
 
+def numbers_of(results: list[Result], part: PartName) -> list[Number]:
+    """Return results as rows."""
+    numbers = []
+    for one in results:
+        name = f"{part} / {one.model} / {one.setting}"
+        numbers += [
+            Number("activations", "bytes", name, one.activation_bytes),
+            Number("saved", "1", name, one.saved_fraction),
+            Number("slowdown", "1", name, one.slowdown),
+        ]
+        numbers += [Number(f"{metric}", "1", name, value) for metric, value in one.extra.items()]
+        if one.spread is not None:
+            numbers += [Number(f"slowdown_p{p}", "1", name, s) for p, s in zip((20, 80), one.spread, strict=True)]
+    return numbers
+
+
 def main(flags: Flags) -> None:
     """Measure, print the tables, and append to results/claims.csv."""
     warnings.simplefilter("ignore")
@@ -253,21 +274,8 @@ def main(flags: Flags) -> None:
                 continue
             results = modelled(model) if part == "modelled" else measured(flags, model)
             print(table(results), flush=True)
-            numbers = []
-            for one in results:
-                name = f"{part} / {one.model} / {one.setting}"
-                numbers += [
-                    Number("activations", "bytes", name, one.activation_bytes),
-                    Number("saved", "1", name, one.saved_fraction),
-                    Number("slowdown", "1", name, one.slowdown),
-                ]
-                numbers += [Number(f"{metric}", "1", name, value) for metric, value in one.extra.items()]
-                if one.spread is not None:
-                    numbers += [
-                        Number(f"slowdown_p{p}", "1", name, s) for p, s in zip((20, 80), one.spread, strict=True)
-                    ]
             config = {**asdict(flags), "parts": part, "models": model.name, "out": flags.out.name}
-            append(flags.out / "claims.csv", numbers, config)
+            append(flags.out / "claims.csv", numbers_of(results, part), config)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
     python benchmarks/cost_model.py
 
-Five models run their step on real tensors. Each op is timed and modelled on the same arguments, on this CPU as `recollect
-calibrate` measures it first. One thread and its processor time, so that other programs on the machine count less.
+Five models run their step on real tensors. Each op is timed and modelled on the same arguments, on this device as `recollect
+calibrate` measures it first. On the CPU one thread and its processor time, so that other programs on the machine count less;
+on CUDA the time of the op's kernels.
 
 The regret is what bad times cost: a plan chosen with modelled times, evaluated with measured ones, less the slowdown of
-the plan chosen with measured times, in parts of the step. As controls, plans are also chosen with the times of an H100, and
-with the same time for every op.
+the plan chosen with measured times, in parts of the step. As controls, plans are also chosen with the times of another
+device (an H100; on CUDA this device as the table has it), and with the same time for every op.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,13 +42,14 @@ from recollect.profile.calibrate import calibrate
 from recollect.profile.graph import Profile
 from recollect.profile.hardware import Hardware
 from recollect.profile.hardware_table import HARDWARE
-from recollect.profile.op_costs import Key, OpRun, key_of
+from recollect.profile.op_costs import Key, OpRun, key_of, timed_alone
 from recollect.profile.op_work import work_of
 from recollect.profile.record import record_with
 from recollect.profile.roofline import seconds
 from results_csv import Number, append, machine_name
 
-_MODELLED, _OTHER, _UNIFORM = "modelled", "times of an H100", "all ops alike"
+_MODELLED, _UNIFORM = "modelled", "all ops alike"
+OTHER = ("times of an H100", HARDWARE["H100"])
 _REPEATS = 3
 _NAMES: dict[ModelName, str] = {
     "reference": "reference Llama",
@@ -82,8 +84,8 @@ class Flags:
     """Seconds that the calibration may take; 0 for a quick one."""
     hardware: str | None = None
     """A file that `recollect calibrate` wrote, used instead of calibrating now."""
-    device: Literal["cpu"] = "cpu"
-    """Only the CPU: processor time is measured."""
+    device: str = "cpu"
+    """A torch device."""
     seed: int = 0
     """Of weights and tokens."""
     out: Path = RESULTS
@@ -95,20 +97,30 @@ def subjects(flags: Flags) -> Iterator[tuple[str, nn.Module, dict[str, torch.Ten
     sizes = {"hidden_size": flags.hidden_size, "num_layers": flags.num_layers, "vocab_size": flags.vocab_size}
     for name, text in _NAMES.items():
         torch.manual_seed(flags.seed)
-        model = build(name, num_heads=0, **sizes).to(torch.bfloat16 if flags.dtype == "bf16" else torch.float32).train()
-        tokens = torch.randint(0, flags.vocab_size, (flags.batch_size, flags.seq_length))
+        dtype = torch.bfloat16 if flags.dtype == "bf16" else torch.float32
+        with torch.device(flags.device):
+            model = build(name, num_heads=0, **sizes).to(dtype).train()
+            tokens = torch.randint(0, flags.vocab_size, (flags.batch_size, flags.seq_length))
         yield text, model, {"tokens" if isinstance(model, GPTModel) else "input_ids": tokens, "labels": tokens}
 
 
 class BothCosts:
-    """Times each op and models it; `reads` chooses what a profile gets."""
+    """Times each op and models it; `reads` chooses what a profile gets.
 
-    def __init__(self, hardware: Hardware) -> None:
+    Args:
+        hardware: this device, as it was calibrated.
+        device: where ops run.
+        other: the name of another device's times, and that device.
+    """
+
+    def __init__(self, hardware: Hardware, device: torch.device, other: tuple[str, Hardware]) -> None:
         self.reads = _MODELLED
         self.samples: dict[Key, list[float]] = {}
         self.counts: dict[Key, int] = {}
         self.modelled: dict[Key, dict[str, float]] = {}
-        self._hardware = {_MODELLED: hardware, _OTHER: HARDWARE["H100"]}
+        self.other = other[0]
+        self._device = device
+        self._hardware = {_MODELLED: hardware, self.other: other[1]}
 
     def forget(self) -> None:
         """Forget what was measured; the next recording counts the runs."""
@@ -126,15 +138,21 @@ class BothCosts:
         key = key_of(func, args, kwargs)
         repeats = _REPEATS if may_repeat and not (facts.writes or facts.is_random or facts.keeps) else 1
         for _ in range(repeats):
-            begin = time.thread_time()
-            output = func(*args, **kwargs)
-            self.samples.setdefault(key, []).append(time.thread_time() - begin)
+            output, op_s = self._timed(lambda: func(*args, **kwargs))
+            self.samples.setdefault(key, []).append(op_s)
         self.counts[key] = self.counts.get(key, 0) + 1
         if key not in self.modelled:
             work = work_of(func, facts, args, kwargs, output)
             times = {name: seconds(work, hardware) for name, hardware in self._hardware.items()}
             self.modelled[key] = {**times, _UNIFORM: float(work.launches)}
         return output, OpRun(key, 0)
+
+    def _timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        if self._device.type == "cuda":
+            return timed_alone(run, self._device)
+        begin = time.thread_time()
+        output = run()
+        return output, time.thread_time() - begin
 
     def seconds_of(self, run: OpRun | None) -> float:
         """Return the measured median of an op, or the model's answer."""
@@ -163,7 +181,7 @@ def profiles(model: nn.Module, batch: Any, costs: BothCosts, recordings: int) ->
     costs.forget()
     for _ in range(recordings - 1):
         record(_MODELLED)
-    return {reads: record(reads) for reads in ("measured", _MODELLED, _OTHER, _UNIFORM)}
+    return {reads: record(reads) for reads in ("measured", _MODELLED, costs.other, _UNIFORM)}
 
 
 def weighted_quantiles(errors: list[tuple[float, float]], fractions: tuple[float, ...]) -> list[float]:
@@ -255,8 +273,8 @@ def numbers_of(name: str, costs: BothCosts, found: dict[str, Profile], flags: Fl
     return rows
 
 
-def table(rows: list[Number], names: list[str], budgets: tuple[float, ...]) -> Table:
-    """Return the rows as a table, a model a line."""
+def table(rows: list[Number], names: list[str], budgets: tuple[float, ...], other: str = OTHER[0]) -> Table:
+    """Return the rows as a table, a model a line, and one for each kind of times; `other`: those of another device."""
     values = {(row.metric, row.contestant): row.value for row in rows}
     metrics = [("step_ratio", "step, modelled / measured", ".2f"), ("op_error_median", "op error, median", ".0%")]
     metrics.append(("op_error_90", "op error, 90 %", ".0%"))
@@ -265,7 +283,7 @@ def table(rows: list[Number], names: list[str], budgets: tuple[float, ...]) -> T
         metrics += [(f"slowdown_{percent}", f"slowdown at {percent} %", ".1%"), (f"regret_{percent}", "regret", ".2%")]
     shown = Table("model", *(title for _, title, _ in metrics))
     for name in names:
-        for suffix in ("", f", {_OTHER}", f", {_UNIFORM}"):
+        for suffix in ("", f", {other}", f", {_UNIFORM}"):
             cells = [values.get((metric, name + suffix)) for metric, _, _ in metrics]
             texts = ["" if v is None else format(v, spec) for v, (_, _, spec) in zip(cells, metrics, strict=True)]
             shown.add_row(name if not suffix else f"  {suffix[2:]}", *texts, style="dim" if suffix else "")
@@ -278,12 +296,13 @@ def main(arguments: list[str] | None = None) -> None:
     keep_freed_memory()
     console = Console(width=None if sys.stdout.isatty() else 170)
     torch.set_num_threads(1)
+    device = torch.device(flags.device)
     if flags.hardware is not None:
         hardware = Hardware.load(flags.hardware)
     else:
         console.print("calibrating ...", style="bold")
         is_quick = flags.calibration_s == 0
-        measured = calibrate(torch.device("cpu"), seconds_to_spend=flags.calibration_s, quick=is_quick)
+        measured = calibrate(device, seconds_to_spend=flags.calibration_s, quick=is_quick)
         hardware = measured.hardware
         off = statistics.median(max(ratio, 1 / ratio) for ratio in measured.ratios())
         console.print(
@@ -293,14 +312,14 @@ def main(arguments: list[str] | None = None) -> None:
     names = []
     for name, model, batch in subjects(flags):
         console.print(f"{name} ...", style="bold")
-        costs = BothCosts(hardware)
+        costs = BothCosts(hardware, device, OTHER)
         found = profiles(model, batch, costs, flags.recordings)
         rows += numbers_of(name, costs, found, flags)
         names.append(name)
     console.print(table(rows, names, flags.budgets))
     config = {name: value for name, value in dataclasses.asdict(flags).items() if name != "out"}
     append(flags.out / "cost_model.csv", rows, {**config, "threads": 1})
-    console.print(f"{machine_name('cpu')}; appended to {flags.out / 'cost_model.csv'}", soft_wrap=True)
+    console.print(f"{machine_name(flags.device)}; appended to {flags.out / 'cost_model.csv'}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ from subject import Step, StepFlags, first_difference
 
 _PLAIN, _FULL, _REENTRANT = "plain", "checkpoint", "checkpoint, reentrant"
 _SAC_MATMULS, _SAC_NOTHING = "SAC, saves matmuls", "SAC, saves nothing"
-_TAPE_ALL, _TAPE_MATMULS, _TAPE_NOTHING = "tape, keeps all", "tape, keeps matmuls", "tape, keeps nothing"
-_SAME_KEPT_SET = ((_TAPE_MATMULS, _SAC_MATMULS), (_TAPE_NOTHING, _SAC_NOTHING))
+TAPE_ALL, TAPE_MATMULS, TAPE_NOTHING = "tape, keeps all", "tape, keeps matmuls", "tape, keeps nothing"
+_SAME_KEPT_SET = ((TAPE_MATMULS, _SAC_MATMULS), (TAPE_NOTHING, _SAC_NOTHING))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +115,9 @@ def tiny_contestants(step: Step) -> list[Contestant]:
         Contestant(name=_REENTRANT, recompute=Replaced(full(layers, use_reentrant=True))),
         Contestant(name=_SAC_MATMULS, recompute=Replaced(selective(layers, matmuls))),
         Contestant(name=_SAC_NOTHING, recompute=Replaced(selective(layers, []))),
-        on_tape(step, _TAPE_ALL, lambda op: False),
-        on_tape(step, _TAPE_MATMULS, lambda op: op != "mm"),
-        on_tape(step, _TAPE_NOTHING, lambda op: True),
+        on_tape(step, TAPE_ALL, lambda op: False),
+        on_tape(step, TAPE_MATMULS, lambda op: op != "mm"),
+        on_tape(step, TAPE_NOTHING, lambda op: True),
     ]
 
 
@@ -208,7 +208,7 @@ def real_race(flags: Flags, dtype: Literal["fp32", "bf16"], console: Console) ->
         threads=flags.threads,
     )
     step = Step(sizes)
-    tape = on_tape(step, _TAPE_ALL, lambda op: False)
+    tape = on_tape(step, TAPE_ALL, lambda op: False)
     check_gradients(step, [tape])
     race = Race(step, _now_and_then(console))
     race.run([[tape]], seconds=60 * flags.real_minutes, least_rounds=flags.least_rounds)

@@ -7,6 +7,7 @@ memory is activations and working memory, and nothing else: that is what recompu
 from __future__ import annotations
 
 import gc
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +19,7 @@ from flags import MachineFlags
 from models import ModelName, build, model_inputs
 from recollect.profile.find_units import find_units
 from recollect.profile.meter import storage_bytes
-from recollect.step import timed
+from recollect.step import timed, wait_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,15 @@ class Step:
         self.clear()
         gc.collect()
         return timed(self.run, self.device)[1]
+
+    def launched_s(self) -> float:
+        """Run one step, and return the seconds until all of it was launched; on a CPU it is done then."""
+        wait_for(self.device)
+        begin = time.perf_counter()
+        self.run()
+        launched_s = time.perf_counter() - begin
+        wait_for(self.device)
+        return launched_s
 
     def peak_bytes(self) -> int:
         """Run one step and measure its peak, what is resident counted, of the optimizer nothing."""

@@ -136,7 +136,7 @@ def run_group(names: Sequence[str], options: Sequence[str], out: Path) -> list[O
 
     A process that is not done after the limit of its parts is stopped; it has written what it had.
     """
-    from gpu.part import LIMIT_S
+    from gpu.part import LIMIT_S, STOPPING_S
 
     command = [sys.executable, "-u", "-m", "gpu.run_parts", *names, *options]
     # A session of its own, so that what it starts (pytest, compilers) is stopped with it.
@@ -144,8 +144,13 @@ def run_group(names: Sequence[str], options: Sequence[str], out: Path) -> list[O
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
     )
     limit_s = LIMIT_S * len(names)
-    watch = threading.Timer(limit_s, lambda: _stop(process))
-    watch.start()
+    # First as Ctrl+C does, after which a race goes on with what it has; then in earnest.
+    watches = [
+        threading.Timer(limit_s - STOPPING_S, lambda: _stop(process, signal.SIGINT)),
+        threading.Timer(limit_s, lambda: _stop(process, signal.SIGKILL)),
+    ]
+    for watch in watches:
+        watch.start()
     outcomes: list[Outcome] = []
     current, began_s, finding = "", time.perf_counter(), ""
     assert process.stdout is not None
@@ -163,10 +168,11 @@ def run_group(names: Sequence[str], options: Sequence[str], out: Path) -> list[O
                     outcomes.append(Outcome(current, line.split()[2], time.perf_counter() - began_s, finding))
         process.wait()
     except KeyboardInterrupt:
-        _stop(process)
+        _stop(process, signal.SIGKILL)
         raise
     finally:
-        watch.cancel()
+        for watch in watches:
+            watch.cancel()
     done = {outcome.name for outcome in outcomes}
     for name in names:
         if name not in done:
@@ -181,9 +187,9 @@ def _cause(status: int | None, elapsed_s: float, limit_s: float) -> tuple[str, f
     return "failed", elapsed_s, f"its process ended with status {status} before the part did"
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
+def _stop(process: subprocess.Popen[str], how: signal.Signals) -> None:
     try:
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, how)
     except ProcessLookupError:
         pass
 

@@ -22,9 +22,11 @@ from results_csv import Number, append, machine_name
 
 __all__ = ["Context", "Part", "device_slug", "first_line"]
 
-# A part is stopped after the limit, and begins nothing new after `SECONDS`, so that it ends by itself.
-LIMIT_S = 480
+# A part begins nothing new after `SECONDS`, so that it ends by itself. If it does not, it is interrupted so long before the
+# limit, to write what it has, and killed at the limit.
 SECONDS = 390.0
+STOPPING_S = 30
+LIMIT_S = 480
 
 
 @dataclass(frozen=True, kw_only=True)

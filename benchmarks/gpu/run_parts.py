@@ -27,6 +27,9 @@ def run(part: Part, context: Context) -> str:
     else:
         try:
             print(f"finding: {part.run(context)}", flush=True)
+        except KeyboardInterrupt:
+            print("finding: interrupted; what it had measured by then is in its file", flush=True)
+            result = "stopped"
         except Exception as error:
             traceback.print_exc(file=sys.stdout)
             print(f"finding: {first_line(error)}", flush=True)
