@@ -209,7 +209,9 @@ def test_a_hugging_face_model_is_counted(tmp_path: Path) -> None:
     assert main(["bench", *step, "--rounds", "1", "--num-microbatches", "2", "--out", str(out)]) == 0
     row = rows(out)["none"]
     matrices = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 32 * 64) + 64 * 100  # half of the scores, two products
-    assert row["model_flops"] == 3 * 2 * matrices * row["num_tokens"]
+    # 8 frequencies times 32 positions, once a micro batch, are a product of matrices in transformers 5.17, not in 5.23.
+    angles = 2 * 8 * 32
+    assert row["model_flops"] - 3 * 2 * matrices * row["num_tokens"] in (0, 3 * 2 * angles)
     assert row["num_tokens"] == 2 * 2 * 32
     assert 0 <= row["predicted_peak_bytes"] - row["peak_bytes"] < 4096
 
