@@ -107,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problem is not None:
         print(problem, file=sys.stderr)
         return _EXIT_NOTHING
+    from gpu.part import LIMIT_S
     from gpu.parts import PARTS
 
     flags = parse(arguments, {part.name: part.what for part in PARTS})
@@ -124,48 +125,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = ["--out", str(out), "--device", device, "--only", flags.only, *(["--dry-run"] if flags.dry_run else [])]
     # Importing takes longer than a part of a dry run: there one process runs them all.
     groups = [flags.parts] if flags.dry_run else [[name] for name in flags.parts]
-    outcomes = [outcome for group in groups for outcome in run_group(group, options, out)]
+    outcomes: list[Outcome] = []
+    for group in groups:
+        command = [sys.executable, "-u", "-m", "gpu.run_parts", *group, *options]
+        outcomes += run_group(command, group, out, limit_s=LIMIT_S * len(group))
     _show(outcomes, out)
     if all(outcome.result == "skipped" for outcome in outcomes):
         return _EXIT_NOTHING
     return 0 if all(outcome.result in ("ok", "skipped") for outcome in outcomes) else _EXIT_FAILED
 
 
-def run_group(names: Sequence[str], options: Sequence[str], out: Path) -> list[Outcome]:
+def run_group(command: Sequence[str], names: Sequence[str], out: Path, *, limit_s: float) -> list[Outcome]:
     """Run parts in a process of their own; what it prints goes to this one's output and to the log of the part.
 
-    A process that is not done after the limit of its parts is stopped; it has written what it had.
+    Args:
+        command: starts the process, which says where parts begin and end as `run_parts.py` does.
+        names: of the parts.
+        out: folder of the logs.
+        limit_s: a process that is not done by then is stopped; it has written what it had.
     """
-    from gpu.part import LIMIT_S, STOPPING_S
+    from gpu.part import STOPPING_S
 
-    command = [sys.executable, "-u", "-m", "gpu.run_parts", *names, *options]
     # A session of its own, so that what it starts (pytest, compilers) is stopped with it.
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
     )
-    limit_s = LIMIT_S * len(names)
     # First as Ctrl+C does, after which a race goes on with what it has; then in earnest.
+    patience_s = limit_s - min(STOPPING_S, limit_s / 2)
     watches = [
-        threading.Timer(limit_s - STOPPING_S, lambda: _stop(process, signal.SIGINT)),
-        threading.Timer(limit_s, lambda: _stop(process, signal.SIGKILL)),
+        threading.Timer(patience_s, _stop, (process, signal.SIGINT)),
+        threading.Timer(limit_s, _stop, (process, signal.SIGKILL)),
     ]
     for watch in watches:
         watch.start()
-    outcomes: list[Outcome] = []
-    current, began_s, finding = "", time.perf_counter(), ""
-    assert process.stdout is not None
+    began_s = time.perf_counter()
     try:
-        with LogFile(out) as log:
-            for line in process.stdout:
-                if line.startswith("== part "):
-                    current, began_s, finding = line.split()[2], time.perf_counter(), ""
-                    log.begin(current)
-                print(line, end="", flush=True)
-                log.write(line)
-                if line.startswith(_FINDING):
-                    finding = line.removeprefix(_FINDING).strip()
-                elif line.startswith("== end "):
-                    outcomes.append(Outcome(current, line.split()[2], time.perf_counter() - began_s, finding))
+        outcomes = _follow(process, out)
         process.wait()
     except KeyboardInterrupt:
         _stop(process, signal.SIGKILL)
@@ -173,18 +168,31 @@ def run_group(names: Sequence[str], options: Sequence[str], out: Path) -> list[O
     finally:
         for watch in watches:
             watch.cancel()
+    elapsed_s = time.perf_counter() - began_s
+    why = "failed", 0.0, f"its process ended with status {process.returncode} before the part did"
+    if elapsed_s >= patience_s:
+        why = "stopped", elapsed_s, f"stopped after {elapsed_s:.0f} s; what it had measured by then is in its file"
     done = {outcome.name for outcome in outcomes}
-    for name in names:
-        if name not in done:
-            elapsed_s = time.perf_counter() - began_s if name == current else 0.0
-            outcomes.append(Outcome(name, *_cause(process.returncode, elapsed_s, limit_s)))
+    return [*outcomes, *(Outcome(name, *why) for name in names if name not in done)]
+
+
+def _follow(process: subprocess.Popen[str], out: Path) -> list[Outcome]:
+    """Print and log what a process prints, to its end; return the parts that ended."""
+    outcomes: list[Outcome] = []
+    current, began_s, finding = "", time.perf_counter(), ""
+    assert process.stdout is not None
+    with process.stdout as printed, LogFile(out) as log:
+        for line in printed:
+            if line.startswith("== part "):
+                current, began_s, finding = line.split()[2].rstrip(":"), time.perf_counter(), ""
+                log.begin(current)
+            print(line, end="", flush=True)
+            log.write(line)
+            if line.startswith(_FINDING):
+                finding = line.removeprefix(_FINDING).strip()
+            elif line.startswith("== end "):
+                outcomes.append(Outcome(current, line.split()[2], time.perf_counter() - began_s, finding))
     return outcomes
-
-
-def _cause(status: int | None, elapsed_s: float, limit_s: float) -> tuple[str, float, str]:
-    if elapsed_s >= limit_s - 1:
-        return "stopped", elapsed_s, f"stopped after {limit_s:.0f} s; what it had measured by then is in its file"
-    return "failed", elapsed_s, f"its process ended with status {status} before the part did"
 
 
 def _stop(process: subprocess.Popen[str], how: signal.Signals) -> None:

@@ -47,18 +47,16 @@ class Part:
     packages: tuple[str, ...] = ()
     run: Callable[[Context], str]
 
-    def problem(self, device: torch.device) -> str | None:
-        """Say in a sentence why the part cannot run here; None if it can."""
+    def problem(self, device_name: str, device_gib: float | None) -> str | None:
+        """Say in a sentence why the part cannot run on a device with so much memory, None on a CPU; None if it can."""
         for package in self.packages:
             try:
                 version(package)
             except PackageNotFoundError:
                 return f"{self.name}: skipped, as it needs the package {package}, which is not installed."
-        if device.type == "cuda":
-            gib = torch.cuda.get_device_properties(device).total_memory / 2**30
-            if gib < self.least_gib:
-                needs = f"skipped, as it needs a device with {self.least_gib:g} GiB of memory"
-                return f"{self.name}: {needs}; this one, {machine_name(str(device))}, has {gib:.1f} GiB."
+        if device_gib is not None and device_gib < self.least_gib:
+            needs = f"skipped, as it needs a device with {self.least_gib:g} GiB of memory"
+            return f"{self.name}: {needs}; this one, {device_name}, has {device_gib:.1f} GiB."
         return None
 
 

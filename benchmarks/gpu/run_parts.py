@@ -14,13 +14,16 @@ from rich.console import Console
 from gpu.part import Context, Part, first_line
 from gpu.parts import PARTS
 from recollect.bench.machine import keep_freed_memory
+from recollect.profile.device_memory import memory_bytes
+from results_csv import machine_name
 
 
 def run(part: Part, context: Context) -> str:
     """Run a part, and return its result; the lines around it tell the starting process where it begins and ends."""
     print(f"== part {part.name}: {part.what}", flush=True)
     result = "ok"
-    problem = part.problem(context.device)
+    num_bytes = memory_bytes(context.device)
+    problem = part.problem(machine_name(str(context.device)), num_bytes / 2**30 if num_bytes else None)
     if problem is not None:
         print(f"finding: {problem}", flush=True)
         result = "skipped"

@@ -27,6 +27,8 @@ def run(context: Context) -> str:
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "--durations=10", f"--junitxml={report}"]
     command += ["-p", "no:cacheprovider", "-W", "default", *(["-k", context.only] if context.only else [])]
     environment = {**os.environ, "RECOLLECT_TEST_DEVICE": context.device.type}
+    if context.device.type == "cpu":
+        environment["OMP_NUM_THREADS"] = "1"  # the tensors are small: more threads make them slower
     try:
         status = subprocess.run(command, cwd=_ROOT, env=environment, timeout=SECONDS, check=False).returncode
     except subprocess.TimeoutExpired:

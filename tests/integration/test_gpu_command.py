@@ -1,0 +1,266 @@
+"""`scripts/gpu`: every part runs at tiny sizes on the CPU, so that nothing is tried for the first time on a GPU."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHON": sys.executable}
+PARTS = ("tests", "calibrate", "prediction", "overhead", "claims")
+PARTS += ("frontier-dense", "frontier-moe", "frontier-mla", "frontier-7b", "compiled")
+
+
+def scripts_gpu(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(ROOT / "scripts" / "gpu"), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**ENVIRONMENT, **variables},
+    )
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a dry run of all parts, and what it printed."""
+    out = tmp_path_factory.mktemp("gpu")
+    done = scripts_gpu("--dry-run", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out, done.stdout
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+
+
+def test_every_part_runs(dry_run: tuple[Path, str]) -> None:
+    out, printed = dry_run
+    table = printed[printed.rindex("scripts/gpu") :]
+    assert [
+        line.split()[1:4:2] for line in table.splitlines() if line.startswith("│") and line.split()[1] in PARTS
+    ] == [[name, "ok"] for name in PARTS]
+    assert printed.rstrip().endswith(f"rows and logs: {out}")
+    for name in PARTS:
+        assert f"== part {name}: " in (out / f"{name}.log").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_rows_say_where_they_come_from(dry_run: tuple[Path, str], part: str) -> None:
+    (path,) = dry_run[0].glob(f"cpu-??????-{part}.csv")
+    found = rows(path)
+    assert found
+    for row in found:
+        config = json.loads(row["config"])
+        assert config["command"] == f"scripts/gpu {part} --dry-run"
+        assert {"python", "torch", "transformers"} <= set(config["versions"])
+        assert row["torch"] == torch.__version__
+    assert not [row for row in found if row["metric"] in ("failed", "out_of_memory", "left_out")]
+
+
+def test_no_plan_is_over_its_budget(dry_run: tuple[Path, str]) -> None:
+    (path,) = dry_run[0].glob("*-prediction.csv")
+    found = [row for row in rows(path) if row["metric"] == "over_budget"]
+    assert len(found) >= 16
+    assert {row["value"] for row in found} == {"0"}
+
+
+def test_tests_of_the_gpu_pass_where_a_cpu_can_run_them(dry_run: tuple[Path, str]) -> None:
+    (path,) = dry_run[0].glob("*-tests.csv")
+    outcomes = [row["value"].partition(":")[0] for row in rows(path) if row["metric"] == "outcome"]
+    assert set(outcomes) == {"passed", "skipped"}
+    assert outcomes.count("passed") > 50
+
+
+def test_hardware_file_is_one(dry_run: tuple[Path, str]) -> None:
+    from recollect.profile.hardware import Hardware
+
+    assert Hardware.load(dry_run[0] / "cpu-hardware.json").device == "cpu"
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_page_shows_every_part(dry_run: tuple[Path, str]) -> None:
+    from gpu.page import page
+
+    text = page(dry_run[0])
+    for name in PARTS:
+        assert text.count(f"## {name}, ") == 1
+    assert "| Llama 2k, no optimizer | 5 | 0 |" in text
+    assert "| compiled blocks, full |" in text
+    assert "| full | " in text[text.index("## frontier-dense") :]
+    assert "passed" in text[text.index("## tests") :]
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_committed_page_is_of_the_committed_rows() -> None:
+    from gpu.page import PAGE, page
+
+    assert PAGE.read_text(encoding="utf-8") == page(ROOT / "benchmarks" / "results" / "gpu"), "run: scripts/gpu --page"
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_page_of_nothing_says_so(tmp_path: Path) -> None:
+    from gpu.page import page
+
+    assert "Nothing has been measured on a GPU yet" in page(tmp_path)
+    (tmp_path / "notes.csv").write_text("a,b\n1,2\n", encoding="utf-8")
+    assert "Nothing has been measured on a GPU yet" in page(tmp_path)
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_page_lists_what_was_not_measured(tmp_path: Path) -> None:
+    from gpu.page import page
+    from results_csv import Number, append
+
+    numbers = [Number("out_of_memory", "text", "Llama 8k", "OutOfMemoryError: no room")]
+    numbers += [Number("left_out", "text", "Llama 4k", "no time")]
+    append(tmp_path / "h100-202611-prediction.csv", numbers, {"device": "cpu", "command": "scripts/gpu prediction"})
+    text = page(tmp_path)
+    assert "- Llama 8k: out of memory: OutOfMemoryError: no room" in text
+    assert "- Llama 4k: left out: no time" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_no_cuda_device_is_said_in_a_sentence() -> None:
+    done = scripts_gpu("calibrate")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "finds no CUDA device here. Run it where there is one, or use --dry-run" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device", "cpu"), "--device cpu: expected cuda, or cuda:N. On a CPU use --dry-run."),
+        (("--device", "gpu0"), "--device gpu0: "),
+        (("speed",), "no part 'speed'; expected one of tests, calibrate, prediction"),
+    ],
+)
+def test_bad_arguments(arguments: tuple[str, ...], message: str) -> None:
+    done = scripts_gpu(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_a_name_can_stand_for_several_parts() -> None:
+    from gpu.command import parse
+
+    names = dict.fromkeys(PARTS, "")
+    assert parse(["frontier", "tests"], names).parts == [*PARTS[5:9], "tests"]
+    assert parse([], names).parts == list(PARTS)
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_old_torch_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from gpu.command import main
+
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
+    assert main(["calibrate"]) == 2
+    assert capsys.readouterr().err == (
+        "scripts/gpu: got torch 2.10.1+cu128, expected 2.11 or later. Install a newer one.\n"
+    )
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_parts_that_cannot_run_say_what_they_need() -> None:
+    from gpu.part import Part
+
+    part = Part(name="large", what="", least_gib=40, packages=("no-such-package",), run=lambda context: "")
+    missing = "large: skipped, as it needs the package no-such-package, which is not installed."
+    assert part.problem("a card", 80.0) == missing
+    part = Part(name="large", what="", least_gib=40, run=lambda context: "")
+    small = "large: skipped, as it needs a device with 40 GiB of memory; this one, a card, has 15.8 GiB."
+    assert part.problem("a card", 15.8) == small
+    assert part.problem("a card", 79.1) is None
+    assert part.problem("a CPU", None) is None
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_a_part_that_does_not_end_is_stopped_and_keeps_its_log(tmp_path: Path) -> None:
+    from gpu.command import run_group
+
+    program = "import time; print('== part slow: sleeps', flush=True); print('measured', flush=True); time.sleep(600)"
+    # Interrupted at half of it, which the sleep does not survive.
+    (outcome,) = run_group([sys.executable, "-c", program], ["slow"], tmp_path, limit_s=6)
+    assert (outcome.name, outcome.result) == ("slow", "stopped")
+    assert "measured\n" in (tmp_path / "slow.log").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_a_process_that_dies_fails_its_part_only(tmp_path: Path) -> None:
+    from gpu.command import run_group
+
+    program = "print('== part one: is good\\nfinding: 3 rows\\n== end ok\\n== part two: dies', flush=True); exit(7)"
+    outcomes = run_group([sys.executable, "-c", program], ["one", "two"], tmp_path, limit_s=60)
+    assert [(o.name, o.result, o.finding) for o in outcomes] == [
+        ("one", "ok", "3 rows"),
+        ("two", "failed", "its process ended with status 7 before the part did"),
+    ]
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_cases_that_fail_are_rows(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    from gpu.part import SECONDS, Context
+
+    def out_of_memory() -> None:
+        raise torch.OutOfMemoryError("no room\non the device")
+
+    context = Context(
+        part="some", device=torch.device("cpu"), out=tmp_path, is_dry_run=True, console=Console(quiet=True)
+    )
+    assert context.begins("one") and not context.attempt("one", out_of_memory)
+    assert context.begins("two") and not context.attempt("two", lambda: {}["key"])
+    assert context.begins("three") and context.attempt("three", lambda: None)
+    object.__setattr__(context, "began_s", context.began_s - SECONDS)
+    assert not context.begins("four")
+    assert [(row["metric"], row["contestant"], row["value"]) for row in rows(context.path)] == [
+        ("out_of_memory", "one", "OutOfMemoryError: no room"),
+        ("failed", "two", "KeyError: 'key'"),
+        ("left_out", "four", "no time"),
+    ]
+
+
+@pytest.mark.usefixtures("benchmarks")
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"),
+        ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090"),
+        ("AMD EPYC 9B45, 2 cores", "cpu"),
+    ],
+)
+def test_files_are_named_by_device(name: str, slug: str) -> None:
+    from gpu.part import device_slug
+
+    assert device_slug(name) == slug
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_big_models_of_the_claims_are_cut_to_what_fits() -> None:
+    from claims import modelled_models
+    from gpu.claims_part import cut
+
+    for model in modelled_models():
+        small = cut(model)
+        assert small.config.num_layers <= 16
+        assert small.config.hidden_size == model.config.hidden_size
+        assert small.settings
