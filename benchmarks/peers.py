@@ -68,7 +68,7 @@ def full(layers: Sequence[nn.Module], *, every: int = 1, use_reentrant: bool = F
 
 def every_nth(step: Step, *, every: int) -> Recompute:
     """Checkpoint every nth layer: by the model's own switch if it is one of Hugging Face's."""
-    if hasattr(step.model, "activation_checkpointing_enable"):
+    if HuggingFace.is_switch_of(step.model):
         return HuggingFace(step.model, every)
     return Replaced(full(list(step.layers.values()), every=every))
 

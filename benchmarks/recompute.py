@@ -55,20 +55,29 @@ class Replaced:
 
 
 class HuggingFace:
-    """Hugging Face's own activation checkpointing, by its own switch: every layer, or every nth."""
+    """Hugging Face's own activation checkpointing, by its own switch: every layer, or every nth.
+
+    The switch has a new name since transformers 5.23.
+    """
 
     def __init__(self, model: Any, every_n_layers: int) -> None:
         self._model = model
         self._every_n_layers = every_n_layers
+        self._kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+
+    @classmethod
+    def is_switch_of(cls, model: Any) -> bool:
+        """Whether a model has it."""
+        return hasattr(model, "activation_checkpointing_enable") or hasattr(model, "gradient_checkpointing_enable")
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Switch it on for the length of a with-block."""
-        self._model.activation_checkpointing_enable(every_n_layers=self._every_n_layers)
+        getattr(self._model, f"{self._kind}_checkpointing_enable")(every_n_layers=self._every_n_layers)
         try:
             yield
         finally:
-            self._model.activation_checkpointing_disable()
+            getattr(self._model, f"{self._kind}_checkpointing_disable")()
             self._model.disable_input_require_grads()  # the switch above leaves its hook on the embedding
 
 

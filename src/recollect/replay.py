@@ -41,6 +41,11 @@ class Value:
         """Return the tensor of an available value; subclasses check here that it is still what it was."""
         return self.tensor
 
+    def take(self, tensor: Any) -> None:
+        """Become available: this value's node has just made the tensor."""
+        self.tensor = tensor
+        self.node = None
+
     def get(self) -> Any:
         """Return the tensor, computing it first if it was dropped."""
         if self.tensor is None:
@@ -77,8 +82,7 @@ class Node:
         for reference, result in zip(self.outputs, results, strict=False):
             value = None if reference is None else reference()
             if value is not None and value.tensor is None:
-                value.tensor = result
-                value.node = None
+                value.take(result)
         self.call = None
         self.inputs = ()
 

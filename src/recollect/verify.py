@@ -28,7 +28,7 @@ from recollect.step import (
     timed,
     undisturbed,
 )
-from recollect.verify_units import compare_units
+from recollect.verify_units import compare_units, has_same_bits
 
 _NUM_TIMINGS = 5
 
@@ -275,7 +275,7 @@ def _first_difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Te
         other = got.get(name)
         if other is None:
             return name, float("inf")
-        if not torch.equal(tensor, other):
+        if not has_same_bits(tensor, other):
             return name, float((tensor.double() - other.double()).abs().max())
     return next(((name, float("inf")) for name in got if name not in expected), None)
 

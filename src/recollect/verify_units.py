@@ -74,8 +74,26 @@ class _Comparison:
             got = _gradients(module, args, kwargs)
         for name, gradient in expected.items():
             self.num_compared += 1
-            if not torch.equal(gradient, got[name]) and self.first_difference is None:
+            if not has_same_bits(gradient, got[name]) and self.first_difference is None:
                 self.first_difference = f"{path}: {name}", float((gradient.double() - got[name].double()).abs().max())
+
+
+def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors agree in every bit: NaN is equal to itself, and -0.0 is not 0.0.
+
+    Tensors without strides are compared by value.
+
+    Example:
+        >>> import torch
+        >>> has_same_bits(torch.tensor(float("nan")), torch.tensor(float("nan")))
+        True
+    """
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if left.layout is not torch.strided or right.layout is not torch.strided:
+        return torch.equal(left, right)
+    bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
+    return torch.equal(*bits)
 
 
 def _gradients(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from recollect.errors import RecordError, UnknownNameError
 from recollect.plan import Plan, UnitPlan
 from recollect.profile.graph import Profile
 from recollect.verify import Report
-from recollect.verify_units import compare_units
+from recollect.verify_units import compare_units, has_same_bits
 from zoo import ZOO, Case
 
 
@@ -394,3 +394,13 @@ def test_text_of_units_and_of_a_plan_without_predictions() -> None:
 def test_text_of_a_difference() -> None:
     report = replace(REPORT, gradients_equal=False, first_difference=("layers.0.weight", 0.00125))
     assert str(report).splitlines()[0] == "gradients        DIFFERENT, first at layers.0.weight, by up to 0.00125"
+
+
+def test_bits_are_compared_not_values() -> None:
+    nan, zero = torch.tensor([float("nan"), 1.0]), torch.tensor([0.0])
+    assert has_same_bits(nan, nan.clone())
+    assert has_same_bits(nan.expand(2, 2), nan.repeat(2, 1))
+    assert not has_same_bits(zero, -zero)
+    assert not has_same_bits(zero, zero.double())
+    assert not has_same_bits(zero, zero.expand(2))
+    assert has_same_bits(zero.to_sparse(), zero.to_sparse())

@@ -59,6 +59,9 @@ class OpFacts:
 # Their schema says "fresh tensor", but the result shares the argument's storage.
 _UNANNOTATED_VIEWS = frozenset({"_unsafe_view", "_reshape_alias", "lift", "lift_fresh", "detach"})
 
+# Says that it writes to its argument, and tells the allocator something instead.
+_NO_WRITES = frozenset({"record_stream"})
+
 _LAZY_VIEWS = frozenset({"_conj", "_neg_view"})
 
 # Small results that other results hang on: a choice that came out differently the second time would be a wrong gradient,
@@ -81,8 +84,11 @@ _COLLECTIVE_NAMESPACES = frozenset(
 _ATOMIC_ON_CUDA = frozenset(
     {"index_add", "index_add_", "index_put", "index_put_", "_index_put_impl_", "put", "put_", "index_reduce"}
     | {"index_reduce_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "cumsum", "cumsum_"}
-    | {"_embedding_bag", "segment_reduce", "bilinear", "histogram"}
+    | {"_embedding_bag", "segment_reduce", "bilinear", "histogram", "index_copy", "index_copy_"}
+    | {"max_unpool2d", "max_unpool3d", "nll_loss2d_forward"}
 )
+# Where two sources have one target, the last one stays; a number has no order.
+_ORDERED_ON_CUDA = frozenset({("scatter", "src"), ("scatter_", "src")})
 
 # Tagged as ops whose shape depends on data, which they are only where an index is a mask.
 _GATHERS = frozenset({"index"})
@@ -128,8 +134,9 @@ def facts_of(func: Any) -> OpFacts:
     writes: tuple[int | str, ...] = tuple(
         argument.name if argument.kwarg_only else position
         for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if argument.alias_info is not None and argument.alias_info.is_write and name not in _NO_WRITES
     )
+    is_unordered_on_cuda = name in _ATOMIC_ON_CUDA or (name, schema.overload_name) in _ORDERED_ON_CUDA
     arguments = [argument.name for argument in schema.arguments]
     is_foreign = namespace not in _REPLAYABLE_NAMESPACES
     tags = func.tags
@@ -137,6 +144,7 @@ def facts_of(func: Any) -> OpFacts:
     return OpFacts(
         name=name if namespace == "aten" else f"{namespace}:{name}",
         is_view=namespace == _QUESTIONS
+        or name in _NO_WRITES
         or (not writes and name not in _LAZY_VIEWS and (bool(aliased) or name in _UNANNOTATED_VIEWS)),
         is_lazy=name in _LAZY_VIEWS,
         writes=writes,
@@ -148,7 +156,7 @@ def facts_of(func: Any) -> OpFacts:
         or (torch.Tag.dynamic_output_shape in tags and name not in _GATHERS)
         or torch.Tag.data_dependent_output in tags
         or name in _MOVES,
-        keeps_on_cuda=name in _ATOMIC_ON_CUDA,
+        keeps_on_cuda=is_unordered_on_cuda,
         keeps_with_mask=name in _GATHERS,
         creates="undefined" if name in _UNDEFINED else "constant" if name in _CONSTANT else None,
         changes_layout_only=changes_layout_only,
@@ -156,7 +164,7 @@ def facts_of(func: Any) -> OpFacts:
         num_returns=None if any("[]" in str(r.type) or "List" in str(r.type) for r in returns) else len(returns),
         dropout_position=arguments.index("dropout_p") if "dropout_p" in arguments else None,
         device_keyword=name == "_to_copy",
-        may_keep=name in _ATOMIC_ON_CUDA or name in _GATHERS or name == "_to_copy",
+        may_keep=is_unordered_on_cuda or name in _GATHERS or name == "_to_copy",
         changes_storage=bool(writes) or changes_layout_only or name in _LAZY_VIEWS,
         running_stats=_RUNNING_STATS.get(name),
     )

@@ -14,6 +14,7 @@ import torch
 
 from recollect._torch_private import disable_torch_dispatch, is_fake_tensor, share_version_counters
 from recollect.engine.coverage import Box, box_of, is_covered
+from recollect.engine.streams import read_here, stream_of
 from recollect.errors import FreedValueError, MutatedValueError
 from recollect.replay import Node, Value
 
@@ -40,9 +41,10 @@ class TapeValue(Value):
 
     `version`: the tensor's version counter when it was taken, or `UNWATCHED`.
     `label`: (unit path, module path, op) of whoever took it first, for the error message.
+    `stream`: the CUDA stream on which it became available; None elsewhere.
     """
 
-    __slots__ = ("label", "version")
+    __slots__ = ("label", "stream", "version")
 
     # Every slot is set here, without the base class's constructor: this runs several times an op.
     def __init__(
@@ -57,10 +59,19 @@ class TapeValue(Value):
         self.is_viewed = tensor is not None
         self.version = version
         self.label = label
+        self.stream = None if tensor is None else stream_of(tensor)
+
+    def take(self, tensor: Any) -> None:
+        """Become available on the current stream."""
+        self.tensor = tensor
+        self.node = None
+        self.stream = None if tensor is None else stream_of(tensor)
 
     def fetch(self) -> torch.Tensor:
         """Return the tensor; raise `MutatedValueError` or `FreedValueError` if it is not what it was when it was taken."""
         tensor: torch.Tensor = self.tensor
+        if self.stream is not None:
+            read_here(tensor, self.stream)
         if self.version == UNWATCHED:
             return tensor
         unit, module, op = self.label
@@ -73,9 +84,8 @@ class TapeValue(Value):
 
     def hold(self, tensor: torch.Tensor, version: int) -> None:
         """Become available with a tensor that somebody else may write to."""
-        self.tensor = tensor
+        self.take(tensor)
         self.version = version
-        self.node = None
         self.is_viewed = True
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
