@@ -28,7 +28,7 @@ from recollect.step import (
     timed,
     undisturbed,
 )
-from recollect.verify_units import compare_units, has_same_bits
+from recollect.verify_units import compare_units, has_same_bits, largest_difference
 
 _NUM_TIMINGS = 5
 
@@ -276,7 +276,7 @@ def _first_difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Te
         if other is None:
             return name, float("inf")
         if not has_same_bits(tensor, other):
-            return name, float((tensor.double() - other.double()).abs().max())
+            return name, largest_difference(tensor, other)
     return next(((name, float("inf")) for name in got if name not in expected), None)
 
 

@@ -75,25 +75,32 @@ class _Comparison:
         for name, gradient in expected.items():
             self.num_compared += 1
             if not has_same_bits(gradient, got[name]) and self.first_difference is None:
-                self.first_difference = f"{path}: {name}", float((gradient.double() - got[name].double()).abs().max())
+                self.first_difference = f"{path}: {name}", largest_difference(gradient, got[name])
 
 
 def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors agree in every bit: NaN is equal to itself, and -0.0 is not 0.0.
 
-    Tensors without strides are compared by value.
+    Sparse tensors (COO) are compared after their entries have been added up.
 
     Example:
         >>> import torch
         >>> has_same_bits(torch.tensor(float("nan")), torch.tensor(float("nan")))
         True
     """
-    if left.dtype != right.dtype or left.shape != right.shape:
+    if left.dtype != right.dtype or left.shape != right.shape or left.layout != right.layout:
         return False
-    if left.layout is not torch.strided or right.layout is not torch.strided:
-        return torch.equal(left, right)
+    if left.layout is torch.sparse_coo:
+        left, right = left.detach().coalesce(), right.detach().coalesce()
+        return has_same_bits(left.indices(), right.indices()) and has_same_bits(left.values(), right.values())
     bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
     return torch.equal(*bits)
+
+
+def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Return the largest absolute difference of two tensors of one shape."""
+    difference = left.double() - right.double()
+    return float((difference.to_dense() if difference.is_sparse else difference).abs().max())
 
 
 def _gradients(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from recollect.errors import RecordError, UnknownNameError
 from recollect.plan import Plan, UnitPlan
 from recollect.profile.graph import Profile
 from recollect.verify import Report
-from recollect.verify_units import compare_units, has_same_bits
+from recollect.verify_units import compare_units, has_same_bits, largest_difference
 from zoo import ZOO, Case
 
 
@@ -403,4 +403,7 @@ def test_bits_are_compared_not_values() -> None:
     assert not has_same_bits(zero, -zero)
     assert not has_same_bits(zero, zero.double())
     assert not has_same_bits(zero, zero.expand(2))
-    assert has_same_bits(zero.to_sparse(), zero.to_sparse())
+    assert has_same_bits(nan.to_sparse(), nan.to_sparse())
+    assert not has_same_bits(nan.to_sparse(), 2 * nan.to_sparse())
+    assert not has_same_bits(nan.to_sparse(), nan)
+    assert largest_difference(torch.tensor([1.0, 0.0]).to_sparse(), torch.tensor([0.0, 3.0]).to_sparse()) == 3
