@@ -81,7 +81,7 @@ class _Comparison:
 def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors agree in every bit: NaN is equal to itself, and -0.0 is not 0.0.
 
-    Sparse tensors (COO) are compared after their entries have been added up.
+    Sparse tensors are compared after their entries have been added up.
 
     Example:
         >>> import torch
