@@ -147,7 +147,7 @@ class Comparison:
             contestant = self._measured(Contestant(name=peer.name, recompute=peer.recompute(self.step)))
         except Exception as error:
             self.say(f"  {peer.name}: {type(error).__name__}: {error}")
-            return Match(peer=peer, failure=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}")
+            return Match(peer=peer, failure=f"{type(error).__name__}: {_first_line(error)[:120]}")
         ours, least_bytes = self._ours(contestant.peak_bytes)
         return Match(peer=peer, contestant=contestant, ours=ours, least_bytes=least_bytes)
 
@@ -172,7 +172,7 @@ class Comparison:
 
     def _measured(self, contestant: Contestant) -> Contestant:
         with contestant.recompute.on(), _clean_failure(self.step):
-            got = self.step.gradients()
+            got = self.step.gradients(copied=False)
             contestant.differs_at = first_difference(self._expected, got)
             contestant.difference = largest_difference(self._expected, got)
             del got
@@ -199,6 +199,10 @@ def falling(values: Sequence[float]) -> list[float]:
             last = blocks.pop()
             blocks[-1] += last
     return [_mean(block) for block in blocks for _ in block]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]
 
 
 def _mean(values: list[float]) -> float:

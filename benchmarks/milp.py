@@ -122,7 +122,7 @@ class Solver:
                 fake.run()
             self._estimator.pwlf_sac_tradeoff_curve = functools.partial(_fit_hulls, self._estimator)
             _forget_without_backward(memory, runtime)
-            self._stats = aggregate_stats(fake.model, memory, runtime, self._estimator, torch.device("cpu"))
+            self._stats = aggregate_stats(fake.model, memory, runtime, self._estimator, step.device)
 
     def recompute(self, budget_bytes: int) -> Recompute:
         """Return its answer to a budget, ready to be put on.

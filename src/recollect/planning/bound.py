@@ -23,6 +23,9 @@ there on. For each kind there are hulls of its own, in which these values have t
 the program takes shares that add up to one, so it allows all that either kind does (the convex hull of the two; Balas,
 "Disjunctive programming", Annals of Discrete Mathematics 5, 1979).
 
+What is returned does not hang on how exactly the program was solved: with the solver's prices for the rows, whatever they
+are, the least of cost plus priced violations over all values that the variables can have is below every plan (weak duality).
+
 "Any plan" means: keep or recompute, value by value, unit outputs dropped or not, what was computed again staying as long as
 backward has still to ask for it, as on the tape; for the ops and the order of the recorded step. It does not hold for what
 changes the step itself: offload, another micro-batch, a chunked loss, ops that are replaced by others.
@@ -36,8 +39,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import linprog
-from scipy.sparse import coo_array
+from scipy.sparse import coo_array, csr_array
 
 from recollect.planning.hull import Option, unit_hull
 from recollect.planning.moments import Demand, moments
@@ -45,9 +49,9 @@ from recollect.planning.pivots import pivots
 from recollect.planning.script import rounded_bytes
 from recollect.profile.graph import OpRecord, Profile, UnitGraph, ValueRecord
 
-__all__ = ["LowerBound", "demand_hull"]
+__all__ = ["LowerBound", "check_bound", "demand_hull"]
 
-# Cuts and the linear program are solved in floating point: what is returned is lowered by more than their error.
+# Cuts and sums are in floating point: what is returned is lowered by more than their error.
 _SAFETY = 1e-6
 _BYTES_PER_UNIT = 2.0**20
 # HiGHS's answer that no point satisfies all rows.
@@ -98,7 +102,7 @@ class LowerBound:
         self._entries: list[tuple[int, int, float]] = []
         self._limits: list[float] = []
         self._equal: list[tuple[int, int, float]] = []
-        self._num_variables = len(profile.calls)
+        self._most: list[float] = []
         self._build()
 
     def slowdown(self, budget_bytes: int) -> float:
@@ -112,43 +116,57 @@ class LowerBound:
             return math.inf
         if not self._rows:
             return 0.0
-        num_calls = len(self._profile.calls)
-        cost = np.zeros(self._num_variables)
-        cost[:num_calls] = 1.0
-        upper = np.full(self._num_variables, np.inf)
+        upper = np.array(self._most)
         for row, fixed_bytes in zip(self._rows, self._fixed_bytes, strict=True):
             upper[row] = (budget_bytes - fixed_bytes) / _BYTES_PER_UNIT
+        return self._seconds_per_unit * self._least_cost(upper)
+
+    def _least_cost(self, upper: NDArray[np.float64]) -> float:
+        """Return a lower bound on the program's optimum with these upper bounds of its variables; inf if it has no point."""
+        cost = np.zeros(self._num_variables)
+        cost[: len(self._profile.calls)] = 1.0
+        at_most, equal = self._matrix(self._entries, len(self._limits)), self._matrix(self._equal, len(self._rows))
+        limits = np.array(self._limits)
         result = linprog(
-            cost * self._seconds_per_unit,
-            A_ub=self._matrix(self._entries, len(self._limits)),
-            b_ub=np.array(self._limits),
-            A_eq=self._matrix(self._equal, len(self._rows)),
+            cost,
+            A_ub=at_most,
+            b_ub=limits,
+            A_eq=equal,
             b_eq=np.zeros(len(self._rows)),
             bounds=np.column_stack((np.zeros(self._num_variables), upper)),
             method="highs",
         )
         if result.status == _INFEASIBLE:
             return math.inf
-        # No answer (a time limit, numbers that HiGHS cannot handle) proves nothing.
-        return max(0.0, float(result.fun) * (1 - _SAFETY) - _SAFETY**2) if result.status == 0 else 0.0
+        if result.status != 0:
+            return 0.0  # No answer (a time limit, numbers that HiGHS cannot handle) proves nothing.
+        prices = np.minimum(result.ineqlin.marginals, 0.0)
+        reduced = cost - at_most.T @ prices - equal.T @ result.eqlin.marginals
+        found = float(limits @ prices + np.minimum(reduced, 0.0) @ upper)
+        return max(0.0, found * (1 - _SAFETY) - _SAFETY**2)
 
-    def _matrix(self, entries: list[tuple[int, int, float]], num_rows: int) -> object:
+    def _matrix(self, entries: list[tuple[int, int, float]], num_rows: int) -> csr_array:
         rows, columns, numbers = zip(*entries, strict=True) if entries else ((), (), ())
         return coo_array((numbers, (rows, columns)), shape=(num_rows, self._num_variables)).tocsr()
+
+    @property
+    def _num_variables(self) -> int:
+        return len(self._most)
 
     def _build(self) -> None:
         """Lay out the variables: seconds of each call, kept bytes of each (call, demand), bytes of each moment."""
         chosen = moments(self._profile, self._pivots)
         graphs = self._profile.graphs
         seconds = (s for g in graphs for s in (g.watched_s(range(len(g.values))), *(op.time_s for op in g.ops)))
-        self._seconds_per_unit = max(seconds, default=0.0)
-        self._seconds_per_unit = self._seconds_per_unit or 1.0
+        # The objective is in these units, or the solver's tolerance, which is absolute, would be a part of it.
+        self._seconds_per_unit = max(seconds, default=0.0) or 1.0
+        self._most += [self._most_seconds(call) for call in range(len(self._profile.calls))]
         self._rows: list[int] = []
         kept: dict[tuple[int, Demand], int] = {}
         current: dict[int, int] = {}
         previous = -1
         for moment in chosen:
-            total, self._num_variables = self._num_variables, self._num_variables + 1
+            total = self._new_variable(math.inf)  # set for each budget
             row = len(self._rows)
             self._rows.append(total)
             self._fixed_bytes.append(moment.fixed_bytes)
@@ -165,9 +183,21 @@ class LowerBound:
                     self._equal.append((row, current[call], -1.0))
             previous = total
 
-    def _new_variable(self) -> int:
-        self._num_variables += 1
-        return self._num_variables - 1
+    def _new_variable(self, most: float) -> int:
+        """Add a variable, 0 or more; `most` is what it is at most under any plan."""
+        self._most.append(most)
+        return len(self._most) - 1
+
+    def _most_seconds(self, call: int) -> float:
+        """Return the seconds of a call whose ops all run again, in units of the objective."""
+        graph = self._profile.graph_of(self._profile.calls[call])
+        seconds = graph.watched_s(range(len(graph.values))) + math.fsum(op.time_s for op in graph.ops)
+        return seconds / self._seconds_per_unit
+
+    def _most_kept(self, call: int) -> float:
+        """Return the bytes of a call whose values are all kept, in units of the rows."""
+        graph = self._profile.graph_of(self._profile.calls[call])
+        return sum(rounded_bytes(self._profile, value.nbytes) for value in graph.values) / _BYTES_PER_UNIT
 
     def _add_row(self, limit: float, *entries: tuple[int, float]) -> None:
         """Demand that the sum of variables times factors is at most a limit."""
@@ -175,20 +205,22 @@ class LowerBound:
         self._limits.append(limit)
 
     def _kept_variable(self, call: int, demand: Demand) -> int:
-        variable = self._new_variable()
+        most_kept = self._most_kept(call)
+        variable = self._new_variable(most_kept)
         pivot = self._pivots.get(demand.graph)
         if pivot is None:
             self._add_lines(demand, frozenset(), variable, call, share=None)
             return variable
         # Of the two kinds of plans, shares that add up to one; so do their bytes and seconds.
         if call not in self._shares:
-            self._shares[call] = _Shares(*(self._new_variable() for _ in range(4)))
+            most_s = self._most_seconds(call)
+            self._shares[call] = _Shares(*(self._new_variable(most) for most in (1.0, 1.0, most_s, most_s)))
             first = self._shares[call]
             self._add_row(1.0, (first.kept, 1.0), (first.computed, 1.0))
             self._add_row(-1.0, (first.kept, -1.0), (first.computed, -1.0))
             self._add_row(0.0, (first.kept_s, 1.0), (first.computed_s, 1.0), (call, -1.0))
         shares = self._shares[call]
-        bytes_if_kept, bytes_if_computed = self._new_variable(), self._new_variable()
+        bytes_if_kept, bytes_if_computed = self._new_variable(most_kept), self._new_variable(most_kept)
         self._add_row(0.0, (bytes_if_kept, 1.0), (bytes_if_computed, 1.0), (variable, -1.0))
         there = demand.needed - demand.free
         forced = frozenset() if demand.is_asked else there & {pivot.value}
@@ -211,6 +243,20 @@ class LowerBound:
                 self._add_row(-least, (variable, -1.0), (seconds, -rate))
             else:
                 self._add_row(0.0, (variable, -1.0), (seconds, -rate), (share, least))
+
+
+def check_bound(bound_s: float, recompute_s: float, budget_bytes: int) -> None:
+    """Check that a plan's seconds of recompute are not below the bound for its budget.
+
+    Raises:
+        RuntimeError: they are, so the bound is wrong.
+    """
+    # Sums of the same seconds in another order differ in their last digits.
+    if bound_s > recompute_s * (1 + _SAFETY) + _SAFETY**2:
+        raise RuntimeError(
+            f"no plan for {budget_bytes} bytes should take less than {bound_s} s of recompute, and one takes {recompute_s} s: "
+            "this is a bug in recollect, please report it"
+        )
 
 
 def demand_hull(profile: Profile, demand: Demand, forced: frozenset[int] = frozenset()) -> tuple[Option, ...]:

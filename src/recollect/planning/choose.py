@@ -17,7 +17,7 @@ from functools import partial
 from recollect.errors import BudgetTooSmallError
 from recollect.plan import Plan
 from recollect.planning.advice import advice
-from recollect.planning.bound import LowerBound
+from recollect.planning.bound import LowerBound, check_bound
 from recollect.planning.classic import classic_plan
 from recollect.planning.decisions import Simulate, decide, simulated_plan
 from recollect.planning.greedy import Fit, GreedySearch, Trial
@@ -172,4 +172,5 @@ class Planner:
         made = simulated_plan(self.profile, chosen, fit.simulation)
         if not self._has_log or not math.isfinite(bound_s) or self.profile.step_s <= 0:
             return made
-        return replace(made, bound_slowdown=min(bound_s, fit.simulation.recompute_s) / self.profile.step_s)
+        check_bound(bound_s, fit.simulation.recompute_s, budget_bytes)
+        return replace(made, bound_slowdown=bound_s / self.profile.step_s)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from recollect.errors import BudgetTooSmallError, PlanError, ProfileFormatError
 from recollect.plan import Plan
+from recollect.planning.bound import check_bound
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
 from recollect.planning.decisions import Simulate
@@ -155,8 +156,8 @@ def _leanest(planner: Planner) -> Plan:
 def _point(planner: Planner, plan: Plan, name: str = "") -> FrontierPoint:
     peak_bytes, slowdown = plan.predicted_peak_bytes or 0, plan.predicted_slowdown or 0.0
     bound = planner.bound_slowdown(peak_bytes)
-    # Solved to a tolerance: a plan can be at its bound.
-    bound = None if bound is None else min(bound, slowdown)
+    if bound is not None:
+        check_bound(bound * planner.profile.step_s, slowdown * planner.profile.step_s, peak_bytes)
     return FrontierPoint(
         peak_bytes, slowdown, replace(plan, budget_bytes=peak_bytes, bound_slowdown=bound), name, bound
     )
