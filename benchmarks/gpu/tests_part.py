@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
-from gpu.part import SECONDS, Context
+from gpu.part import SECONDS, STOPPING_S, Context
 from results_csv import Number
 
 _ROOT = Path(__file__).parents[2]
@@ -29,10 +30,7 @@ def run(context: Context) -> str:
     environment = {**os.environ, "RECOLLECT_TEST_DEVICE": context.device.type}
     if context.device.type == "cpu":
         environment["OMP_NUM_THREADS"] = "1"  # the tensors are small: more threads make them slower
-    try:
-        status = subprocess.run(command, cwd=_ROOT, env=environment, timeout=SECONDS, check=False).returncode
-    except subprocess.TimeoutExpired:
-        status = -1
+    status = _status(command, environment)
     if not report.exists():
         raise RuntimeError(f"pytest ended with status {status} and left no report")
     outcomes = Counter(_rows(context, report))
@@ -41,6 +39,21 @@ def run(context: Context) -> str:
     if status != 0:
         raise RuntimeError(f"{text}; pytest ended with status {status}")
     return text
+
+
+def _status(command: list[str], environment: dict[str, str]) -> int:
+    """Run pytest and return its exit status; when its time is over, as Ctrl+C does, after which it still writes its report."""
+    process = subprocess.Popen(command, cwd=_ROOT, env=environment)
+    try:
+        return process.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    try:
+        return process.wait(STOPPING_S)
+    except subprocess.TimeoutExpired:
+        return -1
+    finally:
+        process.kill()
 
 
 def _rows(context: Context, report: Path) -> list[str]:
