@@ -5,7 +5,7 @@ the default ones these do not, on CUDA, because they add with atomics, in an ord
 
 | kernel | where the models here run it |
 |---|---|
-| backward of efficient attention | gradient of the query, where that backend is chosen |
+| backward of fused attention: flash, efficient, cuDNN (the default on an H100 in 16 bits) | gradient of the query |
 | `scatter_add`, `index_add` with an index given twice | gradient of what `gather` and `index_select` read |
 | backward of a convolution, by some of cuDNN's algorithms | ResNet, Whisper, ViT, Mamba |
 | backward of bilinear and bicubic interpolation | none |
