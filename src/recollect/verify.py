@@ -28,7 +28,7 @@ from recollect.step import (
     timed,
     undisturbed,
 )
-from recollect.verify_units import compare_units, has_same_bits, largest_difference
+from recollect.verify_units import compare_units, first_difference
 
 _NUM_TIMINGS = 5
 
@@ -44,6 +44,8 @@ class Report:
             is in chunks, "without the plan" means with these chunks and nothing recomputed.
         first_difference: name of the first parameter (or unit, or "the loss") that differs, and the largest absolute
             difference; None if there is none.
+        plain_difference: the same between two steps (or runs of that unit) without the plan, where they differ: the model's
+            kernels are not deterministic then, and a difference need not be the plan's.
         num_compared: number of gradients that were compared.
         plain_peak_bytes, plan_peak_bytes: measured peaks of forward and backward, with parameters, buffers, batch and
             optimizer state counted; None where the plain step did not run.
@@ -70,6 +72,7 @@ class Report:
     unchunked_difference: tuple[str, float] | None = None
     plan_reserved_bytes: int | None = None
     plan_fragmentation_bytes: int | None = None
+    plain_difference: tuple[str, float] | None = None
 
     def __str__(self) -> str:
         how = ", unit by unit" if self.compared == "units" else ""
@@ -78,6 +81,12 @@ class Report:
             name, difference = self.first_difference
             equal = f"DIFFERENT, first at {name}, by up to {difference:.3g}"
         lines = [f"gradients        {equal}"]
+        if self.plain_difference is not None:
+            name, difference = self.plain_difference
+            lines.append(
+                f"                 two runs without the plan differ, too, first at {name}, by up to {difference:.3g}:"
+            )
+            lines.append("                 kernels are not deterministic; try torch.use_deterministic_algorithms(True)")
         if self.unchunked_difference is not None:
             name, difference = self.unchunked_difference
             lines.append(f"loss             in {self.loss_chunks} chunks: off by {difference:.1e} at most, at {name}")
@@ -175,25 +184,37 @@ class _Check:
         with apply(self.model, plan):
             peak = self._peak()
             got = self._gradients()
+        difference = first_difference(expected, got)
+        del got
+        plain_difference = None if difference is None else first_difference(expected, self._again(plan))
         slowdown = self._slowdown(plan)
         return self._report(
             plan,
             "step",
-            _first_difference(expected, got),
+            difference,
             len(expected) - 1,
             plain_peak_bytes,
             peak,
             slowdown,
             off,
+            plain_difference,
         )
+
+    def _again(self, plan: Plan) -> dict[str, torch.Tensor]:
+        """Run the step that the plan is compared with once more."""
+        with loss_in_chunks(self.model, plan.loss_chunks):
+            return self._gradients()
 
     def by_unit(self, plan: Plan) -> Report:
         with apply(self.model, plan):
             peak = self._peak()
         # Logits that did not fit would not fit here either.
         with loss_in_chunks(self.model, plan.loss_chunks, without_gradients=True):
-            difference, num_compared = compare_units(self.model, plan, lambda: call_model(self.model, self.batch))
-        return self._report(plan, "units", difference, num_compared, None, peak, None)
+            found = compare_units(self.model, plan, lambda: call_model(self.model, self.batch))
+        difference, plain_difference, num_compared = found
+        return self._report(
+            plan, "units", difference, num_compared, None, peak, None, plain_difference=plain_difference
+        )
 
     def _report(
         self,
@@ -205,6 +226,7 @@ class _Check:
         peak: PeakMeasurement[Any],
         slowdown: float | None,
         unchunked_difference: tuple[str, float] | None = None,
+        plain_difference: tuple[str, float] | None = None,
     ) -> Report:
         return Report(
             compared=compared,
@@ -220,6 +242,7 @@ class _Check:
             measured_slowdown=slowdown,
             loss_chunks=plan.loss_chunks,
             unchunked_difference=unchunked_difference,
+            plain_difference=plain_difference,
         )
 
     def clear(self) -> None:
@@ -229,7 +252,8 @@ class _Check:
     def _step(self) -> torch.Tensor:
         torch.random.set_rng_state(self.random_state)
         if self.device.type == "cuda":
-            torch.cuda.manual_seed(0)
+            with torch.cuda.device(self.device):
+                torch.cuda.manual_seed(0)
         loss = run_forward(self.model, self.batch, self.loss_fn)
         loss.backward()
         return loss.detach()
@@ -246,7 +270,8 @@ class _Check:
         """Measure the step, what is there before it counted as the budget counts it: the optimizer's state in any case."""
         self.clear()
         # What parameters had as gradients before is set aside, and no part of the step.
-        resident_bytes = storage_bytes(resident_tensors(self.model, self.batch)) + self.optimizer_bytes
+        resident = (t for t in resident_tensors(self.model, self.batch) if t.device == self.device)
+        resident_bytes = storage_bytes(resident) + self.optimizer_bytes
         with restored_buffers(self.model):
             baseline_bytes = resident_bytes + self.others.before_step()
             empty_cache(self.device)
@@ -268,16 +293,6 @@ class _Check:
         self.clear()
         with restored_buffers(self.model):
             return timed(self._step, self.device)[1]
-
-
-def _first_difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> tuple[str, float] | None:
-    for name, tensor in expected.items():
-        other = got.get(name)
-        if other is None:
-            return name, float("inf")
-        if not has_same_bits(tensor, other):
-            return name, largest_difference(tensor, other)
-    return next(((name, float("inf")) for name in got if name not in expected), None)
 
 
 def _largest_difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> tuple[str, float]:

@@ -17,7 +17,9 @@ from recollect.step import restored_buffers
 Difference = tuple[str, float]
 
 
-def compare_units(model: nn.Module, plan: Plan, forward: Callable[[], object]) -> tuple[Difference | None, int]:
+def compare_units(
+    model: nn.Module, plan: Plan, forward: Callable[[], object]
+) -> tuple[Difference | None, Difference | None, int]:
     """Run the model forward without gradients and, with the inputs that each planned unit gets, compare that unit alone.
 
     Compared are the gradients of the unit's parameters and inputs under an all-ones gradient of its outputs, and the
@@ -30,8 +32,8 @@ def compare_units(model: nn.Module, plan: Plan, forward: Callable[[], object]) -
         forward: runs the model once.
 
     Returns:
-        The first difference, as ("unit: parameter", largest absolute difference), or None; and the number of gradients
-        that were compared.
+        The first difference, as ("unit: parameter", largest absolute difference), or None; the same of that unit against
+        itself, without the plan both times, where it differs at all; and the number of gradients that were compared.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     comparison = _Comparison(plan)
@@ -43,13 +45,14 @@ def compare_units(model: nn.Module, plan: Plan, forward: Callable[[], object]) -
     finally:
         for handle in handles:
             handle.remove()
-    return comparison.first_difference, comparison.num_compared
+    return comparison.first_difference, comparison.plain_difference, comparison.num_compared
 
 
 class _Comparison:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.first_difference: Difference | None = None
+        self.plain_difference: Difference | None = None
         self.num_compared = 0
         self._is_busy = False
 
@@ -72,10 +75,27 @@ class _Comparison:
         expected = _gradients(module, args, kwargs)
         with apply(module, alone):
             got = _gradients(module, args, kwargs)
-        for name, gradient in expected.items():
-            self.num_compared += 1
-            if not has_same_bits(gradient, got[name]) and self.first_difference is None:
-                self.first_difference = f"{path}: {name}", largest_difference(gradient, got[name])
+        self.num_compared += len(expected)
+        difference = first_difference(expected, got)
+        if difference is None or self.first_difference is not None:
+            return
+        self.first_difference = f"{path}: {difference[0]}", difference[1]
+        plain = first_difference(expected, _gradients(module, args, kwargs))
+        self.plain_difference = None if plain is None else (f"{path}: {plain[0]}", plain[1])
+
+
+def first_difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> Difference | None:
+    """Return the first name whose bits differ, or that only one has, and the largest absolute difference.
+
+    None if all are equal.
+    """
+    for name, tensor in expected.items():
+        other = got.get(name)
+        if other is None:
+            return name, float("inf")
+        if not has_same_bits(tensor, other):
+            return name, largest_difference(tensor, other)
+    return next(((name, float("inf")) for name in got if name not in expected), None)
 
 
 def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

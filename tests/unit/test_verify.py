@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -173,6 +175,29 @@ def test_gradient_that_is_missing_is_a_difference() -> None:
     assert report.first_difference[1] == float("inf")
 
 
+class Unsteady(nn.Module):
+    """As a kernel that adds in an order of its own: results that no generator of PyTorch's decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(hidden).tanh() * (1 + 1e-3 * random.random())
+
+
+@pytest.mark.parametrize("compare", ["step", "units"])
+def test_kernels_that_do_not_repeat_themselves_are_told_from_a_wrong_plan(compare: Any) -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(Unsteady() for _ in range(3))
+    model.forward = lambda hidden: functools.reduce(lambda x, layer: layer(x), model.layers, hidden)
+    report = recollect.verify(model, ROWS, full_plan(model, ROWS), loss_fn=mean_square, compare=compare)
+    assert not report.gradients_equal
+    assert report.plain_difference is not None and report.plain_difference[1] > 0
+    assert "two runs without the plan differ, too, first at " in str(report)
+    assert recollect.verify(stack(), ROWS, full_plan(stack(), ROWS), loss_fn=mean_square).plain_difference is None
+
+
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_units_with_a_key_value_cache(name: str) -> None:
     """Each layer appends to the cache it gets: both runs must begin with the same one."""
@@ -187,10 +212,11 @@ def test_only_units_that_recompute_are_compared() -> None:
     model = stack()
     plan = full_plan(model, ROWS)
     one = Plan({path: unit for path, unit in plan.units.items() if path == "blocks.1"})
-    difference, num_compared = compare_units(model, one, lambda: model(ROWS))
+    difference, plain_difference, num_compared = compare_units(model, one, lambda: model(ROWS))
+    assert plain_difference is None
     # Parameters, the input and the output.
     assert (difference, num_compared) == (None, len(list(model.blocks[1].parameters())) + 2)
-    assert compare_units(model, Plan({}), lambda: model(ROWS)) == (None, 0)
+    assert compare_units(model, Plan({}), lambda: model(ROWS)) == (None, None, 0)
 
 
 def test_units_whose_output_is_dropped() -> None:

@@ -13,6 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -89,7 +90,9 @@ def calibrate(device: torch.device, *, seconds_to_spend: float = 40.0, quick: bo
     if device.type == "cuda" and not torch.cuda.is_available():
         raise HardwareError("device: got cuda, but PyTorch finds no CUDA device here; expected cpu.")
     begin = time.perf_counter()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    # Events are of the current device.
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with current, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         ops = calibration_ops(device, _DTYPES, Sizes.of(device, quick=quick))
         rounds = _measure(ops, device, until=begin + (0.0 if quick else seconds_to_spend))
     hardware = fit(_blank(device), ops, hardware_of_device(_device_name(device)))

@@ -263,14 +263,15 @@ class _Session:
             parameter.grad = torch.zeros_like(parameter) if needs_gradient else None
 
     def _persistent_tensors(self, batch: Any) -> dict[str, list[torch.Tensor]]:
-        """Return what is there before the step and after it."""
+        """Return what is there before the step and after it, on the device."""
         parameters = list(self.model.parameters())
-        return {
+        found = {
             "parameters": list[torch.Tensor](parameters),
             "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
             "buffers": list(self.model.buffers()),
             "batch": [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)],
         }
+        return {name: [t for t in tensors if t.device == self.device] for name, tensors in found.items()}
 
 
 def _assemble(recorder: StepRecorder, costs: Costs, layers: set[str], **facts: Any) -> Profile:

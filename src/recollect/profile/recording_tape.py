@@ -117,7 +117,7 @@ class _RecordingMode(TapeMode):
             record = record_of(storage)
             call.values[tracker.value].must_keep = record is None or record.created is not None
             # The state of a generator is in host memory.
-            if storage.device.type == "cpu" and record is not None and record.base.node is not None:
+            if tensor.device.type == "cpu" and record is not None and record.base.node is not None:
                 op.state_bytes = getattr(record.base.node.call, "state_bytes", 0)
             if op.mutates and record is not None:
                 # The buffer that was filled comes back with its filler: `empty` needs no keeping.
