@@ -150,11 +150,16 @@ def run_group(command: Sequence[str], names: Sequence[str], out: Path, *, limit_
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
     )
+    was_stopped = threading.Event()
+
+    def stop(how: signal.Signals) -> None:
+        was_stopped.set()
+        _stop(process, how)
+
     # First as Ctrl+C does, after which a race goes on with what it has; then in earnest.
-    patience_s = limit_s - min(STOPPING_S, limit_s / 2)
     watches = [
-        threading.Timer(patience_s, _stop, (process, signal.SIGINT)),
-        threading.Timer(limit_s, _stop, (process, signal.SIGKILL)),
+        threading.Timer(limit_s - min(STOPPING_S, limit_s / 2), stop, (signal.SIGINT,)),
+        threading.Timer(limit_s, stop, (signal.SIGKILL,)),
     ]
     for watch in watches:
         watch.start()
@@ -170,7 +175,7 @@ def run_group(command: Sequence[str], names: Sequence[str], out: Path, *, limit_
             watch.cancel()
     elapsed_s = time.perf_counter() - began_s
     why = "failed", 0.0, f"its process ended with status {process.returncode} before the part did"
-    if elapsed_s >= patience_s:
+    if was_stopped.is_set():
         why = "stopped", elapsed_s, f"stopped after {elapsed_s:.0f} s; what it had measured by then is in its file"
     done = {outcome.name for outcome in outcomes}
     return [*outcomes, *(Outcome(name, *why) for name in names if name not in done)]
