@@ -16,11 +16,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -35,7 +33,7 @@ from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
 from recollect.quantities import format_bytes
 from recompute import Nothing, OnTape, Replaced, Together
-from results_csv import Number, append
+from results_csv import Number, RowsFile
 from subject import Step, StepFlags, largest_difference
 from tables import markdown
 
@@ -277,36 +275,20 @@ def numbers(found: Comparison) -> list[Number]:
 
 
 @few_objects()
-def run_model(
-    flags: Flags,
-    model: ModelName,
-    console: Console,
-    *,
-    path: Path | None = None,
-    more_config: Mapping[str, Any] | None = None,
-) -> Comparison:
-    """Run one model; rows are written as soon as they are known.
-
-    Args:
-        flags: sizes and times.
-        model: which model.
-        console: told how far it is, and what came out.
-        path: file of the rows; by default `compiled.csv` in the folder of the flags.
-        more_config: what the rows depend on besides the flags.
-    """
-    config = {**dataclasses.asdict(flags.step), "model": model, **(more_config or {})}
-    path = path or flags.out / "compiled.csv"
+def run_model(flags: Flags, model: ModelName, console: Console, rows: RowsFile | None = None) -> Comparison:
+    """Run one model; rows are written as soon as they are known, by default to `compiled.csv` in the folder of the flags."""
+    rows = rows or RowsFile(flags.out / "compiled.csv", {**dataclasses.asdict(flags.step), "model": model})
     console.print(f"{DESCRIPTIONS[model]}: {flags.step}", style="bold")
     found = Comparison(
         flags,
         model,
         lambda text: console.print(text, style="dim", highlight=False),
-        lambda rows: append(path, rows, config),
+        rows.append,
     )
     chosen = [peer for peer in compiled_peers(flags.backend) if flags.only in peer.name]
     found.prepare(chosen, compile_s=60 * flags.compile_minutes)
     found.run(seconds=60 * flags.minutes, least_rounds=flags.least_rounds)
-    append(path, numbers(found), config)
+    rows.append(numbers(found))
     resident = format_bytes(found.step.resident_bytes)
     peak = format_bytes(found.plain.peak_bytes)
     text = f"### {DESCRIPTIONS[model]}, compiled\n\n{flags.step}; the eager step peaks at {peak}, {resident} of it resident."

@@ -12,10 +12,8 @@ from __future__ import annotations
 import dataclasses
 import signal
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from flags import RunFlags, parse
 from models import DESCRIPTIONS, HUGGING_FACE, ModelName
 from picture import draw
 from recollect.bench.machine import few_objects, keep_freed_memory
-from results_csv import Number, Source, append, machine_name, read_last
+from results_csv import Number, RowsFile, Source, machine_name, read_last
 from subject import StepFlags
 from tables import peak_numbers, report, time_numbers
 
@@ -54,31 +52,15 @@ class Flags(RunFlags):
 
 
 @few_objects()
-def run_model(
-    flags: Flags,
-    model: ModelName,
-    console: Console,
-    *,
-    path: Path | None = None,
-    more_config: Mapping[str, Any] | None = None,
-) -> Comparison:
-    """Run one model; rows are written as soon as they are known.
-
-    Args:
-        flags: sizes and times.
-        model: which model.
-        console: told how far it is, and what came out.
-        path: file of the rows; by default `frontier.csv` in the folder of the flags.
-        more_config: what the rows depend on besides the flags.
-    """
+def run_model(flags: Flags, model: ModelName, console: Console, rows: RowsFile | None = None) -> Comparison:
+    """Run one model; rows are written as soon as they are known, by default to `frontier.csv` in the folder of the flags."""
     console.print(f"{DESCRIPTIONS[model]}: {flags.step}", style="bold")
     found = Comparison(flags.step, model, lambda text: console.print(text, style="dim", highlight=False))
-    config = {**_config(flags, model), **(more_config or {})}
-    path = path or flags.out / "frontier.csv"
+    rows = rows or RowsFile(flags.out / "frontier.csv", _config(flags, model))
     found.prepare(flags.peers, num_budgets=flags.num_budgets)
-    append(path, peak_numbers(found), config)
+    rows.append(peak_numbers(found))
     found.run(seconds=60 * flags.minutes, least_rounds=flags.least_rounds)
-    append(path, time_numbers(found), config)
+    rows.append(time_numbers(found))
     here = Source(machine=machine_name(flags.step.device), torch=torch.__version__)
     _draw(flags, model, [*peak_numbers(found), *time_numbers(found)], here)
     console.print(report(found), highlight=False, soft_wrap=True, markup=False)

@@ -7,6 +7,7 @@ import datetime
 import json
 import subprocess
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +59,18 @@ def append(path: Path, numbers: Iterable[Number], config: Mapping[str, Any]) -> 
         if is_new:
             writer.writerow(COLUMNS)
         writer.writerows((*number, *context) for number in numbers)
+
+
+@dataclass(frozen=True)
+class RowsFile:
+    """A file of rows, and what all rows that one run adds to it depend on."""
+
+    path: Path
+    config: Mapping[str, Any]
+
+    def append(self, numbers: Iterable[Number]) -> None:
+        """Add rows."""
+        append(self.path, numbers, self.config)
 
 
 class Source(NamedTuple):

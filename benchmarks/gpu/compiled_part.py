@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from compiled import EagerPlans, Flags, empty_cache, quick, run_model
 from gpu.part import SECONDS, Context
@@ -34,7 +34,7 @@ def run(context: Context) -> str:
     if context.is_dry_run:
         flags = quick(replace(flags, only=context.only or "full", backend="aot_eager"))
     with empty_cache():
-        found = run_model(flags, "dense", context.console, path=context.path, more_config=context.config())
+        found = run_model(flags, "dense", context.console, context.rows(**asdict(flags.step), model="dense"))
     ran = [entry for entry in found.entries if entry.contestant is not None]
     ratios = [
         statistics.median(answer.time_ratios_to(entry.contestant))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import get_args
 
 from frontier import Flags, run_model
@@ -47,7 +47,7 @@ def run(context: Context, *, model: str) -> str:
         peers=few,
         out=context.out,
     )
-    found = run_model(flags, name, context.console, path=context.path, more_config=context.config())
+    found = run_model(flags, name, context.console, context.rows(**asdict(flags.step), model=name))
     ahead, level, behind = found.standing()
     over = f", {found.num_over_budget} plans over budget" if found.num_over_budget else ""
     failed = sum(match.contestant is None for match in found.matches)

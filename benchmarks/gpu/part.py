@@ -18,7 +18,7 @@ from rich.console import Console
 
 from recollect.bench.machine import few_objects
 from recollect.bench.out_of_memory import is_out_of_memory
-from results_csv import Number, append, machine_name
+from results_csv import Number, RowsFile, machine_name
 
 __all__ = ["Context", "Part", "device_slug", "first_line"]
 
@@ -87,14 +87,15 @@ class Context:
         month = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m")
         return self.out / f"{device_slug(machine_name(str(self.device)))}-{month}-{self.part}.csv"
 
+    def rows(self, **config: Any) -> RowsFile:
+        """Return the part's file, for rows that depend on this configuration, and on the device and versions."""
+        command = " ".join(["scripts/gpu", self.part, *(["--dry-run"] if self.is_dry_run else [])])
+        about = {"device": str(self.device), "command": command, "versions": versions()}
+        return RowsFile(self.path, {**config, **about})
+
     def write(self, numbers: Iterable[Number], **config: Any) -> None:
         """Add rows to the part's file, with what they depend on."""
-        append(self.path, numbers, self.config(**config))
-
-    def config(self, **config: Any) -> dict[str, Any]:
-        """Return what rows depend on besides what the caller knows: device and versions."""
-        command = " ".join(["scripts/gpu", self.part, *(["--dry-run"] if self.is_dry_run else [])])
-        return {**config, "device": str(self.device), "command": command, "versions": versions()}
+        self.rows(**config).append(numbers)
 
     def say(self, text: str) -> None:
         """Tell how far it is."""
