@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from contest import Contestant, Race, percentile
+from contest import Contestant, Race, percentile, reason
 from megatron_peers import megatron_peers
 from milp import milp_peers
 from models import ModelName
@@ -147,7 +147,7 @@ class Comparison:
             contestant = self._measured(Contestant(name=peer.name, recompute=peer.recompute(self.step)))
         except Exception as error:
             self.say(f"  {peer.name}: {type(error).__name__}: {error}")
-            return Match(peer=peer, failure=f"{type(error).__name__}: {_first_line(error)[:120]}")
+            return Match(peer=peer, failure=reason(error))
         ours, least_bytes = self._ours(contestant.peak_bytes)
         return Match(peer=peer, contestant=contestant, ours=ours, least_bytes=least_bytes)
 
@@ -199,10 +199,6 @@ def falling(values: Sequence[float]) -> list[float]:
             last = blocks.pop()
             blocks[-1] += last
     return [_mean(block) for block in blocks for _ in block]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or "no message").splitlines()[0]
 
 
 def _mean(values: list[float]) -> float:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from compiled_peers import BACKEND, compiled, compiled_peers
-from contest import Contestant, Race, percentile
+from contest import Contestant, Race, percentile, reason
 from flags import RunFlags, parse
 from models import DESCRIPTIONS, ModelName
 from peers import Peer
@@ -161,9 +161,9 @@ class Comparison:
                 for entry in self.entries:
                     self._answer(entry, ours)
             except Exception as error:  # a combination that does not work is a result
-                self.say(f"  {_reason(error)}")
+                self.say(f"  {reason(error)}")
                 for entry in self.entries:
-                    entry.reasons.setdefault(make.name, _reason(error))
+                    entry.reasons.setdefault(make.name, reason(error))
 
     def _answer(self, entry: Entry, ours: EagerPlans | RerunBlocks) -> None:
         if entry.contestant is None:
@@ -199,9 +199,9 @@ class Comparison:
             contestant = self._measured(contestant)
         except Exception as error:  # what a variant raises is a result, and no reason not to measure the others
             self.step.clear()
-            self.say(f"  {peer.name}: {_reason(error)}")
-            self._keep([Number("failed", "text", peer.name, _reason(error))])
-            return Entry(peer=peer, reasons={"": _reason(error)})
+            self.say(f"  {peer.name}: {reason(error)}")
+            self._keep([Number("failed", "text", peer.name, reason(error))])
+            return Entry(peer=peer, reasons={"": reason(error)})
         self.say(f"  {peer.name}: {self.percent(contestant.peak_bytes)}, compiled in {compile_s:.0f} s")
         rows = [
             Number("peak", "bytes", peer.name, contestant.peak_bytes),
@@ -215,10 +215,6 @@ class Comparison:
             contestant.difference = largest_difference(self._expected, self.step.gradients(copied=False))
             contestant.peak_bytes = self.step.peak_bytes()
         return contestant
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:120]}"
 
 
 def table(found: Comparison) -> str:

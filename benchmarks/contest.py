@@ -15,7 +15,16 @@ from recompute import Recompute
 from results_csv import Number
 from subject import Step
 
-__all__ = ["Contestant", "Race", "percentile"]
+__all__ = ["TIMES_FURTHER", "Contestant", "Race", "percentile", "reason"]
+
+# How much further off than two plain steps are from each other a gradient may be, where plain steps do not repeat themselves:
+# on CUDA the backward of fused attention adds with atomics.
+TIMES_FURTHER = 4
+
+
+def reason(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message, as a row has it."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:120]}"
 
 
 @dataclass(eq=False, kw_only=True)

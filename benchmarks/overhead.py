@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contest import Contestant, Race, percentile
+from contest import TIMES_FURTHER, Contestant, Race, percentile
 from flags import MachineFlags, RunFlags, parse
 from peers import full, selective
 from recollect.bench.machine import keep_freed_memory
@@ -33,9 +33,6 @@ _PLAIN, _FULL, _REENTRANT = "plain", "checkpoint", "checkpoint, reentrant"
 _SAC_MATMULS, _SAC_NOTHING = "SAC, saves matmuls", "SAC, saves nothing"
 TAPE_ALL, TAPE_MATMULS, TAPE_NOTHING = "tape, keeps all", "tape, keeps matmuls", "tape, keeps nothing"
 _SAME_KEPT_SET = ((TAPE_MATMULS, _SAC_MATMULS), (TAPE_NOTHING, _SAC_NOTHING))
-# How much further off than two plain steps are from each other a gradient may be, where plain steps do not repeat themselves:
-# on CUDA the backward of fused attention adds with atomics.
-_TIMES_FURTHER = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +227,7 @@ def check_gradients(step: Step, contestants: Sequence[Contestant]) -> None:
     bound = 0.0
     if first_difference(expected, again) is not None:
         rounding = max(torch.finfo(tensor.dtype).eps for tensor in expected.values())
-        bound = _TIMES_FURTHER * max(rounding, largest_difference(expected, again))
+        bound = TIMES_FURTHER * max(rounding, largest_difference(expected, again))
     for one in contestants:
         with one.recompute.on():
             got = step.gradients(copied=False)

@@ -6,13 +6,10 @@ import statistics
 from collections.abc import Sequence
 
 from comparison import BudgetMatch, Comparison, Match
-from contest import Contestant, percentile
+from contest import TIMES_FURTHER, Contestant, percentile
 from models import DESCRIPTIONS
 from recollect.quantities import format_bytes
 from results_csv import Number
-
-# How much further off than two plain steps are from each other the gradients of a peer may be before it is said.
-_TIMES_FURTHER = 4
 
 
 def markdown(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
@@ -44,7 +41,7 @@ def _peer_row(found: Comparison, match: Match) -> tuple[str, ...]:
     peer, ours = match.contestant, match.ours
     assert peer is not None
     # Two plain steps may differ, too: on CUDA the backward of fused attention adds with atomics.
-    is_off = peer.differs_at is not None and not peer.difference <= _TIMES_FURTHER * found.plain.difference
+    is_off = peer.differs_at is not None and not peer.difference <= TIMES_FURTHER * found.plain.difference
     name = match.peer.name + (f" (gradients differ by {peer.difference:.0e})" if is_off else "")
     row = [name, _percent(found, peer.peak_bytes), _slowdown(peer)]
     if ours is None:

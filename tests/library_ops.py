@@ -17,17 +17,19 @@ def _half_square_fake(x):
     return torch.empty_like(x)
 
 
-def _setup_context(ctx, inputs, output):
+def save_half_square(ctx, inputs, output):
+    """Save for `half_square_backward`."""
     (x,) = inputs
     ctx.save_for_backward(x, output)
 
 
-def _backward(ctx, gradient):
+def half_square_backward(ctx, gradient):
+    """The gradient of x^2 / 2 + x, which reads the result as well, and does not need it."""
     x, output = ctx.saved_tensors
     return gradient * (x + 1) + 0 * output
 
 
-half_square.register_autograd(_backward, setup_context=_setup_context)
+half_square.register_autograd(half_square_backward, setup_context=save_half_square)
 
 
 @torch.library.custom_op("recollect_tests::drop", mutates_args=())

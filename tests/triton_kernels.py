@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from library_ops import half_square_backward, save_half_square
+
 _BLOCK = 1024
 
 
@@ -34,14 +36,4 @@ def half_square_by_triton(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _setup_context(ctx, inputs, output):
-    (x,) = inputs
-    ctx.save_for_backward(x, output)
-
-
-def _backward(ctx, gradient):
-    x, output = ctx.saved_tensors
-    return gradient * (x + 1) + 0 * output
-
-
-half_square_by_triton.register_autograd(_backward, setup_context=_setup_context)
+half_square_by_triton.register_autograd(half_square_backward, setup_context=save_half_square)

@@ -7,24 +7,14 @@ from dataclasses import asdict, replace
 
 from compiled import EagerPlans, Flags, empty_cache, quick, run_model
 from gpu.part import SECONDS, Context
-from subject import StepFlags
 
 _SECONDS_TO_RACE = 90.0
 
 
 def run(context: Context) -> str:
     """Run the dense model."""
-    step = StepFlags(
-        hidden_size=2048,
-        num_layers=4,
-        vocab_size=32_000,
-        batch_size=1,
-        seq_length=4096,
-        dtype="bf16",
-        device=str(context.device),
-    )
     flags = Flags(
-        step=step,
+        step=context.large_step(num_layers=4),
         minutes=_SECONDS_TO_RACE / 60,
         only=context.only,
         out=context.out,

@@ -17,15 +17,7 @@ _FEW_PEERS += ("Megatron layernorm", "Megatron mlp+layernorm")
 
 def sizes(context: Context, model: str) -> StepFlags:
     """Return about 1B parameters (MoE and MLA: as wide, fewer layers), or Llama of 7B at batch 1."""
-    found = StepFlags(
-        hidden_size=2048,
-        num_layers=16 if model == "dense" else 8,
-        vocab_size=32_000,
-        batch_size=1,
-        seq_length=4096,
-        dtype="bf16",
-        device=str(context.device),
-    )
+    found = context.large_step(num_layers=16 if model == "dense" else 8)
     if model == "7b":
         # Weights, gradients, the gradients to compare with and, while it is recorded, gradients once more: 54 GB.
         found = replace(found, hidden_size=4096, num_layers=32, num_heads=32, seq_length=2048)

@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from contest import reason
 from recollect.bench.machine import few_objects
 from recollect.bench.out_of_memory import is_out_of_memory
+from recollect.profile.device_memory import empty_cache
 from results_csv import Number, RowsFile, machine_name
+from subject import StepFlags
 
-__all__ = ["Context", "Part", "device_slug", "first_line"]
+__all__ = ["Context", "Part", "device_slug"]
 
 # A part begins nothing new after `SECONDS`, so that it ends by itself. If it does not, it is interrupted so long before the
 # limit, to write what it has, and killed at the limit.
@@ -97,6 +100,11 @@ class Context:
         """Add rows to the part's file, with what they depend on."""
         self.rows(**config).append(numbers)
 
+    def large_step(self, **sizes: Any) -> StepFlags:
+        """Return a step as wide as that of a model of 1B parameters, in bf16, with other sizes where they are given."""
+        wide = {"hidden_size": 2048, "num_layers": 16, "vocab_size": 32_000, "batch_size": 1, "seq_length": 4096}
+        return StepFlags(**{**wide, **sizes}, dtype="bf16", device=str(self.device))
+
     def say(self, text: str) -> None:
         """Tell how far it is."""
         elapsed_s = time.perf_counter() - self.began_s
@@ -120,14 +128,13 @@ class Context:
                 run()
         except Exception as error:
             what = "out_of_memory" if is_out_of_memory(error) else "failed"
-            self.say(f"{case}: {what}: {first_line(error)}")
-            self.write([Number(what, "text", case, first_line(error))], case=case)
+            self.say(f"{case}: {what}: {reason(error)}")
+            self.write([Number(what, "text", case, reason(error))], case=case)
             # The traceback holds the frames of the step, and these its tensors.
             error.__traceback__ = None
             return False
         finally:
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            empty_cache(self.device)
         return True
 
 
@@ -136,12 +143,6 @@ def device_slug(name: str) -> str:
     if "cores" in name:
         return "cpu"
     return re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia ")).strip("-")
-
-
-def first_line(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message."""
-    text = (str(error).strip() or "no message").splitlines()[0]
-    return f"{type(error).__name__}: {text[:200]}"
 
 
 def versions() -> dict[str, str]:

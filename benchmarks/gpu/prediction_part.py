@@ -52,15 +52,7 @@ class Case:
 
 def cases(context: Context) -> list[Case]:
     """Return the models, those that say most first."""
-    large = StepFlags(
-        hidden_size=2048,
-        num_layers=16,
-        vocab_size=32_000,
-        batch_size=1,
-        seq_length=2048,
-        dtype="bf16",
-        device=str(context.device),
-    )
+    large = context.large_step(seq_length=2048)
     experts = replace(large, num_layers=8, seq_length=4096)
     found = [
         Case(name="Llama 2k", model="dense", sizes=large),

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from gpu.part import Context, Part, first_line
+from contest import reason
+from gpu.part import Context, Part
 from gpu.parts import PARTS
 from recollect.bench.machine import keep_freed_memory
 from recollect.profile.device_memory import memory_bytes
@@ -35,7 +36,7 @@ def run(part: Part, context: Context) -> str:
             result = "stopped"
         except Exception as error:
             traceback.print_exc(file=sys.stdout)
-            print(f"finding: {first_line(error)}", flush=True)
+            print(f"finding: {reason(error)}", flush=True)
             result = "failed"
     print(f"== end {result}", flush=True)
     return result

@@ -64,7 +64,7 @@ def parse_budget(value: str | int, *, reference_bytes: int, device_bytes: int | 
     Args:
         value: what `parse_bytes` takes, or a percentage such as "60%", "62.5 %" or "90% of the device".
         reference_bytes: the peak that a plain percentage is of, 0 or more.
-        device_bytes: size of the device's memory, 0 or more; None where it is not known.
+        device_bytes: size of the device's memory; None or 0 where it is not known.
 
     Returns:
         Bytes, 0 or more, rounded down.
@@ -91,7 +91,7 @@ def parse_budget(value: str | int, *, reference_bytes: int, device_bytes: int | 
         raise QuantityError(value, f"{suffix!r} before the percent sign is not known; {expected}")
     if percentage["of"] is None:
         return _checked(value, math.floor(number * reference_bytes / 100))
-    if device_bytes is None:
+    if not device_bytes:
         raise QuantityError(
             value,
             "how much memory the device has is known of CUDA devices, and of the hardware of a fake profile, only; "

@@ -88,7 +88,7 @@ _ATOMIC_ON_CUDA = frozenset(
     | {"max_unpool2d", "max_unpool3d", "nll_loss2d_forward"}
 )
 # Where two sources have one target, the last one stays; a number has no order.
-_ORDERED_ON_CUDA = frozenset({("scatter", "src"), ("scatter_", "src")})
+_LAST_ONE_STAYS_ON_CUDA = frozenset({("scatter", "src"), ("scatter_", "src")})
 
 # Tagged as ops whose shape depends on data, which they are only where an index is a mask.
 _GATHERS = frozenset({"index"})
@@ -136,7 +136,7 @@ def facts_of(func: Any) -> OpFacts:
         for position, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write and name not in _NO_WRITES
     )
-    is_unordered_on_cuda = name in _ATOMIC_ON_CUDA or (name, schema.overload_name) in _ORDERED_ON_CUDA
+    is_unordered_on_cuda = name in _ATOMIC_ON_CUDA or (name, schema.overload_name) in _LAST_ONE_STAYS_ON_CUDA
     arguments = [argument.name for argument in schema.arguments]
     is_foreign = namespace not in _REPLAYABLE_NAMESPACES
     tags = func.tags

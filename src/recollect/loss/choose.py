@@ -58,8 +58,7 @@ def plan_with_chunks(record: Callable[[int], Profile], budget: int | str, loss_c
     profile = record(counts[0])
     plain = classic_plan(profile, "keep_all")
     plain_bytes = plain.predicted_peak_bytes or 0
-    device_bytes = profile.device_memory_bytes or None
-    budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=device_bytes)
+    budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
     best: Planned | None = None
     failure: BudgetTooSmallError | None = None
     leanest_bytes = 0

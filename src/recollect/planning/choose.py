@@ -117,7 +117,7 @@ class Planner:
         Raises:
             BudgetTooSmallError, QuantityError: as `plan`.
         """
-        device_bytes = self.profile.device_memory_bytes or None
+        device_bytes = self.profile.device_memory_bytes
         budget_bytes = parse_budget(budget, reference_bytes=self._plain.peak_bytes, device_bytes=device_bytes)
         if self._plain.peak_bytes <= budget_bytes:
             top = Ladder(self.profile)

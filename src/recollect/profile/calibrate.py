@@ -27,6 +27,7 @@ from scipy.optimize import least_squares
 from recollect._torch_private import below_autograd
 from recollect.errors import HardwareError
 from recollect.profile.calibration_ops import MeasuredOp, Sizes, calibration_ops
+from recollect.profile.device_memory import memory_bytes
 from recollect.profile.hardware import KINDS, ArithmeticRate, ElementRate, Hardware
 from recollect.profile.hardware_table import hardware_of_device
 from recollect.profile.op_work import DTYPES
@@ -262,6 +263,4 @@ def _device_name(device: torch.device) -> str:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return memory_bytes(device) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
