@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import nn
 
 import recollect
-from recollect.quantities import format_bytes
+from recollect.byte_format import format_bytes
 
 FRACTIONS = (0.75, 0.5, 0.25, 0.05)
 TOKENS = (2, 256)

@@ -20,15 +20,15 @@ import torch
 import recollect
 from contest import Contestant, Race, percentile
 from flags import MachineFlags, RunFlags, parse
-from recollect.bench.machine import keep_freed_memory
-from recollect.megatron import RecomputeConfig, megatron_plan
-from recollect.models.config import TransformerConfig
-from recollect.models.gpt import GPTModel
-from recollect.models.sizes import NAMED_CONFIGS
-from recollect.plan import Plan
+from recollect.costs.hardware import Hardware
+from recollect.integrations.megatron import RecomputeConfig, megatron_plan
+from recollect.lab.bench.machine import keep_freed_memory
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.sizes import NAMED_CONFIGS
+from recollect.measuring.meter import storage_bytes
+from recollect.plans.plan import Plan
 from recollect.profile.graph import Profile
-from recollect.profile.hardware import Hardware
-from recollect.profile.meter import storage_bytes
 from recompute import Nothing, OnTape
 from results_csv import Number, append
 from subject import Step, StepFlags

@@ -28,10 +28,10 @@ from flags import RunFlags, parse
 from models import DESCRIPTIONS, ModelName
 from peers import Peer
 from recollect import Plan, UnitPlan, apply
-from recollect.bench.machine import few_objects, keep_freed_memory
+from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError
+from recollect.lab.bench.machine import few_objects, keep_freed_memory
 from recollect.planning.choose import Planner
-from recollect.quantities import format_bytes
 from recompute import Nothing, OnTape, Replaced, Together
 from results_csv import Number, RowsFile
 from subject import Step, StepFlags, largest_difference

@@ -1,6 +1,6 @@
 """Contestants of the benchmarks: ways to recompute, raced against the step without recompute.
 
-The rules stand in `recollect.bench.race`.
+The rules stand in `recollect.lab.bench.race`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from recollect import Plan
-from recollect.bench import race
-from recollect.bench.race import percentile
+from recollect.lab.bench import race
+from recollect.lab.bench.race import percentile
 from recompute import Recompute
 from results_csv import Number
 from subject import Step

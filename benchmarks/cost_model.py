@@ -31,21 +31,21 @@ from torch import nn
 import recollect
 from flags import RESULTS, parse
 from models import ModelName, build
-from recollect.bench.machine import keep_freed_memory
+from recollect.costs.calibrate import calibrate
+from recollect.costs.hardware import Hardware
+from recollect.costs.hardware_table import HARDWARE
+from recollect.costs.op_costs import Key, OpRun, key_of, timed_alone
+from recollect.costs.op_work import work_of
+from recollect.costs.roofline import seconds
 from recollect.engine.facts import OpFacts
 from recollect.errors import BudgetTooSmallError
-from recollect.models.gpt import GPTModel
+from recollect.lab.bench.machine import keep_freed_memory
+from recollect.lab.models.gpt import GPTModel
 from recollect.planning.choose import Planner
-from recollect.planning.decisions import decide
-from recollect.planning.simulate import simulate
-from recollect.profile.calibrate import calibrate
 from recollect.profile.graph import Profile
-from recollect.profile.hardware import Hardware
-from recollect.profile.hardware_table import HARDWARE
-from recollect.profile.op_costs import Key, OpRun, key_of, timed_alone
-from recollect.profile.op_work import work_of
-from recollect.profile.record import record_with
-from recollect.profile.roofline import seconds
+from recollect.recording.record import record_with
+from recollect.simulation.decisions import decide
+from recollect.simulation.simulate import simulate
 from results_csv import Number, append, machine_name
 
 _MODELLED, _UNIFORM = "modelled", "all ops alike"

@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import recollect
 from contest import Contestant, Race
 from flags import MachineFlags, RunFlags, parse
-from recollect.bench.machine import keep_freed_memory
-from recollect.plan import Plan
-from recollect.quantities import format_bytes
-from recollect.step import timed
+from recollect.byte_format import format_bytes
+from recollect.lab.bench.machine import keep_freed_memory
+from recollect.measuring.timing import timed
+from recollect.plans.plan import Plan
 from recompute import Nothing, OnTape
 from results_csv import Number, append, machine_name
 from subject import Step, StepFlags, largest_difference

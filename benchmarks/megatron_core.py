@@ -4,7 +4,7 @@
     python benchmarks/megatron_core.py --models llama
 
 Every setting of megatron-core 0.16.1 that runs on a CPU (`megatron_core_shim.py` says what it takes), each in a process of its
-own; and the same setting by `recollect.megatron.megatron_plan` on recollect's model of the same fields. What is counted:
+own; and the same setting by `recollect.megatron_plan` on recollect's model of the same fields. What is counted:
 `step_counts.py`. What came out: docs/megatron_core.md.
 """
 
@@ -23,10 +23,10 @@ import recollect
 from flags import MachineFlags, RunFlags, parse
 from megatron_core_models import CASES, VOCAB_SIZE, Case, Setting, Subject, megatron_subject, settings, tokens_of
 from recollect.errors import RecollectError
-from recollect.megatron import RecomputeConfig, megatron_plan
-from recollect.models.config import TransformerConfig
-from recollect.models.gpt import GPTModel
-from recollect.profile.meter import storage_bytes
+from recollect.integrations.megatron import RecomputeConfig, megatron_plan
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.gpt import GPTModel
+from recollect.measuring.meter import storage_bytes
 from results_csv import Number, append
 from step_counts import StepCounts, count_step
 from step_in_child import ChildError, in_child

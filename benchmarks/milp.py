@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from peers import Peer
-from recollect.step import timed
+from recollect.measuring.timing import timed
 from recompute import Forward, Recompute, Replaced
 from subject import Step
 

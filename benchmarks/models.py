@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from recollect.models.architectures import llama_config
-from recollect.models.gpt import GPTModel
+from recollect.lab.models.architectures import llama_config
+from recollect.lab.models.gpt import GPTModel
 
 ModelName = Literal["reference", "dense", "moe", "mla", "gpt2"]
 HUGGING_FACE: tuple[ModelName, ...] = ("dense", "moe", "mla")

@@ -2,7 +2,7 @@
 
     python benchmarks/module_outputs.py
 
-Bytes that a layer keeps, and ops that it runs again, read from a recorded step (`recollect.layer_accounts`); no times, so it
+Bytes that a layer keeps, and ops that it runs again, read from a recorded step (`recollect.layer_usage`); no times, so it
 does not matter what else runs. What came out: docs/megatron.md.
 """
 
@@ -14,10 +14,10 @@ import torch
 
 import recollect
 from flags import MachineFlags, parse
-from recollect.megatron import RecomputeConfig, megatron_plan
-from recollect.megatron.modules import MEGATRON_OUTPUT
-from recollect.models.gpt import GPTModel
-from recollect.models.sizes import NAMED_CONFIGS
+from recollect.integrations.megatron import RecomputeConfig, megatron_plan
+from recollect.integrations.megatron.modules import MEGATRON_OUTPUT
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.sizes import NAMED_CONFIGS
 from tables import markdown
 
 # For each model a layer that has all of the modules.
@@ -55,7 +55,7 @@ def rows_of(name: str, core: str, flags: Flags) -> list[tuple[str, ...]]:
 
     def cells(**fields: object) -> tuple[str, str]:
         plan = megatron_plan(profile, RecomputeConfig(**fields))  # type: ignore[arg-type]
-        account = next(a for a in recollect.layer_accounts(profile, plan) if a.path == LAYER)
+        account = next(a for a in recollect.layer_usage(profile, plan) if a.path == LAYER)
         return f"{(account.kept_bytes - account.generator_bytes) / unit:.1f}", str(account.recomputed_ops)
 
     rows = [(f"{name}, {core}", "none", "", *cells(), "", "")]

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from contest import TIMES_FURTHER, Contestant, Race, percentile
 from flags import MachineFlags, RunFlags, parse
 from peers import full, selective
-from recollect.bench.machine import keep_freed_memory
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
+from recollect.lab.bench.machine import keep_freed_memory
 from recompute import Nothing, OnTape, Replaced
 from results_csv import Number, append, machine_name
 from subject import Step, StepFlags, first_difference, largest_difference

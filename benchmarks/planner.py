@@ -26,12 +26,12 @@ from torch import nn
 import recollect
 from flags import RESULTS, parse
 from recollect.errors import BudgetTooSmallError
-from recollect.models.gpt import GPTModel
-from recollect.models.sizes import NAMED_CONFIGS
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.planning.choose import Planner
-from recollect.planning.decisions import decide
-from recollect.planning.simulate import simulate
 from recollect.profile.graph import Profile
+from recollect.simulation.decisions import decide
+from recollect.simulation.simulate import simulate
 from results_csv import Number, append
 
 PARTS = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)

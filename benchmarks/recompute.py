@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from recollect.bench.on_tape import OnTape
+from recollect.lab.bench.on_tape import OnTape
 
 __all__ = ["Forward", "Forwards", "HuggingFace", "Nothing", "OnTape", "Recompute", "Replaced", "Together"]
 

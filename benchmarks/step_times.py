@@ -18,8 +18,8 @@ from rich.table import Table
 import recollect
 from flags import RunFlags, parse
 from models import HUGGING_FACE, ModelName
-from recollect.bench.machine import few_objects, keep_freed_memory
 from recollect.errors import BudgetTooSmallError
+from recollect.lab.bench.machine import few_objects, keep_freed_memory
 from recollect.planning.choose import Planner
 from results_csv import Number, append
 from subject import Step, StepFlags

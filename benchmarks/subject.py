@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import recollect
 from flags import MachineFlags
 from models import ModelName, build, model_inputs
-from recollect.profile.device_memory import empty_cache
-from recollect.profile.find_units import find_units
-from recollect.profile.meter import storage_bytes
-from recollect.step import timed, wait_for
+from recollect.measuring.device_memory import empty_cache
+from recollect.measuring.meter import storage_bytes
+from recollect.measuring.timing import timed, wait_for
+from recollect.recording.find_units import find_units
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from comparison import BudgetMatch, Comparison, Match
 from contest import TIMES_FURTHER, Contestant, percentile
 from models import DESCRIPTIONS
-from recollect.quantities import format_bytes
+from recollect.byte_format import format_bytes
 from results_csv import Number
 
 

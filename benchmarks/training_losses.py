@@ -20,9 +20,9 @@ from torch import Tensor
 
 import recollect
 from flags import MachineFlags, RunFlags, parse
-from recollect.megatron import RecomputeConfig, megatron_plan
-from recollect.models.gpt import GPTModel
-from recollect.models.sizes import NAMED_CONFIGS
+from recollect.integrations.megatron import RecomputeConfig, megatron_plan
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.sizes import NAMED_CONFIGS
 from results_csv import Number, append
 from tables import markdown
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from gradients import DifferentStepsError, Step, assert_same_gradients, same_bits
 from policies import FULL, KEEP_ALL, NOTHING_KEPT, Policy, Random
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 
 T = TypeVar("T")
 RecordProperty = Callable[[str, object], None]

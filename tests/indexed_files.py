@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recollect.train.indexed_dataset import write_indexed_dataset
+from recollect.lab.train.indexed_dataset import write_indexed_dataset
 
 
 def random_documents(*, count: int, vocab_size: int = 256, longest: int = 60, seed: int = 0) -> list[np.ndarray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from recollect.value_names import module_of
+from recollect.plans.value_names import module_of
 
 
 @dataclass(frozen=True)

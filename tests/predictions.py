@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.errors import BudgetTooSmallError
-from recollect.models.architectures import llama_config
-from recollect.models.gpt import GPTModel
-from recollect.models.sizes import NAMED_CONFIGS
+from recollect.lab.models.architectures import llama_config
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.profile.graph import Profile
 from zoo import ZOO, Batch, Case
 

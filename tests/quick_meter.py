@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from recollect.bench import machine
+from recollect.lab.bench import machine
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from blocks import Stack, built, checkpointed
 from policies import FULL, NOTHING_KEPT, Random
-from recollect.engine.apply import apply, apply_policy
-from recollect.models.architectures import llama_config
-from recollect.models.gpt import GPTModel
-from recollect.plan import Plan
+from recollect.applying import apply, apply_policy
+from recollect.lab.models.architectures import llama_config
+from recollect.lab.models.gpt import GPTModel
+from recollect.plans.plan import Plan
 from watch import Watch
 
 RANKS = 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recollect.profile.hardware import ArithmeticRate, ElementRate, Hardware
+from recollect.costs.hardware import ArithmeticRate, ElementRate, Hardware
 
 SMALL = Hardware(
     name="small",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recollect.models.architectures import llama_config
-from recollect.models.config import TransformerConfig
-from recollect.models.gpt import GPTModel
+from recollect.lab.models.architectures import llama_config
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.gpt import GPTModel
 from recollect.profile.graph import Profile, UnitGraph
 
 SMALL = llama_config(num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=128)

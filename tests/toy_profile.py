@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recollect.planning.hull import evaluate
-from recollect.planning.simulate import CallDecision
 from recollect.profile.graph import OpRecord, Profile, StepLog, UnitCall, UnitGraph, ValueRecord
+from recollect.simulation.simulate import CallDecision
 
 PERSISTENT_BYTES = 1000
 

@@ -17,9 +17,9 @@ import torch
 import recollect
 from device_models import decoder
 from predictions import budgets
-from recollect.bench.machine import few_objects
+from recollect.lab.bench.machine import few_objects
+from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.profile.allocator_blocks import block_bytes
-from recollect.profile.meter import measure_peak, storage_bytes
 
 _NUM_STEPS = 3
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from rich.console import Console
 
-from recollect.train.config import DataFlags, ModelFlags, OptimFlags, RunFlags, StepFlags, TrainConfig
-from recollect.train.loop import train
-from recollect.train.records import Outcome
+from recollect.lab.train.config import DataFlags, ModelFlags, OptimFlags, RunFlags, StepFlags, TrainConfig
+from recollect.lab.train.loop import train
+from recollect.lab.train.records import Outcome
 
 QUIET = Console(quiet=True)
 

@@ -11,11 +11,11 @@ from rich.table import Table
 
 import cost_model
 from gpu.part import Context, device_slug
-from recollect.profile.calibrate import Calibration, calibrate
-from recollect.profile.calibration_ops import MeasuredOp
-from recollect.profile.hardware import KINDS, Hardware
-from recollect.profile.hardware_table import HARDWARE, hardware_of_device
-from recollect.profile.roofline import seconds
+from recollect.costs.calibrate import Calibration, calibrate
+from recollect.costs.calibration_ops import MeasuredOp
+from recollect.costs.hardware import KINDS, Hardware
+from recollect.costs.hardware_table import HARDWARE, hardware_of_device
+from recollect.costs.roofline import seconds
 from results_csv import Number, machine_name
 
 _SECONDS = 60.0

@@ -15,7 +15,7 @@ from rich.table import Table
 from claims import Flags, Model, Result, measured, measured_models, modelled, modelled_models, numbers_of
 from gpu.calibrate_part import table_entry
 from gpu.part import Context
-from recollect.profile.hardware import Hardware
+from recollect.costs.hardware import Hardware
 
 # Layers by the beginning of a model's name: with gradients 4 bytes a parameter, and what the settings leave of 78 GiB.
 _NUM_LAYERS = {

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from recollect.quantities import format_bytes, format_seconds
+from recollect.byte_format import format_bytes
+from recollect.quantities import format_seconds
 
 if TYPE_CHECKING:
     from gpu.page import Measured

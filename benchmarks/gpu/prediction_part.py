@@ -19,11 +19,12 @@ from rich.table import Table
 import recollect
 from gpu.part import Context
 from models import ModelName
-from recollect.bench.out_of_memory import is_out_of_memory
-from recollect.profile.device_memory import empty_cache
-from recollect.profile.meter import PeakMeasurement, measure_peak, storage_bytes
-from recollect.quantities import format_bytes
-from recollect.step import resident_tensors, timed
+from recollect.byte_format import format_bytes
+from recollect.lab.bench.out_of_memory import is_out_of_memory
+from recollect.measuring.device_memory import empty_cache
+from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
+from recollect.measuring.timing import timed
+from recollect.recording.model_step import resident_tensors
 from results_csv import Number
 from step_times import KEEP_ALL, plans_for
 from subject import Step, StepFlags

@@ -7,31 +7,30 @@ works where PyTorch is not installed.
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recollect.engine.apply import Applied, applied_to, apply
+    from recollect.applying import applied_to, apply
+    from recollect.engine.placed_forward import Applied
     from recollect.fitting import fit
+    from recollect.integrations.megatron.compile import megatron_plan
+    from recollect.integrations.megatron.config import RecomputeConfig
     from recollect.loss.chunked import chunked_cross_entropy
-    from recollect.megatron.compile import megatron_plan
-    from recollect.megatron.config import RecomputeConfig
-    from recollect.plan import Plan, UnitPlan
-    from recollect.planning.accounts import LayerAccount, layer_accounts
+    from recollect.measuring.meter import PeakMeasurement, measure_peak
     from recollect.planning.choose import plan
     from recollect.planning.classic import classic_plan
     from recollect.planning.frontier import Frontier, frontier
-    from recollect.planning.timeline import PeakReport, Timeline, explain_peak, timeline
+    from recollect.plans.plan import Plan, UnitPlan
     from recollect.profile.graph import Profile
-    from recollect.profile.meter import PeakMeasurement, measure_peak
-    from recollect.profile.record import record
-    from recollect.verify import Report, verify
+    from recollect.recording.record import record
+    from recollect.simulation.layer_usage import LayerUsage, layer_usage
+    from recollect.simulation.timeline import PeakReport, Timeline, explain_peak, timeline
+    from recollect.verification.verify import Report, verify
 
 __all__ = [
     "Applied",
     "Frontier",
-    "LayerAccount",
+    "LayerUsage",
     "PeakMeasurement",
     "PeakReport",
     "Plan",
@@ -47,7 +46,7 @@ __all__ = [
     "explain_peak",
     "fit",
     "frontier",
-    "layer_accounts",
+    "layer_usage",
     "measure_peak",
     "megatron_plan",
     "plan",
@@ -59,47 +58,32 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOME_OF_NAME = {
-    "Applied": "recollect.engine.apply",
+    "Applied": "recollect.engine.placed_forward",
     "Frontier": "recollect.planning.frontier",
-    "LayerAccount": "recollect.planning.accounts",
-    "PeakMeasurement": "recollect.profile.meter",
-    "PeakReport": "recollect.planning.timeline",
-    "Plan": "recollect.plan",
+    "LayerUsage": "recollect.simulation.layer_usage",
+    "PeakMeasurement": "recollect.measuring.meter",
+    "PeakReport": "recollect.simulation.timeline",
+    "Plan": "recollect.plans.plan",
     "Profile": "recollect.profile.graph",
-    "RecomputeConfig": "recollect.megatron.config",
-    "Report": "recollect.verify",
-    "Timeline": "recollect.planning.timeline",
-    "UnitPlan": "recollect.plan",
-    "applied_to": "recollect.engine.apply",
-    "apply": "recollect.engine.apply",
+    "RecomputeConfig": "recollect.integrations.megatron.config",
+    "Report": "recollect.verification.verify",
+    "Timeline": "recollect.simulation.timeline",
+    "UnitPlan": "recollect.plans.plan",
+    "applied_to": "recollect.applying",
+    "apply": "recollect.applying",
     "chunked_cross_entropy": "recollect.loss.chunked",
     "classic_plan": "recollect.planning.classic",
-    "explain_peak": "recollect.planning.timeline",
+    "explain_peak": "recollect.simulation.timeline",
     "fit": "recollect.fitting",
     "frontier": "recollect.planning.frontier",
-    "layer_accounts": "recollect.planning.accounts",
-    "measure_peak": "recollect.profile.meter",
-    "megatron_plan": "recollect.megatron.compile",
+    "layer_usage": "recollect.simulation.layer_usage",
+    "measure_peak": "recollect.measuring.meter",
+    "megatron_plan": "recollect.integrations.megatron.compile",
     "plan": "recollect.planning.choose",
-    "record": "recollect.profile.record",
-    "timeline": "recollect.planning.timeline",
-    "verify": "recollect.verify",
+    "record": "recollect.recording.record",
+    "timeline": "recollect.simulation.timeline",
+    "verify": "recollect.verification.verify",
 }
-
-
-class _Package(ModuleType):
-    """Keeps `recollect.plan` and `recollect.verify` the public functions, though modules of these names exist.
-
-    Importing a submodule binds it as an attribute of its package, in whatever order users import things.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and name in _HOME_OF_NAME:
-            return
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

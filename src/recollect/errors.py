@@ -35,6 +35,8 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from recollect.byte_format import format_bytes
+
 __all__ = [
     "AlreadyAppliedError",
     "BenchError",
@@ -193,8 +195,6 @@ class BudgetTooSmallError(RecollectError, ValueError):
     """
 
     def __init__(self, *, budget_bytes: int, least_peak_bytes: int, unit: str, advice: Sequence[str] = ()) -> None:
-        from recollect.quantities import format_bytes  # noqa: PLC0415 - quantities raises this module's errors
-
         self.budget_bytes = budget_bytes
         self.least_peak_bytes = least_peak_bytes
         self.unit = unit

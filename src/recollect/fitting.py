@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect.engine.apply import apply
-from recollect.loss.choose import LossChunks, plan_with_chunks
-from recollect.plan import Plan
+from recollect.applying import apply
+from recollect.planning.loss_chunks import LossChunks, plan_with_chunks
+from recollect.plans.plan import Plan
 from recollect.profile.graph import Profile
-from recollect.profile.record import record
-from recollect.step import LossFunction
+from recollect.recording.model_step import LossFunction
+from recollect.recording.record import record
 
 
 def fit(
@@ -49,8 +49,8 @@ def fit(
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.models.architectures import llama_config
-        >>> from recollect.models.gpt import GPTModel
+        >>> from recollect.lab.models.architectures import llama_config
+        >>> from recollect.lab.models.gpt import GPTModel
         >>> model = GPTModel(llama_config(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=128))
         >>> tokens = torch.randint(0, 128, (4, 64))
         >>> plan = recollect.fit(model, {"tokens": tokens, "labels": tokens}, budget="70%")

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from recollect.errors import QuantityError
 
-__all__ = ["format_bytes", "format_seconds", "parse_budget", "parse_bytes"]
+__all__ = ["format_seconds", "parse_budget", "parse_bytes"]
 
 _PREFIXES = "kmgtp"
 _SCALES: dict[str, int] = {
@@ -98,34 +98,6 @@ def parse_budget(value: str | int, *, reference_bytes: int, device_bytes: int | 
             f"{_EXPECTED}",
         )
     return _checked(value, math.floor(number * _whole_bytes(device_bytes) / 100))
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Print bytes for people.
-
-    Args:
-        num_bytes: any int; a difference may be negative.
-
-    Returns:
-        One decimal and a power-of-1024 suffix; below 1 KiB, the exact number.
-
-    Example:
-        >>> format_bytes(512), format_bytes(1536), format_bytes(16 * 2**30), format_bytes(-(2**20))
-        ('512 B', '1.5 KiB', '16.0 GiB', '-1.0 MiB')
-    """
-    magnitude = abs(operator.index(num_bytes))
-    sign = "-" if num_bytes < 0 else ""
-    if magnitude < 1024:
-        return f"{sign}{magnitude} B"
-    value = float(magnitude)
-    suffix = "B"
-    for prefix in _PREFIXES.upper():
-        value /= 1024
-        suffix = f"{prefix}iB"
-        # Not `< 1024`: 1023.96 would be printed as 1024.0 of the smaller unit.
-        if round(value, 1) < 1024:
-            break
-    return f"{sign}{value:.1f} {suffix}"
 
 
 def format_seconds(seconds: float) -> str:

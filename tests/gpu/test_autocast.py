@@ -14,7 +14,7 @@ from device_steps import FULL_ONLY, RecordProperty, check_plans
 from function_units import UNITS, Unit, two_units
 from gradients import Step, assert_same_gradients, clear, collect, gradients
 from policies import Random
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 from zoo import Batch
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -14,8 +14,8 @@ import torch
 import recollect
 from device_steps import sized
 from quick_meter import few_objects  # noqa: F401
-from recollect.planning.script import rounded_bytes
 from recollect.profile.graph import Profile, StepLog
+from recollect.simulation.program import rounded_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 SMALL_BYTES = (1, 511, 512, 513, 1000, 4096, 100_001, 700_000, MIB - 1, MIB)

@@ -23,7 +23,7 @@ from device_models import DECODERS, decoder
 from device_steps import FULL_ONLY, PLANS, RecordProperty, check_plans, moved
 from gradients import gradients, step_of
 from policies import FULL, KEEP_ALL, Random
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 from watch import Watch
 from zoo import ZOO, Case
 

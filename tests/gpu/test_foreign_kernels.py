@@ -15,7 +15,7 @@ from function_units import UNITS, Unit, two_units
 from gradients import gradients
 from library_ops import double_, drop, half_square
 from policies import FULL, KEEP_ALL
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 from watch import Watch
 
 Function = Callable[[Unit, Tensor], Tensor]

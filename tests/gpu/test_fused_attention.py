@@ -16,7 +16,7 @@ from device_steps import RecordProperty, check_plans, skipped_if
 from function_units import UNITS, Unit, two_units
 from gradients import gradients
 from policies import FULL, NOTHING_KEPT, Policy, Random
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 from watch import Watch
 
 

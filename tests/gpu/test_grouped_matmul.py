@@ -14,7 +14,7 @@ from device_steps import RecordProperty, check_plans, skipped_if
 from function_units import UNITS, Unit, two_units
 from gradients import gradients, step_of
 from policies import FULL, KEEP_ALL
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 from watch import Watch
 
 NUM_EXPERTS = 4

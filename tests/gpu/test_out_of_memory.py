@@ -19,7 +19,7 @@ from function_units import UNITS, TwoUnits, Unit, two_units
 from gradients import assert_same_gradients, clear, gradients, step_of
 from policies import Policy, Random
 from quick_meter import few_objects  # noqa: F401
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 from watch import Watch, live_tensors
 
 PLANS = {**FULL_ONLY, "random-1": Random(1)}

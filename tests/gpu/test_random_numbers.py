@@ -16,7 +16,7 @@ from device_steps import RecordProperty, check_plans, generator_states, skipped_
 from function_units import UNITS, TwoUnits, Unit, two_units
 from gradients import Step, gradients
 from policies import FULL, Policy, Random
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 
 _OWN = "generator"
 

@@ -15,8 +15,8 @@ from device_steps import RecordProperty, generator_states, moved, plain_step
 from gradients import Step, assert_same_gradients, gradients, step_of
 from predictions import budgets
 from quick_meter import few_objects  # noqa: F401
+from recollect.measuring.meter import storage_bytes
 from recollect.profile.graph import Profile
-from recollect.profile.meter import storage_bytes
 from watch import live_tensors
 from zoo import ZOO
 

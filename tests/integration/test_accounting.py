@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from policies import FULL, KEEP_ALL, NOTHING_KEPT, Only, Policy
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 from watch import Watch
 
 T, D, F_, H = 10, 16, 40, 2

@@ -15,11 +15,11 @@ import recollect
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.bound import LowerBound, check_bound
 from recollect.planning.choose import Planner
-from recollect.planning.script import Script
-from recollect.planning.simulate import CallDecision, simulate
-from recollect.planning.superposition import Superposition
-from recollect.planning.windows import windows
 from recollect.profile.graph import Profile
+from recollect.simulation.peak_sums import PeakSums
+from recollect.simulation.program import Program
+from recollect.simulation.simulate import CallDecision, simulate
+from recollect.simulation.windows import windows
 
 pytestmark = pytest.mark.integration
 
@@ -76,14 +76,14 @@ def random_plans(profile: Profile, seed: int) -> Iterator[list[CallDecision]]:
 
 
 def test_no_random_plan_is_below_the_bound(profile: Profile) -> None:
-    superposition = Superposition(Script(profile, windows(profile)))
+    peak_sums = PeakSums(Program(profile, windows(profile)))
     plain = simulate(profile, [CallDecision(frozenset())] * len(profile.calls))
     bound = LowerBound(profile)
     budgets = [round(plain.peak_bytes * (i + 1) / NUM_BUDGETS) for i in range(NUM_BUDGETS)]
     bounds_s = [bound.recompute_s(budget) for budget in budgets]
     assert 0 < min(s for s in bounds_s if s > 0) < float("inf")
     for decisions in random_plans(profile, seed=0):
-        peaks = superposition.peaks(decisions)
+        peaks = peak_sums.peaks(decisions)
         # The bound of any budget that the plan fits into, the tightest of them.
         of_budget = next((s for b, s in zip(budgets, bounds_s, strict=True) if b >= peaks.peak_bytes), 0.0)
         assert of_budget <= peaks.recompute_s * (1 + TOLERANCE) + 1e-12

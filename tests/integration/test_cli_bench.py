@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from recollect.bench.measure import measure
-from recollect.bench.settings import KeepAll, MemoryBudget, parse_setting
-from recollect.bench.subject import Subject
+from recollect.applying import applied_to
 from recollect.cli import main
-from recollect.engine.apply import applied_to
-from recollect.models.gpt import GPTModel
-from recollect.models.sizes import NAMED_CONFIGS
+from recollect.lab.bench.measure import measure
+from recollect.lab.bench.settings import KeepAll, MemoryBudget, parse_setting
+from recollect.lab.bench.subject import Subject
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.sizes import NAMED_CONFIGS
 
 pytestmark = pytest.mark.integration
 
@@ -150,11 +150,11 @@ RUN_OUT = """
 import resource, sys
 import torch
 from pathlib import Path
-from recollect.bench.measure import measure
-from recollect.bench.settings import KeepAll, MemoryBudget
-from recollect.bench.subject import Subject
-from recollect.models.architectures import llama_config
-from recollect.models.gpt import GPTModel
+from recollect.lab.bench.measure import measure
+from recollect.lab.bench.settings import KeepAll, MemoryBudget
+from recollect.lab.bench.subject import Subject
+from recollect.lab.models.architectures import llama_config
+from recollect.lab.models.gpt import GPTModel
 
 torch.manual_seed(0)
 model = GPTModel(llama_config(num_layers=4, hidden_size=128, num_attention_heads=4, vocab_size=256))

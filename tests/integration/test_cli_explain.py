@@ -11,9 +11,9 @@ import torch
 
 import recollect
 from recollect.cli import main
-from recollect.models.config import TransformerConfig
-from recollect.models.gpt import GPTModel
-from recollect.planning.beside_budget import explain_plan
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.gpt import GPTModel
+from recollect.planning.explain import explain_plan
 
 pytestmark = pytest.mark.integration
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradients import Step, assert_same_gradients, call, clear, collect, gradients, loss_of, step_of
 from policies import EVERY_PLAN, FEW_PLANS, FULL, KEEP_ALL, Policy, Random
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 from watch import Watch
 from zoo import ZOO, Batch, Case
 

@@ -25,7 +25,7 @@ import hugging_face_flag
 from blocks import Experts, InPlace, Stack, built, checkpointed, partitioned
 from gradients import assert_same_gradients, call, gradients, loss_of, step_of
 from policies import FEW_PLANS, FULL, KEEP_ALL, NOTHING_KEPT, Only, Policy, Random
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 from watch import Watch
 from zoo import ZOO
 

@@ -13,10 +13,10 @@ import recollect
 from gradients import Step, assert_same_gradients, gradients
 from policies import EVERY_PLAN, FULL, NOTHING_KEPT, Policy
 from predictions import loss_of_output
-from recollect.engine.apply import apply_policy
-from recollect.models.gpt import GPTModel
-from recollect.models.sizes import NAMED_CONFIGS
-from recollect.profile.find_units import find_units
+from recollect.applying import apply_policy
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.sizes import NAMED_CONFIGS
+from recollect.recording.find_units import find_units
 from watch import Watch
 
 every_model = pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])

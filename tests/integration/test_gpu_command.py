@@ -89,7 +89,7 @@ def test_tests_of_the_gpu_pass_where_a_cpu_can_run_them(dry_run: tuple[Path, str
 
 
 def test_hardware_file_is_one(dry_run: tuple[Path, str]) -> None:
-    from recollect.profile.hardware import Hardware
+    from recollect.costs.hardware import Hardware
 
     assert Hardware.load(dry_run[0] / "cpu-hardware.json").device == "cpu"
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradients import assert_same_gradients, call, clear, loss_of, step_of
 from policies import FEW_PLANS, FULL, KEEP_ALL, NOTHING_KEPT, Policy, Random
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 from recollect.errors import AlreadyAppliedError
 from watch import Watch, live_tensors
 from zoo import ZOO, Case

@@ -21,12 +21,12 @@ from quick_meter import few_objects  # noqa: F401
 from rank_programs import run_on_ranks
 from recollect.cli import main
 from recollect.errors import AlreadyAppliedError, BudgetTooSmallError, ChunkedLossError, PlanError, PlanFormatError
-from recollect.loss.choose import COUNTS, plan_with_chunks
-from recollect.models.architectures import llama_config
-from recollect.models.gpt import GPTModel
-from recollect.plan import Plan
-from recollect.planning.decisions import decide
-from recollect.planning.simulate import simulate
+from recollect.lab.models.architectures import llama_config
+from recollect.lab.models.gpt import GPTModel
+from recollect.planning.loss_chunks import COUNTS, plan_with_chunks
+from recollect.plans.plan import Plan
+from recollect.simulation.decisions import decide
+from recollect.simulation.simulate import simulate
 from zoo import ZOO
 
 WORDS = 32768

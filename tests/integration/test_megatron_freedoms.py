@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import recollect
 from gradients import assert_same_gradients, gradients
-from recollect.megatron import RULES, RecomputeConfig, TrainingSetting, megatron_plan
-from recollect.models.config import TransformerConfig
-from recollect.models.gpt import GPTModel
-from recollect.models.sizes import NAMED_CONFIGS
+from recollect.integrations.megatron import RULES, RecomputeConfig, TrainingSetting, megatron_plan
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.sizes import NAMED_CONFIGS
 from watch import Watch
 
 PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
@@ -84,7 +84,7 @@ def test_any_output_may_be_dropped() -> None:
     for dropped in (None, ("core_attn",), ("core_attn", "layernorm"), ()):
         plan = megatron_plan(profile, selective(*modules, recompute_discard_outputs=dropped))
         assert_exact_and_leaner(model, batch, plan)
-        kept[dropped] = sum(account.kept_bytes for account in recollect.layer_accounts(profile, plan))
+        kept[dropped] = sum(account.kept_bytes for account in recollect.layer_usage(profile, plan))
     assert kept["core_attn", "layernorm"] < kept[None] < kept[()]
     assert kept["core_attn", "layernorm"] < kept["core_attn",] < kept[()]
 

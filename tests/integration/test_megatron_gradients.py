@@ -13,9 +13,9 @@ import torch
 import recollect
 from gradients import assert_same_gradients, gradients, step_of
 from recollect.errors import ConfigError, ConfigWarning
-from recollect.megatron import RecomputeConfig, TrainingSetting, megatron_plan
-from recollect.models.gpt import GPTModel
-from recollect.models.sizes import NAMED_CONFIGS
+from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.profile.graph import Profile
 from watch import Watch
 from zoo import ZOO, Case

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import recollect
-from recollect.megatron import RecomputeConfig, megatron_plan
+from recollect.integrations.megatron import RecomputeConfig, megatron_plan
 from watch import Watch
 
 pytestmark = pytest.mark.integration

@@ -16,10 +16,10 @@ import torch
 
 import recollect
 from gradients import Step, assert_same_gradients, gradients
-from recollect.megatron import RecomputeConfig, megatron_plan
-from recollect.models.gpt import GPTModel, GPTOutput
-from recollect.models.sizes import NAMED_CONFIGS
-from recollect.plan import Plan
+from recollect.integrations.megatron import RecomputeConfig, megatron_plan
+from recollect.lab.models.gpt import GPTModel, GPTOutput
+from recollect.lab.models.sizes import NAMED_CONFIGS
+from recollect.plans.plan import Plan
 from recollect.profile.graph import Profile
 from watch import Watch
 

@@ -15,16 +15,16 @@ import recollect
 from gradients import assert_same_gradients, gradients, same_bits
 from policies import EVERY_PLAN, FULL, NOTHING_KEPT, Policy, Random
 from quick_meter import few_objects  # noqa: F401
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 from recollect.errors import RecordError
-from recollect.models.gpt import GPTModel
-from recollect.models.router import Routing, TopKRouter
-from recollect.models.sizes import NAMED_CONFIGS
-from recollect.plan import Plan, UnitPlan
-from recollect.planning.decisions import decide
-from recollect.planning.simulate import simulate
-from recollect.profile.find_units import find_units
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.router import Routing, TopKRouter
+from recollect.lab.models.sizes import NAMED_CONFIGS
+from recollect.plans.plan import Plan, UnitPlan
 from recollect.profile.graph import Profile
+from recollect.recording.find_units import find_units
+from recollect.simulation.decisions import decide
+from recollect.simulation.simulate import simulate
 from watch import Watch
 
 CASES = {

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gradients import assert_same_gradients, gradients
 from policies import Only
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 from recollect.engine.tape import Tape
 from recollect.engine.tape_mode import TapeMode
 from recollect.errors import MutatedValueError

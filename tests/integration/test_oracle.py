@@ -18,7 +18,7 @@ import recollect
 from gradients import call as call_model
 from gradients import loss_of
 from predictions import CASES, MAIN_CASES, MOST_OVER_BYTES, budgets, larger
-from recollect.plan import Plan
+from recollect.plans.plan import Plan
 from recollect.profile.graph import Profile
 from zoo import Case
 

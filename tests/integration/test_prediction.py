@@ -32,14 +32,14 @@ from predictions import (
     reference_llama,
 )
 from quick_meter import few_objects  # noqa: F401
-from recollect.plan import Plan, UnitPlan
-from recollect.planning.decisions import decide
-from recollect.planning.script import Script
-from recollect.planning.simulate import simulate
-from recollect.planning.superposition import Superposition
-from recollect.planning.windows import windows
+from recollect.measuring.meter import measure_peak, storage_bytes
+from recollect.plans.plan import Plan, UnitPlan
 from recollect.profile.graph import Profile, UnitGraph
-from recollect.profile.meter import measure_peak, storage_bytes
+from recollect.simulation.decisions import decide
+from recollect.simulation.peak_sums import PeakSums
+from recollect.simulation.program import Program
+from recollect.simulation.simulate import simulate
+from recollect.simulation.windows import windows
 from zoo import Batch, Case
 
 pytestmark = pytest.mark.integration
@@ -75,14 +75,14 @@ class Experiment:
     trials: dict[str, Trial] = field(default_factory=dict)
 
     @cached_property
-    def superposition(self) -> Superposition:
-        return Superposition(Script(self.profile, windows(self.profile)))
+    def peak_sums(self) -> PeakSums:
+        return PeakSums(Program(self.profile, windows(self.profile)))
 
     def try_plan(self, name: str, plan: Plan) -> None:
         """Measure a whole step under a plan, and take its gradients."""
         decisions = decide(self.profile, plan)
         predicted_bytes = simulate(self.profile, decisions).peak_bytes
-        assert self.superposition.peaks(decisions).peak_bytes == predicted_bytes
+        assert self.peak_sums.peaks(decisions).peak_bytes == predicted_bytes
         with recollect.apply(self.model, plan):
             measured_bytes = self.peak_bytes()
             step = gradients(self.model, self.batch, self.case.loss_fn)

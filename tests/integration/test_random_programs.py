@@ -30,13 +30,13 @@ from programs import (
     Program,
     Recipe,
 )
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 from recollect.errors import MutatedValueError
-from recollect.planning.script import Script
-from recollect.planning.simulate import CallDecision, simulate
-from recollect.planning.superposition import Superposition
-from recollect.planning.windows import windows
 from recollect.profile.graph import ValueRecord
+from recollect.simulation.peak_sums import PeakSums
+from recollect.simulation.program import Program as StepProgram
+from recollect.simulation.simulate import CallDecision, simulate
+from recollect.simulation.windows import windows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated")
 
@@ -142,8 +142,8 @@ def test_peaks_as_sums_over_units(recipe: Recipe, rng: random.Random) -> None:
         profile = recollect.record(model, data, units=model.units)
     except RuntimeError:
         assume(False)
-    script = Script(profile, windows(profile))
-    superposition = Superposition(script)
+    program = StepProgram(profile, windows(profile))
+    peak_sums = PeakSums(program)
     for share in (0.2, 0.5, 1.0):
         decisions = [
             CallDecision(
@@ -152,7 +152,7 @@ def test_peaks_as_sums_over_units(recipe: Recipe, rng: random.Random) -> None:
             )
             for call in profile.calls
         ]
-        expected, got = simulate(profile, decisions, script=script), superposition.peaks(decisions)
+        expected, got = simulate(profile, decisions, program=program), peak_sums.peaks(decisions)
         assert got.peak_bytes == expected.peak_bytes
         assert (got.recompute_s, got.window_peaks) == (expected.recompute_s, expected.window_peaks)
 

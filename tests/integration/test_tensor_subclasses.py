@@ -12,7 +12,7 @@ from blocks import Stack, built
 from gradients import assert_same_gradients
 from policies import FEW_PLANS, FULL, Policy
 from rank_programs import run_on_ranks, tensor_parallel
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 from watch import Watch
 
 

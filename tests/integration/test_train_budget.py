@@ -11,7 +11,7 @@ import pytest
 
 import recollect
 from recollect.errors import BudgetTooSmallError, PlanFormatError, QuantityError
-from recollect.train.config import demo_config
+from recollect.lab.train.config import demo_config
 from training_runs import kill_after, losses, run, start, write_text
 
 pytestmark = pytest.mark.integration

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recollect.errors import CheckpointError
-from recollect.train.checkpoint import (
+from recollect.lab.train.checkpoint import (
     Checkpoint,
     checkpoint_path,
     environment,
@@ -21,8 +21,8 @@ from recollect.train.checkpoint import (
     rng_state,
     write_checkpoint,
 )
-from recollect.train.files import write_atomically
-from recollect.train.session import open_session
+from recollect.lab.train.files import write_atomically
+from recollect.lab.train.session import open_session
 from training_runs import config, run
 
 pytestmark = pytest.mark.integration
@@ -132,7 +132,7 @@ def test_killed_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
     path.write_text("old")
     code = f"""
 import os, pathlib, signal
-from recollect.train.files import write_atomically
+from recollect.lab.train.files import write_atomically
 def write(file):
     file.write(b"new, half")
     file.flush()

@@ -10,11 +10,11 @@ import pytest
 from indexed_files import write_dataset
 from recollect.cli import main
 from recollect.errors import DataError
-from recollect.train.config import DataFlags
-from recollect.train.corpus import load_corpus
-from recollect.train.indexed_corpus import parse_blend, parse_split
-from recollect.train.indexed_dataset import IndexedDataset, write_indexed_dataset
-from recollect.train.windows import BlendedWindows
+from recollect.lab.train.config import DataFlags
+from recollect.lab.train.corpus import load_corpus
+from recollect.lab.train.indexed_corpus import parse_blend, parse_split
+from recollect.lab.train.indexed_dataset import IndexedDataset, write_indexed_dataset
+from recollect.lab.train.windows import BlendedWindows
 from training_runs import kill_after, losses, run, start, write_text
 
 pytestmark = pytest.mark.integration

@@ -12,16 +12,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from recollect.train.config import ModelFlags, OptimFlags, RunFlags
-from recollect.train.display import LiveDisplay, PlainDisplay
-from recollect.train.loop import train
-from recollect.train.memory import measure_step, resident_bytes
-from recollect.train.metrics import MetricsFile
-from recollect.train.optim import build_optimizer, learning_rate_at
-from recollect.train.records import Baseline, Outcome, StepRecord
-from recollect.train.report import report_lines, report_table
-from recollect.train.session import open_session
-from recollect.train.step import build_model, train_step
+from recollect.lab.train.config import ModelFlags, OptimFlags, RunFlags
+from recollect.lab.train.display import LiveDisplay, PlainDisplay
+from recollect.lab.train.loop import train
+from recollect.lab.train.memory import measure_step, resident_bytes
+from recollect.lab.train.metrics import MetricsFile
+from recollect.lab.train.optim import build_optimizer, learning_rate_at
+from recollect.lab.train.records import Baseline, Outcome, StepRecord
+from recollect.lab.train.report import report_lines, report_table
+from recollect.lab.train.session import open_session
+from recollect.lab.train.step import build_model, train_step
 from training_runs import config, losses, run
 
 pytestmark = pytest.mark.integration

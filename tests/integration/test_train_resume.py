@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from recollect.errors import CheckpointError
-from recollect.train.checkpoint import list_checkpoints
-from recollect.train.session import open_session
+from recollect.lab.train.checkpoint import list_checkpoints
+from recollect.lab.train.session import open_session
 from training_runs import config, kill_after, losses, run, start, wait_for_steps, write_text
 
 pytestmark = pytest.mark.integration

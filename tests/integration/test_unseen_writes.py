@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from blocks import built
 from gradients import assert_same_gradients, gradients
 from policies import FEW_PLANS, FULL, KEEP_ALL, NOTHING_KEPT, Policy
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 from recollect.errors import MutatedValueError
 
 WIDTH = 8

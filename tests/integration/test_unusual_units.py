@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradients import Step, assert_same_gradients, clear, collect, gradients
 from policies import FULL, KEEP_ALL, NOTHING_KEPT, Only, Policy, Random
-from recollect.engine.apply import apply_policy
+from recollect.applying import apply_policy
 from watch import Watch
 
 pytestmark = [

@@ -25,8 +25,8 @@ from recollect.errors import (
     PlanMismatchWarning,
     UnknownNameError,
 )
-from recollect.plan import Plan, UnitPlan
-from recollect.value_names import module_of
+from recollect.plans.plan import Plan, UnitPlan
+from recollect.plans.value_names import module_of
 from watch import Watch
 from zoo import ZOO
 

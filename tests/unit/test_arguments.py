@@ -15,9 +15,9 @@ from recollect.cli import main
 from recollect.cli.commands import Train
 from recollect.cli.entry import parse_train
 from recollect.errors import ConfigError, NotYetError
-from recollect.megatron.arguments import describes_model, read_arguments
-from recollect.megatron.foreign_flags import FOREIGN_FLAGS
-from recollect.train.config import TrainConfig
+from recollect.integrations.megatron.arguments import describes_model, read_arguments
+from recollect.integrations.megatron.foreign_flags import FOREIGN_FLAGS
+from recollect.lab.train.config import TrainConfig
 
 
 def test_flags_without_effect_are_taken_off_with_their_values() -> None:

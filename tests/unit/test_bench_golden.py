@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from recollect.bench.golden import check_comparable, compared, warn_of_versions
-from recollect.bench.report import as_csv, as_markdown, notes
-from recollect.bench.results import BenchResults, Row
 from recollect.errors import BenchError
+from recollect.lab.bench.golden import check_comparable, compared, warn_of_versions
+from recollect.lab.bench.report import as_csv, as_markdown, notes
+from recollect.lab.bench.results import BenchResults, Row
 
 GOLDEN = Path("golden.json")
 PLAIN = Row(

@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 
-from recollect.bench.settings import KeepAll, MegatronWords, MemoryBudget, named_settings, parse_setting, read_settings
 from recollect.errors import BenchError, ConfigError
+from recollect.lab.bench.settings import (
+    KeepAll,
+    MegatronWords,
+    MemoryBudget,
+    named_settings,
+    parse_setting,
+    read_settings,
+)
 
 
 @pytest.mark.parametrize(

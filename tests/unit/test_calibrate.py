@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from recollect.cli import main
+from recollect.costs.calibrate import Calibration, calibrate, fit
+from recollect.costs.calibration_ops import MeasuredOp, Sizes, calibration_ops
+from recollect.costs.hardware import KINDS, ArithmeticRate, ElementRate, Hardware
+from recollect.costs.hardware_table import HARDWARE, find_hardware
+from recollect.costs.roofline import seconds
 from recollect.errors import HardwareError
-from recollect.profile.calibrate import Calibration, calibrate, fit
-from recollect.profile.calibration_ops import MeasuredOp, Sizes, calibration_ops
-from recollect.profile.hardware import KINDS, ArithmeticRate, ElementRate, Hardware
-from recollect.profile.hardware_table import HARDWARE, find_hardware
-from recollect.profile.roofline import seconds
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)

@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 
 from recollect.errors import BudgetTooSmallError, QuantityError
-from recollect.plan import Plan
 from recollect.planning.choose import plan as choose
-from recollect.planning.decisions import decide
 from recollect.planning.ladder import Ladder
 from recollect.planning.segments import dropped_outputs
-from recollect.planning.simulate import CallDecision
+from recollect.plans.plan import Plan
 from recollect.profile.graph import Profile, UnitCall
+from recollect.simulation.decisions import decide
+from recollect.simulation.simulate import CallDecision
 from toy_profile import ToySimulation, layer, random_stack, simulate, stack
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from recollect.plan import Plan
 from recollect.planning.classic import classic_plan
+from recollect.plans.plan import Plan
 from recollect.profile.graph import Profile
 from toy_profile import simulate, stack
 

@@ -53,7 +53,7 @@ def test_regions_of_a_pipeline_module() -> None:
             {"synchronize_checkpoint_boundary": True},
             "synchronize_checkpoint_boundary has no effect: values are recomputed one by one",
         ),
-        ({"profile": True}, "profile has no effect: recollect.layer_accounts has the times"),
+        ({"profile": True}, "profile has no effect: recollect.layer_usage has the times"),
         ({"number_checkpoints": 4}, "number_checkpoints has no effect: it sizes the buffers of contiguous_memory"),
     ],
 )

@@ -13,7 +13,7 @@ from command_lines import DOCUMENTED, commands_in
 from recollect.cli.entry import parse_train
 from recollect.cli.train import training_config
 from recollect.errors import RecollectError
-from recollect.train.config import TrainConfig
+from recollect.lab.train.config import TrainConfig
 
 # Refused, as a part of the line: what is not there yet, and what Megatron refuses too.
 REFUSED = {

@@ -11,9 +11,9 @@ import transformers
 from torch import nn
 
 from recollect.errors import UnknownNameError, UnsupportedModelError
-from recollect.models.architectures import llama_config
-from recollect.models.gpt import GPTModel
-from recollect.profile.find_units import find_units
+from recollect.lab.models.architectures import llama_config
+from recollect.lab.models.gpt import GPTModel
+from recollect.recording.find_units import find_units
 from zoo import ZOO, Case
 
 

@@ -12,11 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import recollect
-from recollect.bench.flop_count import FlopCount
-from recollect.bench.model_flops import model_flops
-from recollect.models.config import TransformerConfig
-from recollect.models.gpt import GPTModel
-from recollect.models.sizes import NAMED_CONFIGS
+from recollect.lab.bench.flop_count import FlopCount
+from recollect.lab.bench.model_flops import model_flops
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.planning.classic import ClassicName
 
 SEQUENCES, LENGTH = 2, 32

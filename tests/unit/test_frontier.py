@@ -12,10 +12,10 @@ import recollect
 from recollect.errors import PlanError, ProfileFormatError
 from recollect.planning.bound import LowerBound
 from recollect.planning.classic import classic_plan
-from recollect.planning.decisions import decide
 from recollect.planning.frontier import Frontier, frontier
-from recollect.planning.simulate import simulate as simulate_step
 from recollect.profile.graph import Profile, StepLog
+from recollect.simulation.decisions import decide
+from recollect.simulation.simulate import simulate as simulate_step
 from small_llama import SMALL, batch_of, llama
 from toy_profile import simulate, stack
 

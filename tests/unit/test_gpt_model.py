@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from recollect.errors import DataError
-from recollect.models.architectures import gpt_config, llama_config
-from recollect.models.config import TransformerConfig
-from recollect.models.core_attention import FusedCoreAttention, UnfusedCoreAttention
-from recollect.models.gpt import GPTModel
-from recollect.models.sizes import NAMED_CONFIGS
+from recollect.lab.models.architectures import gpt_config, llama_config
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.core_attention import FusedCoreAttention, UnfusedCoreAttention
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.sizes import NAMED_CONFIGS
 
 NAMES = ["gpt-tiny", "llama-tiny"]
 CORES = ["fused", "unfused"]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from recollect.costs.hardware import ArithmeticRate, Hardware
+from recollect.costs.hardware_table import HARDWARE, choose_hardware, find_hardware, hardware_of_device
 from recollect.errors import HardwareError
-from recollect.profile.hardware import ArithmeticRate, Hardware
-from recollect.profile.hardware_table import HARDWARE, choose_hardware, find_hardware, hardware_of_device
 from small_hardware import SMALL
 
 H100 = HARDWARE["H100"]

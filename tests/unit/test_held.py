@@ -15,13 +15,13 @@ from recollect.planning.ladder import Ladder, Levels
 from recollect.planning.menu import unit_menu
 from recollect.planning.priced_chain import PricedChain
 from recollect.planning.priced_search import PricedSearch
-from recollect.planning.script import Script
 from recollect.planning.search import ChainSearch
-from recollect.planning.simulate import simulate
-from recollect.planning.superposition import Peaks, Superposition
-from recollect.planning.windows import windows
 from recollect.profile.events import BACKWARD, DIES, PHASE
 from recollect.profile.graph import Profile, StepLog
+from recollect.simulation.peak_sums import Peaks, PeakSums
+from recollect.simulation.program import Program
+from recollect.simulation.simulate import simulate
+from recollect.simulation.windows import windows
 from synthetic_step import random_step
 
 MANY_VALUES = 18
@@ -112,10 +112,10 @@ def test_the_model_knows_more_peaks_than_one_that_counts_held_values_in_forward(
     )
     found = windows(profile)
 
-    superposition = Superposition(Script(profile, found))
+    peak_sums = PeakSums(Program(profile, found))
 
     def play(levels: Levels) -> Peaks:
-        return superposition.peaks(ladder.decisions(levels))
+        return peak_sums.peaks(ladder.decisions(levels))
 
     priced = PricedChain(ladder, found, play, held=held_values(profile), most_probes=64)
     plain = Chain(ladder, found, play, most_probes=64)
@@ -150,6 +150,6 @@ def test_without_held_values_there_is_nothing_to_search() -> None:
         (cached_step(2, num_units=4)[0], True),
     ):
         found = windows(profile)
-        search = PricedSearch(profile, found, Superposition(Script(profile, found)), unit_menu)
+        search = PricedSearch(profile, found, PeakSums(Program(profile, found)), unit_menu)
         assert search.is_worthwhile == is_worthwhile
         assert search.best(2**62) is None

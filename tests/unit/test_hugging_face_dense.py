@@ -16,11 +16,11 @@ from torch import Tensor
 
 from gradients import same_bits
 from recollect.errors import CheckpointError, UnsupportedModelError
-from recollect.models.gpt import GPTModel
-from recollect.models.hugging_face import load_hugging_face, save_hugging_face
-from recollect.models.hugging_face_gpt2 import gpt2_from_hugging_face, gpt2_to_hugging_face
-from recollect.models.hugging_face_llama import llama_from_hugging_face, llama_to_hugging_face
-from recollect.models.sizes import NAMED_CONFIGS
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.hugging_face import load_hugging_face, save_hugging_face
+from recollect.lab.models.hugging_face_gpt2 import gpt2_from_hugging_face, gpt2_to_hugging_face
+from recollect.lab.models.hugging_face_llama import llama_from_hugging_face, llama_to_hugging_face
+from recollect.lab.models.sizes import NAMED_CONFIGS
 
 GPT2: dict[str, Any] = {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32}
 LLAMA: dict[str, Any] = {

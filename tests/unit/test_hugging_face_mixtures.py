@@ -18,12 +18,12 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 from gradients import same_bits
 from recollect.errors import CheckpointError, UnsupportedModelError
-from recollect.models.gpt import GPTModel
-from recollect.models.hugging_face import ARCHITECTURES, load_hugging_face, read_config, save_hugging_face
-from recollect.models.hugging_face_deepseek_v3 import deepseek_v3_from_hugging_face
-from recollect.models.hugging_face_mixtral import mixtral_from_hugging_face
-from recollect.models.sizes import NAMED_CONFIGS
-from recollect.models.weight_rules import convert
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.hugging_face import ARCHITECTURES, load_hugging_face, read_config, save_hugging_face
+from recollect.lab.models.hugging_face_deepseek_v3 import deepseek_v3_from_hugging_face
+from recollect.lab.models.hugging_face_mixtral import mixtral_from_hugging_face
+from recollect.lab.models.sizes import NAMED_CONFIGS
+from recollect.lab.models.weight_rules import convert
 
 _DECODER: dict[str, Any] = {
     "vocab_size": 96,

@@ -11,8 +11,8 @@ import pytest
 
 from indexed_files import random_documents, write_dataset
 from recollect.errors import DataError
-from recollect.train.indexed_dataset import IndexedDataset, write_indexed_dataset
-from recollect.train.windows import BlendedWindows, PackedDocuments, TokenWindows
+from recollect.lab.train.indexed_dataset import IndexedDataset, write_indexed_dataset
+from recollect.lab.train.windows import BlendedWindows, PackedDocuments, TokenWindows
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
-from recollect.megatron import RecomputeConfig, TrainingSetting, megatron_plan
-from recollect.plan import Plan
+from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
 from recollect.planning.classic import classic_plan
+from recollect.plans.plan import Plan
 from recollect.profile.graph import Profile, UnitCall
 from toy_profile import layer, simulate, stack
 

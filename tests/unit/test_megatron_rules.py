@@ -10,9 +10,9 @@ import pytest
 
 from megatron_cases import ALONE, FULL, LAYER_OFFLOAD, WITHIN, Broken, graph, offload
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
-from recollect.megatron import RecomputeConfig, TrainingSetting
-from recollect.megatron.not_yet import NOT_YET, refuse_not_yet
-from recollect.megatron.rules import RULES
+from recollect.integrations.megatron import RecomputeConfig, TrainingSetting
+from recollect.integrations.megatron.not_yet import NOT_YET, refuse_not_yet
+from recollect.integrations.megatron.rules import RULES
 
 ANSWER = {rule.name: rule.ours for rule in RULES}
 

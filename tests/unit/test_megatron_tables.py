@@ -1,4 +1,4 @@
-"""The tables of docs/megatron.md are those of the code. `python -m recollect.megatron.tables` prints them."""
+"""The tables of docs/megatron.md are those of the code. `python -m recollect.integrations.megatron.tables` prints them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from recollect.megatron import parts
-from recollect.megatron.tables import not_yet_table, rules_table
+from recollect.integrations.megatron import parts
+from recollect.integrations.megatron.tables import not_yet_table, rules_table
 
 PAGE = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
 

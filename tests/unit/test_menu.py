@@ -10,8 +10,8 @@ import pytest
 
 from recollect.planning.hull import Option, evaluate, unit_hull
 from recollect.planning.menu import every_choice, unit_menu
+from recollect.plans.value_names import module_of
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
-from recollect.value_names import module_of
 from synthetic_step import random_step
 from watched_modules import on_modules
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import recollect
 from recollect.errors import MeterError, QuantityError
-from recollect.profile.meter import PeakMeasurement, measure_peak, storage_bytes
+from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
 
 KIB = 1024
 
@@ -267,7 +267,7 @@ def test_storage_bytes_looks_into_wrappers() -> None:
 
 def test_nothing_is_printed() -> None:
     program = (
-        "import torch; from recollect.profile.meter import measure_peak; old = [torch.zeros(10)]\n"
+        "import torch; from recollect.measuring.meter import measure_peak; old = [torch.zeros(10)]\n"
         "for _ in range(2): measure_peak(lambda: (torch.zeros(10), old.clear()))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from recollect.models.config import TransformerConfig
-from recollect.models.gpt import GPTModel
-from recollect.models.latent_attention import LatentAttention
-from recollect.models.router import TopKRouter
-from recollect.models.sizes import NAMED_CONFIGS
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.latent_attention import LatentAttention
+from recollect.lab.models.router import TopKRouter
+from recollect.lab.models.sizes import NAMED_CONFIGS
 
 NAMES = ["mixtral-tiny", "deepseek-v3-tiny"]
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from gradients import same_bits
-from recollect.models.config import TransformerConfig
-from recollect.models.experts import GroupedLinear
-from recollect.models.mlp import Activation
-from recollect.models.moe import MoELayer
-from recollect.models.router import TopKRouter
-from recollect.models.sizes import NAMED_CONFIGS
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.experts import GroupedLinear
+from recollect.lab.models.mlp import Activation
+from recollect.lab.models.moe import MoELayer
+from recollect.lab.models.router import TopKRouter
+from recollect.lab.models.sizes import NAMED_CONFIGS
 
 NAMES = ["mixtral-tiny", "deepseek-v3-tiny"]
 

@@ -15,9 +15,9 @@ from recollect.errors import BudgetTooSmallError
 from recollect.planning.bound import LowerBound
 from recollect.planning.choose import Planner
 from recollect.planning.choose import plan as choose
-from recollect.planning.decisions import decide
-from recollect.planning.simulate import CallDecision, simulate
 from recollect.profile.graph import Profile, UnitGraph
+from recollect.simulation.decisions import decide
+from recollect.simulation.simulate import CallDecision, simulate
 from synthetic_step import random_step
 from watched_modules import on_modules
 

@@ -15,11 +15,11 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import recollect
 from quick_meter import few_objects  # noqa: F401
-from recollect.models.architectures import llama_config
-from recollect.models.gpt import GPTModel
+from recollect.lab.models.architectures import llama_config
+from recollect.lab.models.gpt import GPTModel
+from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.profile import events
-from recollect.profile.meter import measure_peak, storage_bytes
-from recollect.profile.optimizer_step import OptimizerStep, record_optimizer_step
+from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step
 
 CPU = torch.device("cpu")
 Build = Callable[[Iterable[Any]], Optimizer]

@@ -25,12 +25,12 @@ from recollect.pictures.page import write_frontier_page, write_plan_page
 from recollect.pictures.png import draw_frontier, draw_memory
 from recollect.pictures.style import CATEGORY_COLORS, new_figure
 from recollect.pictures.words import classics_of, describe_profile
-from recollect.plan import Plan
 from recollect.planning.bound import LowerBound
 from recollect.planning.frontier import Frontier, FrontierPoint
-from recollect.planning.timeline import CATEGORIES
+from recollect.plans.plan import Plan
 from recollect.profile.events import WORK
 from recollect.profile.graph import Profile, StepLog
+from recollect.simulation.timeline import CATEGORIES
 from small_llama import batch_of, llama
 
 

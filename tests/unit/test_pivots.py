@@ -11,9 +11,9 @@ import synthetic_step
 from recollect.planning import bound as bound_module
 from recollect.planning.bound import LowerBound
 from recollect.planning.pivots import Pivot, pivots
-from recollect.planning.simulate import CallDecision, simulate
 from recollect.profile.events import SAVE, USE, WORK
 from recollect.profile.graph import OpRecord, Profile, UnitGraph, ValueRecord
+from recollect.simulation.simulate import CallDecision, simulate
 from synthetic_step import random_step
 
 TOLERANCE_S = 1e-9

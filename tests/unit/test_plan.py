@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from recollect.errors import PlanError, PlanFormatError
-from recollect.paths import compress_paths, expand_paths
-from recollect.plan import Plan, UnitPlan
-from recollect.plan_text import summarise_names
+from recollect.plans.paths import compress_paths, expand_paths
+from recollect.plans.plan import Plan, UnitPlan
+from recollect.plans.text import summarise_names
 
 KEPT = ("q_proj", "k_proj", "v_proj", "scaled", "o_proj", "gate_proj", "rsqrt")
 NAMES = """

@@ -18,7 +18,7 @@ from recollect.errors import (
     MutatedValueError,
     PlanMismatchWarning,
 )
-from recollect.plan import Plan, UnitPlan
+from recollect.plans.plan import Plan, UnitPlan
 from zoo import ZOO
 
 # Ops that the plan does not name

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 
 import recollect
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
-from recollect.megatron import GPTModelProvider, provider
-from recollect.models.sizes import NAMED_CONFIGS
+from recollect.lab.models import megatron_provider as provider
+from recollect.lab.models.megatron_provider import GPTModelProvider
+from recollect.lab.models.sizes import NAMED_CONFIGS
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256, "seq_length": 128}
 

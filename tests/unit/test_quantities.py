@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recollect.byte_format import format_bytes
 from recollect.errors import QuantityError
-from recollect.quantities import format_bytes, format_seconds, parse_budget, parse_bytes
+from recollect.quantities import format_seconds, parse_budget, parse_bytes
 
 
 @pytest.mark.parametrize(

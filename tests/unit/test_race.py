@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recollect.bench.race import Contestant, Race, percentile
+from recollect.lab.bench.race import Contestant, Race, percentile
 
 
 def ignore(text: str) -> None:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 import recollect
 from quick_meter import few_objects  # noqa: F401
+from recollect.costs.hardware_table import HARDWARE
 from recollect.errors import HardwareError, QuantityError, RecordError
-from recollect.models.architectures import llama_config
-from recollect.models.gpt import GPTModel
-from recollect.models.sizes import NAMED_CONFIGS
-from recollect.planning.decisions import decide
-from recollect.planning.simulate import simulate
+from recollect.lab.models.architectures import llama_config
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.profile.graph import Profile
-from recollect.profile.hardware_table import HARDWARE
+from recollect.simulation.decisions import decide
+from recollect.simulation.simulate import simulate
 from small_llama import SMALL, batch_of, graph_at, llama
 from zoo import ZOO
 

@@ -10,9 +10,9 @@ import torch
 
 import recollect
 from recollect.errors import ProfileMismatchWarning
-from recollect.models.architectures import llama_config
-from recollect.models.gpt import GPTModel
-from recollect.plan import Plan
+from recollect.lab.models.architectures import llama_config
+from recollect.lab.models.gpt import GPTModel
+from recollect.plans.plan import Plan
 from recollect.profile.graph import Profile
 
 VERSION = torch.__version__.partition("+")[0]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from recollect.errors import ConfigError, ConfigWarning
-from recollect.megatron import RollCheckpointing, roll_plan, roll_recompute_config
-from recollect.megatron.roll import is_moe_config
+from recollect.integrations.megatron import RollCheckpointing, roll_plan, roll_recompute_config
+from recollect.integrations.megatron.roll import is_moe_config
 from recollect.planning.classic import classic_plan
 from toy_profile import simulate, stack
 

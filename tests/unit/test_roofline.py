@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from recollect.costs.hardware import ArithmeticRate, ElementRate, Hardware
+from recollect.costs.op_work import work_of
+from recollect.costs.roofline import FREE, Work, seconds
 from recollect.engine.facts import facts_of
-from recollect.profile.hardware import ArithmeticRate, ElementRate, Hardware
-from recollect.profile.op_work import work_of
-from recollect.profile.roofline import FREE, Work, seconds
 from small_hardware import SMALL
 
 aten = torch.ops.aten

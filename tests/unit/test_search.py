@@ -9,12 +9,12 @@ import pytest
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import plan
 from recollect.planning.classic import classic_plan
-from recollect.planning.decisions import decide
 from recollect.planning.exhaustive import all_levels, every_plan, every_subset
 from recollect.planning.search import ChainSearch
 from recollect.planning.segments import dropped_outputs, first_outputs, folded_outputs, longest_chain, most_folded
-from recollect.planning.simulate import CallDecision, simulate
 from recollect.profile.graph import Profile
+from recollect.simulation.decisions import decide
+from recollect.simulation.simulate import CallDecision, simulate
 from synthetic_step import random_step
 from toy_profile import stack
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from gradients import same_bits
 from recollect.errors import RecordError
-from recollect.step import (
+from recollect.measuring.timing import timed
+from recollect.recording.model_step import (
     call_model,
     describe_batch,
     device_of,
     find_loss,
     restored_buffers,
     run_forward,
-    timed,
     undisturbed,
 )
 from zoo import ZOO

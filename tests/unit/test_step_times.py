@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import recollect
-from recollect.planning.decisions import decide, drop_all
 from recollect.planning.hull import unit_hull
 from recollect.planning.menu import unit_menu
-from recollect.planning.simulate import simulate
 from recollect.profile.graph import Profile
-from recollect.profile.step_times import StepTimes, UnitTimes, measure_step_times, with_step_times
-from recollect.step import call_model, run_forward
+from recollect.recording.model_step import call_model, run_forward
+from recollect.recording.step_times import StepTimes, UnitTimes, measure_step_times, with_step_times
+from recollect.simulation.decisions import decide, drop_all
+from recollect.simulation.simulate import simulate
 from small_llama import batch_of, graph_at, llama
 from toy_profile import layer
 

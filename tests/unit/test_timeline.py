@@ -13,13 +13,13 @@ from torch.nn import functional
 
 import recollect
 from recollect.errors import BudgetTooSmallError
-from recollect.plan import Plan, UnitPlan
-from recollect.planning.decisions import decide, recompute_all_unit
-from recollect.planning.lifetimes import LOSS, lifetimes
-from recollect.planning.simulate import GENERATOR, simulate
-from recollect.planning.timeline import CATEGORIES, PHASES, AliveItem, PeakReport
+from recollect.plans.plan import Plan, UnitPlan
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
 from recollect.profile.graph import Profile, StepLog
+from recollect.simulation.decisions import decide, recompute_all_unit
+from recollect.simulation.lifetimes import LOSS, lifetimes
+from recollect.simulation.simulate import GENERATOR, simulate
+from recollect.simulation.timeline import CATEGORIES, PHASES, AliveItem, PeakReport
 from small_llama import batch_of, llama
 from synthetic_step import random_step
 

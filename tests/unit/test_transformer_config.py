@@ -10,10 +10,10 @@ from typing import Any, get_args
 
 import pytest
 
-from recollect.models.architectures import deepseek_v3_config, gpt_config, llama_config, mixtral_config
-from recollect.models.config import TransformerConfig
-from recollect.models.sizes import NAMED_CONFIGS
-from recollect.train.config import SizeName
+from recollect.lab.models.architectures import deepseek_v3_config, gpt_config, llama_config, mixtral_config
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.sizes import NAMED_CONFIGS
+from recollect.lab.train.config import SizeName
 
 DIMENSIONS: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
 
@@ -163,7 +163,7 @@ def test_impossible_configurations_are_refused(changes: dict[str, Any], message:
 
 
 def test_sizes_import_no_torch() -> None:
-    code = "import sys, recollect.models.sizes; sys.exit('torch' in sys.modules)"
+    code = "import sys, recollect.lab.models.sizes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -12,21 +12,21 @@ import torch
 from rich.console import Console
 
 from recollect import __version__
-from recollect.bench.golden import check_comparable, compared, warn_of_versions
-from recollect.bench.machine import few_objects, keep_freed_memory, processor_name
-from recollect.bench.measure import measure
-from recollect.bench.model_flops import model_flops
-from recollect.bench.report import as_csv, as_markdown, notes, result_table, title
-from recollect.bench.results import BenchResults
-from recollect.bench.settings import MegatronWords, Setting, named_settings, parse_setting, read_settings
-from recollect.bench.subject import Subject
 from recollect.cli.bench_flags import Bench
 from recollect.cli.step import build_step
 from recollect.errors import RecollectError
-from recollect.models.config import TransformerConfig
+from recollect.lab.bench.golden import check_comparable, compared, warn_of_versions
+from recollect.lab.bench.machine import few_objects, keep_freed_memory, processor_name
+from recollect.lab.bench.measure import measure
+from recollect.lab.bench.model_flops import model_flops
+from recollect.lab.bench.report import as_csv, as_markdown, notes, result_table, title
+from recollect.lab.bench.results import BenchResults
+from recollect.lab.bench.settings import MegatronWords, Setting, named_settings, parse_setting, read_settings
+from recollect.lab.bench.subject import Subject
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.train.files import write_text
+from recollect.lab.train.step import resolve_device
 from recollect.quantities import parse_bytes
-from recollect.train.files import write_text
-from recollect.train.step import resolve_device
 
 _SEED = 0
 _WIDEST = 240

@@ -7,13 +7,13 @@ import statistics
 from rich.console import Console
 from rich.table import Table
 
+from recollect.byte_format import format_bytes
 from recollect.cli.commands import Calibrate
+from recollect.costs.calibrate import Calibration, calibrate
+from recollect.costs.hardware import KINDS
 from recollect.errors import RecollectError
-from recollect.profile.calibrate import Calibration, calibrate
-from recollect.profile.hardware import KINDS
-from recollect.quantities import format_bytes
-from recollect.train.files import write_text
-from recollect.train.step import resolve_device
+from recollect.lab.train.files import write_text
+from recollect.lab.train.step import resolve_device
 
 
 def run_calibrate(command: Calibrate, console: Console) -> None:

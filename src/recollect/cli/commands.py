@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from tyro.conf import OmitArgPrefixes, arg
 
 from recollect.cli.recompute_flags import RecomputeFlags
-from recollect.train.config import ModelFlags, TrainConfig
+from recollect.lab.train.config import ModelFlags, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from recollect.cli.bench_flags import Bench
 from recollect.cli.commands import Calibrate, DrawFrontier, MakePlan, Tokenize, Train
 from recollect.cli.explain_flags import Explain
 from recollect.errors import RecollectError
-from recollect.megatron.arguments import describes_model, read_arguments
-from recollect.train.config import demo_config, pretrain_gpt_config
+from recollect.integrations.megatron.arguments import describes_model, read_arguments
+from recollect.lab.train.config import demo_config, pretrain_gpt_config
 
 Command = Train | MakePlan | DrawFrontier | Calibrate | Tokenize | Bench | Explain
 _COMMANDS: dict[str, Any] = {

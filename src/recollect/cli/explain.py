@@ -7,16 +7,17 @@ import json
 from rich.console import Console
 from rich.table import Table
 
-from recollect.bench.settings import MegatronWords
+from recollect.byte_format import format_bytes
 from recollect.cli.explain_flags import Explain
 from recollect.cli.megatron_yaml import MegatronFile, read_megatron_file
 from recollect.cli.step import step_recorder
 from recollect.errors import RecollectError
-from recollect.megatron import TrainingSetting, megatron_plan
-from recollect.planning.beside_budget import Explained, Explanation, LayerGroup, explain_plan
+from recollect.integrations.megatron import TrainingSetting, megatron_plan
+from recollect.lab.bench.settings import MegatronWords
+from recollect.lab.train.files import write_text
+from recollect.planning.explain import Explained, Explanation, LayerGroup, explain_plan
 from recollect.profile.graph import Profile
-from recollect.quantities import format_bytes, format_seconds
-from recollect.train.files import write_text
+from recollect.quantities import format_seconds
 
 _WIDEST = 140
 _NONE = "-"

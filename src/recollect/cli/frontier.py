@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 import recollect
+from recollect.byte_format import format_bytes
 from recollect.cli.commands import DrawFrontier
 from recollect.cli.pictures import check_pictures
 from recollect.cli.step import step_recorder
@@ -13,7 +14,6 @@ from recollect.pictures.page import write_frontier_page
 from recollect.pictures.png import draw_frontier
 from recollect.pictures.words import percent
 from recollect.planning.frontier import Frontier
-from recollect.quantities import format_bytes
 
 
 def run_frontier(command: DrawFrontier, console: Console) -> None:

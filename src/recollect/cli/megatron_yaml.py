@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recollect.bench.settings import read_yaml
 from recollect.cli.commands import RecordedStep
 from recollect.errors import RecollectError
-from recollect.megatron import RecomputeConfig, TrainingSetting
-from recollect.models.config import TransformerConfig
+from recollect.integrations.megatron import RecomputeConfig, TrainingSetting
+from recollect.lab.bench.settings import read_yaml
+from recollect.lab.models.config import TransformerConfig
 
 __all__ = ["MegatronFile", "read_megatron_file"]
 

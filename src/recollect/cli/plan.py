@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from recollect.byte_format import format_bytes
 from recollect.cli.commands import MakePlan
 from recollect.cli.pictures import check_pictures
 from recollect.cli.step import step_recorder
 from recollect.errors import RecollectError
-from recollect.loss.choose import plan_with_chunks
+from recollect.lab.train.files import write_text
 from recollect.pictures.page import write_plan_page
 from recollect.pictures.png import draw_memory
-from recollect.quantities import format_bytes
-from recollect.train.files import write_text
+from recollect.planning.loss_chunks import plan_with_chunks
 
 
 def run_plan(command: MakePlan, console: Console) -> None:

@@ -1,6 +1,6 @@
 """Megatron's flags for recompute and offload, for every command that takes them. Imports no torch.
 
-They are read here and judged in `recollect.megatron`: what clashes with what is one set of rules, for flags, YAML and Python.
+They are read here and judged in `recollect.integrations.megatron`, by one set of rules for flags, YAML and Python.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 import recollect
 from recollect.cli.commands import ModelStep, RecordedStep
 from recollect.errors import RecollectError
-from recollect.models.config import TransformerConfig
-from recollect.models.gpt import GPTModel
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.train.config import OptimFlags
+from recollect.lab.train.optim import build_optimizer
+from recollect.lab.train.step import resolve_device
 from recollect.profile.graph import Profile
-from recollect.train.config import OptimFlags
-from recollect.train.optim import build_optimizer
-from recollect.train.step import resolve_device
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,9 +6,9 @@ from rich.console import Console
 
 from recollect.cli.commands import Tokenize
 from recollect.errors import RecollectError
-from recollect.train.documents import read_documents
-from recollect.train.indexed_dataset import IndexedDataset, write_indexed_dataset
-from recollect.train.tokens import open_tokenizer
+from recollect.lab.train.documents import read_documents
+from recollect.lab.train.indexed_dataset import IndexedDataset, write_indexed_dataset
+from recollect.lab.train.tokens import open_tokenizer
 
 
 def run_tokenize(command: Tokenize, console: Console) -> None:

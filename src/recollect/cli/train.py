@@ -7,10 +7,10 @@ import dataclasses
 from rich.console import Console
 
 from recollect.cli.commands import Train
-from recollect.megatron import RecomputeConfig, TrainingSetting
-from recollect.train.config import TrainConfig
-from recollect.train.loop import train
-from recollect.train.report import report_lines, report_table
+from recollect.integrations.megatron import RecomputeConfig, TrainingSetting
+from recollect.lab.train.config import TrainConfig
+from recollect.lab.train.loop import train
+from recollect.lab.train.report import report_lines, report_table
 
 
 def run_train(command: Train, console: Console) -> None:

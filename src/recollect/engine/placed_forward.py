@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 if TYPE_CHECKING:
-    from recollect.engine.apply import Applied
+    from recollect.plans.plan import Plan
 
 
 class PlacedForward:
@@ -48,3 +50,55 @@ class PlacedForward:
             vars(self.module)["forward"] = self.forward
         else:
             del vars(self.module)["forward"]
+
+
+class Applied:
+    """A plan on a model. `remove()`, or the end of a with-block, takes it off.
+
+    Example:
+        >>> import torch, recollect
+        >>> from recollect.lab.models.architectures import llama_config
+        >>> from recollect.lab.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
+        >>> plan = recollect.Plan(units={})
+        >>> with recollect.apply(model, plan) as applied:
+        ...     applied.plan is plan
+        True
+    """
+
+    def __init__(self, model: nn.Module, forwards: Iterable[PlacedForward], plan: Plan | None) -> None:
+        self.model = model
+        self.plan = plan
+        self._forwards = list(forwards)
+        for forward in self._forwards:
+            forward.applied = self
+            forward.put()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Take the plan off for the length of a with-block."""
+        for forward in reversed(self._forwards):
+            forward.take_off()
+        try:
+            yield
+        finally:
+            for forward in self._forwards:
+                forward.put()
+
+    def remove(self) -> None:
+        """Give every module its own forward back; does nothing the second time."""
+        for forward in reversed(self._forwards):
+            forward.take_off()
+        self._forwards = []
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        state = "applied to" if self._forwards else "removed from"
+        return f"<plan {state} {type(self.model).__name__}>"

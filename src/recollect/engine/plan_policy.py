@@ -6,10 +6,10 @@ import warnings
 from typing import TYPE_CHECKING
 
 from recollect.errors import PlanMismatchWarning
-from recollect.value_names import module_of
+from recollect.plans.value_names import module_of
 
 if TYPE_CHECKING:
-    from recollect.plan import Plan
+    from recollect.plans.plan import Plan
 
 
 class PlanPolicy:

@@ -11,7 +11,7 @@ from torch import nn
 from recollect.errors import ProfileMismatchWarning
 
 if TYPE_CHECKING:
-    from recollect.plan import Plan
+    from recollect.plans.plan import Plan
 
 
 def device_name(device: torch.device) -> str:

@@ -44,7 +44,7 @@ from recollect.engine.values import (
     record_of,
     watch,
 )
-from recollect.value_names import result_names, value_stem
+from recollect.plans.value_names import result_names, value_stem
 
 # A unit that runs twice a step may get another one's dropped output the second time only.
 _RUNS_TO_SETTLE = 2

@@ -12,7 +12,7 @@ section reaches them there.
 | `contiguous_memory_optimization` | of partitioned values only, so not yet; without them an error, as in DeepSpeed |
 | `number_checkpoints` | sizes the buffers of the former; without them a warning: it has no effect |
 | `synchronize_checkpoint_boundary` | a warning: nothing waits at the edge of a region, since there is no such edge |
-| `profile` | a warning: `recollect.layer_accounts` has the times of what runs again |
+| `profile` | a warning: `recollect.layer_usage` has the times of what runs again |
 
 Read in DeepSpeed master at edaa7221 (`runtime/activation_checkpointing`).
 """
@@ -25,13 +25,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
-from recollect.megatron.compile import megatron_plan
-from recollect.megatron.config import RecomputeConfig
-from recollect.megatron.rule import did_you_mean
-from recollect.plan import Plan
-from recollect.planning.decisions import Simulate
-from recollect.planning.simulate import simulate as simulate_step
+from recollect.integrations.megatron.compile import megatron_plan
+from recollect.integrations.megatron.config import RecomputeConfig
+from recollect.integrations.megatron.rule import did_you_mean
+from recollect.plans.plan import Plan
 from recollect.profile.graph import Profile
+from recollect.simulation.decisions import Simulate
+from recollect.simulation.simulate import simulate as simulate_step
 
 __all__ = ["ActivationCheckpointing", "deepspeed_plan"]
 
@@ -76,7 +76,7 @@ class ActivationCheckpointing:
         if self.synchronize_checkpoint_boundary:
             _warn("synchronize_checkpoint_boundary", "values are recomputed one by one, so no region has an edge")
         if self.profile:
-            _warn("profile", "recollect.layer_accounts has the times of what runs again")
+            _warn("profile", "recollect.layer_usage has the times of what runs again")
 
     def _fail(self, setting: str, other: str, reason: str) -> None:
         settings = {name: getattr(self, name) for name in (setting, other)}

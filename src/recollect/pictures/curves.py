@@ -9,8 +9,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.timeline import PHASES, Timeline
 from recollect.profile.events import OPTIMIZER
+from recollect.simulation.timeline import PHASES, Timeline
 
 __all__ = ["MemoryCurve", "Span", "TimeUnit", "memory_curve"]
 

@@ -20,17 +20,17 @@ from typing import Any
 
 import numpy as np
 
+from recollect.byte_format import format_bytes
 from recollect.errors import RecollectError
 from recollect.pictures.bounds import bound_corners
 from recollect.pictures.curves import memory_curve
 from recollect.pictures.style import CATEGORY_COLORS
 from recollect.pictures.words import byte_unit, classics_of, describe_profile, percent, time_unit_of
-from recollect.plan import Plan
 from recollect.planning.classic import classic_plan
 from recollect.planning.frontier import Frontier, FrontierPoint
-from recollect.planning.timeline import CATEGORIES, PeakReport, timeline
+from recollect.plans.plan import Plan
 from recollect.profile.graph import Profile
-from recollect.quantities import format_bytes
+from recollect.simulation.timeline import CATEGORIES, PeakReport, timeline
 
 __all__ = ["require_plotly", "write_frontier_page", "write_plan_page"]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from recollect.byte_format import format_bytes
 from recollect.pictures.bounds import bound_corners
 from recollect.pictures.curves import MemoryCurve, Span, TimeUnit, memory_curve
 from recollect.pictures.labels import Mark, place_labels
@@ -24,12 +25,11 @@ from recollect.pictures.style import (
     set_title,
 )
 from recollect.pictures.words import byte_unit, classics_of, describe_profile, percent, time_unit_of
-from recollect.plan import Plan
 from recollect.planning.classic import classic_plan
 from recollect.planning.frontier import Frontier
-from recollect.planning.timeline import CATEGORIES, Timeline, timeline
+from recollect.plans.plan import Plan
 from recollect.profile.graph import Profile
-from recollect.quantities import format_bytes
+from recollect.simulation.timeline import CATEGORIES, Timeline, timeline
 
 __all__ = ["draw_frontier", "draw_memory"]
 

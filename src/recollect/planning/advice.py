@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from recollect.planning.decisions import Prediction
+from recollect.byte_format import format_bytes
 from recollect.profile.events import ALLOC, FREE, OPTIMIZER, PHASE
 from recollect.profile.graph import Profile
-from recollect.quantities import format_bytes
+from recollect.simulation.decisions import Prediction
 
 __all__ = ["advice", "lasting_bytes"]
 

@@ -46,8 +46,8 @@ from scipy.sparse import coo_array, csr_array
 from recollect.planning.hull import Option, unit_hull
 from recollect.planning.moments import Demand, moments
 from recollect.planning.pivots import pivots
-from recollect.planning.script import rounded_bytes
 from recollect.profile.graph import OpRecord, Profile, UnitGraph, ValueRecord
+from recollect.simulation.program import rounded_bytes
 
 __all__ = ["LowerBound", "check_bound", "demand_hull"]
 

@@ -1,7 +1,7 @@
 """The choice across units as a chain: dynamic programming over what earlier units keep, with measured working sets.
 
 Units in forward order; unit l with option k keeps s(l, k) bytes and runs ops of t(l, k) seconds again. In each window
-w of l's forward or backward (`planning/windows.py`), the step holds
+w of l's forward or backward (`simulation/windows.py`), the step holds
 
     base(w) + sum over earlier units j of s(j, k_j) + m(l, k, w) <= budget
 
@@ -25,10 +25,10 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.plan import Action
 from recollect.planning.ladder import Ladder, Levels
-from recollect.planning.superposition import Peaks
-from recollect.planning.windows import Window
+from recollect.plans.plan import Action
+from recollect.simulation.peak_sums import Peaks
+from recollect.simulation.windows import Window
 
 __all__ = ["Chain", "SimulateLevels", "Stage", "WorkingSets", "cheapest"]
 

@@ -15,18 +15,18 @@ from dataclasses import replace
 from functools import partial
 
 from recollect.errors import BudgetTooSmallError
-from recollect.plan import Plan
 from recollect.planning.advice import advice
 from recollect.planning.bound import LowerBound, check_bound
 from recollect.planning.classic import classic_plan
-from recollect.planning.decisions import Simulate, decide, simulated_plan
 from recollect.planning.greedy import Fit, GreedySearch, Trial
 from recollect.planning.ladder import Ladder
 from recollect.planning.search import ChainSearch
-from recollect.planning.simulate import CallDecision
-from recollect.planning.simulate import simulate as simulate_step
+from recollect.plans.plan import Plan
 from recollect.profile.graph import Profile
 from recollect.quantities import parse_budget
+from recollect.simulation.decisions import Simulate, decide, simulated_plan
+from recollect.simulation.simulate import CallDecision
+from recollect.simulation.simulate import simulate as simulate_step
 
 __all__ = ["Planner", "plan"]
 
@@ -80,8 +80,8 @@ class Planner:
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.models.architectures import llama_config
-        >>> from recollect.models.gpt import GPTModel
+        >>> from recollect.lab.models.architectures import llama_config
+        >>> from recollect.lab.models.gpt import GPTModel
         >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
         >>> tokens = torch.randint(0, 64, (1, 16))
         >>> planner = Planner(recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True))
@@ -126,7 +126,7 @@ class Planner:
         fit = self._best_of_chains(budget_bytes, bound_s) if self._has_log else None
         if fit is not None:
             return self._finished(fit, budget_bytes, bound_s)
-        play = partial(self._simulate, self.profile) if self._search is None else self._search.superposition.peaks
+        play = partial(self._simulate, self.profile) if self._search is None else self._search.peak_sums.peaks
         greedy = GreedySearch(self.profile, budget_bytes, play)
         found = greedy.best()
         if found is not None:

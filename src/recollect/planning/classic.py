@@ -20,11 +20,11 @@ import difflib
 import math
 from typing import Literal
 
-from recollect.plan import Plan
-from recollect.planning.decisions import Simulate, decide, keep_all_unit, recompute_all_unit, simulated_plan
 from recollect.planning.segments import dropped_outputs, longest_chain
-from recollect.planning.simulate import simulate as simulate_step
+from recollect.plans.plan import Plan
 from recollect.profile.graph import Profile
+from recollect.simulation.decisions import Simulate, decide, keep_all_unit, recompute_all_unit, simulated_plan
+from recollect.simulation.simulate import simulate as simulate_step
 
 __all__ = ["CLASSIC_NAMES", "ClassicName", "classic_plan"]
 

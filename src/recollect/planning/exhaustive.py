@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 from itertools import combinations, product
 
-from recollect.plan import Action
 from recollect.planning.hull import Option, evaluate
 from recollect.planning.ladder import Ladder, Levels
 from recollect.planning.segments import chains, single_outputs
+from recollect.plans.plan import Action
 from recollect.profile.graph import Profile, UnitGraph
 
 __all__ = ["all_levels", "every_plan", "every_subset"]

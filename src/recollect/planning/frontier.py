@@ -7,16 +7,16 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError, PlanError, ProfileFormatError
-from recollect.plan import Plan
 from recollect.planning.bound import check_bound
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
-from recollect.planning.decisions import Simulate
 from recollect.planning.segments import longest_chain
-from recollect.planning.simulate import simulate as simulate_step
+from recollect.plans.plan import Plan
 from recollect.profile.graph import Profile
-from recollect.quantities import format_bytes
+from recollect.simulation.decisions import Simulate
+from recollect.simulation.simulate import simulate as simulate_step
 
 __all__ = ["BoundPoint", "Frontier", "FrontierPoint", "frontier"]
 
@@ -108,8 +108,8 @@ def frontier(profile: Profile, *, simulate: Simulate = simulate_step) -> Frontie
 
     Example:
         >>> import torch, recollect
-        >>> from recollect.models.architectures import llama_config
-        >>> from recollect.models.gpt import GPTModel
+        >>> from recollect.lab.models.architectures import llama_config
+        >>> from recollect.lab.models.gpt import GPTModel
         >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
         >>> tokens = torch.randint(0, 64, (1, 16))
         >>> found = recollect.frontier(recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True))

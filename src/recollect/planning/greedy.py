@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-from recollect.planning.decisions import Prediction
 from recollect.planning.hull import unit_hull
 from recollect.planning.ladder import Ladder, Levels, Move, OptionsOf
 from recollect.planning.segments import dropped_outputs, longest_chain
-from recollect.planning.simulate import CallDecision
 from recollect.profile.graph import Profile
+from recollect.simulation.decisions import Prediction
+from recollect.simulation.simulate import CallDecision
 
 __all__ = ["STRIDES", "Fit", "GreedySearch", "Trial"]
 

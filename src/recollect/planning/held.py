@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import combinations
 
-from recollect.plan import Action
 from recollect.planning.hull import Evaluator, Option
+from recollect.plans.plan import Action
 from recollect.profile.events import ALLOC, BACKWARD, DIES, OP, PHASE, WORK
 from recollect.profile.graph import Profile, UnitGraph
 

@@ -34,8 +34,8 @@ import numpy as np
 from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from recollect.plans.value_names import module_of
 from recollect.profile.graph import UnitGraph
-from recollect.value_names import module_of
 
 __all__ = ["Evaluator", "Option", "evaluate", "unit_hull"]
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from recollect.plan import Action, Plan, UnitPlan
-from recollect.planning.decisions import decide_call, keep_all_unit, unit_plan
 from recollect.planning.hull import Option, unit_hull
-from recollect.planning.simulate import CallDecision
+from recollect.planning.unit_plans import unit_plan
+from recollect.plans.plan import Action, Plan, UnitPlan
 from recollect.profile.graph import Profile, UnitGraph
+from recollect.simulation.decisions import decide_call, keep_all_unit
+from recollect.simulation.simulate import CallDecision
 
 __all__ = ["Ladder", "Levels", "Move", "Rung"]
 

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations
 
-from recollect.plan import Action
 from recollect.planning.hull import Evaluator, Option, unit_hull
+from recollect.plans.plan import Action
+from recollect.plans.value_names import module_of
 from recollect.profile.graph import UnitGraph
-from recollect.value_names import module_of
 
 __all__ = ["every_choice", "unit_menu"]
 

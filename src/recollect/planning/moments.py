@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from recollect.planning.pivots import Pivot
-from recollect.planning.script import rounded_bytes
-from recollect.planning.windows import windows
 from recollect.profile.events import (
     ALLOC,
     BACKWARD,
@@ -33,6 +31,8 @@ from recollect.profile.events import (
     WORK,
 )
 from recollect.profile.graph import Profile
+from recollect.simulation.program import rounded_bytes
+from recollect.simulation.windows import windows
 
 __all__ = ["Demand", "Moment", "moments"]
 

@@ -10,7 +10,7 @@ from itertools import combinations, islice
 
 from recollect.planning.chain import Chain
 from recollect.planning.ladder import Ladder, Levels
-from recollect.planning.superposition import Peaks
+from recollect.simulation.peak_sums import Peaks
 
 __all__ = ["polish"]
 

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from recollect.planning.chain import Chain, SimulateLevels, Stage, cheapest
 from recollect.planning.held import unheld_bytes
 from recollect.planning.ladder import Ladder, Levels
-from recollect.planning.superposition import Peaks
-from recollect.planning.windows import Window
 from recollect.profile.events import FORWARD
+from recollect.simulation.peak_sums import Peaks
+from recollect.simulation.windows import Window
 
 __all__ = ["PricedChain"]
 

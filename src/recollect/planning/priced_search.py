@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from recollect.plan import Action
 from recollect.planning.held import held_values, with_held
 from recollect.planning.hull import Option
 from recollect.planning.ladder import Ladder, Levels, OptionsOf
 from recollect.planning.priced_chain import PricedChain
 from recollect.planning.segments import single_outputs
-from recollect.planning.superposition import Peaks, Superposition
-from recollect.planning.windows import Window
+from recollect.plans.plan import Action
 from recollect.profile.graph import Profile, UnitGraph
+from recollect.simulation.peak_sums import Peaks, PeakSums
+from recollect.simulation.windows import Window
 
 __all__ = ["PricedSearch", "remembered_peaks"]
 
@@ -31,16 +31,14 @@ class PricedSearch:
     Args:
         profile: the recorded step.
         windows: of this profile.
-        superposition: tells the peaks of plans, in these windows.
+        peak_sums: tells the peaks of plans, in these windows.
         options_of: what there is to choose from for a unit, before the held values are varied.
     """
 
-    def __init__(
-        self, profile: Profile, windows: Sequence[Window], superposition: Superposition, options_of: OptionsOf
-    ) -> None:
+    def __init__(self, profile: Profile, windows: Sequence[Window], peak_sums: PeakSums, options_of: OptionsOf) -> None:
         self.profile = profile
         self._windows = windows
-        self._superposition = superposition
+        self._superposition = peak_sums
         self._held = held_values(profile)
         held_of = dict(zip(profile.graphs, self._held, strict=True))
 
@@ -106,14 +104,12 @@ class PricedSearch:
         return remembered_peaks(self._superposition, ladder, self._known.setdefault(dropped, {}))
 
 
-def remembered_peaks(
-    superposition: Superposition, ladder: Ladder, known: dict[Levels, Peaks]
-) -> Callable[[Levels], Peaks]:
+def remembered_peaks(peak_sums: PeakSums, ladder: Ladder, known: dict[Levels, Peaks]) -> Callable[[Levels], Peaks]:
     """Return what tells the peaks of a ladder's levels, and adds those that it is asked for to the known ones."""
 
     def peaks_of(levels: Levels) -> Peaks:
         if levels not in known:
-            known[levels] = superposition.peaks(ladder.decisions(levels))
+            known[levels] = peak_sums.peaks(ladder.decisions(levels))
         return known[levels]
 
     return peaks_of

@@ -20,12 +20,12 @@ from recollect.planning.ladder import Ladder, Levels, OptionsOf
 from recollect.planning.menu import every_choice, unit_menu
 from recollect.planning.polish import polish
 from recollect.planning.priced_search import PricedSearch, remembered_peaks
-from recollect.planning.script import Script
 from recollect.planning.segments import first_outputs, folded_outputs, most_folded, single_outputs
-from recollect.planning.simulate import simulate
-from recollect.planning.superposition import Peaks, Superposition, checked
-from recollect.planning.windows import Window, windows
 from recollect.profile.graph import Profile, UnitGraph
+from recollect.simulation.peak_sums import Peaks, PeakSums, checked
+from recollect.simulation.program import Program
+from recollect.simulation.simulate import simulate
+from recollect.simulation.windows import Window, windows
 
 __all__ = ["ChainSearch"]
 
@@ -75,14 +75,14 @@ class ChainSearch:
             changed by that.
 
     Attributes:
-        script, superposition: of the profile.
+        program, peak_sums: of the profile.
     """
 
     def __init__(self, profile: Profile, *, like: ChainSearch | None = None) -> None:
         self.profile = profile
         self._windows: list[Window] = like._windows if like else windows(profile)
-        self.script: Script = like.script if like else Script(profile, self._windows)
-        self.superposition: Superposition = like.superposition if like else Superposition(self.script)
+        self.program: Program = like.program if like else Program(profile, self._windows)
+        self.peak_sums: PeakSums = like.peak_sums if like else PeakSums(self.program)
         self._num_events = sum(len(profile.log.blocks[block]) for block, _ in profile.log.sequence) or 1
         self._most_probes = max(_FEWEST_PROBES, _PROBED_EVENTS // self._num_events)
         most_values = max((sum(v.producer is not None for v in g.values) for g in profile.graphs), default=0)
@@ -99,7 +99,7 @@ class ChainSearch:
         self._has_tape_s = any(graph.tape_s for graph in profile.graphs)
         self._chains: dict[Dropped, tuple[Ladder, Chain]] = {}
         self._simulated: dict[Dropped, dict[Levels, Peaks]] = {}
-        self._priced = PricedSearch(profile, self._windows, self.superposition, self._options_of)
+        self._priced = PricedSearch(profile, self._windows, self.peak_sums, self._options_of)
 
     @cached_property
     def _working_bytes(self) -> list[int]:
@@ -138,15 +138,14 @@ class ChainSearch:
         """Let the simulator have the last word."""
         if found is None:
             return None
-        simulation = simulate(self.profile, found.ladder.decisions(found.levels), script=self.script)
+        simulation = simulate(self.profile, found.ladder.decisions(found.levels), program=self.program)
         return Fit(found.ladder, found.levels, checked(simulation, found.peaks))
 
     def _all_plans(self, ladder: Ladder) -> list[_Found]:
         """Return all plans that there are, of a step that has few of them."""
         if self._every_found is None:
             self._every_found = [
-                _Found(ladder, levels, self.superposition.peaks(ladder.decisions(levels)))
-                for levels in all_levels(ladder)
+                _Found(ladder, levels, self.peak_sums.peaks(ladder.decisions(levels))) for levels in all_levels(ladder)
             ]
         return self._every_found
 
@@ -228,7 +227,7 @@ class ChainSearch:
         return self._chains[dropped]
 
     def _simulate_levels(self, dropped: Dropped, ladder: Ladder) -> Callable[[Levels], Peaks]:
-        return remembered_peaks(self.superposition, ladder, self._simulated[dropped])
+        return remembered_peaks(self.peak_sums, ladder, self._simulated[dropped])
 
     def _best_known(self, budget_bytes: int, *, by_peak: bool = False) -> _Found | None:
         """Return the fastest plan within the budget that any chain has simulated, or the one with the least peak."""

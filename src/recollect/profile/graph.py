@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from recollect.errors import ProfileFormatError
-from recollect.value_names import module_of
+from recollect.plans.value_names import module_of
 
 __all__ = ["OpRecord", "Profile", "StepLog", "UnitCall", "UnitGraph", "ValueRecord"]
 
@@ -189,7 +189,7 @@ class UnitCall:
 
 @dataclass(frozen=True, slots=True)
 class StepLog:
-    """The step's memory events, for `recollect.planning.simulate` only.
+    """The step's memory events, for `recollect.simulation.simulate` only.
 
     Attributes:
         blocks: distinct runs of events; an event is (opcode, operands...). Identical layers share one block.

@@ -1,0 +1,1 @@
+"""Seconds of an op: measured on a device, or modelled for fake tensors."""

@@ -1,0 +1,266 @@
+"""Measure a device and fit the cost model to it.
+
+Fitted are the parameters of `roofline.py`, those of memory and elements first, then those of matrix products: the least
+squared logarithm of modelled over measured time, under a robust loss, so that a factor of two counts the same for a long and
+for a short op, and an op that the model does not describe cannot spoil the others.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from recollect._torch_private import below_autograd
+from recollect.costs.calibration_ops import MeasuredOp, Sizes, calibration_ops
+from recollect.costs.hardware import KINDS, ArithmeticRate, ElementRate, Hardware
+from recollect.costs.hardware_table import hardware_of_device
+from recollect.costs.op_work import DTYPES
+from recollect.costs.roofline import seconds
+from recollect.errors import HardwareError
+from recollect.measuring.device_memory import memory_bytes
+
+__all__ = ["Calibration", "calibrate", "fit"]
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_PRODUCT_KINDS = ("matmul", "attention", "attention_backward")
+_ELEMENT_KINDS = tuple(kind for kind in KINDS if kind not in _PRODUCT_KINDS)
+_FEWEST_ROUNDS = 3
+_MOST_ROUNDS = 30
+_RUNS_PER_EVENT = 10
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A fitted device and what it was fitted to.
+
+    Attributes:
+        hardware: the device.
+        ops: what was measured.
+        rounds: runs of each op; its time is their median.
+        elapsed_s: seconds that all of it took.
+    """
+
+    hardware: Hardware
+    ops: tuple[MeasuredOp, ...]
+    rounds: int
+    elapsed_s: float
+
+    def ratios(self, kind: str | None = None) -> list[float]:
+        """Return modelled over measured time of the ops of a kind, or of all."""
+        return [seconds(op.work, self.hardware) / op.median_s for op in self.ops if kind in (None, op.work.kind)]
+
+
+class _Range(NamedTuple):
+    guess: float
+    least: float
+    most: float
+
+
+def calibrate(device: torch.device, *, seconds_to_spend: float = 40.0, quick: bool = False) -> Calibration:
+    """Measure a device and fit the cost model to it.
+
+    Args:
+        device: "cpu", with the number of threads that PyTorch is set to, or a CUDA device.
+        seconds_to_spend: about how long the measurement may take; each op runs three times at least.
+        quick: smaller tensors, three runs: seconds instead of a minute, and rates far from the device's best.
+
+    Raises:
+        HardwareError: another type of device, or one that is not there.
+
+    Example:
+        >>> import torch
+        >>> calibrate(torch.device("cpu"), quick=True).hardware.device
+        'cpu'
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise HardwareError(f"device: got {str(device)!r}, expected cpu or cuda; others are not measured.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise HardwareError("device: got cuda, but PyTorch finds no CUDA device here; expected cpu.")
+    begin = time.perf_counter()
+    # Events are of the current device.
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with current, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        ops = calibration_ops(device, _DTYPES, Sizes.of(device, quick=quick))
+        rounds = _measure(ops, device, until=begin + (0.0 if quick else seconds_to_spend))
+    hardware = fit(_blank(device), ops, hardware_of_device(_device_name(device)))
+    return Calibration(hardware, tuple(ops), rounds, time.perf_counter() - begin)
+
+
+def _measure(ops: Sequence[MeasuredOp], device: torch.device, *, until: float) -> int:
+    """Run all ops in turns, so that a slow moment of the machine hits each of them a little and none of them much."""
+    time_op = _cuda_seconds if device.type == "cuda" else _cpu_seconds
+    rounds = 0
+    with below_autograd():
+        for op in ops:
+            time_op(op.run)  # not counted: the first run loads kernels
+        while rounds < _FEWEST_ROUNDS or (rounds < _MOST_ROUNDS and time.perf_counter() < until):
+            for op in ops:
+                op.seconds.append(time_op(op.run))
+            rounds += 1
+    return rounds
+
+
+def _cpu_seconds(run: Callable[[], None]) -> float:
+    # With one thread, its processor time, which leaves out when other programs had the core.
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    begin = clock()
+    run()
+    return clock() - begin
+
+
+def _cuda_seconds(run: Callable[[], None]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(_RUNS_PER_EVENT):
+        run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000 / _RUNS_PER_EVENT
+
+
+def _blank(device: torch.device) -> Hardware:
+    """Return the device with rates that mean nothing yet."""
+    return Hardware(
+        name=_device_name(device),
+        device=device.type,
+        memory_bytes=_memory_bytes(device),
+        bandwidth_bytes_per_s=1.0,
+        traffic_efficiency=1.0,
+        launch_s=1.0,
+        rates=tuple(ArithmeticRate(DTYPES[dtype], 1.0) for dtype in _DTYPES),
+    )
+
+
+def fit(start: Hardware, ops: Sequence[MeasuredOp], known: Hardware | None) -> Hardware:
+    """Return the hardware that fits what was measured.
+
+    Args:
+        start: the device, with a rate for each dtype to fit.
+        ops: ops of every kind with their times; matrix products of each dtype.
+        known: the device's entry in the table, if it has one: efficiencies are fractions of the peaks that this says.
+    """
+    simple = [op for op in ops if not op.work.flops]
+    fitted = _least_errors(simple, _memory_ranges(simple), partial(_with_memory, start))
+    for rate in start.rates:
+        products = [op for op in ops if op.work.flops and op.work.dtype == rate.dtype]
+        fitted = _least_errors(products, _rate_ranges(products), partial(_with_rate, fitted, rate.dtype))
+    return fitted if known is None else _against_peaks(fitted, known)
+
+
+def _memory_ranges(ops: Sequence[MeasuredOp]) -> list[_Range]:
+    """Where launch, bandwidth, rate and size of the cache, and the rates of elements may lie.
+
+    What is larger than the cache has to be among what was measured, or its rate could be anything.
+    """
+    most_bytes = max(op.work.traffic_bytes for op in ops)
+    shortest_s, launch_s = min(op.median_s for op in ops), statistics.median(op.median_s for op in ops if op.is_tiny)
+    large = max(op.work.traffic_bytes / op.median_s for op in ops if op.work.traffic_bytes > most_bytes / 4)
+    best = max(op.work.traffic_bytes / op.median_s for op in ops)
+    ranges = [
+        _Range(launch_s, shortest_s / 2, 4 * launch_s),
+        _Range(large, large / 10, 2 * large),
+        _Range(best, large / 10, 2 * best),
+        _Range(most_bytes / 16, most_bytes / 1e4, most_bytes / 4),
+    ]
+    for kind in _ELEMENT_KINDS:
+        fastest = max(op.work.elements / op.median_s for op in ops if op.work.kind == kind)
+        ranges.append(_Range(fastest, fastest / 10, 2 * fastest))
+    return ranges
+
+
+def _rate_ranges(ops: Sequence[MeasuredOp]) -> list[_Range]:
+    """Where the rates of products and attention may lie: a little above the best that was seen, not at any height."""
+    ranges = []
+    for kind in _PRODUCT_KINDS:
+        fastest = max(op.work.flops / op.median_s for op in ops if op.work.kind == kind)
+        ranges.append(_Range(fastest, fastest / 4, 1.5 * fastest))
+    products = [op.work for op in ops if op.work.kind == "matmul"]
+    most_outputs = max(work.outputs for work in products)
+    most_depth = max(work.flops / 2 / work.outputs for work in products)
+    return [*ranges, _Range(most_outputs / 100, 1.0, most_outputs), _Range(most_depth / 20, 1.0, most_depth)]
+
+
+def _with_memory(hardware: Hardware, numbers: Sequence[float]) -> Hardware:
+    launch_s, bandwidth, cache_rate, cache_bytes, *elements = numbers
+    return replace(
+        hardware,
+        launch_s=launch_s,
+        bandwidth_bytes_per_s=bandwidth,
+        cache_bytes_per_s=cache_rate,
+        cache_bytes=round(cache_bytes),
+        elements=tuple(ElementRate(kind, rate) for kind, rate in zip(_ELEMENT_KINDS, elements, strict=True)),
+    )
+
+
+def _with_rate(hardware: Hardware, dtype: str, numbers: Sequence[float]) -> Hardware:
+    *achieved, half_rate_outputs, half_rate_depth = numbers
+    peak = max(achieved)
+    matmul, attention, attention_backward = (number / peak for number in achieved)
+    fitted = ArithmeticRate(dtype, peak, matmul, attention, attention_backward, half_rate_outputs, half_rate_depth)
+    return replace(hardware, rates=tuple(fitted if rate.dtype == dtype else rate for rate in hardware.rates))
+
+
+def _least_errors(
+    ops: Sequence[MeasuredOp], ranges: Sequence[_Range], hardware_of: Callable[[Sequence[float]], Hardware]
+) -> Hardware:
+    """Return the hardware with the least squared logarithms of modelled over measured time."""
+
+    def residuals(logarithms: NDArray[np.float64]) -> list[float]:
+        hardware = hardware_of([math.exp(number) for number in logarithms])
+        return [math.log(seconds(op.work, hardware) / op.median_s) for op in ops]
+
+    guess, least, most = (np.log([getattr(each, name) for each in ranges]) for name in ("guess", "least", "most"))
+    found = least_squares(residuals, guess, bounds=(least, most), loss="soft_l1", f_scale=0.3, diff_step=1e-3)
+    return hardware_of([math.exp(number) for number in found.x])
+
+
+def _against_peaks(fitted: Hardware, known: Hardware) -> Hardware:
+    """Say what was measured as fractions of a data sheet's peaks, and keep its dtypes that were not measured."""
+    measured = {rate.dtype: rate for rate in fitted.rates}
+    rates = []
+    for rate in known.rates:
+        found = measured.get(rate.dtype)
+        if found is None:
+            rates.append(rate)
+            continue
+        of_peak = found.peak_flops_per_s / rate.peak_flops_per_s
+        names = ("matmul_efficiency", "attention_efficiency", "attention_backward_efficiency")
+        fractions = {name: min(1.0, of_peak * getattr(found, name)) for name in names}
+        rates.append(replace(found, peak_flops_per_s=rate.peak_flops_per_s, **fractions))
+    efficiency = min(1.0, fitted.bandwidth_bytes_per_s / known.bandwidth_bytes_per_s)
+    return replace(
+        fitted,
+        rates=tuple(rates),
+        bandwidth_bytes_per_s=known.bandwidth_bytes_per_s,
+        traffic_efficiency=efficiency,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'' if threads == 1 else 's'}"
+
+
+def _memory_bytes(device: torch.device) -> int:
+    return memory_bytes(device) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

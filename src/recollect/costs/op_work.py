@@ -1,0 +1,206 @@
+"""What an op has to do, read off its schema and the shapes, strides and dtypes of its tensors.
+
+Traffic counts what is really touched: an expanded tensor is read once, a lookup reads the rows that it returns and not the
+whole table, an op in place that overwrites does not read what it overwrites, views and `empty` touch nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from recollect._torch_private import tree_leaves
+from recollect.costs.hardware import Kind
+from recollect.costs.roofline import FREE, Work
+from recollect.engine.facts import OpFacts, facts_of
+
+__all__ = ["DTYPES", "flops_of", "touched_bytes", "work_of"]
+
+DTYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+    torch.float8_e4m3fnuz: "fp8",
+    torch.float8_e5m2fnuz: "fp8",
+}
+
+# Ops that read only some rows of their first argument: as many elements as they return, or as they are told to look up.
+_LOOKUPS = frozenset({"embedding", "index", "_unsafe_index", "index_select", "gather", "take", "nll_loss_forward"})
+# Ops that write only some rows of their first argument.
+_SCATTERS = frozenset(
+    {"index_put", "_index_put_impl", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce", "put"}
+    | {"embedding_dense_backward", "bincount", "histc"}
+)
+_SORTS = frozenset({"topk", "sort", "argsort", "msort", "kthvalue", "median", "nanmedian", "_unique2"})
+_COPIES = frozenset(
+    {"clone", "_to_copy", "copy", "cat", "stack", "repeat", "contiguous", "constant_pad_nd", "fill", "zero", "flip"}
+    | {"slice_backward", "select_backward", "roll", "tril", "triu", "arange", "split_with_sizes_copy"}
+)
+_TRANSCENDENTAL = frozenset(
+    {"exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan", "tanh", "sigmoid", "silu", "gelu", "erf"}
+    | {"softplus", "mish", "elu", "logit", "acos", "asin", "atan", "atan2", "sinh", "cosh", "log_sigmoid_forward"}
+    | {"silu_backward", "gelu_backward", "mish_backward", "softplus_backward", "log_sigmoid_backward"}
+)
+_SOFTMAXES = frozenset(
+    {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "logsumexp"}
+)
+
+
+def work_of(func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> Work:
+    """Return the work of one run of an op, on real or fake tensors.
+
+    Args:
+        func: the op overload.
+        facts: what `recollect.engine.facts.facts_of(func)` says.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        output: its result.
+    """
+    if facts.is_view or facts.is_lazy or facts.changes_layout_only or facts.creates == "undefined":
+        return FREE
+    name = facts.name.removesuffix("_")
+    tensors = _distinct((args, kwargs))
+    results = [t for t in _distinct(output) if not any(t is other for other in tensors)]
+    traffic_bytes = float(_traffic_bytes(name, facts, args, tensors, results))
+    flops = flops_of(func, args, kwargs, output)
+    if flops:
+        kind: Kind = "matmul"
+        if "attention" in name:
+            kind = "attention_backward" if name.endswith("backward") else "attention"
+        outputs = sum(t.numel() for t in (results or tensors[:1]) if t.dtype.is_floating_point)
+        dtype = _multiplied_dtype(name, tensors)
+        return Work(kind, traffic_bytes, 0.0, dtype=dtype, flops=float(flops), outputs=float(max(1, outputs)))
+    kind = _kind(func, name)
+    counted = results or tensors
+    if kind not in ("gather", "scatter"):
+        counted = [*tensors, *results]
+    elif kind == "scatter":
+        counted = tensors[1:] if facts.writes else tensors
+    return Work(kind, traffic_bytes, float(max((t.numel() for t in counted), default=0)))
+
+
+def _distinct(values: Any) -> list[torch.Tensor]:
+    """Return the tensors among arguments or results, one that is there twice once."""
+    found: dict[int, torch.Tensor] = {}
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            found.setdefault(id(leaf), leaf)
+    return list(found.values())
+
+
+def _kind(func: Any, name: str) -> Kind:
+    tags = getattr(func, "tags", ())
+    tables: tuple[tuple[Kind, frozenset[str]], ...] = (
+        ("gather", _LOOKUPS),
+        ("scatter", _SCATTERS),
+        ("sort", _SORTS),
+        ("copy", _COPIES),
+        ("transcendental", _TRANSCENDENTAL),
+        ("softmax", _SOFTMAXES),
+    )
+    for kind, names in tables:
+        if name in names:
+            return kind
+    if torch.Tag.nondeterministic_seeded in tags:
+        return "random"
+    return "elementwise" if torch.Tag.pointwise in tags else "reduction"
+
+
+def touched_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's distinct elements: what is expanded along a dimension is there once.
+
+    Example:
+        >>> touched_bytes(torch.zeros(3, 1).expand(3, 1000))
+        12
+    """
+    if tensor.layout is not torch.strided:
+        return tensor.numel() * tensor.element_size()
+    num_elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride or not size:
+            num_elements *= size
+    # Windows that overlap (`unfold`) have more elements than there is memory.
+    return min(num_elements * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _traffic_bytes(
+    name: str, facts: OpFacts, args: Any, tensors: list[torch.Tensor], results: list[torch.Tensor]
+) -> int:
+    written_bytes = sum(touched_bytes(t) for t in results)
+    first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+    read_bytes = sum(touched_bytes(t) for t in tensors if t is not first)
+    if first is None:
+        return read_bytes + written_bytes
+    if name in _LOOKUPS:
+        looked_up = max((t.numel() for t in (*results, *tensors) if t is not first), default=0)
+        return read_bytes + written_bytes + min(touched_bytes(first), looked_up * first.element_size())
+    if name in _SCATTERS and facts.writes:
+        # The rows that are added to are read and written.
+        return read_bytes + 2 * min(touched_bytes(first), _source_bytes(tensors, first))
+    if facts.writes:
+        return read_bytes + touched_bytes(first) * (1 if facts.overwrites else 2)
+    return read_bytes + touched_bytes(first) + written_bytes
+
+
+def _source_bytes(tensors: list[torch.Tensor], target: torch.Tensor) -> int:
+    """Bytes of what is scattered into a target: the tensor of its dtype, not the indices."""
+    return max((touched_bytes(t) for t in tensors if t is not target and t.dtype == target.dtype), default=0)
+
+
+def _multiplied_dtype(name: str, tensors: list[torch.Tensor]) -> str:
+    dtype = next((DTYPES[t.dtype] for t in tensors if t.dtype in DTYPES), "fp32")
+    if dtype == "fp32" and "attention" not in name:
+        # What PyTorch is told to do with fp32 on tensor cores; convolutions have a switch of their own.
+        cudnn: Any = torch.backends.cudnn  # whose `conv` has no type information
+        precision = cudnn.conv.fp32_precision if "conv" in name else torch.backends.cuda.matmul.fp32_precision
+        return "tf32" if precision == "tf32" else dtype
+    return dtype
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, output: Any) -> float:
+    """Return the floating-point operations of the matrix products in one run of an op; 0 for one that has none.
+
+    As PyTorch's flop counter, but for causal attention, of which half is computed, and kernels that it does not know.
+
+    Example:
+        >>> x = torch.ones(2, 3)
+        >>> flops_of(torch.ops.aten.mm.default, (x, x.t()), {}, x @ x.t())
+        24.0
+    """
+    name = facts_of(func).name.removesuffix("_")
+    if "scaled_dot_product" in name and "attention" in name:
+        return _attention_flops(func, name, args, kwargs)
+    if name in ("_grouped_mm", "_scaled_grouped_mm"):
+        return _grouped_flops(args[0], args[1])
+    formula = flop_registry.get(getattr(func, "overloadpacket", func))
+    return float(formula(*args, **kwargs, out_val=output)) if formula is not None else 0.0
+
+
+def _attention_flops(func: Any, name: str, args: Any, kwargs: Any) -> float:
+    """Two products in forward, five in backward (scores again, and a product for each of dV, dP, dQ, dK).
+
+    PyTorch's flop counter has no entry for the CPU's kernel, and none of its entries halves causal attention.
+    """
+    is_backward = name.endswith("backward")
+    query, _, value = args[1:4] if is_backward else args[:3]
+    *queries, key_width = query.shape
+    num_keys, value_width = value.shape[-2:]
+    products = 3 * key_width + 2 * value_width if is_backward else key_width + value_width
+    pairs = math.prod((*queries, num_keys))
+    names = [argument.name for argument in func._schema.arguments]
+    position = names.index("is_causal") if "is_causal" in names else len(args)
+    is_causal = args[position] if position < len(args) else kwargs.get("is_causal", False)
+    return float(pairs * products * (1 if is_causal else 2))
+
+
+def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Every row of `left` is multiplied with the matrix of its group; with two matrices, the groups split the depth."""
+    depth = left.shape[-1]
+    rows = left.numel() // max(1, depth)
+    return 2.0 * rows * depth * int(right.shape[-1])

@@ -1,0 +1,80 @@
+"""Seconds from work: the roofline with a launch and a law for small matrix products.
+
+    time = launches * launch + max(arithmetic, traffic, elements)
+    arithmetic = flops / (peak * efficiency) * (1 + half_rate_outputs / outputs) * (1 + half_rate_depth / depth)
+    traffic    = bytes within the cache / its rate + the others / (bandwidth * efficiency)
+    elements   = elements / (rate of that kind of op), where the device has one
+
+A product of [m, k] and [k, n] has m * n `outputs` and the `depth` k. The first factor is half a wave of tiles that is
+computed for nothing on average, the second one the time before the first multiply-add and after the last: each is
+the mean of a sawtooth, as a model that follows the teeth would have to know which kernel the library picks.
+
+References:
+    S. Williams, A. Waterman, D. Patterson, "Roofline: An Insightful Visual Performance Model for Multicore
+    Architectures", CACM 52(4), 2009. https://doi.org/10.1145/1498765.1498785
+    NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile and wave quantization.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recollect.costs.hardware import Hardware, Kind
+
+__all__ = ["FREE", "Work", "seconds"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one run of an op has to do.
+
+    Attributes:
+        kind: what the op is limited by, apart from memory.
+        traffic_bytes: bytes that it reads and writes, each once.
+        elements: elements of its largest tensor.
+        dtype: of the multiplications, as in `ArithmeticRate`.
+        flops: floating-point operations of matrix products; 0 for other ops.
+        outputs: elements that the matrix products compute.
+        launches: kernels; 0 for an op that only makes another tensor object.
+    """
+
+    kind: Kind
+    traffic_bytes: float
+    elements: float
+    dtype: str = "fp32"
+    flops: float = 0.0
+    outputs: float = 1.0
+    launches: int = 1
+
+
+FREE = Work("copy", 0.0, 0.0, launches=0)
+
+
+def seconds(work: Work, hardware: Hardware) -> float:
+    """Return how long an op should take.
+
+    Example:
+        >>> from recollect.costs.hardware_table import find_hardware
+        >>> big = Work("matmul", 3 * 2 * 8192**2, 8192**2, dtype="bf16", flops=2 * 8192**3, outputs=8192**2)
+        >>> f"{seconds(big, find_hardware('H100')) * 1e3:.1f} ms"
+        '1.4 ms'
+    """
+    cached_bytes = min(work.traffic_bytes, hardware.cache_bytes)
+    limits_s = [(work.traffic_bytes - cached_bytes) / (hardware.bandwidth_bytes_per_s * hardware.traffic_efficiency)]
+    if cached_bytes:
+        limits_s[0] += cached_bytes / hardware.cache_bytes_per_s
+    limits_s += [work.elements / e.elements_per_s for e in hardware.elements if e.kind == work.kind]
+    if work.flops:
+        limits_s.append(work.flops / _flops_per_s(work, hardware))
+    return work.launches * hardware.launch_s + max(limits_s)
+
+
+def _flops_per_s(work: Work, hardware: Hardware) -> float:
+    rate = hardware.rate(work.dtype)
+    efficiency = {
+        "attention": rate.attention_efficiency,
+        "attention_backward": rate.attention_backward_efficiency,
+    }.get(work.kind, rate.matmul_efficiency)
+    depth = work.flops / (2 * work.outputs)
+    fill = work.outputs / (work.outputs + rate.half_rate_outputs)
+    return rate.peak_flops_per_s * efficiency * fill * depth / (depth + rate.half_rate_depth)

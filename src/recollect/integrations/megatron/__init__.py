@@ -1,0 +1,61 @@
+"""Megatron's words for recompute, as plans.
+
+The names below are imported on first use: none of them needs PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recollect.integrations.megatron.choice import BlockFull, NoRecompute, Selective, UniformFull
+    from recollect.integrations.megatron.compile import megatron_plan
+    from recollect.integrations.megatron.config import RecomputeConfig
+    from recollect.integrations.megatron.pipeline import model_chunks
+    from recollect.integrations.megatron.roll import RollCheckpointing, roll_plan, roll_recompute_config
+    from recollect.integrations.megatron.rules import RULES
+    from recollect.integrations.megatron.setting import TrainingSetting
+
+__all__ = [
+    "RULES",
+    "BlockFull",
+    "NoRecompute",
+    "RecomputeConfig",
+    "RollCheckpointing",
+    "Selective",
+    "TrainingSetting",
+    "UniformFull",
+    "megatron_plan",
+    "model_chunks",
+    "roll_plan",
+    "roll_recompute_config",
+]
+
+_HOME_OF_NAME = {
+    "BlockFull": "choice",
+    "NoRecompute": "choice",
+    "RULES": "rules",
+    "RecomputeConfig": "config",
+    "RollCheckpointing": "roll",
+    "Selective": "choice",
+    "TrainingSetting": "setting",
+    "UniformFull": "choice",
+    "megatron_plan": "compile",
+    "model_chunks": "pipeline",
+    "roll_plan": "roll",
+    "roll_recompute_config": "roll",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF_NAME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,173 @@
+"""Command lines of Megatron's `pretrain_gpt`, made ready for recollect's own flags. Imports no torch.
+
+Flags that mean the same are names of one setting, in `recollect.lab.train`. Here is what is left: flags that change nothing,
+flags that are not there yet, settings that exclude each other, and Megatron's defaults.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from recollect.errors import ConfigError, NotYetError
+from recollect.integrations.megatron.foreign_flags import FOREIGN_FLAGS, ForeignFlag
+
+__all__ = ["Arguments", "describes_model", "read_arguments"]
+
+_RECOMPUTE = (
+    *("--recompute-activations", "--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
+    *("--recompute-modules", "--moe-layer-recompute"),
+)
+# Settings of which one decides what the other would; each pair in the words of both programs, or of one.
+_EITHER_OR = (
+    ("--global-batch-size", "--accumulation"),
+    ("--train-samples", "--steps"),
+    ("--train-samples", "--train-iters"),
+    ("--min-lr", "--min-lr-fraction"),
+    ("--lr-warmup-fraction", "--warmup-steps"),
+    ("--lr-warmup-fraction", "--lr-warmup-iters"),
+    ("--bf16", "--precision"),
+    ("--eval-iters", "--validation-batches"),
+    ("--data-path", "--validation-fraction"),
+    ("--data-path", "--text-field"),
+    ("--train-data-path", "--split"),
+    *(("--memory-budget", flag) for flag in _RECOMPUTE),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A command line without foreign flags.
+
+    Attributes:
+        rest: what recollect's own flags are read from.
+        without_effect: flags that were taken off because they change nothing, with the reason.
+    """
+
+    rest: list[str]
+    without_effect: dict[str, str]
+
+
+def read_arguments(args: Sequence[str]) -> Arguments:
+    """Take flags off a command line that recollect has no setting for, or refuse them.
+
+    Args:
+        args: flags and values, as the shell gives them.
+
+    Returns:
+        What is left, and what was taken off.
+
+    Raises:
+        NotYetError: a flag asks for what recollect cannot do yet.
+        ConfigError: two flags that exclude each other, or a flag without its value.
+
+    Example:
+        >>> read_arguments(["--num-layers", "2", "--tensor-model-parallel-size", "1", "--sequence-parallel"]).rest
+        ['--num-layers', '2']
+        >>> read_arguments(["--tensor-model-parallel-size=2"])
+        Traceback (most recent call last):
+        recollect.errors.NotYetError: got --tensor-model-parallel-size=2: not yet: more than one device. Set it to 1, ...
+    """
+    rest: list[str] = []
+    without_effect: dict[str, str] = {}
+    given: dict[str, list[str]] = {}
+    for name, words in _flags(args):
+        given[name] = words
+        foreign = FOREIGN_FLAGS.get(name)
+        if foreign is None:
+            rest += _own(name, words)
+            continue
+        values, others = _values(foreign, words)
+        _check(foreign, values)
+        without_effect[name] = foreign.why
+        rest += others
+    for first, second in _EITHER_OR:
+        if all(name in given and _text(given[name]) != "None" for name in (first, second)):
+            raise ConfigError(
+                settings={name: _text(given[name]) for name in (first, second)},
+                reason="both decide the same thing, expected one of them",
+                advice="Leave one out.",
+            )
+    return Arguments(rest, without_effect)
+
+
+def describes_model(args: Sequence[str]) -> bool:
+    """Tell whether a command line describes a model as for `pretrain_gpt`: by its dimensions, without a name.
+
+    Example:
+        >>> describes_model(["--num-layers", "2", "--hidden-size=64"]), describes_model(["--num-layers", "2"])
+        (True, False)
+    """
+    given = {name for name, _ in _flags(args)}
+    return {"--num-layers", "--hidden-size"} <= given and not given & {"--size", "--demo"}
+
+
+def _flags(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each flag, with dashes, and the words up to the next one, first the flag itself as it was written.
+
+    Words before the first flag come with an empty name.
+    """
+    words: list[str] = []
+    name = ""
+    for word in args:
+        if word.startswith("--"):
+            if words:
+                yield name, words
+            name, words = word.partition("=")[0].replace("_", "-"), []
+        words.append(word)
+    if words:
+        yield name, words
+
+
+def _own(name: str, words: list[str]) -> list[str]:
+    # A guide of the field writes the switch with a value: `--recompute-activations selective`, which is what it means.
+    if name == "--recompute-activations" and len(words) > 1:
+        if words[1:] != ["selective"]:
+            raise ConfigError(
+                settings={name: _text(words)},
+                reason="this flag has no value: it is short for --recompute-granularity selective",
+                advice=f"Write --recompute-granularity {words[1]} instead.",
+            )
+        return [name]
+    return words
+
+
+def _values(flag: ForeignFlag, words: list[str]) -> tuple[list[str], list[str]]:
+    """Split what follows a flag into its values and words that are not its own."""
+    inline = words[0].partition("=")[2]
+    values = [*([inline] if inline else []), *words[1:]]
+    count = len(values) if flag.arity == "any" else flag.arity
+    if len(values) < count:
+        raise ConfigError(
+            settings={flag.name: _text(words)}, reason="this flag needs a value", advice="Give it one or leave it out."
+        )
+    return values[:count], values[count:]
+
+
+def _check(flag: ForeignFlag, values: list[str]) -> None:
+    if not flag.needs or (flag.allowed is not None and any(_is_same(values, allowed) for allowed in flag.allowed)):
+        return
+    raise NotYetError(settings={flag.name: _text([flag.name, *values])}, needs=flag.needs, advice=flag.advice)
+
+
+def _is_same(values: list[str], allowed: str) -> bool:
+    if values == [allowed]:
+        return True
+    try:
+        return len(values) == 1 and math.isclose(float(values[0]), float(allowed))
+    except ValueError:
+        return False
+
+
+class _Words(str):
+    """What stood on a command line; in errors as it stood there, without quotes."""
+
+    __slots__ = ()
+
+    __repr__ = str.__str__
+
+
+def _text(words: list[str]) -> _Words:
+    inline = words[0].partition("=")[2]
+    return _Words(" ".join([*([inline] if inline else []), *words[1:]]) or "(no value)")

@@ -1,0 +1,110 @@
+"""What a checked configuration asks for: one of four things, none of which can be written wrongly.
+
+| Megatron's settings | here |
+|---|---|
+| recompute_granularity None | `NoRecompute()` |
+| full, uniform, n | `UniformFull(n)` |
+| full, block, n | `BlockFull(n)` |
+| selective, modules | `Selective({module: what happens to its output})` |
+
+The planner reads these, so that no combination of settings that means nothing can reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeAlias, get_args
+
+from recollect.integrations.megatron.modules import MODULES, ModuleName
+from recollect.plans.plan import Action
+
+__all__ = ["BlockFull", "Choice", "NoRecompute", "Selective", "UniformFull"]
+
+
+def _check_num_layers(name: str, num_layers: object) -> None:
+    # A bool is an int to Python: `True` layers would pass for one.
+    if type(num_layers) is not int or num_layers < 1:
+        raise ValueError(f"{name}: got {num_layers!r} layers, expected a whole number, 1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class NoRecompute:
+    """Keep everything."""
+
+    def __str__(self) -> str:
+        return "no recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class UniformFull:
+    """Keep the input of every `num_layers`th layer of a model chunk, and nothing else of its layers.
+
+    Raises:
+        ValueError: no whole number, or less than 1.
+    """
+
+    num_layers: int
+
+    def __post_init__(self) -> None:
+        _check_num_layers("UniformFull", self.num_layers)
+
+    def __str__(self) -> str:
+        return f"full, uniform, {self.num_layers}"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFull:
+    """Keep only the inputs of the first `num_layers` layers of each model chunk, and everything of the rest.
+
+    Raises:
+        ValueError: no whole number, or less than 1.
+    """
+
+    num_layers: int
+
+    def __post_init__(self) -> None:
+        _check_num_layers("BlockFull", self.num_layers)
+
+    def __str__(self) -> str:
+        return f"full, block, {self.num_layers}"
+
+
+@dataclass(frozen=True)
+class Selective:
+    """Drop what certain modules compute inside; `outputs` says for each whether its output is kept or dropped as well.
+
+    Raises:
+        ValueError: no module, an unknown one, or another word than "keep" and "recompute".
+
+    Example:
+        >>> str(Selective({"layernorm": "recompute", "core_attn": "keep"}))
+        'selective, core_attn layernorm'
+    """
+
+    outputs: Mapping[ModuleName, Action]
+
+    def __post_init__(self) -> None:
+        in_order = {name: self.outputs[name] for name in MODULES if name in self.outputs}
+        if unknown := set(self.outputs) - set(in_order):
+            raise ValueError(f"Selective: got module {min(unknown)!r}, expected some of {', '.join(MODULES)}")
+        if not in_order:
+            raise ValueError("Selective: got no module, expected at least one; without any it is NoRecompute()")
+        for name, action in in_order.items():
+            if action not in get_args(Action):
+                raise ValueError(f"Selective: got {action!r} for the output of {name}, expected 'keep' or 'recompute'")
+        object.__setattr__(self, "outputs", MappingProxyType(in_order))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.outputs.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A mappingproxy cannot be pickled or deep-copied.
+        return Selective, (dict(self.outputs),)
+
+    def __str__(self) -> str:
+        return "selective, " + " ".join(self.outputs)
+
+
+Choice: TypeAlias = NoRecompute | UniformFull | BlockFull | Selective

@@ -1,0 +1,203 @@
+"""Megatron's settings as a plan: which values of which layers a configuration drops.
+
+The layers of a model stand in blocks, as they do in Megatron: those of one `ModuleList` are a block, cut into model chunks
+where there is a pipeline. Layers that predict several tokens ahead (`mtp`) are counted apart: with `uniform` each of them is a
+region, with `block` none is recomputed, as in Megatron.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from recollect.errors import ConfigError, ConfigWarning
+from recollect.integrations.megatron.choice import BlockFull, Choice, NoRecompute, Selective, UniformFull
+from recollect.integrations.megatron.config import RecomputeConfig
+from recollect.integrations.megatron.modules import ModuleName
+from recollect.integrations.megatron.not_yet import refuse_not_yet
+from recollect.integrations.megatron.parts import LayerOps, part_of
+from recollect.integrations.megatron.pipeline import model_chunks
+from recollect.integrations.megatron.rules import report_mtp_block, report_num_layers
+from recollect.integrations.megatron.setting import TrainingSetting
+from recollect.planning.segments import outputs_within
+from recollect.plans.plan import Action, Plan, UnitPlan
+from recollect.profile.graph import Profile, UnitGraph
+from recollect.simulation.decisions import Simulate, decide, keep_all_unit, recompute_all_unit, simulated_plan
+from recollect.simulation.simulate import simulate as simulate_step
+
+__all__ = ["megatron_plan"]
+
+Chunks = Sequence[Sequence[str]]
+"""Paths of the layers of each model chunk."""
+
+_MTP = "mtp"
+
+
+def megatron_plan(
+    profile: Profile,
+    config: RecomputeConfig,
+    setting: TrainingSetting | None = None,
+    *,
+    simulate: Simulate = simulate_step,
+) -> Plan:
+    """Return what a Megatron configuration keeps and drops, as a plan with its predicted peak and slowdown.
+
+    Full recompute drops everything that can be computed again, and between the layers of one region of `uniform` their
+    outputs too. Selective recompute drops what the named modules compute inside; their outputs are kept or dropped as in
+    Megatron (`MEGATRON_OUTPUT` in `modules.py`), unless `recompute_discard_outputs` says otherwise. What cannot be computed
+    again (the choices of a router) is always kept.
+
+    Args:
+        profile: the recorded step, of the whole model.
+        config: Megatron's settings.
+        setting: what else Megatron's rules look at; its pipeline sizes say what a model chunk is. None: one chunk, and
+            only the configuration itself and the model are checked.
+        simulate: predicts the peak and the recompute time of a choice.
+
+    Returns:
+        A plan without a budget.
+
+    Raises:
+        ConfigError: settings that clash with each other or with the model; modules of which the model has none.
+        NotYetError: a setting for something that recollect cannot do yet.
+
+    Warns:
+        ConfigWarning: one of several modules is not in the model.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from recollect.profile.graph import OpRecord, StepLog, UnitCall, ValueRecord
+        >>> values = (
+        ...     ValueRecord("x", 8, producer=None),
+        ...     ValueRecord("mlp.fc1.mm", 8, producer=0, saved=True),
+        ...     ValueRecord("mlp.fc2.mm", 8, producer=1, is_output=True),
+        ... )
+        >>> ops = (OpRecord("mlp.fc1.mm", (0,), (1,), 0.5), OpRecord("mlp.fc2.mm", (1,), (2,), 0.5))
+        >>> profile = Profile(
+        ...     (UnitGraph(values, ops),), (UnitCall("layers.0", 0, repeated=True),), StepLog(), step_s=2.0
+        ... )
+        >>> def simulate(profile, decisions):
+        ...     return SimpleNamespace(peak_bytes=96, recompute_s=0.5)
+        >>> config = RecomputeConfig(recompute_granularity="selective", recompute_modules=["mlp"])
+        >>> print(megatron_plan(profile, config, simulate=simulate))
+        layers.0    keep       fc2
+                    recompute  all else
+        all others  keep all
+        predicted peak 96 B; predicted slowdown 25.0 %
+        Megatron: selective, mlp
+
+    References:
+        V. Korthikanti, J. Casper, S. Lym, L. McAfee, M. Andersch, M. Shoeybi, B. Catanzaro, "Reducing Activation
+        Recomputation in Large Transformer Models", 2022. https://arxiv.org/abs/2205.05198
+    """
+    if setting is not None:
+        config.check(setting)
+    refuse_not_yet(config, setting)
+    choice = config.choice
+    chunks = _chunks(profile, setting)
+    if isinstance(choice, (UniformFull, BlockFull)):
+        report_num_layers(config, [len(chunk) for chunk in chunks])
+    heads = _prediction_heads(profile)
+    if heads and isinstance(choice, BlockFull) and not (setting is not None and setting.mtp_num_layers):
+        report_mtp_block(config, len(heads))
+    plan = Plan(_units(profile, choice, chunks, heads), note=f"Megatron: {choice}")
+    return simulated_plan(profile, plan, simulate(profile, decide(profile, plan)))
+
+
+def _units(profile: Profile, choice: Choice, chunks: Chunks, heads: Sequence[str]) -> dict[str, UnitPlan]:
+    graphs = {call.path: profile.graph_of(call) for call in profile.calls}
+    layers = {path: graphs[path] for path in (*chain.from_iterable(chunks), *heads)}
+    if isinstance(choice, NoRecompute):
+        return {path: keep_all_unit(graph) for path, graph in layers.items()}
+    if isinstance(choice, Selective):
+        return _selective_units(layers, choice)
+    if isinstance(choice, BlockFull):
+        full = set(chain.from_iterable(chunk[: choice.num_layers] for chunk in chunks))
+        return {
+            path: recompute_all_unit(graph) if path in full else keep_all_unit(graph) for path, graph in layers.items()
+        }
+    n = choice.num_layers
+    dropped = outputs_within(profile, [chunk[i : i + n] for chunk in chunks for i in range(0, len(chunk), n)])
+    return {
+        path: recompute_all_unit(graph, output="recompute" if path in dropped else "keep")
+        for path, graph in layers.items()
+    }
+
+
+def _prediction_heads(profile: Profile) -> list[str]:
+    """Return the units that predict several tokens ahead."""
+    return list(dict.fromkeys(call.path for call in profile.calls if _MTP in call.path.split(".")))
+
+
+def _chunks(profile: Profile, setting: TrainingSetting | None) -> Chunks:
+    """Return the layers of each model chunk: those of one parent module, cut where a pipeline is."""
+    blocks: dict[str, list[str]] = {}
+    for path in dict.fromkeys(call.path for call in profile.calls if call.repeated):
+        if _MTP in path.split("."):
+            continue
+        blocks.setdefault(path.rpartition(".")[0], []).append(path)
+    if setting is None or setting.pipeline_model_parallel_size == 1 and not setting.num_layers:
+        return list(blocks.values())
+    if len(blocks) > 1 and setting.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            settings={"pipeline_model_parallel_size": setting.pipeline_model_parallel_size},
+            reason=f"the layers stand in {len(blocks)} blocks, {', '.join(blocks)}, and a pipeline cuts one",
+            advice="Leave it at 1.",
+        )
+    result: list[list[str]] = []
+    for name, paths in blocks.items():
+        if setting.num_layers not in (None, len(paths)):
+            raise ConfigError(
+                settings={"num_layers": setting.num_layers},
+                reason=f"the recorded model has {len(paths)} layers in {name or 'it'}",
+                advice=f"Set it to {len(paths)}, or record the model that is meant.",
+            )
+        result += [[paths[i] for i in layers] for layers in model_chunks(setting, len(paths))]
+    return result
+
+
+def _selective_units(layers: dict[str, UnitGraph], choice: Selective) -> dict[str, UnitPlan]:
+    made: dict[int, UnitPlan] = {}
+    matched: set[ModuleName] = set()
+    units = {}
+    for path, graph in layers.items():
+        if id(graph) not in made:
+            layer = LayerOps(graph)
+            parts = {name: part for name in choice.outputs if (part := part_of(layer, name))}
+            matched.update(parts)
+            made[id(graph)] = _unit(layer, choice, parts)
+        units[path] = made[id(graph)]
+    _check_matched(choice, matched, layers)
+    return units
+
+
+def _unit(layer: LayerOps, choice: Selective, parts: dict[ModuleName, frozenset[int]]) -> UnitPlan:
+    dropped: set[int] = set()
+    for name, inside in parts.items():
+        dropped |= inside if choice.outputs[name] == "recompute" else inside - layer.outputs_of(inside)
+    actions: dict[str, Action] = {
+        value.name: "recompute" if index in dropped and not value.must_keep else "keep"
+        for index, value in enumerate(layer.graph.values)
+        if value.producer is not None
+    }
+    return UnitPlan(actions)
+
+
+def _check_matched(choice: Selective, matched: Iterable[ModuleName], layers: Iterable[str]) -> None:
+    missing = [name for name in choice.outputs if name not in set(matched)]
+    if not missing:
+        return
+    settings = {"recompute_modules": tuple(choice.outputs)}
+    if len(missing) == len(choice.outputs):
+        raise ConfigError(
+            rule="modules-not-there",
+            settings=settings,
+            reason=f"no layer of this model has {' or '.join(missing)}",
+            advice="docs/megatron.md says which module paths each name stands for.",
+        )
+    warnings.warn(
+        f"no layer of this model has {' or '.join(missing)}; of {' '.join(choice.outputs)} the others are recomputed",
+        ConfigWarning,
+        stacklevel=4,
+    )

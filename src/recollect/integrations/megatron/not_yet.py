@@ -1,0 +1,112 @@
+"""Settings that are legal and ask for what recollect cannot do yet. `docs/megatron.md` has the table made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from recollect.errors import NotYetError
+from recollect.integrations.megatron.rule import found
+
+if TYPE_CHECKING:
+    from recollect.integrations.megatron.config import RecomputeConfig
+    from recollect.integrations.megatron.setting import TrainingSetting
+
+__all__ = ["NOT_YET", "Missing", "refuse_not_yet"]
+
+_Of: TypeAlias = Callable[[Any], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """Something that is not built yet.
+
+    Attributes:
+        settings: what asks for it, by name.
+        needs: what would have to be there.
+        advice: what to do meanwhile.
+        is_config: whether the settings are those of `RecomputeConfig`; else of `TrainingSetting`.
+        asks: whether they ask for it; by default, whether the first differs from None, False and 0.
+    """
+
+    settings: tuple[str, ...]
+    needs: str
+    advice: str
+    is_config: bool = True
+    asks: _Of | None = None
+
+    def values(self, source: object) -> Mapping[str, object] | None:
+        """Return the settings with their values if they ask for what is missing."""
+        is_asked = self.asks(source) if self.asks is not None else bool(getattr(source, self.settings[0]))
+        return found(source, *self.settings) if is_asked else None
+
+
+_BUDGET = "Leave it out; a plan for a budget (recollect.plan) needs no host memory."
+
+NOT_YET = (
+    Missing(
+        settings=("cpu_offloading", "cpu_offloading_num_layers"),
+        needs="values that are copied to host memory and back",
+        advice=_BUDGET,
+    ),
+    Missing(
+        settings=("fine_grained_activation_offloading", "offload_modules"),
+        needs="values that are copied to host memory and back",
+        advice=_BUDGET,
+    ),
+    Missing(
+        settings=("moe_paged_stash",),
+        needs="a store for experts' activations in pages",
+        advice="Leave it out; recompute_modules with moe or moe_act saves the same activations.",
+    ),
+    Missing(
+        settings=("distribute_saved_activations",),
+        needs="kept values that are split among the ranks of tensor parallelism",
+        advice="Leave it out; each rank then keeps the whole input of a region.",
+    ),
+    Missing(
+        settings=("num_microbatches_with_partial_activation_checkpoints",),
+        needs="pipelines that run micro-batches under different plans",
+        advice="Leave it out; every micro-batch then follows the same plan. (In Megatron nothing reads it, issue 767.)",
+        asks=lambda config: config.num_microbatches_with_partial_activation_checkpoints is not None,
+    ),
+    Missing(
+        settings=("moe_enable_routing_replay",),
+        needs="routers that follow recorded choices",
+        advice="Leave it out; recompute needs no replay here, because the choices of a router are kept.",
+    ),
+    Missing(
+        settings=("fp8", "fp8_recipe"),
+        needs="models that compute in 8 bits, and recipes for their kernels",
+        advice="Leave it out; bf16 is there.",
+        is_config=False,
+    ),
+    Missing(
+        settings=("fp4",),
+        needs="models that compute in 4 bits, and recipes for their kernels",
+        advice="Leave it out; bf16 is there.",
+        is_config=False,
+    ),
+    Missing(
+        settings=("cuda_graph_impl", "cuda_graph_modules"),
+        needs="steps that are captured as CUDA graphs with a plan on them",
+        advice="Set cuda_graph_impl to 'none'.",
+        is_config=False,
+        asks=lambda setting: setting.cuda_graph_impl != "none",
+    ),
+    Missing(
+        settings=("overlap_moe_expert_parallel_comm",),
+        needs="experts on several ranks",
+        advice="Leave it out.",
+        is_config=False,
+    ),
+)
+
+
+def refuse_not_yet(config: RecomputeConfig, setting: TrainingSetting | None) -> None:
+    """Raise NotYetError if a setting asks for what is not built."""
+    for missing in NOT_YET:
+        source = config if missing.is_config else setting
+        if source is not None and (values := missing.values(source)) is not None:
+            raise NotYetError(settings=values, needs=missing.needs, advice=missing.advice)

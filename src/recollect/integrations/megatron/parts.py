@@ -1,0 +1,191 @@
+"""Which values of a layer each of Megatron's module names stands for.
+
+A value's name begins with the path of the module that made it, so most parts are modules, found by name anywhere on the
+path: the reference models have Megatron's names, Hugging Face's models have their own.
+
+| part | reference models | Hugging Face (Llama, Mixtral, DeepSeek-V3, GPT-2 and their like) |
+|---|---|---|
+| core_attn | `core_attention` | in the attention module: from the query's scaling, or the kernel, on; `attn_dropout` |
+| mlp | `mlp` of a dense layer | `mlp` of a dense layer, less its dropout, which Megatron has outside |
+| moe | `mlp` of a layer with experts | `mlp`, `block_sparse_moe` of a layer with experts |
+| shared_experts | `shared_experts` | `shared_experts`, `shared_expert` |
+| layernorm | `input_layernorm`, `pre_mlp_layernorm` | norms before attention and MLP: `post_attention_layernorm`, `ln_2` |
+| moe_act | `experts.activation_func` | `experts.act_fn` and the product that reads it |
+| mla_up_proj | `qkv_up_proj` | `q_b_proj`, `kv_b_proj`, and what the attention module does before its core |
+
+The other names (`gdn_norm_out`, `gdp_in_proj`, `gdp_qkv`, `mhc`) stand for parts that none of these models has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from recollect.integrations.megatron.modules import ModuleName
+from recollect.profile.graph import UnitGraph
+
+__all__ = ["LayerOps", "part_of"]
+
+_ATTENTIONS = frozenset({"self_attn", "attn", "self_attention", "attention"})
+_MLPS = frozenset({"mlp", "block_sparse_moe", "feed_forward"})
+_EXPERTS = frozenset({"experts", "router"})
+_SHARED_EXPERTS = frozenset({"shared_experts", "shared_expert"})
+_ACTIVATIONS = frozenset({"act_fn", "activation_func", "act"})
+_DROPOUTS = frozenset({"dropout", "resid_dropout", "hidden_dropout"})
+_NORMS = frozenset({"input_layernorm", "pre_mlp_layernorm", "pre_feedforward_layernorm", "ln_1", "ln_2"})
+# With a norm of its own before the MLP (Gemma), this one is behind the attention, and no input of anything recomputed.
+_NORM_BEFORE_MLP = "post_attention_layernorm"
+_LATENT_UP = frozenset({"q_b_proj", "kv_b_proj", "linear_q_up_proj", "linear_kv_up_proj"})
+# Ops that attention kernels, or what they decompose into, begin with.
+_CORE = ("scaled_dot_product", "flash_attn", "bmm", "softmax")
+# Rotation and caches end in one of these; what comes after them belongs to the core.
+_BEFORE_CORE = frozenset({"cat", "add", "sub", "copy_", "index_put_", "index_copy_", "stack"})
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerOp:
+    """An op with the path of its module, as components, and its name without the number of its call."""
+
+    module: tuple[str, ...]
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def is_in(self, names: frozenset[str]) -> bool:
+        """Whether one of the modules around the op has one of these names."""
+        return not names.isdisjoint(self.module)
+
+
+class LayerOps:
+    """The ops of a layer by module.
+
+    Example:
+        >>> from recollect.profile.graph import OpRecord, ValueRecord
+        >>> values = (
+        ...     ValueRecord("input", 8, producer=None),
+        ...     ValueRecord("mlp.act.silu", 8, producer=0, is_output=True),
+        ... )
+        >>> layer = LayerOps(UnitGraph(values, (OpRecord("mlp.act.silu", (0,), (1,), 0.0),)))
+        >>> sorted(part_of(layer, "mlp")), sorted(part_of(layer, "moe"))
+        ([1], [])
+    """
+
+    def __init__(self, graph: UnitGraph) -> None:
+        self.graph = graph
+        self.ops = [_layer_op(op.name, op.inputs, op.outputs) for op in graph.ops]
+
+    @cached_property
+    def has_experts(self) -> bool:
+        """Whether the layer routes tokens to experts."""
+        return any(op.is_in(_EXPERTS) for op in self.ops)
+
+    @cached_property
+    def attention(self) -> tuple[str, ...]:
+        """Path of the module that holds the attention; () if there is none."""
+        for op in self.ops:
+            for depth, component in enumerate(op.module):
+                if component in _ATTENTIONS:
+                    return op.module[: depth + 1]
+        return ()
+
+    @cached_property
+    def core(self) -> tuple[int, int]:
+        """First and last op, as indices, of an attention that the attention module itself computes; (0, -1) if none is."""
+        own = [index for index, op in enumerate(self.ops) if self.attention and self.is_attentions_own(op)]
+        kernels = [index for index in own if any(word in self.ops[index].name for word in _CORE)]
+        if not kernels:
+            return 0, -1
+        before = [index for index in own if index < kernels[0] and self.ops[index].name in _BEFORE_CORE]
+        start = min(index for index in own if index > max(before, default=-1))
+        last = max(kernels)
+        while last + 1 < len(self.ops) and self.is_attentions_own(self.ops[last + 1]):
+            last += 1
+        return start, last
+
+    def is_attentions_own(self, op: _LayerOp) -> bool:
+        """Whether the attention module itself runs the op, not one of its projections."""
+        return op.module in (self.attention, (*self.attention, "attn_dropout"))
+
+    def values(self, is_part: Callable[[int, _LayerOp], bool]) -> frozenset[int]:
+        """Return the values that certain ops compute."""
+        return frozenset(v for index, op in enumerate(self.ops) if is_part(index, op) for v in op.outputs)
+
+    def outputs_of(self, inside: frozenset[int]) -> frozenset[int]:
+        """Return those of some values that other ops than theirs read, or that the layer returns."""
+        read = {v for op in self.ops if inside.isdisjoint(op.outputs) for v in op.inputs}
+        returned = {index for index, value in enumerate(self.graph.values) if value.is_output}
+        return inside & (read | returned)
+
+
+def _layer_op(name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> _LayerOp:
+    *module, call = name.split(".")
+    return _LayerOp(tuple(module), call.partition("#")[0], inputs, outputs)
+
+
+def part_of(layer: LayerOps, name: ModuleName) -> frozenset[int]:
+    """Return the values, as indices, that one of Megatron's modules computes in a layer; none if it has no such part."""
+    find = _PARTS.get(name)
+    return frozenset(find(layer)) if find is not None else frozenset()
+
+
+def _core_attn(layer: LayerOps) -> frozenset[int]:
+    named = layer.values(lambda _, op: "core_attention" in op.module)
+    if named:
+        return named
+    start, last = layer.core
+    return layer.values(lambda index, op: start <= index <= last and layer.is_attentions_own(op))
+
+
+def _mlp(layer: LayerOps) -> frozenset[int]:
+    if layer.has_experts:
+        return frozenset()
+    return layer.values(lambda _, op: op.is_in(_MLPS) and not op.is_in(_DROPOUTS))
+
+
+def _moe(layer: LayerOps) -> frozenset[int]:
+    if not layer.has_experts:
+        return frozenset()
+    return layer.values(lambda _, op: op.is_in(_MLPS) and not op.is_in(_DROPOUTS))
+
+
+def _shared_experts(layer: LayerOps) -> frozenset[int]:
+    return layer.values(lambda _, op: op.is_in(_SHARED_EXPERTS))
+
+
+def _layernorm(layer: LayerOps) -> frozenset[int]:
+    has_own = any(op.is_in(frozenset({"pre_feedforward_layernorm", "pre_mlp_layernorm"})) for op in layer.ops)
+    names = _NORMS if has_own else _NORMS | {_NORM_BEFORE_MLP}
+    return layer.values(lambda _, op: op.is_in(names))
+
+
+def _moe_act(layer: LayerOps) -> Iterator[int]:
+    """The activation, and the products with its result (a gate, a routing weight) in the same module."""
+    activated: set[int] = set()
+    for op in layer.ops:
+        if "experts" not in op.module:
+            continue
+        is_activation = not _ACTIVATIONS.isdisjoint(op.module)
+        if is_activation or (op.name == "mul" and not activated.isdisjoint(op.inputs)):
+            yield from op.outputs
+        if is_activation:
+            activated.update(op.outputs)
+
+
+def _mla_up_proj(layer: LayerOps) -> frozenset[int]:
+    named = layer.values(lambda _, op: "qkv_up_proj" in op.module)
+    if named or not any(op.is_in(_LATENT_UP) for op in layer.ops):
+        return named
+    start, _ = layer.core
+    return layer.values(lambda index, op: op.is_in(_LATENT_UP) or (op.module == layer.attention and index < start))
+
+
+_PARTS = {
+    "core_attn": _core_attn,
+    "mlp": _mlp,
+    "moe": _moe,
+    "shared_experts": _shared_experts,
+    "layernorm": _layernorm,
+    "moe_act": _moe_act,
+    "mla_up_proj": _mla_up_proj,
+}

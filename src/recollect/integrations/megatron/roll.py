@@ -1,0 +1,178 @@
+"""ROLL's settings for recompute: those of its Megatron strategies, and its two switches for Hugging Face's models.
+
+Read in ROLL main at 8eb27cc2 (`mcore_adapter/.../training_args.py`, `model_config.py`, `roll/configs/model_args.py`,
+`roll/models/model_providers.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from recollect.errors import ConfigError
+from recollect.integrations.megatron.compile import megatron_plan
+from recollect.integrations.megatron.config import RecomputeConfig
+from recollect.integrations.megatron.rule import did_you_mean
+from recollect.plans.plan import Plan
+from recollect.profile.graph import Profile
+from recollect.simulation.decisions import Simulate
+from recollect.simulation.simulate import simulate as simulate_step
+
+__all__ = ["RollCheckpointing", "is_moe_config", "roll_plan", "roll_recompute_config"]
+
+_SETTINGS = tuple(field.name for field in fields(RecomputeConfig))
+_OURS = ("recompute", "offload", "cpu_offload", "distribute_saved", "moe_layer_recompute", "moe_paged", "fine_grained")
+_MOE_FIELDS = (
+    "num_experts",
+    "n_experts",
+    "moe_num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "router_aux_loss_coef",
+    "output_router_logits",
+    "moe_layer_freq",
+)
+
+
+def roll_recompute_config(settings: Mapping[str, Any]) -> RecomputeConfig:
+    """Read the recompute settings of a ROLL strategy for Megatron.
+
+    Modules may stand in one text, separated by commas. "full" without method and number of layers means "uniform" and 1.
+    What is in `additional_configs` counts as if it stood beside the others. Settings about other things are passed over.
+
+    Args:
+        settings: `strategy_config` of a `megatron_train` strategy.
+
+    Returns:
+        The configuration in Megatron's words.
+
+    Raises:
+        ConfigError: as `RecomputeConfig`; also a name that looks like one of these settings and is none, or `recompute_method:
+            recompute`, which ROLL's help offers and Megatron rejects.
+
+    Example:
+        >>> str(roll_recompute_config({"recompute_granularity": "full", "tensor_model_parallel_size": 2}).choice)
+        'full, uniform, 1'
+        >>> str(
+        ...     roll_recompute_config(
+        ...         {"recompute_granularity": "selective", "recompute_modules": "moe,layernorm"}
+        ...     ).choice
+        ... )
+        'selective, moe layernorm'
+    """
+    given = {**settings, **(settings.get("additional_configs") or {})}
+    for name, value in given.items():
+        if name not in _SETTINGS and name.startswith(_OURS):
+            advice = f"{did_you_mean(name, _SETTINGS)}Remove it, or write it as Megatron does."
+            raise ConfigError(settings={name: value}, reason="there is no such setting", advice=advice)
+    found = {name: given[name] for name in _SETTINGS if name in given}
+    for name in ("recompute_modules", "offload_modules"):
+        if isinstance(text := found.get(name), str):
+            found[name] = tuple(part.strip() for part in text.split(",") if part.strip())
+    if found.get("recompute_method") == "recompute":
+        raise ConfigError(
+            settings={"recompute_method": "recompute"},
+            reason="ROLL offers it by mistake, and Megatron rejects it",
+            advice="Set it to 'block', which is what its help describes.",
+            rule="method",
+        )
+    is_full = found.get("recompute_granularity") == "full"
+    if is_full and found.get("recompute_method") is None and found.get("recompute_num_layers") is None:
+        found |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    return RecomputeConfig(**found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollCheckpointing:
+    """ROLL's switches for models of Hugging Face, under FSDP or DeepSpeed.
+
+    Attributes:
+        disable_gradient_checkpointing: keep everything; otherwise each layer is recomputed.
+        gradient_checkpointing_use_reentrant: which of PyTorch's two implementations. None: chosen by `use_reentrant`. On
+            the tape there is one, with the limits of neither.
+
+    Raises:
+        ConfigError: another value than True, False or None.
+
+    Example:
+        >>> RollCheckpointing().use_reentrant({"num_local_experts": 8})
+        True
+    """
+
+    disable_gradient_checkpointing: bool | None = False
+    gradient_checkpointing_use_reentrant: bool | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and type(value) is not bool:
+                raise ConfigError(
+                    settings={field.name: value},
+                    reason=f"{type(value).__name__} is of the wrong type",
+                    advice="Set it to True, False or None.",
+                )
+
+    def use_reentrant(self, model_config: object) -> bool:
+        """Return what ROLL hands to PyTorch: what was set, else whether the model has experts.
+
+        Args:
+            model_config: a configuration of Hugging Face, or its dictionary.
+
+        Returns:
+            `use_reentrant` of `torch.utils.checkpoint`.
+
+        Example:
+            >>> RollCheckpointing().use_reentrant({"hidden_size": 64})
+            False
+        """
+        chosen = self.gradient_checkpointing_use_reentrant
+        return is_moe_config(model_config) if chosen is None else chosen
+
+
+def is_moe_config(model_config: object) -> bool:
+    """Return whether ROLL takes a model for one with experts: whether one of certain fields is there and not None, 0 or False.
+
+    A dense model whose configuration has `router_aux_loss_coef` passes for one, as it does in ROLL.
+
+    Args:
+        model_config: a configuration of Hugging Face, or its dictionary; of several, that of the text model counts.
+
+    Returns:
+        Whether it has experts.
+
+    Example:
+        >>> is_moe_config({"text_config": {"num_experts": 128}})
+        True
+    """
+
+    def get(config: object, name: str) -> Any:
+        return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+    text_config = get(model_config, "text_config")
+    return any(get(text_config or model_config, name) not in (None, 0, False) for name in _MOE_FIELDS)
+
+
+def roll_plan(profile: Profile, checkpointing: RollCheckpointing, *, simulate: Simulate = simulate_step) -> Plan:
+    """Return what ROLL's switches keep and drop, as a plan.
+
+    Args:
+        profile: the recorded step.
+        checkpointing: the switches.
+        simulate: predicts the peak and the recompute time of a choice.
+
+    Returns:
+        A plan without a budget: every layer recomputed from its input, or nothing.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from recollect.profile.graph import StepLog
+        >>> empty = Profile((), (), StepLog(), step_s=0.0)
+        >>> simulate = lambda profile, decisions: SimpleNamespace(peak_bytes=0, recompute_s=0.0)
+        >>> roll_plan(empty, RollCheckpointing(disable_gradient_checkpointing=True), simulate=simulate).note
+        'ROLL: no gradient checkpointing'
+    """
+    if checkpointing.disable_gradient_checkpointing:
+        return megatron_plan(profile, RecomputeConfig(), simulate=simulate).with_note("ROLL: no gradient checkpointing")
+    full = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    return megatron_plan(profile, full, simulate=simulate).with_note("ROLL: gradient checkpointing of each layer")

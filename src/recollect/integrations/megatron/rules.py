@@ -1,0 +1,70 @@
+"""All rules together, and the two moments at which they are asked: a configuration by itself, and within a training."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from recollect.errors import ConfigError, ConfigWarning
+from recollect.integrations.megatron.rule import Clash, Rule
+from recollect.integrations.megatron.rules_cuda_graph import CUDA_GRAPH_RULES
+from recollect.integrations.megatron.rules_modules import MODULE_RULES
+from recollect.integrations.megatron.rules_offload import OFFLOAD_RULES
+from recollect.integrations.megatron.rules_others import OTHER_RULES, mtp_block_clash
+from recollect.integrations.megatron.rules_recompute import RECOMPUTE_RULES, num_layers_clash
+from recollect.integrations.megatron.rules_stash import STASH_RULES
+from recollect.integrations.megatron.rules_types import TYPE_RULES
+
+if TYPE_CHECKING:
+    from recollect.integrations.megatron.config import RecomputeConfig
+    from recollect.integrations.megatron.setting import TrainingSetting
+
+__all__ = ["RULES", "check_config", "check_setting", "report_mtp_block", "report_num_layers"]
+
+RULES: tuple[Rule, ...] = (
+    *TYPE_RULES,
+    *RECOMPUTE_RULES,
+    *MODULE_RULES,
+    *OFFLOAD_RULES,
+    *STASH_RULES,
+    *CUDA_GRAPH_RULES,
+    *OTHER_RULES,
+)
+"""In the order in which they are asked: those about single values first."""
+
+
+def check_config(config: RecomputeConfig) -> None:
+    """Ask the rules that need nothing but the configuration."""
+    for rule in RULES:
+        if rule.alone is not None and (clash := rule.alone(config)) is not None:
+            _report(rule, clash)
+
+
+def check_setting(config: RecomputeConfig, setting: TrainingSetting) -> None:
+    """Ask the rules that compare with other settings."""
+    for rule in RULES:
+        if rule.within is not None and (clash := rule.within(config, setting)) is not None:
+            _report(rule, clash)
+
+
+def report_num_layers(config: RecomputeConfig, sizes: list[int]) -> None:
+    """Ask whether a model with chunks of so many layers has as many as are to be recomputed."""
+    if (clash := num_layers_clash(config, sizes)) is not None:
+        _report(_rule("num-layers-range"), clash)
+
+
+def report_mtp_block(config: RecomputeConfig, num_heads: int) -> None:
+    """Say that a model's layers for further tokens are not recomputed."""
+    _report(_rule("mtp-block"), mtp_block_clash(config, num_heads))
+
+
+def _rule(name: str) -> Rule:
+    return next(rule for rule in RULES if rule.name == name)
+
+
+def _report(rule: Rule, clash: Clash) -> None:
+    """Raise or warn, as the rule says."""
+    error = ConfigError(rule=rule.name, settings=clash.settings, reason=clash.reason, advice=clash.advice)
+    if rule.ours == "error":
+        raise error
+    warnings.warn(str(error), ConfigWarning, stacklevel=5)

@@ -1,0 +1,216 @@
+"""Measure settings side by side on one model: plans first, then peaks and FLOPs, then times in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import recollect
+from recollect.byte_format import format_bytes
+from recollect.errors import BenchError, BudgetTooSmallError
+from recollect.integrations.megatron import megatron_plan
+from recollect.lab.bench.on_tape import OnTape
+from recollect.lab.bench.out_of_memory import is_out_of_memory
+from recollect.lab.bench.race import Contestant, Race, percentile
+from recollect.lab.bench.results import Row
+from recollect.lab.bench.settings import KeepAll, MemoryBudget, Setting
+from recollect.lab.bench.subject import Subject
+from recollect.planning.choose import Planner
+
+if TYPE_CHECKING:
+    from recollect.plans.plan import Plan
+
+__all__ = ["Measured", "measure"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured: a row for each setting, the name of the one that slowdowns are over, and the rounds run."""
+
+    rows: tuple[Row, ...]
+    reference: str
+    rounds: int
+
+
+@dataclass(eq=False, kw_only=True)
+class _Entry(Contestant):
+    """One setting. `tape`: its plan on the model, None where nothing is to be recomputed."""
+
+    row: Row
+    tape: OnTape | None = None
+
+    def on(self) -> AbstractContextManager[None]:
+        """Have the model recompute so, for the length of a with-block."""
+        return nullcontext() if self.tape is None else self.tape.on()
+
+
+def measure(
+    subject: Subject,
+    settings: Sequence[Setting],
+    *,
+    model_flops: float,
+    rounds: int,
+    memory_limit_bytes: int | None,
+    report: Callable[[str], None],
+) -> Measured:
+    """Measure settings; one that runs out of memory is a result, and the others go on.
+
+    Args:
+        subject: the model and its step.
+        settings: what to measure, without two of one name.
+        model_flops: of a step.
+        rounds: of timed steps.
+        memory_limit_bytes: above which a peak counts as out of memory; a setting that is predicted to be does not run.
+        report: told how far it is.
+
+    Raises:
+        BenchError: not even the leanest step, which is recorded, has enough memory.
+        RecollectError: a setting that clashes with itself or with the model.
+    """
+    report("recording")
+    try:
+        planner = Planner(subject.record())
+    except Exception as problem:
+        if not is_out_of_memory(problem):
+            raise
+        raise BenchError(
+            f"recording {type(subject.model).__name__}: out of memory, though all that can be is recomputed "
+            f"({_first_line(problem)}). Use a smaller model or micro-batch, or bf16."
+        ) from None
+    session = _Session(subject, planner, memory_limit_bytes, report)
+    num_tokens = subject.num_tokens * subject.num_microbatches
+    blank = Row(name="", fields={}, model_flops=model_flops, num_tokens=num_tokens)
+    entries = [session.entry(setting, blank) for setting in settings]
+    for entry in entries:
+        session.measure_memory(entry)
+    return session.race(entries, rounds)
+
+
+class _Session:
+    def __init__(
+        self, subject: Subject, planner: Planner, memory_limit_bytes: int | None, report: Callable[[str], None]
+    ) -> None:
+        self.subject = subject
+        self.planner = planner
+        self.memory_limit_bytes = memory_limit_bytes
+        self.report = report
+
+    def entry(self, setting: Setting, blank: Row) -> _Entry:
+        """Make a setting's plan and say whether it is predicted to fit."""
+        row = replace(blank, name=setting.name, fields=setting.fields())
+        try:
+            plan = self._plan(setting)
+        except BudgetTooSmallError as problem:
+            note = f"no plan: the least possible peak is {format_bytes(problem.least_peak_bytes)}"
+            return _Entry(name=row.name, row=replace(row, result="OOM (predicted)", note=note))
+        peak_bytes = self.planner.plain_peak_bytes if plan is None else plan.predicted_peak_bytes
+        row = replace(row, predicted_peak_bytes=peak_bytes, predicted_slowdown=plan.predicted_slowdown if plan else 0.0)
+        if self._is_above_limit(peak_bytes):
+            return _Entry(name=row.name, row=replace(row, result="OOM (predicted)", note="predicted above the limit"))
+        tape = None if plan is None else OnTape(recollect.apply(self.subject.model, plan))
+        return _Entry(name=row.name, row=row, tape=tape)
+
+    def measure_memory(self, entry: _Entry) -> None:
+        """Measure peak and FLOPs; the first steps of a setting also warm it up."""
+        if entry.row.is_oom:
+            self.report(f"{entry.name}: not run, {entry.row.note}")
+            return
+        self.report(f"{entry.name}: measuring its peak")
+        try:
+            with entry.on():
+                if not self.subject.optimizer.state:
+                    self.subject.step()  # which makes it
+                peak = self.subject.peak()
+                hardware_flops = self.subject.hardware_flops()
+        except Exception as problem:
+            self._ran_out(entry, problem)
+            return
+        entry.row = replace(
+            entry.row,
+            peak_bytes=peak.peak_bytes,
+            reserved_bytes=peak.peak_reserved_bytes,
+            hardware_flops=hardware_flops,
+        )
+        if self._is_above_limit(peak.peak_bytes):
+            entry.row = replace(entry.row, result="OOM", note="measured above the limit")
+
+    def race(self, entries: Sequence[_Entry], rounds: int) -> Measured:
+        """Time those that fit, in turns, each beside the first of them."""
+        running = [entry for entry in entries if not entry.row.is_oom]
+        if not running:
+            return Measured(tuple(entry.row for entry in entries), entries[0].name, 0)
+        for entry in running:
+            entry.seconds.clear()
+            entry.ratios.clear()
+        first, *others = running
+        # A reference alone has nobody to be compared with, but its times count all the same.
+        groups = [[other] for other in others] or [[first]]
+        race = Race(lambda: self._reference_s(first), self._seconds, report=self.report, seed=0)
+        try:
+            race.run(groups, seconds=0.0, least_rounds=rounds)
+        except Exception as problem:
+            # The reference, as the others' are caught: somebody else has to be it.
+            self._ran_out(first, problem)
+            return self.race(entries, rounds)
+        if others:
+            first.seconds = race.reference_s
+            first.ratios = {(0, 0): 1.0}
+        return Measured(tuple(_timed(entry) for entry in entries), first.name, race.num_rounds)
+
+    def _plan(self, setting: Setting) -> Plan | None:
+        """Return the plan of a setting; None for no recompute."""
+        if isinstance(setting, KeepAll):
+            return None
+        if isinstance(setting, MemoryBudget):
+            return self.planner.plan(setting.budget)
+        return megatron_plan(self.planner.profile, setting.config)
+
+    def _is_above_limit(self, peak_bytes: int | None) -> bool:
+        limit_bytes = self.memory_limit_bytes
+        return limit_bytes is not None and peak_bytes is not None and peak_bytes > limit_bytes
+
+    def _reference_s(self, entry: _Entry) -> float:
+        with entry.on():
+            return self.subject.seconds()
+
+    def _seconds(self, entry: _Entry) -> float | None:
+        if entry.row.is_oom:
+            return None
+        try:
+            return self._reference_s(entry)
+        except Exception as problem:
+            self._ran_out(entry, problem)
+            return None
+
+    def _ran_out(self, entry: _Entry, problem: Exception) -> None:
+        """Note that a setting ran out of memory; raise whatever else it is."""
+        if not is_out_of_memory(problem):
+            raise problem
+        entry.row = replace(entry.row, result="OOM", note=_first_line(problem))
+        self.report(f"{entry.name}: out of memory")
+        # The traceback holds the frames of the step, and these its tensors.
+        problem.__traceback__ = None
+        self.subject.clean_up()
+
+
+def _first_line(problem: Exception) -> str:
+    return (str(problem).splitlines() or [type(problem).__name__])[0]
+
+
+def _timed(entry: _Entry) -> Row:
+    """Return the row with its times."""
+    if entry.row.is_oom or not entry.seconds:
+        return entry.row
+    low_s, middle_s, high_s = (percentile(entry.seconds, percent) for percent in (20, 50, 80))
+    low, middle, high = (entry.percentile(percent) for percent in (20, 50, 80))
+    return replace(
+        entry.row,
+        step_s=middle_s,
+        step_p20_s=low_s,
+        step_p80_s=high_s,
+        slowdown=middle,
+        slowdown_p20=low,
+        slowdown_p80=high,
+    )

@@ -1,0 +1,89 @@
+"""Model FLOPs by formula: what a training step has to compute, whoever computes it. Imports no torch.
+
+A product of [m, k] and [k, n] is 2mkn FLOPs, and training does each product of forward three times: once forward, once for the
+gradient of each factor. Recompute is not counted, nor what an attention kernel computes twice inside (that is in
+hardware FLOPs, `recollect.lab.bench.flop_count`), nor norms, activations and the optimizer.
+
+References:
+    D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021, appendix.
+    https://arxiv.org/abs/2104.04473. Deviations: what of attention a causal mask covers is not counted, as in Megatron since
+    2024 and in PaLM's appendix B when it says so; grouped queries, gates, experts, latents as they are.
+    V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, appendix A, for the two
+    kinds of FLOPs. https://arxiv.org/abs/2205.05198
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from recollect.lab.models.config import TransformerConfig
+
+__all__ = ["CAUSAL_FRACTION", "model_flops"]
+
+CAUSAL_FRACTION = 0.5
+"""Part of the [seq, seq] scores that a causal mask leaves, the diagonal counted half."""
+
+
+def model_flops(
+    config: TransformerConfig, *, num_sequences: int, seq_length: int, attention_fraction: float = CAUSAL_FRACTION
+) -> float:
+    """Return the FLOPs of one training step.
+
+    Args:
+        config: the model.
+        num_sequences: in the whole step, all micro-batches together.
+        seq_length: tokens in each.
+        attention_fraction: part of the scores that counts; 1 is what unfused attention computes, mask or not.
+
+    Returns:
+        FLOPs of forward and backward without recompute.
+
+    Example:
+        >>> from recollect.lab.models.config import TransformerConfig
+        >>> config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=16)
+        >>> layer, logits = 2 * 4 * (4 * 8 * 8 + 2 * 8 * 32) + 2 * 2 * 4 * 4 * 8 // 2, 2 * 4 * 8 * 16
+        >>> model_flops(config, num_sequences=1, seq_length=4) == 3 * (layer + logits)
+        True
+    """
+    depths = config.mtp_num_layers or 0
+    pairs = attention_fraction * seq_length
+    per_token = sum(
+        _layer_weights(config, layer) + pairs * _attention_channels(config)
+        for layer in range(config.num_layers + depths)
+    )
+    per_token += config.vocab_size * config.hidden_size * (1 + depths)
+    per_token += depths * 2 * config.hidden_size * config.hidden_size  # each depth joins two streams into one
+    return 3.0 * 2 * num_sequences * seq_length * per_token
+
+
+def _layer_weights(config: TransformerConfig, layer: int) -> int:
+    """Elements of the matrices that a token is multiplied with."""
+    d = config.hidden_size
+    matrices = 3 if config.gated_linear_unit else 2
+    if not config.is_moe_layer(layer):
+        return _attention_weights(config) + matrices * d * config.ffn_hidden_size
+    experts = config.num_moe_experts or 0
+    widths = config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
+    return _attention_weights(config) + d * experts + matrices * d * widths
+
+
+def _attention_weights(config: TransformerConfig) -> int:
+    d, heads = config.hidden_size, config.num_attention_heads
+    if not config.multi_latent_attention:
+        queries, keys = heads * config.kv_channels, config.num_query_groups * config.kv_channels
+        return d * (queries + 2 * keys) + queries * d
+    queries = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+    query_weights = d * queries if config.q_lora_rank is None else config.q_lora_rank * (d + queries)
+    down = d * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
+    up = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
+    return query_weights + down + up + heads * config.v_head_dim * d
+
+
+def _attention_channels(config: TransformerConfig) -> int:
+    """Multiply-adds of a query with a key and of a probability with a value, all heads."""
+    if config.multi_latent_attention:
+        channels = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
+    else:
+        channels = 2 * config.kv_channels
+    return config.num_attention_heads * channels

@@ -1,0 +1,135 @@
+"""Contestants take turns on one model, in rounds, so that what disturbs the machine disturbs all of them alike.
+
+NOTE [ Rules of a race ]
+1. The reference runs before and after each group of contestants; a time counts as its ratio to the mean of these two.
+2. Those who are compared with each other stand in one group, so that their ratio is one of neighbours.
+3. The order of groups, and the order within each, is drawn anew for each round.
+4. Garbage in reference cycles is collected before each timed step, so that nobody pays for the one before. The collector
+   runs within the step as it does in training.
+5. Reported are medians over rounds of such ratios, with the 20th and 80th percentile.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from recollect.lab.bench.machine import few_objects
+
+__all__ = ["Contestant", "Race", "percentile"]
+
+
+@dataclass(eq=False, kw_only=True)
+class Contestant:
+    """Someone who takes part, and the times of it.
+
+    Attributes:
+        seconds: of each of its steps.
+        ratios: step time over that of the reference beside it, by round and by the place of its group in the list.
+    """
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    ratios: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def percentile(self, percent: int) -> float:
+        """Return a percentile of the slowdown over the rounds; 0.1 is 10 %."""
+        return percentile(list(self.ratios.values()), percent) - 1
+
+    @property
+    def slowdown(self) -> float:
+        """The median slowdown."""
+        return self.percentile(50)
+
+    def time_ratios_to(self, other: Contestant) -> list[float]:
+        """Return its time over the other's wherever both stood in one group, so that the reference cancels out."""
+        return [self.ratios[turn] / other.ratios[turn] for turn in self.ratios if turn in other.ratios]
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Return a percentile, between neighbours by proportion.
+
+    Example:
+        >>> percentile([1.0, 2.0, 4.0], 50), percentile([0.0, 10.0], 20)
+        (2.0, 2.0)
+    """
+    if percent == 50 or len(values) < 2:
+        return statistics.median(values)
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+One = TypeVar("One", bound=Contestant)
+
+
+class Race(Generic[One]):
+    """Rounds of timed steps.
+
+    Args:
+        reference: runs and times one step of whoever all others are compared with.
+        seconds: runs and times one step of a contestant; None if it could not run, which counts as no step.
+        report: told how far it is.
+        seed: of the order of turns.
+
+    Attributes:
+        reference_s: times of the reference.
+        num_rounds: rounds that were run.
+        is_interrupted: Ctrl+C ended it.
+    """
+
+    def __init__(
+        self,
+        reference: Callable[[], float],
+        seconds: Callable[[One], float | None],
+        *,
+        report: Callable[[str], None],
+        seed: int,
+    ) -> None:
+        self._reference = reference
+        self._seconds = seconds
+        self._report = report
+        self._random = random.Random(seed)
+        self.reference_s: list[float] = []
+        self.num_rounds = 0
+        self.is_interrupted = False
+
+    def run(self, groups: Sequence[Sequence[One]], *, seconds: float, least_rounds: int) -> None:
+        """Run as many rounds as the time allows, but no fewer than `least_rounds`; Ctrl+C ends this race and all later."""
+        if self.is_interrupted or not groups:
+            return
+        try:
+            with few_objects():
+                self._run(groups, seconds, least_rounds)
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+            self._report("interrupted: going on with what there is")
+
+    def _run(self, groups: Sequence[Sequence[One]], seconds: float, least_rounds: int) -> None:
+        begin = time.perf_counter()
+        num_done = 0
+        while True:
+            elapsed_s = time.perf_counter() - begin
+            if num_done >= max(1, least_rounds) and elapsed_s + elapsed_s / num_done > seconds:
+                return
+            self._round(groups)
+            num_done += 1
+            elapsed_s = time.perf_counter() - begin
+            self._report(f"round {num_done}, {elapsed_s:.0f} s of {max(seconds, elapsed_s):.0f} s")
+
+    def _round(self, groups: Sequence[Sequence[One]]) -> None:
+        before_s = self._reference()
+        self.reference_s.append(before_s)
+        for place in self._random.sample(range(len(groups)), len(groups)):
+            turn = self._random.sample(list(groups[place]), len(groups[place]))
+            taken = [(contestant, self._seconds(contestant)) for contestant in turn]
+            after_s = self._reference()
+            for contestant, step_s in taken:
+                if step_s is not None:
+                    contestant.seconds.append(step_s)
+                    contestant.ratios[self.num_rounds, place] = step_s / ((before_s + after_s) / 2)
+            self.reference_s.append(after_s)
+            before_s = after_s
+        self.num_rounds += 1

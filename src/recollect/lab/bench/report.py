@@ -1,0 +1,157 @@
+"""Results as a table: on a terminal, as Markdown, as CSV. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+from rich.table import Table
+
+from recollect.byte_format import format_bytes
+from recollect.lab.bench.results import BenchResults, Row
+from recollect.quantities import format_seconds
+
+__all__ = ["as_csv", "as_markdown", "notes", "result_table", "title"]
+
+_NONE = "-"
+_COLORS = {"ok": "", "faster": "green", "perf regression": "red", "memory regression": "red"}
+
+
+def title(results: BenchResults) -> str:
+    """Return what was measured, in one line."""
+    workload = {key: value for key, value in results.workload.items() if not isinstance(value, dict)}
+    text = ", ".join(str(value) if key == "model" else f"{key} {value}" for key, value in workload.items())
+    machine = ", ".join(f"{key} {value}" if key != "device" else str(value) for key, value in results.machine.items())
+    return f"{text}; {machine}, torch {results.versions.get('torch', 'unknown')}"
+
+
+def columns(results: BenchResults) -> list[str]:
+    """Return the heads of the table; the first and the last are text, all others numbers."""
+    golden = ["vs golden"] if results.golden else []
+    return [
+        *(
+            "setting",
+            "TFLOP/s/device",
+            "hardware TFLOP/s",
+            *golden,
+            "step",
+            "20..80 %",
+            "tokens/s",
+            f"vs {results.reference}",
+        ),
+        *("20..80 %", "predicted", "peak mem", "predicted peak", "reserved", "result"),
+    ]
+
+
+def cells(row: Row, results: BenchResults) -> list[str]:
+    """Return a row of the table."""
+    is_reference = row.name == results.reference
+    spread = _spread(row.slowdown_p20, row.slowdown_p80)
+    return [
+        row.name,
+        _digits(row.tflops),
+        _digits(row.hardware_tflops),
+        *([_versus(row)] if results.golden else []),
+        _NONE if row.step_s is None else format_seconds(row.step_s),
+        _NONE if row.step_p20_s is None or row.step_p80_s is None else _times(row.step_p20_s, row.step_p80_s),
+        _NONE if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
+        _NONE if row.slowdown is None or is_reference else _percent(row.slowdown),
+        _NONE if is_reference else spread,
+        _percent(row.predicted_slowdown) if row.predicted_slowdown else _NONE,
+        _bytes(row.peak_bytes),
+        _bytes(row.predicted_peak_bytes),
+        _bytes(row.reserved_bytes),
+        row.result,
+    ]
+
+
+def result_table(results: BenchResults) -> Table:
+    """Return the table for a terminal."""
+    table = Table(title="Measured results", title_justify="left")
+    heads = columns(results)
+    for head in heads:
+        is_text = head in ("setting", "result")
+        table.add_column(head, justify="left" if is_text else "right", overflow="fold")
+    for row in results.rows:
+        table.add_row(*cells(row, results), style=_COLORS.get(row.result, "yellow"))
+    return table
+
+
+def as_markdown(results: BenchResults) -> str:
+    """Return title, table and notes as Markdown."""
+    heads = columns(results)
+    lines = ["| " + " | ".join(heads) + " |", "|---" + "|--:" * (len(heads) - 2) + "|---|"]
+    lines += ["| " + " | ".join(cells(row, results)) + " |" for row in results.rows]
+    return "\n".join([f"{title(results)}.", "", *lines, "", *(f"- {note}" for note in notes(results))]) + "\n"
+
+
+def as_csv(results: BenchResults) -> str:
+    """Return the rows with all their numbers, without units rounded to: bytes, seconds, FLOPs."""
+    names = [
+        *(
+            "name",
+            "result",
+            "note",
+            "tflops",
+            "hardware_tflops",
+            "versus_golden",
+            "golden_name",
+            "step_s",
+            "step_p20_s",
+        ),
+        *("step_p80_s", "tokens_per_s", "slowdown", "slowdown_p20", "slowdown_p80", "predicted_slowdown", "peak_bytes"),
+        *("predicted_peak_bytes", "reserved_bytes", "model_flops", "hardware_flops", "num_tokens"),
+    ]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([getattr(row, name) for name in names] for row in results.rows)
+    return text.getvalue()
+
+
+def notes(results: BenchResults) -> list[str]:
+    """Return what has to be known to read the table."""
+    lines = [
+        f"Medians of {results.rounds} rounds in turns; slowdowns are medians of ratios to the steps of {results.reference!r} "
+        "right before and after. A step is forward, loss, backward and AdamW; predicted slowdowns are of forward and backward.",
+        "TFLOP/s/device counts what the model has to compute; hardware TFLOP/s what ran: recompute, too, and what attention "
+        "kernels compute again inside.",
+    ]
+    if any(row.peak_bytes is not None and row.reserved_bytes is None for row in results.rows):
+        lines.append("reserved: not applicable on a CPU, whose allocator reserves nothing.")
+    if results.memory_limit_bytes is not None:
+        lines.append(f"Peaks above {format_bytes(results.memory_limit_bytes)} (--memory-limit) count as OOM.")
+    if results.golden:
+        lines.append(f"Golden results: {results.golden}, threshold {results.threshold:.1%}.")
+    lines += [f"{row.name}: {row.note}." for row in results.rows if row.note]
+    return lines
+
+
+def _versus(row: Row) -> str:
+    if row.versus_golden is None:
+        return _NONE
+    of = "" if row.golden_name == row.name else f" (of {row.golden_name})"
+    return _percent(row.versus_golden) + of
+
+
+def _digits(number: float | None) -> str:
+    """Three digits where there are fewer before the point: 704, 59.4, 0.0213."""
+    if number is None:
+        return _NONE
+    return f"{number:.1f}" if number >= 100 else f"{number:.3g}"
+
+
+def _percent(fraction: float) -> str:
+    return f"{fraction:+.1%}".replace("%", " %")
+
+
+def _spread(low: float | None, high: float | None) -> str:
+    return _NONE if low is None or high is None else f"{100 * low:+.1f}..{100 * high:+.1f}"
+
+
+def _times(low_s: float, high_s: float) -> str:
+    return f"{format_seconds(low_s)}..{format_seconds(high_s)}"
+
+
+def _bytes(number: int | None) -> str:
+    return _NONE if number is None else format_bytes(number)

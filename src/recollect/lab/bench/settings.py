@@ -1,0 +1,209 @@
+"""What is measured side by side: a setting is no recompute, Megatron's words, or a budget. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recollect.errors import BenchError
+from recollect.integrations.megatron import RecomputeConfig
+
+__all__ = ["KeepAll", "MegatronWords", "MemoryBudget", "Setting", "named_settings", "parse_setting", "read_settings"]
+
+_GRANULARITY = "recompute_granularity"
+_SPELLINGS = "'none', 'selective core_attn,layernorm', 'full uniform 4', 'full block 2' or 'memory_budget 60%'"
+
+
+@dataclass(frozen=True)
+class KeepAll:
+    """No recompute."""
+
+    name: str = "none"
+
+    def fields(self) -> dict[str, Any]:
+        """Return the setting as a mapping, as a settings file has it."""
+        return {_GRANULARITY: None}
+
+
+@dataclass(frozen=True)
+class MegatronWords:
+    """Fields of Megatron's configuration; those that are not there have its defaults."""
+
+    words: Mapping[str, Any]
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", _name_of(self.words))
+
+    def fields(self) -> dict[str, Any]:
+        """Return the setting as a mapping, as a settings file has it."""
+        return dict(self.words)
+
+    @property
+    def config(self) -> RecomputeConfig:
+        """The settings as Megatron has them, checked against its rules and the defaults filled in.
+
+        Raises:
+            BenchError: a name that Megatron does not have.
+            ConfigError, NotYetError: see `RecomputeConfig`.
+        """
+        known = [field.name for field in dataclasses.fields(RecomputeConfig)]
+        for name in self.words:
+            if name not in known:
+                close = difflib.get_close_matches(str(name), known, n=1)
+                meant = f" Did you mean {close[0]!r}?" if close else ""
+                raise BenchError(
+                    f"setting {self.name!r}: got {name!r}, expected names that Megatron's recompute settings have.{meant}"
+                )
+        return RecomputeConfig(**self.words)
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """The plan for a budget: bytes, or a percentage of the peak without recompute."""
+
+    budget: str
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", f"memory_budget {self.budget}")
+
+    def fields(self) -> dict[str, Any]:
+        """Return the setting as a mapping, as a settings file has it."""
+        return {"memory_budget": self.budget}
+
+
+Setting = KeepAll | MegatronWords | MemoryBudget
+
+
+def parse_setting(text: str) -> Setting:
+    """Read a setting from a few words.
+
+    Args:
+        text: none; selective and modules, separated by spaces or commas (without any: Megatron's default); full, a method and
+            a number of layers; or memory_budget and bytes or a percentage.
+
+    Raises:
+        BenchError: none of these.
+
+    Example:
+        >>> parse_setting("selective core_attn,layernorm").fields()
+        {'recompute_granularity': 'selective', 'recompute_modules': ('core_attn', 'layernorm')}
+        >>> parse_setting("full uniform 4").name, parse_setting("memory_budget 60%").name
+        ('full uniform 4', 'memory_budget 60%')
+    """
+    first, *rest = text.split() or [""]
+    if first == "none" and not rest:
+        return KeepAll()
+    if first == "memory_budget" and rest:
+        return MemoryBudget(" ".join(rest))
+    if first == "selective":
+        modules = tuple(name for word in rest for name in word.split(",") if name)
+        return MegatronWords({_GRANULARITY: "selective", **({"recompute_modules": modules} if modules else {})})
+    if first == "full":
+        words: dict[str, Any] = {_GRANULARITY: "full"}
+        for word in rest:
+            words["recompute_num_layers" if word.isdecimal() else "recompute_method"] = (
+                int(word) if word.isdecimal() else word
+            )
+        if len(words) == 1 + len(rest):
+            return MegatronWords(words)
+    raise BenchError(f"setting {text!r}: cannot be read, expected {_SPELLINGS}.")
+
+
+def read_settings(path: Path) -> list[Setting]:
+    """Read a YAML file with a list of settings.
+
+    Args:
+        path: the list itself, or a mapping with the list under `settings`. An entry is a text as for `parse_setting`, or a
+            mapping of Megatron's names (also under `model`, as in Megatron-Bridge), or `memory_budget`, and a `name`.
+
+    Raises:
+        BenchError: the file cannot be read, is no such list, or has an entry that is no setting.
+    """
+    where = f"settings file {path}"
+    data = read_yaml(path, where)
+    entries = data.get("settings") if isinstance(data, Mapping) else data
+    if not isinstance(entries, list) or not entries:
+        raise BenchError(f"{where}: expected a list of settings, or one under the key 'settings'.")
+    return [_setting(entry, f"{where}, entry {number}") for number, entry in enumerate(entries, start=1)]
+
+
+def read_yaml(path: Path, where: str) -> Any:
+    """Read a YAML file.
+
+    Raises:
+        BenchError: it cannot be read.
+    """
+    import yaml
+
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise BenchError(f"{where}: cannot be read ({problem.strerror}), expected a YAML file.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as problem:
+        raise BenchError(f"{where}: not YAML: {' '.join(str(problem).split())}") from None
+
+
+def _setting(entry: Any, where: str) -> Setting:
+    if isinstance(entry, str):
+        try:
+            return parse_setting(entry)
+        except BenchError as problem:
+            raise BenchError(f"{where}: {problem}") from None
+    if not isinstance(entry, Mapping):
+        raise BenchError(f"{where}: got {entry!r}, expected {_SPELLINGS}, or a mapping of Megatron's names.")
+    words = {key: value for key, value in entry.items() if key not in ("name", "model")}
+    words |= entry.get("model") or {}
+    for key in ("recompute_modules", "offload_modules"):  # ROLL writes them as one text
+        if isinstance(words.get(key), str):
+            words[key] = tuple(part.strip() for part in words[key].split(","))
+    name = str(entry.get("name", ""))
+    if "memory_budget" in words:
+        if len(words) > 1:
+            others = ", ".join(key for key in words if key != "memory_budget")
+            raise BenchError(
+                f"{where}: got memory_budget with {others}, expected one way to choose what is recomputed."
+            )
+        return MemoryBudget(str(words["memory_budget"]), name)
+    if not words or words == {_GRANULARITY: None}:
+        return KeepAll(name or "none")
+    return MegatronWords(words, name)
+
+
+def named_settings(settings: Sequence[Setting]) -> list[Setting]:
+    """Return the settings, checked, no recompute first, as all others are compared with it.
+
+    Raises:
+        BenchError: two of them have one name, or a name that Megatron does not have.
+        ConfigError, NotYetError: settings that clash, or that are not built yet.
+    """
+    found = list(settings)
+    if not any(isinstance(setting, KeepAll) for setting in found):
+        found.insert(0, KeepAll())
+    for setting in found:
+        if isinstance(setting, MegatronWords):
+            setting.config  # noqa: B018 - settings that clash are told before the work begins
+    found.sort(key=lambda setting: not isinstance(setting, KeepAll))
+    seen: set[str] = set()
+    for setting in found:
+        if setting.name in seen:
+            raise BenchError(f"setting {setting.name!r}: is there twice. Leave one out, or give it another `name`.")
+        seen.add(setting.name)
+    return found
+
+
+def _name_of(words: Mapping[str, Any]) -> str:
+    """Name a setting as `parse_setting` spells it, and what else it has."""
+    parts = [str(words.get(_GRANULARITY))]
+    parts += [str(words[key]) for key in ("recompute_method", "recompute_num_layers") if key in words]
+    if words.get("recompute_modules") is not None:
+        parts.append(",".join(words["recompute_modules"]) or "no modules")
+    known = (_GRANULARITY, "recompute_method", "recompute_num_layers", "recompute_modules")
+    return " ".join([*parts, *(f"{key}={value}" for key, value in words.items() if key not in known)])

@@ -1,0 +1,102 @@
+"""The training step that is measured: forward, loss and backward of each micro-batch, and the optimizer's step."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect.lab.bench.flop_count import FlopCount
+from recollect.lab.train.memory import resident_bytes
+from recollect.measuring.device_memory import empty_cache
+from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
+from recollect.measuring.timing import timed
+from recollect.profile.graph import Profile
+from recollect.recording.model_step import run_forward
+
+__all__ = ["Subject"]
+
+
+@dataclass(eq=False, kw_only=True)
+class Subject:
+    """One model and its step; it runs whatever recompute is on the model at the time.
+
+    Attributes:
+        model: in training mode, on its device.
+        optimizer: over its parameters.
+        batch: one micro-batch, as keywords of the model; every micro-batch of a step is this one.
+        num_microbatches: forwards and backwards of one step.
+        num_tokens: in one micro-batch.
+        device: where it runs.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: dict[str, Tensor]
+    num_microbatches: int
+    num_tokens: int
+    device: torch.device
+
+    def step(self) -> None:
+        """Run one step; gradients are None before and after."""
+        for _ in range(self.num_microbatches):
+            loss = run_forward(self.model, self.batch, None) / self.num_microbatches
+            loss.backward()
+            del loss
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def seconds(self) -> float:
+        """Run one step and time it."""
+        gc.collect()
+        return timed(self.step, self.device)[1]
+
+    def peak(self) -> PeakMeasurement[None]:
+        """Run one step and measure its peak, in which parameters, optimizer state and batch count."""
+        baseline_bytes = None  # CUDA's allocator knows what is there
+        empty_cache(self.device)
+        if self.device.type != "cuda":
+            baseline_bytes = resident_bytes(self.model, self.optimizer) + storage_bytes(self.batch.values())
+        return measure_peak(self.step, device=self.device, baseline_bytes=baseline_bytes)
+
+    def hardware_flops(self) -> float:
+        """Run one step and count the FLOPs of the matrix products that run."""
+        with FlopCount() as count:
+            self.step()
+        flops: float = count.flops
+        return flops
+
+    @torch.no_grad()
+    def forward_flops(self) -> float:
+        """Run the forwards of one step, keeping nothing, and count them."""
+        with FlopCount() as count:
+            self.model(**self.batch)
+        flops: float = count.flops
+        return flops * self.num_microbatches
+
+    def record(self) -> Profile:
+        """Record the step for the planner."""
+        profile: Profile = recollect.record(
+            self.model, self.batch, optimizer=self.optimizer, accumulates_gradients=self.num_microbatches > 1
+        )
+        return profile
+
+    def clean_up(self) -> None:
+        """Let go of what a step that ran out of memory left behind."""
+        self.optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        empty_cache(self.device)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the step's numbers depend on, apart from the model's dimensions and the machine."""
+        parameter = next(self.model.parameters())
+        return {
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "micro_batch": ", ".join(f"{name} {list(t.shape)}" for name, t in self.batch.items()),
+            "num_microbatches": self.num_microbatches,
+            "optimizer": type(self.optimizer).__name__,
+        }

@@ -1,0 +1,128 @@
+"""What makes a transformer a GPT, a Llama, a Mixtral or a DeepSeek-V3, apart from its dimensions. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recollect.lab.models.config import TransformerConfig
+
+__all__ = ["deepseek_v3_config", "gpt_config", "llama_config", "mixtral_config"]
+
+
+def gpt_config(**fields: Any) -> TransformerConfig:
+    """Describe a GPT-2 or GPT-3: LayerNorm, GELU, learned positions, biases, dropout, tied embeddings.
+
+    Args:
+        **fields: fields of `TransformerConfig`; they go before what makes it a GPT.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: fields that do not fit together.
+        TypeError: a field that is missing or that there is not.
+
+    Example:
+        >>> gpt_config(num_layers=12, hidden_size=768, num_attention_heads=12, vocab_size=50_257).activation_func
+        'gelu_tanh'
+
+    References:
+        Radford et al. 2019, and the released code of GPT-2 (dropout, epsilon, the approximation of GELU, initialisation).
+    """
+    defaults = {"activation_func": "gelu_tanh", "share_embeddings_and_output_weights": True}
+    return TransformerConfig(**{**defaults, **fields})
+
+
+def llama_config(**fields: Any) -> TransformerConfig:
+    """Describe a Llama: RMSNorm, SwiGLU, rotary positions, neither biases nor dropout.
+
+    Args:
+        **fields: fields of `TransformerConfig`; they go before what makes it a Llama. Without `ffn_hidden_size`, 8/3 of
+            `hidden_size`, up to a multiple of 64.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: fields that do not fit together.
+        TypeError: a field that is missing or that there is not.
+
+    Example:
+        >>> llama_config(num_layers=2, hidden_size=4096, num_attention_heads=32, vocab_size=256).ffn_hidden_size
+        10944
+
+    References:
+        Touvron et al. 2023, arXiv 2302.13971, section 2.2.
+    """
+    defaults = {
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "gated_linear_unit": True,
+        "activation_func": "silu",
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "ffn_hidden_size": -(-8 * fields.get("hidden_size", 0) // (3 * 64)) * 64,
+    }
+    return TransformerConfig(**{**defaults, **fields})
+
+
+def mixtral_config(**fields: Any) -> TransformerConfig:
+    """Describe a Mixtral: a Llama whose MLPs are two of several experts, chosen by a softmax router.
+
+    Args:
+        **fields: fields of `TransformerConfig`; they go before what makes it a Mixtral.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: fields that do not fit together.
+        TypeError: a field that is missing or that there is not.
+
+    Example:
+        >>> mixtral_config(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256).num_moe_experts
+        8
+
+    References:
+        Jiang et al. 2024, arXiv 2401.04088, table 1.
+    """
+    defaults = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.02, "moe_grouped_gemm": True}
+    return llama_config(**{**defaults, **fields})
+
+
+def deepseek_v3_config(**fields: Any) -> TransformerConfig:
+    """Describe a DeepSeek-V3: latent attention, shared and routed experts, sigmoid routing, multi-token prediction.
+
+    Args:
+        **fields: fields of `TransformerConfig`; they go before what makes it a DeepSeek-V3.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: fields that do not fit together.
+        TypeError: a field that is missing or that there is not.
+
+    Example:
+        >>> deepseek_v3_config(
+        ...     num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256, num_moe_experts=8
+        ... ).mtp_num_layers
+        1
+
+    References:
+        DeepSeek-AI 2024, arXiv 2412.19437, sections 2.1, 2.2 and 4.2.
+    """
+    defaults = {
+        "multi_latent_attention": True,
+        "rotary_interleaved": True,
+        "layernorm_epsilon": 1e-6,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_dtype": "fp32",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 1e-4,
+        "moe_grouped_gemm": True,
+        "mtp_num_layers": 1,
+    }
+    return llama_config(**{**defaults, **fields})

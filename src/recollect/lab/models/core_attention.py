@@ -1,0 +1,94 @@
+"""The heart of attention, softmax(QK^T / sqrt(C)) V, with every later position masked: in one kernel, or op by op.
+
+Both are modules without parameters, so that what they compute can be told by its path. Megatron recomputes it under the
+name `core_attn`: softmax, dropout mask and dropped probabilities are 5 bytes a head and pair of positions in bf16
+(Korthikanti et al. 2022, arXiv 2205.05198, section 4.1), unless the kernel never holds them.
+
+Shape legend: B batch   T, S positions of queries and keys   H query heads   K key and value heads   G = H / K
+    C channels of a query and key head   E channels of a value head   X = G * T   N = B * K
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recollect.lab.models.config import TransformerConfig
+
+__all__ = ["FusedCoreAttention", "UnfusedCoreAttention", "build_core_attention"]
+
+
+class FusedCoreAttention(nn.Module):
+    """Attention by `scaled_dot_product_attention`: PyTorch takes the best kernel that it has.
+
+    Which one depends on device, dtype and dropout: on a CPU there is none for dropout, and PyTorch computes op by op.
+    """
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKE: Tensor) -> Tensor:
+        """Mix the values of positions 0..t for each position t, into [B, T, H * E]."""
+        mixed_BHTE = F.scaled_dot_product_attention(
+            q_BTHC.transpose(1, 2),
+            k_BTKC.transpose(1, 2),
+            v_BTKE.transpose(1, 2),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=q_BTHC.shape[2] != k_BTKC.shape[2],
+        )
+        return mixed_BHTE.transpose(1, 2).flatten(2)
+
+
+class UnfusedCoreAttention(nn.Module):
+    """Attention op by op; scores, probabilities and dropped probabilities are values of T * S each."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKE: Tensor) -> Tensor:
+        """Mix the values of positions 0..t for each position t, into [B, T, H * E]."""
+        num_positions, groups = q_BTHC.shape[1], k_BTKC.shape[2]
+        # The G heads of a group stand one after the other in one matrix, so that no key or value is copied for them.
+        q_BKXC = q_BTHC.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        # One op that scales, multiplies and masks: recompute runs it again, and no unmasked scores are ever alive.
+        scores_NXS = torch.baddbmm(
+            _later_positions(q_BKXC, num_positions),
+            q_BKXC.flatten(0, 1),
+            k_BTKC.permute(0, 2, 3, 1).flatten(0, 1),
+            alpha=q_BTHC.shape[-1] ** -0.5,
+        )
+        probabilities_BKGTS = scores_NXS.unflatten(1, (-1, num_positions)).softmax(dim=-1).unflatten(0, (-1, groups))
+        if self.training and self.dropout:
+            probabilities_BKGTS = F.dropout(probabilities_BKGTS, self.dropout)
+        mixed_BKXE = probabilities_BKGTS.flatten(2, 3) @ v_BTKE.transpose(1, 2)
+        mixed_BTKGE: Tensor = mixed_BKXE.unflatten(2, (-1, num_positions)).permute(0, 3, 1, 2, 4)
+        return mixed_BTKGE.flatten(2)
+
+
+def _later_positions(q_BKXC: Tensor, num_positions: int) -> Tensor:
+    """[X, S] of the least number where the key stands after the query, else zero: X = G * T queries that share keys.
+
+    Made of ops that a plan can drop; a triangle of `torch.full` would be kept, as constants are.
+    """
+    position = torch.arange(num_positions, device=q_BKXC.device)
+    # In fp32, into which PyTorch turns the truth values, until the last op.
+    least = max(torch.finfo(q_BKXC.dtype).min, torch.finfo(torch.float32).min)
+    mask_TS = (position > position.unsqueeze(1)) * least
+    return mask_TS.to(q_BKXC.dtype).expand(q_BKXC.shape[2] // num_positions, -1, -1).flatten(0, 1)
+
+
+def build_core_attention(config: TransformerConfig) -> FusedCoreAttention | UnfusedCoreAttention:
+    """Make the core attention that a model asks for.
+
+    Args:
+        config: the model.
+
+    Returns:
+        A module that maps queries [B, T, H, C], keys [B, T, K, C] and values [B, T, K, E] to [B, T, H * E].
+    """
+    kind = FusedCoreAttention if config.core_attention == "fused" else UnfusedCoreAttention
+    return kind(config.attention_dropout)

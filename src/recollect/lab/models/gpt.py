@@ -1,0 +1,179 @@
+"""The decoder-only transformer of all models here, under Megatron's names.
+
+Shape legend, used as suffixes in this folder:
+    B batch   T positions   D hidden_size   V vocab_size
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.embedding import LanguageModelEmbedding
+from recollect.lab.models.layer import TransformerLayer
+from recollect.lab.models.linear import Linear
+from recollect.lab.models.multi_token_prediction import MultiTokenPrediction, shifted
+from recollect.lab.models.norm import build_norm
+from recollect.lab.models.rotary import Rotary, RotaryEmbedding
+from recollect.lab.models.router import RouterStatistics, TopKRouter
+from recollect.loss.chunked import chunked_cross_entropy
+
+__all__ = ["GPTModel", "GPTOutput"]
+
+IGNORE_INDEX = -100
+
+
+class GPTOutput(NamedTuple):
+    """What a forward returns.
+
+    Attributes:
+        logits: [B, T, V] in the compute dtype; None if the loss was computed in chunks.
+        loss: what to train on, an fp32 scalar; None without labels. In training mode it has the auxiliary losses of the
+            routers and the loss of multi-token prediction in it.
+        lm_loss: the mean cross entropy of the next token alone; None without labels.
+    """
+
+    logits: Tensor | None
+    loss: Tensor | None
+    lm_loss: Tensor | None = None
+
+
+class TransformerBlock(nn.Module):
+    """The layers, and the norm after the last one.
+
+    Args:
+        config: the model.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TransformerLayer(config, layer) for layer in range(config.num_layers))
+        self.final_layernorm = build_norm(config, config.hidden_size)
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, list[RouterStatistics | None]]:
+        """Return the residual stream after the last layer, normalised, and what the routers tell."""
+        statistics = []
+        for layer in self.layers:
+            x_BTD, told = layer(x_BTD, rotary)
+            statistics.append(told)
+        return self.final_layernorm(x_BTD), statistics
+
+
+class GPTModel(nn.Module):
+    """A language model: GPT, Llama, Mixtral, DeepSeek-V3, or what a configuration makes of their parts.
+
+    Args:
+        config: dimensions and parts; `recollect.lab.models.sizes` has the published ones by name.
+        compute_dtype: dtype of activations and of the weights inside matrix products; None: the dtype of the weights.
+
+    Attributes:
+        loss_chunks: parts in which output matrix and loss are computed where there are labels; with more than one the
+            logits are not there as a whole, and the output has None. A plan sets it.
+
+    Example:
+        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
+        >>> model = GPTModel(NAMED_CONFIGS["gpt-tiny"])
+        >>> tokens = torch.randint(256, (2, 17))
+        >>> out = model(tokens[:, :-1], labels=tokens[:, 1:])
+        >>> tuple(out.logits.shape), out.loss.dtype
+        ((2, 16, 256), torch.float32)
+
+    Limitations: training only: no key-value cache, no padding mask, no scaled rotary frequencies.
+    """
+
+    def __init__(self, config: TransformerConfig, *, compute_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.compute_dtype = compute_dtype
+        self.loss_chunks = 1
+        self.embedding = LanguageModelEmbedding(config)
+        self.rotary_pos_emb: RotaryEmbedding | None = None
+        if config.position_embedding_type == "rope" or config.multi_latent_attention:
+            self.rotary_pos_emb = RotaryEmbedding(config)
+        self.decoder = TransformerBlock(config)
+        self.output_layer = Linear(config.hidden_size, config.vocab_size, bias=False, init_std=config.init_method_std)
+        if config.share_embeddings_and_output_weights:
+            self.output_layer.weight = self.embedding.word_embeddings.weight
+        self.mtp = MultiTokenPrediction(config) if config.mtp_num_layers is not None else None
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trainable parameters; a tied matrix counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def update_expert_bias(self) -> None:
+        """Move the biases that balance the experts' load; call it after each optimizer step. Nothing without such biases.
+
+        Tokens are counted in training mode, by every forward since the last call, so gradients may be accumulated.
+
+        Limitations: counts the tokens of this process.
+        """
+        for router in self._routers():
+            router.update_expert_bias()
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> GPTOutput:
+        """Predict the token after each position.
+
+        Args:
+            tokens: [B, T] token ids, int64.
+            labels: [B, T]; `labels[b, t]` is the token after `tokens[b, t]` (already shifted), -100 where none counts.
+
+        Returns:
+            Logits [B, T, V], None with labels and more than one of `loss_chunks`; with labels, the losses in fp32.
+
+        Raises:
+            DataError: more positions than the model has learned.
+        """
+        x_BTD = self.embedding(tokens, self.compute_dtype)
+        rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(x_BTD)
+        x_BTD, statistics = self.decoder(x_BTD, rotary)
+        if labels is None:
+            return GPTOutput(self.output_layer(x_BTD), None)
+        logits_BTV, lm_loss = self._predict(x_BTD, labels)
+        loss = lm_loss
+        if self.training and self.mtp is not None:
+            mtp_loss, mtp_statistics = self._mtp_loss(self.mtp, x_BTD, tokens, labels, rotary)
+            loss, statistics = loss + mtp_loss, statistics + mtp_statistics
+        for told in statistics:
+            if told is not None and told.aux_loss is not None:
+                loss = loss + told.aux_loss
+        if self.training and torch.is_grad_enabled():
+            self._count(statistics)
+        return GPTOutput(logits_BTV, loss, lm_loss)
+
+    def _predict(self, x_BTD: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Logits, None if the loss is computed in chunks, and the mean cross entropy."""
+        if self.loss_chunks > 1:
+            weight = self.output_layer.weight
+            return None, chunked_cross_entropy(
+                x_BTD, weight, labels, num_chunks=self.loss_chunks, ignore_index=IGNORE_INDEX
+            )
+        logits_BTV = self.output_layer(x_BTD)
+        loss = F.cross_entropy(logits_BTV.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+        return logits_BTV, loss
+
+    def _mtp_loss(
+        self, mtp: MultiTokenPrediction, x_BTD: Tensor, tokens: Tensor, labels: Tensor, rotary: Rotary | None
+    ) -> tuple[Tensor, list[RouterStatistics | None]]:
+        """The weighted mean of the losses of all depths (arXiv 2412.19437, equation 25), and what their routers tell."""
+        depths = range(1, len(mtp.layers) + 1)
+        embedded_BTD = [self.embedding(shifted(tokens, depth, fill=0), self.compute_dtype) for depth in depths]
+        outputs, statistics = mtp(x_BTD, embedded_BTD, rotary)
+        losses = []
+        for depth, output_BTD in zip(depths, outputs, strict=True):
+            targets = shifted(labels, depth, fill=IGNORE_INDEX)
+            _, loss = self._predict(output_BTD, targets)
+            # The mean over no labels is nan: a sequence may have labels for the next token alone.
+            losses.append(torch.where((targets != IGNORE_INDEX).any(), loss, torch.zeros_like(loss)))
+        return self.config.mtp_loss_scaling_factor * torch.stack(losses).mean(), statistics
+
+    def _routers(self) -> list[TopKRouter]:
+        return [module for module in self.modules() if isinstance(module, TopKRouter)]
+
+    def _count(self, statistics: list[RouterStatistics | None]) -> None:
+        for router, told in zip(self._routers(), (told for told in statistics if told is not None), strict=True):
+            router.count(told)

@@ -1,0 +1,294 @@
+"""Weights of the reference models from Hugging Face's checkpoints, and back: a folder with `config.json` and safetensors.
+
+Tensors go one by one, so that nothing is in memory twice but the tensor that is on its way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from recollect.errors import CheckpointError, UnsupportedModelError
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.hugging_face_deepseek_v3 import (
+    deepseek_v3_from_hugging_face,
+    deepseek_v3_rules,
+    deepseek_v3_to_hugging_face,
+)
+from recollect.lab.models.hugging_face_gpt2 import (
+    GPT2_IGNORED,
+    gpt2_from_hugging_face,
+    gpt2_rules,
+    gpt2_to_hugging_face,
+)
+from recollect.lab.models.hugging_face_llama import (
+    LLAMA_IGNORED,
+    llama_from_hugging_face,
+    llama_rules,
+    llama_to_hugging_face,
+)
+from recollect.lab.models.hugging_face_mixtral import mixtral_from_hugging_face, mixtral_rules, mixtral_to_hugging_face
+from recollect.lab.models.weight_rules import WeightRule, convert, convert_back
+
+__all__ = ["ARCHITECTURES", "load_hugging_face", "read_config", "save_hugging_face"]
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What there is to know about one of Hugging Face's architectures.
+
+    Attributes:
+        from_hugging_face: from the content of `config.json` to our configuration.
+        to_hugging_face: back.
+        rules: where each tensor of ours stands in their checkpoint.
+        ignored: a pattern of names of tensors that say nothing about the model.
+    """
+
+    from_hugging_face: Callable[[Mapping[str, Any]], TransformerConfig]
+    to_hugging_face: Callable[[TransformerConfig], dict[str, Any]]
+    rules: Callable[[TransformerConfig], Iterable[WeightRule]]
+    ignored: str = ""
+
+
+# By `model_type`.
+ARCHITECTURES: dict[str, Architecture] = {
+    "gpt2": Architecture(gpt2_from_hugging_face, gpt2_to_hugging_face, gpt2_rules, GPT2_IGNORED),
+    "llama": Architecture(llama_from_hugging_face, llama_to_hugging_face, llama_rules, LLAMA_IGNORED),
+    "mixtral": Architecture(mixtral_from_hugging_face, mixtral_to_hugging_face, mixtral_rules),
+    "deepseek_v3": Architecture(deepseek_v3_from_hugging_face, deepseek_v3_to_hugging_face, deepseek_v3_rules),
+}
+
+
+def read_config(folder: str | Path) -> tuple[str, TransformerConfig]:
+    """Read the `config.json` of a checkpoint.
+
+    Args:
+        folder: where it stands.
+
+    Returns:
+        The `model_type`, and our configuration.
+
+    Raises:
+        CheckpointError: there is none, or it is no JSON.
+        UnsupportedModelError: another architecture, or a field asks for something that no model of ours does.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise CheckpointError(
+            f"{path}: cannot be read ({problem}), expected the folder of a Hugging Face model."
+        ) from None
+    model_type = fields.get("model_type")
+    if fields.get("quantization_config") is not None:
+        raise UnsupportedModelError(
+            f"{path}: the weights are quantized (quantization_config), expected plain ones. Convert them to bf16 first."
+        )
+    return model_type, _architecture(model_type).from_hugging_face(fields)
+
+
+def load_hugging_face(folder: str | Path, *, compute_dtype: torch.dtype | None = None) -> GPTModel:
+    """Build the reference model of a Hugging Face checkpoint, with its weights, in fp32.
+
+    Args:
+        folder: has `config.json`, and `model.safetensors` or its shards with their index.
+        compute_dtype: as for `GPTModel`.
+
+    Returns:
+        The model; its logits are those of Hugging Face's model up to rounding.
+
+    Raises:
+        CheckpointError: a file or tensor is missing, damaged, of another shape, or of no part of the model.
+        UnsupportedModelError: see `read_config`.
+
+    Example:
+        >>> import tempfile
+        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_hugging_face(GPTModel(NAMED_CONFIGS["mixtral-tiny"]), "mixtral", folder)
+        ...     load_hugging_face(folder).num_parameters
+        870976
+    """
+    model_type, config = read_config(folder)
+    rules = list(_architecture(model_type).rules(config))
+    with torch.no_grad(), _Tensors(Path(folder)) as theirs:
+        _check_names(theirs, rules, config, _architecture(model_type).ignored, folder)
+        model = _without_weights(config, compute_dtype)
+        state = model.state_dict()
+        for name, tensor in convert(rules, theirs):
+            if state[name].shape != tensor.shape:
+                raise CheckpointError(
+                    f"checkpoint in {folder}: {name!r} is made of {list(tensor.shape)} numbers, expected "
+                    f"{list(state[name].shape)} by its config.json."
+                )
+            state[name].copy_(tensor)
+    return model
+
+
+def save_hugging_face(
+    model: GPTModel,
+    model_type: str,
+    folder: str | Path,
+    *,
+    shard_bytes: int = 5_000_000_000,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a checkpoint that Hugging Face's classes load.
+
+    Args:
+        model: the model.
+        model_type: theirs: a key of `ARCHITECTURES`.
+        folder: is made where there is none; what has the same names is replaced.
+        shard_bytes: no file gets larger, unless it holds one tensor only.
+        dtype: of the numbers in the files; None: that of the weights.
+
+    Raises:
+        UnsupportedModelError: their architecture cannot be this model.
+
+    Example:
+        >>> import tempfile
+        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_hugging_face(GPTModel(NAMED_CONFIGS["mixtral-tiny"]), "mixtral", folder)
+        ...     sorted(path.name for path in Path(folder).iterdir())
+        ['config.json', 'model.safetensors']
+    """
+    architecture = _architecture(model_type)
+    fields = architecture.to_hugging_face(model.config)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    fields["torch_dtype"] = str(dtype or model.output_layer.weight.dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    tensors = list(convert_back(architecture.rules(model.config), model.state_dict()))
+    shards = _shards(tensors, shard_bytes)
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = _SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        # A file does not hold views: each tensor is written as its own copy.
+        copies = {name: tensor.detach().to(dtype or tensor.dtype, copy=True).contiguous() for name, tensor in shard}
+        save_file(copies, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(copies, file)
+    if len(shards) > 1:
+        total = {"total_size": sum(tensor.nbytes for _, tensor in tensors)}
+        text = json.dumps({"metadata": total, "weight_map": index}, indent=2)
+        (folder / _INDEX).write_text(text + "\n", encoding="utf-8")
+
+
+def _without_weights(config: TransformerConfig, compute_dtype: torch.dtype | None) -> GPTModel:
+    """Make a model whose weights are yet to come: what is read need not be drawn first."""
+    with torch.device("meta"):
+        model = GPTModel(config, compute_dtype=compute_dtype)
+    model = model.to_empty(device=torch.get_default_device())
+    if config.share_embeddings_and_output_weights:
+        model.output_layer.weight = model.embedding.word_embeddings.weight
+    for buffer in model.buffers():
+        buffer.zero_()  # as they are in a new model; not all of them stand in a checkpoint
+    return model
+
+
+def _check_names(
+    theirs: Iterable[str], rules: list[WeightRule], config: TransformerConfig, ignored: str, folder: str | Path
+) -> None:
+    """Refuse tensors that no part of the model takes: they would be left out without a word."""
+    known = {name for rule in rules for name in rule.their_names()}
+    if config.share_embeddings_and_output_weights:
+        known.add("lm_head.weight")  # some write the tied matrix twice
+    unknown = sorted(name for name in theirs if name not in known and not re.fullmatch(ignored, name))
+    if unknown:
+        raise CheckpointError(
+            f"checkpoint in {folder}: no part of the model takes {len(unknown)} of its tensors, such as {unknown[0]!r}; "
+            "expected those of its config.json. Is one of the two from another model?"
+        )
+
+
+def _architecture(model_type: str | None) -> Architecture:
+    if model_type not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"config.json: model_type is {model_type!r}, expected one of {', '.join(ARCHITECTURES)}."
+        )
+    return ARCHITECTURES[model_type]
+
+
+def _shards(tensors: list[tuple[str, Tensor]], shard_bytes: int) -> list[list[tuple[str, Tensor]]]:
+    shards: list[list[tuple[str, Tensor]]] = [[]]
+    filled_bytes = 0
+    for name, tensor in tensors:
+        if shards[-1] and filled_bytes + tensor.nbytes > shard_bytes:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append((name, tensor))
+        filled_bytes += tensor.nbytes
+    return shards
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): str(file) for name, file in index["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise CheckpointError(
+            f'{path}: cannot be read ({problem!r}), expected {{"weight_map": {{name of a tensor: name of a file}}}}.'
+        ) from None
+
+
+class _Tensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by name, each read when it is looked up."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, Any] = {}
+        index = folder / _INDEX
+        if index.exists():
+            self._files = _read_index(index)
+        else:
+            self._files = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+
+    def __getitem__(self, name: str) -> Tensor:
+        file = self._files[name]
+        try:
+            tensor: Tensor = self._file(file).get_tensor(name)
+        except SafetensorError as problem:
+            raise CheckpointError(
+                f"{self._folder / file}: {name!r} cannot be read ({problem}), expected it there by the index."
+            ) from None
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            path = self._folder / name
+            try:
+                self._open[name] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as problem:
+                raise CheckpointError(f"{path}: cannot be read ({problem}), expected safetensors.") from None
+        return self._open[name]
+
+    def __enter__(self) -> _Tensors:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.clear()

@@ -1,0 +1,104 @@
+"""Multi-head latent attention: keys and values of all heads are made from one small vector for each position.
+
+Shape legend: B batch   T positions   D hidden_size   H heads   Q q_lora_rank (D without one)   L kv_lora_rank
+    C channels of a query and key head: qk_head_dim without position, then qk_pos_emb_head_dim that are turned (R)
+    E channels of a value head
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.core_attention import build_core_attention
+from recollect.lab.models.linear import Linear
+from recollect.lab.models.norm import build_norm
+from recollect.lab.models.rotary import Rotary, rotate
+
+__all__ = ["LatentAttention", "UpProjection"]
+
+
+class UpProjection(nn.Module):
+    """From the latent vectors to the queries, keys and values of all heads: what Megatron recomputes as `mla_up_proj`.
+
+    Args:
+        config: the model.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        heads, std = config.num_attention_heads, config.init_method_std
+        self.heads = heads
+        self.query_sizes = (config.qk_head_dim, config.qk_pos_emb_head_dim)
+        self.key_value_sizes = (config.qk_head_dim, config.v_head_dim)
+        latent = config.hidden_size if config.q_lora_rank is None else config.q_lora_rank
+        self.linear_q_up_proj = Linear(latent, heads * sum(self.query_sizes), bias=False, init_std=std)
+        key_value_size = heads * sum(self.key_value_sizes)
+        self.linear_kv_up_proj = Linear(config.kv_lora_rank, key_value_size, bias=False, init_std=std)
+
+    def forward(self, q_BTQ: Tensor, kv_BTL: Tensor, k_BTR: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, T, H, C], keys [B, T, H, C] and values [B, T, H, E].
+
+        Args:
+            q_BTQ: latent vectors of the queries.
+            kv_BTL: latent vectors of keys and values.
+            k_BTR: the part of the keys that is turned, one for all heads.
+            rotary: how far each position is turned.
+        """
+        q_BTHC = self.linear_q_up_proj(q_BTQ).unflatten(-1, (self.heads, -1))
+        still_BTHC, turned_BTHR = q_BTHC.split(self.query_sizes, dim=-1)
+        q_BTHC = _heads_first(still_BTHC, rotate(turned_BTHR, rotary))
+        still_BTHC, v_BTHE = (
+            self.linear_kv_up_proj(kv_BTL).unflatten(-1, (self.heads, -1)).split(self.key_value_sizes, dim=-1)
+        )
+        turned_BTHR = rotate(k_BTR.unsqueeze(2), rotary).expand(-1, -1, self.heads, -1)
+        # Values of their own: as a part of the product they would keep all of it in memory.
+        v_BTHE = v_BTHE.transpose(1, 2).contiguous().transpose(1, 2)
+        return q_BTHC, _heads_first(still_BTHC, turned_BTHR), v_BTHE
+
+
+def _heads_first(*parts_BTHC: Tensor) -> Tensor:
+    """Join parts of heads, in memory one head after the other, as attention wants them: it saves these, and no copies."""
+    return torch.cat([part.transpose(1, 2) for part in parts_BTHC], dim=-1).transpose(1, 2)
+
+
+class LatentAttention(nn.Module):
+    """Causal self-attention over queries, keys and values that are projected down and up again.
+
+    Only `linear_proj` may have a bias, as in Megatron.
+
+    Args:
+        config: the model; it has `multi_latent_attention`.
+
+    References:
+        DeepSeek-AI 2024, "DeepSeek-V2", arXiv 2405.04434, section 2.1, equations 9 to 19.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        hidden, std = config.hidden_size, config.init_method_std
+        self.key_value_sizes = (config.kv_lora_rank, config.qk_pos_emb_head_dim)
+        self.linear_q_down_proj: nn.Module = nn.Identity()
+        self.q_layernorm: nn.Module = nn.Identity()
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = Linear(hidden, config.q_lora_rank, bias=False, init_std=std)
+            self.q_layernorm = build_norm(config, config.q_lora_rank)
+        self.linear_kv_down_proj = Linear(hidden, sum(self.key_value_sizes), bias=False, init_std=std)
+        self.kv_layernorm = build_norm(config, config.kv_lora_rank)
+        self.qkv_up_proj = UpProjection(config)
+        self.core_attention = build_core_attention(config)
+        self.linear_proj = Linear(
+            config.num_attention_heads * config.v_head_dim,
+            hidden,
+            bias=config.add_bias_linear,
+            init_std=config.scaled_init_method_std,
+        )
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
+        """Mix positions; position t sees 0..t."""
+        q_BTQ = self.q_layernorm(self.linear_q_down_proj(x_BTD))
+        kv_BTL, k_BTR = self.linear_kv_down_proj(x_BTD).split(self.key_value_sizes, dim=-1)
+        q_BTHC, k_BTHC, v_BTHE = self.qkv_up_proj(q_BTQ, self.kv_layernorm(kv_BTL), k_BTR, rotary)
+        out_BTD: Tensor = self.linear_proj(self.core_attention(q_BTHC, k_BTHC, v_BTHE))
+        return out_BTD

@@ -1,0 +1,334 @@
+"""Models as Megatron-Bridge's users configure them: set fields on a provider, then let it build the model.
+
+Only `provide`, `plan` and `apply` need PyTorch, and import it when they are called.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from recollect.errors import ConfigError, ConfigWarning, NotYetError
+from recollect.integrations.megatron.compile import megatron_plan
+from recollect.integrations.megatron.config import RecomputeConfig
+from recollect.integrations.megatron.not_yet import refuse_not_yet
+from recollect.integrations.megatron.setting import TrainingSetting
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.sizes import NAMED_CONFIGS
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from recollect.engine.placed_forward import Applied
+    from recollect.lab.models.gpt import GPTModel
+    from recollect.plans.plan import Plan
+
+__all__ = [
+    "DeepSeekV3ModelProvider",
+    "GPTModelProvider",
+    "GPTProvider175B",
+    "Llama2ModelProvider7B",
+    "Llama2ModelProvider13B",
+    "Llama2ModelProvider70B",
+    "Llama3ModelProvider8B",
+    "LlamaModelProvider",
+    "MixtralModelProvider8x7B",
+]
+
+_PARALLEL = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
+    *("context_parallel_size", "expert_tensor_parallel_size"),
+)
+# Of the provider itself, with Megatron-Bridge's defaults but for the padding of the vocabulary (128 there).
+_OWN: dict[str, Any] = {"seq_length": 1024, "make_vocab_size_divisible_by": 1, "bf16": False, "fp16": False}
+_OWN |= {"context_parallel_size": 1, "expert_tensor_parallel_size": 1}
+# Choices among kernels and dtypes, which configurations of Megatron-Bridge set; PyTorch's kernels are used either way.
+_WITHOUT_EFFECT = (
+    *(
+        "masked_softmax_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "persist_layer_norm",
+        "apply_rope_fusion",
+    ),
+    *("gradient_accumulation_fusion", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "moe_permute_fusion"),
+    *("attention_softmax_in_fp32", "params_dtype", "pipeline_dtype", "autocast_dtype", "use_cpu_initialization"),
+)
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+
+
+class GPTModelProvider:
+    """A model, what to recompute in it, and the rest of the setting, under the field names of Megatron-Bridge.
+
+    Fields are those of `TransformerConfig`, `RecomputeConfig` and `TrainingSetting`, and `seq_length`,
+    `make_vocab_size_divisible_by` and `bf16`. They can be set one by one, in any order; what fits together is checked by
+    `finalize`, which `provide` and `plan` call. A name that there is not is an error at once, where Megatron-Bridge would
+    take a misspelt setting and ignore it. A subclass sets defaults as attributes of its class.
+
+    Args:
+        **settings: fields and their values.
+
+    Raises:
+        AttributeError: a field that there is not.
+
+    Example:
+        >>> import torch
+        >>> provider = GPTModelProvider(
+        ...     num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256, seq_length=32
+        ... )
+        >>> provider.recompute_granularity = "selective"
+        >>> provider.recompute_modules = ["core_attn", "mlp"]
+        >>> model = provider.provide()
+        >>> tokens = torch.randint(256, (2, 33))
+        >>> batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+        >>> with provider.apply(model, batch):
+        ...     model(**batch).loss.backward()
+        >>> provider.recompute_granularty = "full"
+        Traceback (most recent call last):
+        AttributeError: GPTModelProvider.recompute_granularty: got 'full', but there is no such field. Did you mean ...
+    """
+
+    config: ClassVar[TransformerConfig | None] = None
+    """A configuration whose fields are the defaults of a subclass."""
+
+    def __init__(self, **settings: Any) -> None:
+        for name, default in self._defaults().items():
+            object.__setattr__(self, name, getattr(type(self), name, default))
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in vars(self):
+            near = difflib.get_close_matches(name, vars(self), n=1)
+            hint = f"Did you mean {near[0]}?" if near else "docs/megatron_flags.md names them."
+            raise AttributeError(
+                f"{type(self).__name__}.{name}: got {value!r}, but there is no such field. {hint}", name=name, obj=self
+            )
+        object.__setattr__(self, name, value)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Fields are made in `__init__`, out of three dataclasses."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    __hash__ = None  # type: ignore[assignment]  # fields change
+
+    def __repr__(self) -> str:
+        changed = (f"{name}={value!r}" for name, value in self._changed())
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+    def transformer_config(self) -> TransformerConfig:
+        """Return the model's configuration.
+
+        Raises:
+            ConfigError: a dimension that was not set.
+            ValueError: fields that do not fit together.
+        """
+        missing = [name for name in _REQUIRED if getattr(self, name) is None]
+        if missing:
+            raise ConfigError(
+                settings=dict.fromkeys(missing), reason="a model needs them", advice=f"Set {' and '.join(missing)}."
+            )
+        values = {name: getattr(self, name) for name in _names(TransformerConfig)}
+        step = self.make_vocab_size_divisible_by
+        values["vocab_size"] = -(-self.vocab_size // step) * step
+        # Megatron has a function here; its name is the one that counts.
+        values["activation_func"] = getattr(self.activation_func, "__name__", self.activation_func)
+        if values["activation_func"] == "fast_gelu":
+            values["activation_func"] = "gelu_tanh"
+        return TransformerConfig(**values)
+
+    def recompute_config(self) -> RecomputeConfig:
+        """Return what is recomputed and offloaded.
+
+        Raises:
+            ConfigError: settings that clash.
+        """
+        return RecomputeConfig(**{name: getattr(self, name) for name in _names(RecomputeConfig)})
+
+    def training_setting(self) -> TrainingSetting:
+        """Return what the rules for recompute look at besides.
+
+        Raises:
+            ConfigError: a value that a setting cannot have.
+        """
+        return TrainingSetting(**{name: getattr(self, name) for name in _names(TrainingSetting)})
+
+    def finalize(self) -> None:
+        """Check all fields together; changing them afterwards is allowed, and they are checked again.
+
+        Raises:
+            ConfigError: fields that clash, or a dimension that was not set.
+            ValueError: dimensions that do not fit together.
+            NotYetError: a field asks for what recollect cannot do yet.
+        """
+        config = self.transformer_config()
+        if config.position_embedding_type == "learned_absolute" and self.seq_length > config.max_position_embeddings:
+            raise ConfigError(
+                settings={"seq_length": self.seq_length, "max_position_embeddings": config.max_position_embeddings},
+                reason="a learned position embedding has no row for the last tokens",
+                advice="Lower seq_length or raise max_position_embeddings.",
+            )
+        if self.fp16:
+            raise NotYetError(settings={"fp16": True}, needs="scaling of losses", advice="Set bf16 instead.")
+        ignored = [name for name in _WITHOUT_EFFECT if getattr(self, name) is not None]
+        if ignored:
+            warnings.warn(
+                f"without effect here: {', '.join(ignored)}; kernels are PyTorch's.", ConfigWarning, stacklevel=2
+            )
+        recompute, setting = self.recompute_config(), self.training_setting()
+        recompute.check(setting)
+        refuse_not_yet(recompute, setting)
+
+    def provide(self) -> GPTModel:
+        """Build the model on the current default device, with fp32 weights and, with `bf16`, activations in bf16.
+
+        Raises:
+            NotYetError: more than one device, or see `finalize`.
+            ConfigError, ValueError: see `finalize`.
+        """
+        import torch
+
+        from recollect.lab.models.gpt import GPTModel
+
+        self.finalize()
+        sizes = {name: getattr(self, name) for name in _PARALLEL if getattr(self, name) != 1}
+        if sizes:
+            raise NotYetError(settings=sizes, needs="models on more than one device", advice="Set it to 1.")
+        return GPTModel(self.transformer_config(), compute_dtype=torch.bfloat16 if self.bf16 else None)
+
+    def plan(
+        self, model: nn.Module, batch: Any, *, budget: int | str | None = None, optimizer: Optimizer | None = None
+    ) -> Plan:
+        """Record one step and return what is kept and recomputed in it.
+
+        Args:
+            model: what `provide` returned, on any device.
+            batch: one micro-batch, as for `recollect.record`.
+            budget: bound on the peak of the step, which then chooses, instead of the provider's settings.
+            optimizer: counted in the predicted peak.
+
+        Returns:
+            The plan, with its predicted peak and slowdown.
+
+        Raises:
+            ConfigError: settings that clash, with each other or with a budget; or see `finalize`.
+            BudgetTooSmallError: no plan fits the budget.
+        """
+        import recollect
+
+        self.finalize()
+        recompute = self.recompute_config()
+        if budget is not None and recompute.changed():
+            raise ConfigError(
+                settings={"budget": budget, **recompute.changed()},
+                reason="a budget chooses what to recompute by itself, expected one of them",
+                advice="Leave out the budget, or set recompute_granularity and the like back to None.",
+            )
+        profile = recollect.record(model, batch, optimizer=optimizer)
+        if budget is not None:
+            return recollect.plan(profile, budget)
+        return megatron_plan(profile, recompute, self.training_setting())
+
+    def apply(
+        self, model: nn.Module, batch: Any, *, budget: int | str | None = None, optimizer: Optimizer | None = None
+    ) -> Applied:
+        """Make the plan and have the model follow it from the next forward on.
+
+        Args:
+            model: as for `plan`.
+            batch: as for `plan`.
+            budget: as for `plan`.
+            optimizer: as for `plan`.
+
+        Returns:
+            A handle that takes the plan off again; also a context manager.
+
+        Raises:
+            ConfigError, BudgetTooSmallError: see `plan`.
+        """
+        import recollect
+
+        return recollect.apply(model, self.plan(model, batch, budget=budget, optimizer=optimizer))
+
+    @classmethod
+    def _defaults(cls) -> dict[str, Any]:
+        found: dict[str, Any] = {**_OWN, **dict.fromkeys(_WITHOUT_EFFECT)}
+        for kind in (TrainingSetting, RecomputeConfig, TransformerConfig):
+            for field in fields(kind):
+                found[field.name] = None if field.default is MISSING else field.default
+        found["share_embeddings_and_output_weights"] = True
+        if cls.config is not None:
+            found |= cls.config.given()
+            found["seq_length"] = cls.config.max_position_embeddings
+        return found
+
+    def _changed(self) -> Iterator[tuple[str, Any]]:
+        defaults = GPTModelProvider._defaults()
+        return ((name, value) for name, value in vars(self).items() if value != defaults[name])
+
+
+class LlamaModelProvider(GPTModelProvider):
+    """A Llama whose dimensions are to be set."""
+
+    normalization = "RMSNorm"
+    activation_func = "silu"
+    gated_linear_unit = True
+    position_embedding_type = "rope"
+    add_bias_linear = False
+    attention_dropout = 0.0
+    hidden_dropout = 0.0
+    share_embeddings_and_output_weights = False
+
+
+class Llama2ModelProvider7B(GPTModelProvider):
+    """LLaMA 2 7B."""
+
+    config = NAMED_CONFIGS["7b"]
+
+
+class Llama2ModelProvider13B(GPTModelProvider):
+    """LLaMA 2 13B."""
+
+    config = NAMED_CONFIGS["13b"]
+
+
+class Llama2ModelProvider70B(GPTModelProvider):
+    """LLaMA 2 70B."""
+
+    config = NAMED_CONFIGS["70b"]
+
+
+class Llama3ModelProvider8B(GPTModelProvider):
+    """LLaMA 3 8B."""
+
+    config = NAMED_CONFIGS["8b"]
+
+
+class GPTProvider175B(GPTModelProvider):
+    """GPT-3 175B."""
+
+    config = NAMED_CONFIGS["gpt3-175b"]
+
+
+class MixtralModelProvider8x7B(GPTModelProvider):
+    """Mixtral 8x7B."""
+
+    config = NAMED_CONFIGS["mixtral-8x7b"]
+
+
+class DeepSeekV3ModelProvider(GPTModelProvider):
+    """DeepSeek-V3 671B."""
+
+    config = NAMED_CONFIGS["deepseek-v3-671b"]
+
+
+def _names(kind: type) -> list[str]:
+    return [field.name for field in fields(kind)]

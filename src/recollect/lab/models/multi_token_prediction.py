@@ -1,0 +1,96 @@
+"""Multi-token prediction: further layers that predict the tokens after the next one, for training only.
+
+Shape legend: B batch   T positions   D hidden_size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.layer import TransformerLayer
+from recollect.lab.models.linear import Linear
+from recollect.lab.models.norm import build_norm
+from recollect.lab.models.rotary import Rotary
+from recollect.lab.models.router import RouterStatistics
+
+__all__ = ["MultiTokenPrediction", "shifted"]
+
+
+def shifted(tokens_BT: Tensor, places: int, fill: int) -> Tensor:
+    """Move every sequence to the left by `places`, and put `fill` where it ends.
+
+    Example:
+        >>> shifted(torch.tensor([[1, 2, 3]]), 1, fill=0)
+        tensor([[2, 3, 0]])
+    """
+    return nn.functional.pad(tokens_BT[:, places:], (0, min(places, tokens_BT.shape[1])), value=fill)
+
+
+class MultiTokenPredictionLayer(nn.Module):
+    """One depth: joins what is known of position t with the token k places after it, and runs a layer over that.
+
+    Args:
+        config: the model.
+        depth: k - 1, from 0.
+    """
+
+    def __init__(self, config: TransformerConfig, depth: int) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.enorm = build_norm(config, hidden)
+        self.hnorm = build_norm(config, hidden)
+        self.eh_proj = Linear(2 * hidden, hidden, bias=False, init_std=config.init_method_std)
+        self.transformer_layer = TransformerLayer(config, config.num_layers + depth)
+        self.final_layernorm = build_norm(config, hidden)
+
+    def forward(
+        self, x_BTD: Tensor, embedded_BTD: Tensor, rotary: Rotary | None
+    ) -> tuple[Tensor, RouterStatistics | None]:
+        """Return what the output layer and the next depth go on from, and what the router tells."""
+        both = torch.cat((self.enorm(embedded_BTD), self.hnorm(x_BTD)), dim=-1)
+        x_BTD, statistics = self.transformer_layer(self.eh_proj(both), rotary)
+        return self.final_layernorm(x_BTD), statistics
+
+
+class MultiTokenPrediction(nn.Module):
+    """Depths 1 to `mtp_num_layers`, each going on from the one before; embedding and output layer are those of the model.
+
+    The tokens that a depth would need beyond the end of a sequence are none: its last positions compute something, and no
+    loss counts it.
+
+    Args:
+        config: the model; it has `mtp_num_layers`.
+
+    References:
+        DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437, section 2.2, equations 21 to 25. The embedding stands first in the
+        concatenation and the residual stream is normalised once more before it, as in the released weights and in Megatron.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        depths = range(config.mtp_num_layers or 0)
+        self.layers = nn.ModuleList(MultiTokenPredictionLayer(config, depth) for depth in depths)
+
+    def forward(
+        self, x_BTD: Tensor, embedded_BTD: Sequence[Tensor], rotary: Rotary | None
+    ) -> tuple[list[Tensor], list[RouterStatistics | None]]:
+        """Run every depth.
+
+        Args:
+            x_BTD: what the decoder returned, normalised.
+            embedded_BTD: for depth k from 1, the embeddings of the tokens k places on.
+            rotary: how far each position is turned.
+
+        Returns:
+            For each depth what the output layer goes on from, [B, T, D], and what its router tells.
+        """
+        outputs, statistics = [], []
+        for layer, embedded in zip(self.layers, embedded_BTD, strict=True):
+            x_BTD, told = layer(x_BTD, embedded, rotary)
+            outputs.append(x_BTD)
+            statistics.append(told)
+        return outputs, statistics

@@ -1,0 +1,52 @@
+"""LayerNorm and RMSNorm, computed in the dtype of their input, in fp32 inside."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recollect.lab.models.config import TransformerConfig
+
+__all__ = ["LayerNorm", "RMSNorm", "build_norm"]
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm; one fused kernel on CUDA, plain ops on a CPU."""
+
+    def __init__(self, channels: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.epsilon)
+
+
+class LayerNorm(nn.Module):
+    """Norm to mean zero and variance one, then a scale and a shift."""
+
+    def __init__(self, channels: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.epsilon)
+
+
+def build_norm(config: TransformerConfig, channels: int) -> LayerNorm | RMSNorm:
+    """Make the kind of norm that a model has.
+
+    Args:
+        config: the model.
+        channels: size of the dimension that is normalised.
+
+    Returns:
+        The norm, as the identity but for the normalisation.
+    """
+    kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
+    return kind(channels, config.layernorm_epsilon)

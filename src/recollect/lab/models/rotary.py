@@ -1,0 +1,60 @@
+"""Rotary positions (Su et al. 2021, arXiv 2104.09864): channel pairs of queries and keys are turned by their position.
+
+Shape legend: B batch   T positions   H heads   C channels that are turned
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from recollect.lab.models.config import TransformerConfig
+
+__all__ = ["Rotary", "RotaryEmbedding", "rotate"]
+
+
+class Rotary(NamedTuple):
+    """How far each position is turned, shared by all layers of a forward.
+
+    Attributes:
+        cos_T1C: [T, 1, C], each angle twice, in the layout of the channels.
+        sin_T1C: the same for the sine.
+        is_interleaved: whether channels 2i and 2i + 1 are a pair, instead of i and i + C / 2.
+    """
+
+    cos_T1C: Tensor
+    sin_T1C: Tensor
+    is_interleaved: bool
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of the rotary positions, computed once a forward."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.channels = config.qk_pos_emb_head_dim if config.multi_latent_attention else config.kv_channels
+        self.base = config.rotary_base
+        self.is_interleaved = config.rotary_interleaved
+
+    def forward(self, x_BTD: Tensor) -> Rotary:
+        """Return the angles of all positions of `x_BTD`, in its dtype and on its device."""
+        # Derived each time: `model.bfloat16()` would cast a buffer too, and bf16 cannot tell large angles apart.
+        channel = torch.arange(0, self.channels, 2, device=x_BTD.device, dtype=torch.float32)
+        position = torch.arange(x_BTD.shape[1], device=x_BTD.device, dtype=torch.float32)
+        angle = torch.outer(position, self.base ** (-channel / self.channels))
+        both = angle.repeat_interleave(2, dim=-1) if self.is_interleaved else torch.cat((angle, angle), dim=-1)
+        angle_T1C = both.unsqueeze(1)
+        return Rotary(angle_T1C.cos().to(x_BTD.dtype), angle_T1C.sin().to(x_BTD.dtype), self.is_interleaved)
+
+
+def rotate(x_BTHC: Tensor, rotary: Rotary) -> Tensor:
+    """Turn each pair of channels of `x_BTHC` by the angle of its position."""
+    if rotary.is_interleaved:
+        even, odd = x_BTHC.unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack((-odd, even), dim=-1).flatten(-2)
+    else:
+        first, second = x_BTHC.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+    return x_BTHC * rotary.cos_T1C + turned * rotary.sin_T1C

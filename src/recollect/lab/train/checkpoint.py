@@ -1,0 +1,184 @@
+"""Checkpoints: written atomically, checked when read, and enough to go on with the same bits.
+
+A checkpoint is one `torch.save` file that loads with `weights_only=True`: step, settings, model, optimizer, random
+number states. The position in the data is a function of the step. Torch writes a CRC of each record into the file but
+does not check it on reading; `read_checkpoint` does.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import re
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from recollect.errors import CheckpointError
+from recollect.lab.train.files import remove_partial, write_atomically
+
+FORMAT = 1
+_NAME = re.compile(r"step_(\d{8})\.pt")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """State between two optimizer steps.
+
+    Attributes:
+        step: optimizer steps done.
+        identity: settings that decide the numbers, see `TrainConfig.identity`.
+        model: the model's state dict.
+        optimizer: the optimizer's state dict.
+        rng: `rng_state()`.
+        environment: `environment()` of the writing process.
+    """
+
+    step: int
+    identity: dict[str, Any]
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    rng: dict[str, Any]
+    environment: dict[str, Any]
+
+
+def environment() -> dict[str, Any]:
+    """Return what, beside the settings, decides the bits: the resumed run warns where it differs."""
+    return {
+        "torch version": str(torch.__version__),  # a subclass of str, which `weights_only` would not load
+        "numpy version": np.__version__,
+        "CPU threads": torch.get_num_threads(),
+        "CUDA device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+    }
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the states of all random number generators, as types that `weights_only` loading allows."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one is meant
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": (name, [int(key) for key in keys], position, has_gauss, gauss),
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore what `rng_state` returned."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    random.setstate(state["python"])
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Path of the checkpoint after `step` steps."""
+    return folder / f"step_{step:08d}.pt"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in `folder`, oldest first."""
+    return sorted(path for path in folder.glob("step_*.pt") if _NAME.fullmatch(path.name))
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
+    """Write `checkpoint` into `folder`, then remove all but the newest `keep`.
+
+    Args:
+        folder: made if it does not exist.
+        checkpoint: what to write.
+        keep: number of checkpoints that stay, at least 1.
+
+    Returns:
+        Path of the new checkpoint.
+
+    Raises:
+        CheckpointError: the folder cannot be made or written to; older checkpoints stay.
+    """
+    path = checkpoint_path(folder, checkpoint.step)
+    content = {"format": FORMAT, **{name: getattr(checkpoint, name) for name in Checkpoint.__slots__}}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_partial(folder)
+        write_atomically(path, lambda file: torch.save(content, file))
+    except (OSError, RuntimeError) as problem:  # torch reports a full disk as RuntimeError
+        reason = getattr(problem, "strerror", None) or str(problem).splitlines()[0]
+        raise CheckpointError(
+            f"checkpoint {path}: cannot be written ({reason}), expected a writable folder with free space. "
+            f"Older checkpoints are kept; free space or choose another --run-dir."
+        ) from None
+    for old in list_checkpoints(folder)[:-keep]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read and check one checkpoint; tensors arrive on the CPU.
+
+    Args:
+        path: what `write_checkpoint` returned.
+
+    Returns:
+        The checkpoint, each of its records checked against its CRC.
+
+    Raises:
+        CheckpointError: the file is truncated, changed, or no checkpoint; names the newest older good one.
+    """
+    problem = _find_damage(path)
+    if problem is None:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        return Checkpoint(**{name: content[name] for name in Checkpoint.__slots__})
+    older = [other for other in list_checkpoints(path.parent) if other.name < path.name]
+    good = next((other for other in reversed(older) if _find_damage(other) is None), None)
+    advice = (
+        f"Remove it to resume from the older {good.name}." if good else "There is no older good one: start a new run."
+    )
+    raise CheckpointError(f"checkpoint {path}: got {problem}, expected a whole checkpoint. {advice}")
+
+
+def check_identity(path: Path, stored: dict[str, Any], current: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another configuration.
+
+    Args:
+        path: the checkpoint, for the message.
+        stored: settings of the run that wrote it.
+        current: settings of this run.
+
+    Raises:
+        CheckpointError: names the first setting that differs, and both values.
+    """
+    for name in [*current, *(name for name in stored if name not in current)]:
+        before, now = stored.get(name), current.get(name)
+        if before != now:
+            raise CheckpointError(
+                f"checkpoint {path}: was written with {name} = {before!r}, this run has {now!r}, expected the same. "
+                f"Give the old setting or start a new run in another --run-dir."
+            )
+
+
+def _find_damage(path: Path) -> str | None:
+    """Say what is wrong with the file, or None."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+        if broken is not None:
+            return f"changed bytes in its record {broken!r}"
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except zipfile.BadZipFile:
+        return f"a truncated or foreign file of {path.stat().st_size} bytes"
+    except OSError as problem:
+        return f"an unreadable file ({problem.strerror})"
+    except pickle.UnpicklingError:
+        return "a file with more than tensors and plain values in it"
+    except (RuntimeError, EOFError) as problem:
+        return f"a file that torch cannot load ({str(problem).splitlines()[0]})"
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        return f"format {content.get('format') if isinstance(content, dict) else None!r} instead of {FORMAT}"
+    missing = [name for name in Checkpoint.__slots__ if name not in content]
+    return f"a file without {', '.join(missing)}" if missing else None

@@ -1,0 +1,109 @@
+"""The run as it goes: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from recollect.byte_format import format_bytes
+from recollect.lab.train.records import StepRecord
+
+_PLAIN_LINES = 20  # about as many lines as a log reader wants from a whole run
+
+
+class LiveDisplay:
+    """Loss, speed and peak in one line that is rewritten; notes scroll above it."""
+
+    def __init__(self, console: Console, *, total_steps: int, first_step: int, budget_bytes: int | None) -> None:
+        self._budget_bytes = budget_bytes
+        self._peak_bytes: int | None = None
+        self._validation_loss: float | None = None
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+        )
+        self._task = self._progress.add_task("starting", total=total_steps, completed=first_step)
+        self._progress.start()
+
+    def note(self, text: str) -> None:
+        """Print a line above the live one."""
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def write(self, record: StepRecord) -> None:
+        """Show one step."""
+        if record.peak_bytes is not None:
+            self._peak_bytes = max(record.peak_bytes, self._peak_bytes or 0)
+        if record.validation_loss is not None:
+            self._validation_loss = record.validation_loss
+        text = describe(
+            record, validation_loss=self._validation_loss, peak_bytes=self._peak_bytes, budget_bytes=self._budget_bytes
+        )
+        self._progress.update(self._task, completed=record.step, description=text)
+
+    def close(self) -> None:
+        """Leave the last line on the terminal."""
+        self._progress.stop()
+
+
+class PlainDisplay:
+    """About twenty lines a run, or one every `every` steps, and one for each validation or measured peak."""
+
+    def __init__(
+        self, console: Console, *, total_steps: int, budget_bytes: int | None, every: int | None = None
+    ) -> None:
+        self._console = console
+        self._total_steps = total_steps
+        self._every = every or max(1, total_steps // _PLAIN_LINES)
+        self._budget_bytes = budget_bytes
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def write(self, record: StepRecord) -> None:
+        """Print the step if it is one of the twenty, the last, or has something rare to say."""
+        is_rare = record.validation_loss is not None or record.peak_bytes is not None
+        if is_rare or record.step % self._every == 0 or record.step == self._total_steps:
+            text = describe(
+                record,
+                validation_loss=record.validation_loss,
+                peak_bytes=record.peak_bytes,
+                budget_bytes=self._budget_bytes,
+            )
+            self.note(f"step {record.step}/{self._total_steps}  {text}")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def describe(
+    record: StepRecord, *, validation_loss: float | None, peak_bytes: int | None, budget_bytes: int | None
+) -> str:
+    """Return loss, speed and peak of a step as one line of text.
+
+    Args:
+        record: the step.
+        validation_loss: to show; None leaves it out.
+        peak_bytes: to show; None leaves it out.
+        budget_bytes: what the peak is compared with; None: nothing.
+
+    Returns:
+        The line, without its end.
+
+    Example:
+        >>> record = StepRecord(step=1, loss=2.5, learning_rate=1e-3, grad_norm=1.0, step_s=0.5, tokens_per_s=2048.0)
+        >>> describe(record, validation_loss=2.75, peak_bytes=1 << 20, budget_bytes=2 << 20)
+        'loss 2.5000  validation 2.7500  2,048 tokens/s  peak 1.0 MiB of 2.0 MiB'
+    """
+    parts = [f"loss {record.loss:.4f}"]
+    if validation_loss is not None:
+        parts.append(f"validation {validation_loss:.4f}")
+    parts.append(f"{record.tokens_per_s:,.0f} tokens/s")
+    if peak_bytes is not None:
+        of_budget = "" if budget_bytes is None else f" of {format_bytes(budget_bytes)}"
+        parts.append(f"peak {format_bytes(peak_bytes)}{of_budget}")
+    return "  ".join(parts)

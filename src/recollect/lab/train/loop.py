@@ -1,0 +1,194 @@
+"""The training loop: plan once, then step, log, validate and save until the end.
+
+Equal runs give equal bits on one machine, with one thread count and one version of torch: weights come from the seed,
+batches from (seed, step), and a plan changes no gradient. A resumed run takes its plan from the run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from rich.console import Console
+
+import recollect
+from recollect.lab.train.config import TrainConfig
+from recollect.lab.train.determinism import deterministic_kernels
+from recollect.lab.train.display import LiveDisplay, PlainDisplay
+from recollect.lab.train.interrupt import StopRequest
+from recollect.lab.train.memory import measure_step
+from recollect.lab.train.metrics import MetricsFile, TensorBoardLog
+from recollect.lab.train.optim import learning_rate_at, set_learning_rate
+from recollect.lab.train.prepare import prepare
+from recollect.lab.train.records import Log, Outcome, StepRecord
+from recollect.lab.train.session import Session, open_session
+from recollect.lab.train.step import train_step, validation_loss
+from recollect.lab.train.trace import StepTrace
+
+
+def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
+    """Train a model as `config` says, within its memory budget.
+
+    Writes into the run folder: config.json, metrics.jsonl, baseline.json, checkpoints/, with a budget plan.json, on
+    request tensorboard/. SIGINT and SIGTERM end the run after the current step, with a checkpoint.
+
+    Args:
+        config: the whole run.
+        console: where progress goes; a live display if it is a terminal.
+
+    Returns:
+        The steps of this process and what was planned, predicted and measured.
+
+    Raises:
+        DataError: training data missing, malformed or too short.
+        CheckpointError: run folder or checkpoint that cannot be used.
+        BudgetTooSmallError: no plan fits the budget.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from recollect.lab.train.config import *
+        >>> config = TrainConfig(
+        ...     model=ModelFlags(size="tiny"),
+        ...     data=DataFlags(seq_length=32),
+        ...     optim=OptimFlags(steps=2, batch_size=2),
+        ...     run=RunFlags(run_dir=pathlib.Path(tempfile.mkdtemp()), validation_batches=1),
+        ... )
+        >>> outcome = train(config, console=Console(quiet=True))
+        >>> [record.step for record in outcome.records]
+        [1, 2]
+    """
+    console = console or Console()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(deterministic_kernels(wanted=config.step.deterministic))
+        console.print("Reading data and building the model", markup=False)
+        session = open_session(config)
+        console.print(_describe(session), markup=False, soft_wrap=True)
+        plan, baseline = prepare(session, console)
+        if plan is not None:
+            stack.enter_context(recollect.apply(session.model, plan))
+        budget_bytes = None if plan is None else plan.budget_bytes
+        logs = _open_logs(session, console, budget_bytes, stack)
+        stop = stack.enter_context(StopRequest())
+        records = _run(session, logs, stop)
+    return Outcome(
+        records=tuple(records),
+        baseline=baseline,
+        budget_bytes=budget_bytes,
+        predicted_peak_bytes=None if plan is None else plan.predicted_peak_bytes,
+        predicted_slowdown=None if plan is None else plan.predicted_slowdown,
+        step_s=_fastest_step_s(records, session),
+        folder=str(session.folder),
+        total_steps=config.optim.steps,
+    )
+
+
+def _run(session: Session, logs: list[Log], stop: StopRequest) -> list[StepRecord]:
+    records: list[StepRecord] = []
+    flags = session.config
+    measured = {session.step + 1, flags.optim.steps - 1}
+    is_free = session.device.type == "cuda"  # elsewhere the meter slows steps down, and cannot run beside a profiler
+    trace = StepTrace(flags.profile, session.folder / "profile")
+    session.seed()
+    saved_step = session.step
+    while session.step < flags.optim.steps and not stop.is_set:
+        is_measured = flags.run.log_memory_to_tensorboard or session.step in measured
+        is_measured = is_free or (is_measured and not trace.covers(session.step + 1))
+        with trace.around(session.step + 1):
+            record = _take_step(session, is_measured=is_measured)
+        records.append(record)
+        for log in logs:
+            log.write(record)
+        if _is_due(session.step, flags.run.checkpoint_every):
+            saved_step = session.save()
+    if session.step != saved_step:
+        session.save()
+    if stop.is_set:
+        for log in logs:
+            log.note(f"Stopped after step {session.step}; go on with --run-dir {session.folder} --resume")
+    return records
+
+
+def _take_step(session: Session, *, is_measured: bool) -> StepRecord:
+    flags = session.config.optim
+    learning_rate = learning_rate_at(session.step, flags)
+    set_learning_rate(session.optimizer, learning_rate)
+    batches = list(session.batches(session.step))
+
+    def step() -> tuple[float, float]:
+        return train_step(
+            session.model, session.optimizer, batches, accumulation=flags.accumulation, clip_norm=flags.clip_norm
+        )
+
+    start_s = time.perf_counter()
+    peak_bytes = None
+    if is_measured:
+        (loss, grad_norm), peak_bytes = measure_step(
+            step, device=session.device, model=session.model, optimizer=session.optimizer
+        )
+    else:
+        loss, grad_norm = step()
+    step_s = time.perf_counter() - start_s
+    session.step += 1
+    return StepRecord(
+        step=session.step,
+        loss=loss,
+        learning_rate=learning_rate,
+        grad_norm=grad_norm,
+        step_s=step_s,
+        tokens_per_s=_tokens_per_step(session) / step_s,
+        validation_loss=_validate(session),
+        peak_bytes=peak_bytes,
+    )
+
+
+def _validate(session: Session) -> float | None:
+    is_last = session.step == session.config.optim.steps
+    if session.corpus.validation is None or session.config.num_validation_batches == 0:
+        return None
+    if not (is_last or _is_due(session.step, session.config.run.validate_every)):
+        return None
+    return validation_loss(session.model, session.validation_batches())
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _open_logs(session: Session, console: Console, budget_bytes: int | None, stack: contextlib.ExitStack) -> list[Log]:
+    total_steps, first_step = session.config.optim.steps, session.step
+    logs: list[Log] = [MetricsFile(session.folder / "metrics.jsonl", first_step=first_step)]
+    stack.callback(logs[0].close)
+    run = session.config.run
+    if run.writes_tensorboard:
+        logs.append(TensorBoardLog(run.tensorboard_dir or session.folder / "tensorboard", first_step=first_step))
+        stack.callback(logs[-1].close)
+    if console.is_terminal:
+        logs.append(LiveDisplay(console, total_steps=total_steps, first_step=first_step, budget_bytes=budget_bytes))
+    else:
+        logs.append(PlainDisplay(console, total_steps=total_steps, budget_bytes=budget_bytes, every=run.log_interval))
+    stack.callback(logs[-1].close)
+    return logs
+
+
+def _tokens_per_step(session: Session) -> int:
+    flags = session.config
+    return flags.data.seq_length * flags.optim.batch_size * flags.optim.accumulation
+
+
+def _fastest_step_s(records: list[StepRecord], session: Session) -> float | None:
+    # The first step warms up; on a CPU a measured step is slower for it.
+    is_free = session.device.type == "cuda"
+    times = [record.step_s for record in records[1:] if is_free or record.peak_bytes is None]
+    return min(times, default=None)
+
+
+def _describe(session: Session) -> str:
+    dimensions, corpus = session.model.config, session.corpus
+    held_out = 0 if corpus.validation is None else corpus.validation.num_tokens
+    start = f", going on after step {session.step}" if session.step else ""
+    return (
+        f"Model: {dimensions.num_layers} layers of width {dimensions.hidden_size}, "
+        f"{dimensions.num_parameters / 1e6:.1f} M parameters, {session.config.step.precision} on {session.device}. "
+        f"Data: {corpus.training.num_tokens:,} tokens, {held_out:,} held out. "
+        f"Run folder: {session.folder}{start}"
+    )

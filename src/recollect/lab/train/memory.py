@@ -1,0 +1,51 @@
+"""The measured peak of a run's steps, absolute: everything that model, optimizer and step hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from recollect.measuring.meter import measure_peak, storage_bytes
+from recollect.measuring.timing import timed
+
+_Result = TypeVar("_Result")
+
+
+def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of parameters, gradients, buffers and optimizer state; what shares a storage counts once."""
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    tensors += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return storage_bytes(tensors)
+
+
+def measure_step(
+    step: Callable[[], _Result], *, device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[_Result, int]:
+    """Run `step` and return its result and the peak in bytes of everything alive during it.
+
+    On CUDA this is the allocator's counter and costs nothing. Elsewhere it is the growth that the meter saw over what
+    model and optimizer held before, and slows the step down.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        result = step()
+        return result, torch.cuda.max_memory_allocated(device)
+    measurement = measure_peak(step, device=device, baseline_bytes=resident_bytes(model, optimizer))
+    return measurement.result, measurement.peak_bytes
+
+
+def measure_plain(
+    step: Callable[[], object], *, device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[int, float]:
+    """Run `step` seven times without recompute and return its peak in bytes and the seconds of the fastest run.
+
+    The first run makes the optimizer's state and warms up, the next five are timed, the last is measured.
+    """
+    step()
+    times = [timed(step, device)[1] for _ in range(5)]
+    _, peak_bytes = measure_step(step, device=device, model=model, optimizer=optimizer)
+    return peak_bytes, min(times)

@@ -1,0 +1,85 @@
+"""Records on disk: a JSONL file with each step once, and TensorBoard events."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from recollect.errors import RecollectError
+from recollect.lab.train.files import write_text
+from recollect.lab.train.records import StepRecord
+
+
+class MetricsFile:
+    """Appends one JSON object a step to `path`.
+
+    Args:
+        path: the file, made if it does not exist.
+        first_step: steps done before.
+
+    Lines after `first_step` are removed first: a killed run may have written steps that its checkpoint does not know
+    and that the resumed run takes again. Floats are written so that they read back to the same bits.
+    """
+
+    def __init__(self, path: Path, *, first_step: int) -> None:
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if 0 < _step_of(line) <= first_step]
+            write_text(path, "".join(f"{line}\n" for line in kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def note(self, text: str) -> None:
+        """Ignore it: the file holds numbers only."""
+
+    def write(self, record: StepRecord) -> None:
+        """Append one line and hand it to the operating system, so that a killed process loses none."""
+        fields = {name: value for name, value in dataclasses.asdict(record).items() if value is not None}
+        self._file.write(json.dumps(fields) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardLog:
+    """Writes each number of a record as a TensorBoard scalar.
+
+    Args:
+        folder: where the event files go.
+        first_step: steps done before; events of later steps are dropped.
+
+    Raises:
+        RecollectError: the package `tensorboard` is not installed.
+    """
+
+    def __init__(self, folder: Path, *, first_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # optional: only with --tensorboard
+        except ImportError:
+            raise RecollectError(
+                "--tensorboard: needs the package `tensorboard`. Run: pip install tensorboard"
+            ) from None
+        # Events after the checkpoint belong to steps that are taken again.
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step + 1)
+
+    def note(self, text: str) -> None:
+        """Ignore it: the events are numbers only."""
+
+    def write(self, record: StepRecord) -> None:
+        """Add the record's numbers."""
+        for name, value in dataclasses.asdict(record).items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        """Write out what is waiting."""
+        self._writer.close()
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):  # the half line of a killed process
+        return 0

@@ -1,0 +1,338 @@
+"""Flags that say what a model is, under the names of Megatron's `pretrain_gpt`. Imports no torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
+
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.sizes import NAMED_CONFIGS
+
+__all__ = ["ExpertFlags", "LatentFlags", "ModelFlags", "SizeName", "parse_layer_freq"]
+
+SizeName = Literal[
+    "demo",
+    "tiny",
+    "gpt-tiny",
+    "llama-tiny",
+    "mixtral-tiny",
+    "deepseek-v3-tiny",
+    "160m",
+    "1b",
+    "7b",
+    "7b-32k",
+    "8b",
+    "13b",
+    "70b",
+    "gpt2",
+    "gpt3-175b",
+    "mixtral-8x7b",
+    "deepseek-v3-671b",
+]
+
+_HEAD_CHANNELS = 128  # of LLaMA, GPT-3 and Mixtral
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertFlags:
+    """A mixture of experts."""
+
+    num_experts: int | None = None
+    """Routed experts in a layer."""
+    moe_layer_freq: str | None = None
+    """N: every Nth layer has experts; or a 1 (experts) or 0 (dense) for each layer, such as "[0]*3+[1]*58"."""
+    moe_ffn_hidden_size: int | None = None
+    """Width inside one expert; default: --ffn-hidden-size."""
+    moe_router_topk: int | None = None
+    """Experts that a token goes to."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] | None = None
+    """How the router's logits become weights."""
+    moe_router_num_groups: int | None = None
+    """Groups of experts for group-limited routing."""
+    moe_router_group_topk: int | None = None
+    """Groups that a token may choose from."""
+    moe_router_topk_scaling_factor: float | None = None
+    """Factor on the weights of the chosen experts."""
+    moe_router_enable_expert_bias: FlagCreatePairsOff[bool] = False
+    """Balance load by a bias on the scores."""
+    moe_router_bias_update_rate: float | None = None
+    """Step of that bias."""
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] | None = None
+    """Auxiliary loss over the batch, over each sequence, or none."""
+    moe_aux_loss_coeff: float | None = None
+    """Weight of the auxiliary loss."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Width inside the expert that every token passes."""
+    moe_grouped_gemm: FlagCreatePairsOff[bool] = False
+    """All experts' products in one grouped kernel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentFlags:
+    """Latent attention and multi-token prediction."""
+
+    multi_latent_attention: FlagCreatePairsOff[bool] = False
+    """Keys and values from one small latent vector (DeepSeek-V2 and V3)."""
+    q_lora_rank: int | None = None
+    """Width of the latent vector of queries."""
+    kv_lora_rank: int | None = None
+    """Width of the latent vector of keys and values."""
+    qk_head_dim: int | None = None
+    """Channels of a query and key head without position."""
+    qk_pos_emb_head_dim: int | None = None
+    """Channels of a query and key head that are turned."""
+    v_head_dim: int | None = None
+    """Channels of a value head."""
+    mtp_num_layers: int | None = None
+    """Depths of multi-token prediction."""
+    mtp_loss_scaling_factor: float | None = None
+    """Weight of the mean of their losses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """The model: a named one with changes, or with --num-layers and --hidden-size one as Megatron's pretrain_gpt builds it.
+
+    Raises:
+        ValueError: dimensions that do not fit together, or two flags that say opposite things.
+
+    Example:
+        >>> ModelFlags(size="70b", num_layers=2).dimensions().hidden_size
+        8192
+        >>> gpt = ModelFlags(num_layers=2, hidden_size=256).dimensions(vocab_size=1000)
+        >>> gpt.normalization, gpt.num_attention_heads, gpt.hidden_dropout
+        ('LayerNorm', 2, 0.1)
+    """
+
+    size: SizeName | None = None
+    """A named model, in which the flags below change what they name; default: demo."""
+    num_layers: int | None = None
+    """Transformer layers."""
+    hidden_size: int | None = None
+    """Width of the residual stream."""
+    ffn_hidden_size: Annotated[int | None, arg(aliases=("--intermediate-size",))] = None
+    """Width inside the MLP."""
+    num_attention_heads: Annotated[int | None, arg(aliases=("--num-heads",))] = None
+    """Query heads; Megatron demands it, here the default without --size is one for 128 channels."""
+    group_query_attention: FlagCreatePairsOff[bool] = False
+    """Keys and values are shared by groups of query heads: --num-query-groups of them, or one."""
+    num_query_groups: Annotated[int | None, arg(aliases=("--num-kv-heads",))] = None
+    """Key and value heads."""
+    kv_channels: int | None = None
+    """Channels of one head."""
+    max_position_embeddings: int | None = None
+    """Longest sequence; default without --size: --seq-length."""
+    vocab_size: int | None = None
+    """Rows of the embedding; default: the tokenizer's vocabulary."""
+    make_vocab_size_divisible_by: int = 1
+    """Add rows up to a multiple of this; Megatron's default is 128."""
+    position_embedding_type: Literal["learned_absolute", "rope"] | None = None
+    """Positions by an embedding that is added, or by turning queries and keys."""
+    use_rotary_position_embeddings: FlagCreatePairsOff[bool] = False
+    """The old spelling of --position-embedding-type rope."""
+    rotary_base: float | None = None
+    """Base of the rotary frequencies."""
+    rotary_interleaved: FlagCreatePairsOff[bool] = False
+    """Turn neighbouring channels as pairs."""
+    normalization: Literal["LayerNorm", "RMSNorm"] | None = None
+    """Every norm of the model."""
+    norm_epsilon: Annotated[float | None, arg(aliases=("--layernorm-epsilon",))] = None
+    """Added to the variance, or to the mean square."""
+    swiglu: FlagCreatePairsOff[bool] = False
+    """A gated MLP with SiLU."""
+    openai_gelu: FlagCreatePairsOff[bool] = False
+    """GELU by its tanh approximation, as in GPT-2."""
+    disable_bias_linear: FlagCreatePairsOff[bool] = False
+    """No biases in linear layers."""
+    add_qkv_bias: FlagCreatePairsOff[bool] = False
+    """A bias for queries, keys and values all the same."""
+    untie_embeddings_and_output_weights: FlagCreatePairsOff[bool] = False
+    """The output matrix is a matrix of its own."""
+    tie_embeddings: Annotated[bool | None, arg(aliases=("--share-embeddings-and-output-weights",))] = None
+    """Use the word embedding as output matrix; default without --size, as in Megatron: True."""
+    hidden_dropout: float | None = None
+    """Dropout of the embedding and of what each half of a layer adds."""
+    attention_dropout: float | None = None
+    """Dropout of the attention probabilities."""
+    init_method_std: float | None = None
+    """Standard deviation of new weights."""
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] | None = None
+    """unfused and local: softmax(QK^T)V with every intermediate a value of its own; the others: PyTorch's fused kernel."""
+    use_flash_attn: FlagCreatePairsOff[bool] = False
+    """The old spelling of --attention-backend flash."""
+    transformer_impl: Literal["local", "transformer_engine"] | None = None
+    """local: --attention-backend unfused, unless one is given; all kernels are PyTorch's either way."""
+    experts: OmitArgPrefixes[ExpertFlags] = field(default_factory=ExpertFlags)
+    """A mixture of experts."""
+    latent: OmitArgPrefixes[LatentFlags] = field(default_factory=LatentFlags)
+    """Latent attention and multi-token prediction."""
+
+    def __post_init__(self) -> None:
+        self._refuse_both("tie_embeddings", "untie_embeddings_and_output_weights")
+        if self.make_vocab_size_divisible_by < 1:
+            raise ValueError(
+                f"make_vocab_size_divisible_by: got {self.make_vocab_size_divisible_by}, expected at least 1."
+            )
+        if self.use_rotary_position_embeddings and self.position_embedding_type == "learned_absolute":
+            self._refuse_both("use_rotary_position_embeddings", "position_embedding_type")
+        if self.use_flash_attn and self.attention_backend in ("unfused", "local"):
+            self._refuse_both("use_flash_attn", "attention_backend")
+        self.dimensions()
+
+    @property
+    def is_megatrons(self) -> bool:
+        """Whether the model is described as for `pretrain_gpt`, by its dimensions instead of a name."""
+        return self.size is None and self.num_layers is not None and self.hidden_size is not None
+
+    def dimensions(self, vocab_size: int | None = None, *, seq_length: int | None = None) -> TransformerConfig:
+        """Put what the model starts from and its changes together.
+
+        Args:
+            vocab_size: rows of the embedding where no flag sets them.
+            seq_length: longest sequence where no flag sets it, of a model without a name.
+
+        Returns:
+            The configuration.
+
+        Raises:
+            ValueError: fields that do not fit together.
+        """
+        changes = self.changes(vocab_size)
+        if not self.is_megatrons:
+            return NAMED_CONFIGS[self.size or "demo"].changed(**changes)
+        return TransformerConfig(**{**self._megatrons_defaults(seq_length), **changes})
+
+    def changes(self, vocab_size: int | None = None) -> dict[str, Any]:
+        """Return what the flags set, by the names of `TransformerConfig`.
+
+        Args:
+            vocab_size: rows of the embedding where no flag sets them.
+        """
+        given = {**vars(self), **vars(self.experts), **vars(self.latent)}
+        changes = {_FIELD_OF_FLAG.get(name, name): given[name] for name in _VALUES if given[name] is not None}
+        for name, fields in _SWITCHES.items():
+            if given[name]:
+                changes.update(fields)
+        if "moe_layer_freq" in changes:
+            changes["moe_layer_freq"] = parse_layer_freq(changes["moe_layer_freq"])
+        if self.group_query_attention:
+            changes.setdefault("num_query_groups", 1)
+        if self.attention_backend is not None:
+            changes["core_attention"] = "unfused" if self.attention_backend in ("unfused", "local") else "fused"
+        elif self.transformer_impl == "local" and not self.use_flash_attn:
+            changes["core_attention"] = "unfused"
+        rows = self.vocab_size or vocab_size
+        if rows is not None:
+            step = self.make_vocab_size_divisible_by
+            changes["vocab_size"] = -(-rows // step) * step
+        return changes
+
+    def _megatrons_defaults(self, seq_length: int | None) -> dict[str, Any]:
+        """Return what `pretrain_gpt` builds where no flag says otherwise (megatron/training/arguments.py at d98e8a64)."""
+        hidden_size = self.hidden_size or 0
+        heads = hidden_size // _HEAD_CHANNELS if hidden_size % _HEAD_CHANNELS == 0 else 1
+        return {
+            "num_attention_heads": heads,
+            "vocab_size": 256,
+            "share_embeddings_and_output_weights": True,
+            # 8/3 of the width, as many parameters as the two matrices of 4 times the width have.
+            "ffn_hidden_size": int(4 * hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * hidden_size,
+            "q_lora_rank": None,
+            "kv_lora_rank": 32,
+            **({} if seq_length is None else {"max_position_embeddings": seq_length}),
+        }
+
+    def _refuse_both(self, first: str, second: str) -> None:
+        values = [getattr(self, name) for name in (first, second)]
+        if all(values):
+            said = " and ".join(f"{name} = {value}" for name, value in zip((first, second), values, strict=True))
+            raise ValueError(f"{said}: got both, expected one of them. Leave one out.")
+
+
+_FIELD_OF_FLAG = {
+    "num_experts": "num_moe_experts",
+    "norm_epsilon": "layernorm_epsilon",
+    "tie_embeddings": "share_embeddings_and_output_weights",
+}
+_VALUES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("max_position_embeddings", "position_embedding_type", "rotary_base", "normalization", "norm_epsilon"),
+    *(
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+        "tie_embeddings",
+        "num_experts",
+        "moe_layer_freq",
+        "moe_ffn_hidden_size",
+    ),
+    *("moe_router_topk", "moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_router_topk_scaling_factor", "moe_router_bias_update_rate", "moe_router_load_balancing_type"),
+    *("moe_aux_loss_coeff", "moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_head_dim"),
+    *("qk_pos_emb_head_dim", "v_head_dim", "mtp_num_layers", "mtp_loss_scaling_factor"),
+)
+_SWITCHES: dict[str, dict[str, Any]] = {
+    "swiglu": {"gated_linear_unit": True, "activation_func": "silu"},
+    "openai_gelu": {"activation_func": "gelu_tanh"},
+    "use_rotary_position_embeddings": {"position_embedding_type": "rope"},
+    "rotary_interleaved": {"rotary_interleaved": True},
+    "disable_bias_linear": {"add_bias_linear": False},
+    "add_qkv_bias": {"add_qkv_bias": True},
+    "untie_embeddings_and_output_weights": {"share_embeddings_and_output_weights": False},
+    "multi_latent_attention": {"multi_latent_attention": True},
+    "moe_router_enable_expert_bias": {"moe_router_enable_expert_bias": True},
+    "moe_grouped_gemm": {"moe_grouped_gemm": True},
+}
+
+
+def parse_layer_freq(text: str) -> int | Sequence[int]:
+    """Read Megatron's --moe-layer-freq: a number, or an expression of lists.
+
+    Args:
+        text: such as "2", "[0,1,1,1]" or "([0]*3+[1]*58)".
+
+    Returns:
+        The number, or a 0 or 1 for each layer.
+
+    Raises:
+        ValueError: anything else.
+
+    Example:
+        >>> parse_layer_freq("([0]*1+[1]*3)")
+        [0, 1, 1, 1]
+    """
+    try:
+        value = _evaluate(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, TypeError):
+        value = None
+    is_list = isinstance(value, list) and all(item in (0, 1) for item in value) and len(value) <= _MOST_LAYERS
+    if not is_list and not (isinstance(value, int) and value >= 1):
+        raise ValueError(
+            f"moe_layer_freq: got {text!r}, expected a number of at least 1 or a list of 0 and 1 for each layer, "
+            f"such as [0]*3+[1]*58."
+        )
+    frequency: int | Sequence[int] = value
+    return frequency
+
+
+_MOST_LAYERS = 10_000
+
+
+def _evaluate(node: ast.expr) -> Any:
+    """Evaluate sums and multiples of lists of numbers, and nothing else."""
+    if isinstance(node, ast.Constant) and type(node.value) is int and node.value <= _MOST_LAYERS:
+        return node.value
+    if isinstance(node, ast.List):
+        return [_evaluate(item) for item in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        if isinstance(node.op, ast.Add):
+            return left + right
+        times, items = (left, right) if isinstance(left, int) else (right, left)
+        if isinstance(items, list) and times * len(items) <= _MOST_LAYERS:
+            return times * items
+    raise ValueError(ast.dump(node))

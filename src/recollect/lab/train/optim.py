@@ -1,0 +1,62 @@
+"""AdamW with decay for matrices only, and the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from recollect.lab.train.config import OptimFlags
+
+
+def build_optimizer(model: nn.Module, flags: OptimFlags) -> torch.optim.AdamW:
+    """Return AdamW over `model`: matrices decay, vectors (norm weights) do not; fused where this device has it."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": flags.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    betas = (flags.beta1, flags.beta2)
+    try:
+        return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_eps, fused=True)
+    except RuntimeError:  # torch says here, and only here, that the device has no fused kernel
+        return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_eps)
+
+
+def learning_rate_at(step: int, flags: OptimFlags) -> float:
+    """Return the learning rate of a step: a linear rise, then a fall to the lowest, which it keeps.
+
+    Args:
+        step: optimizer steps done before.
+        flags: highest rate, number of steps, warm-up, shape and end of the fall.
+
+    Returns:
+        The rate; it is never above `flags.learning_rate`.
+
+    Example:
+        >>> flags = OptimFlags(steps=11, warmup_steps=2, learning_rate=1.0, min_lr_fraction=0.1)
+        >>> [round(learning_rate_at(step, flags), 2) for step in (0, 1, 2, 6, 10)]
+        [0.5, 1.0, 1.0, 0.55, 0.1]
+    """
+    if step < flags.warmup_steps:
+        return flags.learning_rate * (step + 1) / flags.warmup_steps
+    last = (flags.lr_decay_iters or flags.steps) - 1
+    progress = min(1.0, (step - flags.warmup_steps) / max(1, last - flags.warmup_steps))
+    lowest = flags.min_lr_fraction
+    if flags.lr_decay_style == "constant":
+        fraction = 1.0
+    elif flags.lr_decay_style == "inverse-square-root":
+        fraction = max(lowest, math.sqrt(max(flags.warmup_steps, 1) / (step + 1)))
+    else:
+        is_linear = flags.lr_decay_style == "linear"
+        left = 1 - progress if is_linear else 0.5 * (1 + math.cos(math.pi * progress))
+        fraction = lowest + (1 - lowest) * left
+    return flags.learning_rate * fraction
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set the learning rate of all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate

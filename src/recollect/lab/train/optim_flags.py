@@ -1,0 +1,100 @@
+"""Flags that say how long and how fast to train. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass
+from typing import Annotated, Literal
+
+from tyro.conf import arg
+
+from recollect.lab.train.checks import at_least, within
+
+__all__ = ["DecayStyle", "OptimFlags"]
+
+DecayStyle = Literal["cosine", "linear", "constant", "inverse-square-root"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimFlags:
+    """How long and how fast to train.
+
+    Raises:
+        ValueError: a setting out of its range, or two that do not fit together.
+
+    Example:
+        >>> OptimFlags(batch_size=2, global_batch_size=16).accumulation
+        8
+        >>> OptimFlags(learning_rate=1e-3, min_lr=1e-5).min_lr_fraction
+        0.01
+    """
+
+    steps: Annotated[int, arg(aliases=("--train-iters",))] = 200
+    """Optimizer steps."""
+    batch_size: Annotated[int, arg(aliases=("--micro-batch-size",))] = 8
+    """Sequences in one micro-batch."""
+    accumulation: int = 1
+    """Micro-batches in one optimizer step."""
+    global_batch_size: InitVar[int | None] = None
+    """Sequences in one optimizer step, instead of --accumulation."""
+    train_samples: InitVar[int | None] = None
+    """Sequences in the whole run, instead of --steps; the rest of a step is left out."""
+    learning_rate: Annotated[float, arg(aliases=("--lr",))] = 1e-3
+    """Highest learning rate."""
+    min_lr_fraction: float = 0.1
+    """Lowest learning rate, as a part of the highest."""
+    min_lr: InitVar[float | None] = None
+    """Lowest learning rate, instead of --min-lr-fraction."""
+    warmup_steps: Annotated[int, arg(aliases=("--lr-warmup-iters",))] = 20
+    """Steps over which the learning rate rises from near zero."""
+    lr_warmup_fraction: InitVar[float | None] = None
+    """The same as a part of --lr-decay-iters, instead of --warmup-steps."""
+    lr_decay_style: DecayStyle = "cosine"
+    """How the learning rate falls from the highest to the lowest."""
+    lr_decay_iters: int | None = None
+    """Step from which the learning rate is the lowest; default: the last."""
+    weight_decay: float = 0.1
+    """Decay of matrices; biases and norm weights do not decay."""
+    beta1: Annotated[float, arg(aliases=("--adam-beta1",))] = 0.9
+    """AdamW's decay of the mean of gradients."""
+    beta2: Annotated[float, arg(aliases=("--adam-beta2",))] = 0.95
+    """AdamW's decay of the mean of squared gradients."""
+    adam_eps: float = 1e-8
+    """Added to the root of the mean of squared gradients."""
+    clip_norm: Annotated[float, arg(aliases=("--clip-grad",))] = 1.0
+    """Largest norm of the gradient; 0 turns clipping off."""
+
+    def __post_init__(
+        self,
+        global_batch_size: int | None,
+        train_samples: int | None,
+        min_lr: float | None,
+        lr_warmup_fraction: float | None,
+    ) -> None:
+        at_least(self, 1, "batch_size")
+        at_least(self, 0, "warmup_steps", "learning_rate", "weight_decay", "clip_norm", "adam_eps")
+        if global_batch_size is not None:
+            if global_batch_size < 1 or global_batch_size % self.batch_size:
+                raise ValueError(
+                    f"global_batch_size: got {global_batch_size}, expected a multiple of the micro-batch's {self.batch_size} "
+                    f"sequences. Change --global-batch-size or --micro-batch-size."
+                )
+            self._set("accumulation", global_batch_size // self.batch_size)
+        if train_samples is not None:
+            self._set("steps", train_samples // (self.batch_size * self.accumulation))
+        at_least(self, 1, "steps", "accumulation")
+        if self.lr_decay_iters is not None:
+            at_least(self, 1, "lr_decay_iters")
+        if min_lr is not None:
+            if not 0 <= min_lr <= self.learning_rate:
+                raise ValueError(
+                    f"min_lr: got {min_lr}, expected 0 to the highest learning rate, {self.learning_rate}."
+                )
+            self._set("min_lr_fraction", min_lr / self.learning_rate if self.learning_rate else 0.0)
+        if lr_warmup_fraction is not None:
+            if not 0 <= lr_warmup_fraction <= 1:
+                raise ValueError(f"lr_warmup_fraction: got {lr_warmup_fraction}, expected 0 to 1.")
+            self._set("warmup_steps", round(lr_warmup_fraction * (self.lr_decay_iters or self.steps)))
+        within(self, "min_lr_fraction", 0.0, 1.0)
+
+    def _set(self, name: str, value: float) -> None:
+        object.__setattr__(self, name, value)

@@ -1,0 +1,117 @@
+"""Before the first step: the plan for the whole run, and the step without recompute to compare with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+import recollect
+from recollect.byte_format import format_bytes
+from recollect.integrations.megatron import TrainingSetting, megatron_plan
+from recollect.lab.train.config import StepFlags
+from recollect.lab.train.files import write_text
+from recollect.lab.train.memory import measure_plain
+from recollect.lab.train.optim import build_optimizer
+from recollect.lab.train.records import Baseline
+from recollect.lab.train.session import Session
+from recollect.lab.train.step import build_model, train_step
+from recollect.planning.loss_chunks import plan_with_chunks
+from recollect.profile.graph import Profile
+
+if TYPE_CHECKING:
+    from recollect.plans.plan import Plan
+
+
+def prepare(session: Session, console: Console) -> tuple[Plan | None, Baseline]:
+    """Make the run's plan and baseline, or read them from its folder.
+
+    They are written there as plan.json and baseline.json, so that a resumed run computes as before.
+
+    Args:
+        session: the run; its model and optimizer are left as they are.
+        console: where the plan is printed.
+
+    Returns:
+        The plan, None without a budget and without Megatron's settings, and the baseline.
+
+    Raises:
+        ConfigError, NotYetError: Megatron's settings that do not fit the model, or cannot be done yet.
+        QuantityError: the budget is no amount of memory.
+        BudgetTooSmallError: no plan fits the budget.
+        PlanFormatError: plan.json is damaged.
+    """
+    chunks = session.config.step.loss_chunks
+    flags = session.config.step
+    is_planned = flags.memory_budget is not None or flags.recompute is not None
+    if not is_planned and chunks != "auto":
+        session.model.loss_chunks = chunks  # else the plan sets it
+    plan_path, baseline_path = session.folder / "plan.json", session.folder / "baseline.json"
+    if baseline_path.exists() and (not is_planned or plan_path.exists()):
+        plan = recollect.Plan.load(plan_path) if is_planned else None
+        return plan, Baseline(**json.loads(baseline_path.read_text()))
+    baseline = Baseline()
+    plan = None
+    if session.config.run.measure_plain:
+        console.print("Measuring seven steps without recompute", markup=False)
+        peak_bytes, step_s = _measure_plain(session)
+        baseline = dataclasses.replace(baseline, measured_peak_bytes=peak_bytes, measured_step_s=step_s)
+    if is_planned:
+        console.print(f"Recording a step and planning for {_aim(flags)}", markup=False)
+        plan, predicted_bytes = _decide(session)
+        write_text(plan_path, plan.to_json())
+        baseline = dataclasses.replace(baseline, predicted_peak_bytes=predicted_bytes)
+        console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
+        text = f"Without recompute the step would need {format_bytes(predicted_bytes)}"
+        if plan.budget_bytes is not None:
+            text += f", the budget is {format_bytes(plan.budget_bytes)}"
+        console.print(f"{text}.", markup=False, soft_wrap=True)
+    write_text(baseline_path, json.dumps(dataclasses.asdict(baseline)) + "\n")
+    return plan, baseline
+
+
+def _aim(flags: StepFlags) -> str:
+    """Return in a few words what the plan is to do."""
+    if flags.recompute is None:
+        return str(flags.memory_budget)
+    return ", ".join(f"{name}={value}" for name, value in flags.recompute.changed().items()) or "Megatron's defaults"
+
+
+def _decide(session: Session) -> tuple[Plan, int]:
+    """Return the plan, and the predicted peak in bytes of the step without recompute."""
+    flags = session.config.step
+
+    def record(loss_chunks: int) -> Profile:
+        profile: Profile = recollect.record(
+            session.model,
+            next(session.batches(0)),
+            optimizer=session.optimizer,
+            # From the second micro-batch on, gradients are there through forward too: that is the one that must fit.
+            accumulates_gradients=session.config.optim.accumulation > 1,
+            loss_chunks=loss_chunks,
+        )
+        return profile
+
+    if flags.recompute is None:
+        planned = plan_with_chunks(record, str(flags.memory_budget), flags.loss_chunks)
+        return planned.plan, planned.plain_peak_bytes
+    profile = record(1 if flags.loss_chunks == "auto" else flags.loss_chunks)
+    plan = megatron_plan(profile, flags.recompute, TrainingSetting.of(session.model.config))
+    return plan, recollect.classic_plan(profile, "keep_all").predicted_peak_bytes or 0
+
+
+def _measure_plain(session: Session) -> tuple[int, float]:
+    """Measure on a twin of the model, so that the run itself does not move."""
+    flags = session.config
+    model = build_model(session.model.config, flags.step)
+    optimizer = build_optimizer(model, flags.optim)
+    batches = list(session.batches(0))
+
+    def step() -> object:
+        return train_step(
+            model, optimizer, batches, accumulation=flags.optim.accumulation, clip_norm=flags.optim.clip_norm
+        )
+
+    return measure_plain(step, device=session.device, model=model, optimizer=optimizer)

@@ -1,0 +1,188 @@
+"""What a run consists of before its first step: data, model, optimizer, and the place to go on from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recollect.errors import CheckpointError
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.train.batches import BatchSampler
+from recollect.lab.train.checkpoint import (
+    Checkpoint,
+    check_identity,
+    environment,
+    list_checkpoints,
+    read_checkpoint,
+    rng_state,
+    set_rng_state,
+    write_checkpoint,
+)
+from recollect.lab.train.config import TrainConfig
+from recollect.lab.train.corpus import Corpus, load_corpus
+from recollect.lab.train.files import write_text
+from recollect.lab.train.optim import build_optimizer
+from recollect.lab.train.step import build_model, resolve_device
+
+
+@dataclass(eq=False)
+class Session:
+    """A run between two steps.
+
+    Attributes:
+        config: what the run was told.
+        folder: the run folder.
+        device: where it computes.
+        corpus: its data.
+        model, optimizer: its state.
+        rng: random number states to start from; None: those of the seed.
+        step: optimizer steps done.
+    """
+
+    config: TrainConfig
+    folder: Path
+    device: torch.device
+    corpus: Corpus
+    model: GPTModel
+    optimizer: torch.optim.Optimizer
+    rng: dict[str, Any] | None = None
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        batch_size = self.config.optim.batch_size
+        held_out = self.corpus.validation
+        self._training = BatchSampler(self.corpus.training, batch_size=batch_size)
+        self._validation = None if held_out is None else BatchSampler(held_out, batch_size=batch_size)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Settings and data that decide the numbers."""
+        return {**self.config.identity(), "data.fingerprint": self.corpus.fingerprint}
+
+    def batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the micro-batches of `step` (from 0), on the device."""
+        accumulation = self.config.optim.accumulation
+        for position in range(step * accumulation, (step + 1) * accumulation):
+            yield self._on_device(self._training.batch(position))
+
+    def validation_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the validation batches, the same ones each time; none if validation is off."""
+        if self._validation is not None:
+            for position in range(self.config.num_validation_batches):
+                yield self._on_device(self._validation.batch(position))
+
+    def seed(self) -> None:
+        """Set all random numbers to where this point of the run has them, whatever ran before."""
+        torch.manual_seed(self.config.step.seed)
+        if self.rng is not None:
+            set_rng_state(self.rng)
+
+    def save(self) -> int:
+        """Write a checkpoint of now and return its step."""
+        checkpoint = Checkpoint(
+            step=self.step,
+            identity=self.identity,
+            model=self.model.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            rng=rng_state(),
+            environment=environment(),
+        )
+        write_checkpoint(self.folder / "checkpoints", checkpoint, keep=self.config.run.keep_checkpoints)
+        return self.step
+
+    def _on_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        tokens, labels = batch
+        return tokens.to(self.device), labels.to(self.device)
+
+
+def open_session(config: TrainConfig) -> Session:
+    """Build a run, or load it from its newest checkpoint if `config.run.resume`.
+
+    Args:
+        config: the whole run.
+
+    Returns:
+        The run, ready for its next step once `seed` is called.
+
+    Raises:
+        DataError: see `load_corpus`.
+        CheckpointError: the run folder holds a run already (and resume is off), holds none (and resume is on), cannot
+            be written, or its newest checkpoint is damaged or of another configuration.
+    """
+    folder, newest = _find_start(config)
+    corpus = load_corpus(config.data, seed=config.step.seed, vocab_size=config.model.vocab_size)
+    model = build_model(config.model.dimensions(corpus.vocab_size, seq_length=config.data.seq_length), config.step)
+    session = Session(
+        config=config,
+        folder=folder,
+        device=resolve_device(config.step.device),
+        corpus=corpus,
+        model=model,
+        optimizer=build_optimizer(model, config.optim),
+    )
+    if newest is None:
+        _start_folder(session)
+    else:
+        _load(session, newest)
+    return session
+
+
+def _find_start(config: TrainConfig) -> tuple[Path, Path | None]:
+    folder = config.run.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    checkpoints = list_checkpoints(folder / "checkpoints")
+    if config.run.resume or (config.run.load is not None and checkpoints):
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"run folder {folder}: got --resume but it holds no run, expected the --run-dir of an earlier run. "
+                f"Correct --run-dir or leave out --resume."
+            )
+        return folder, checkpoints[-1] if checkpoints else None
+    metrics = folder / "metrics.jsonl"
+    if checkpoints or (metrics.is_file() and metrics.stat().st_size):
+        raise CheckpointError(
+            f"run folder {folder}: holds a run already ({len(checkpoints)} checkpoints), "
+            f"expected a new or empty folder. Add --resume to go on with it, or choose another --run-dir."
+        )
+    return folder, None
+
+
+def _start_folder(session: Session) -> None:
+    text = json.dumps(dataclasses.asdict(session.config), indent=2, default=str)
+    try:
+        session.folder.mkdir(parents=True, exist_ok=True)
+        write_text(session.folder / "config.json", text + "\n")
+    except OSError as problem:
+        raise CheckpointError(
+            f"run folder {session.folder}: cannot be written ({problem.strerror}), expected a writable folder. "
+            f"Choose another --run-dir."
+        ) from None
+    for name in ("plan.json", "baseline.json"):  # of an earlier start that was killed before its first checkpoint
+        (session.folder / name).unlink(missing_ok=True)
+
+
+def _load(session: Session, path: Path) -> None:
+    checkpoint = read_checkpoint(path)
+    check_identity(path, checkpoint.identity, session.identity)
+    session.model.load_state_dict(checkpoint.model)
+    session.optimizer.load_state_dict(checkpoint.optimizer)
+    session.rng = checkpoint.rng
+    session.step = checkpoint.step
+    _warn_of_changes(path, checkpoint.environment)
+
+
+def _warn_of_changes(path: Path, stored: dict[str, Any]) -> None:
+    changes = [f"{name} {stored.get(name)} -> {now}" for name, now in environment().items() if stored.get(name) != now]
+    if changes:
+        warnings.warn(
+            f"checkpoint {path}: was written elsewhere ({', '.join(changes)}); losses may differ in their last bits.",
+            stacklevel=3,
+        )

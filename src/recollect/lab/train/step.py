@@ -1,0 +1,77 @@
+"""One optimizer step, and where the tensors of a run live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.train.config import StepFlags
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device of a `--device` flag; "auto" is CUDA where there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def build_model(dimensions: TransformerConfig, flags: StepFlags) -> GPTModel:
+    """Return a new model with weights drawn from `flags.seed`, in fp32, on the device of the flags.
+
+    Weights stay fp32 under bf16 too, because AdamW's updates are smaller than the spacing of bf16 numbers near the
+    weights and would be lost; only activations and matrix products are bf16.
+    """
+    torch.manual_seed(flags.seed)
+    compute_dtype = torch.bfloat16 if flags.precision == "bf16" else None
+    with resolve_device(flags.device):
+        return GPTModel(dimensions, compute_dtype=compute_dtype)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    accumulation: int,
+    clip_norm: float,
+) -> tuple[float, float]:
+    """Run one optimizer step over `accumulation` micro-batches.
+
+    Args:
+        model: returns an object with the scalar `.loss` from `model(tokens, labels)`.
+        optimizer: over the parameters of `model`; gradients are None afterwards.
+        batches: `accumulation` pairs of tokens and labels, each int64 [B, T].
+        accumulation: divides each loss, so that gradients are those of the mean.
+        clip_norm: largest norm of the gradient; 0 turns clipping off.
+
+    Returns:
+        Mean loss of the micro-batches, and the norm of the gradient before clipping (nan if clipping is off).
+    """
+    losses = []
+    for tokens, labels in batches:
+        # Only the loss is held: the logits would otherwise live through backward.
+        loss = model(tokens, labels).loss / accumulation
+        loss.backward()
+        losses.append(loss.detach())
+    norm = float("nan")
+    if clip_norm:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)  # the next forward, where memory peaks, then has their bytes too
+    if isinstance(model, GPTModel):
+        model.update_expert_bias()
+    return torch.stack(losses).sum().item(), norm
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Return the mean loss over `batches` (all of one size): no dropout, and nothing but the next token counts."""
+    was_training = model.training
+    model.eval()
+    losses = [model(tokens, labels).loss for tokens, labels in batches]
+    model.train(was_training)
+    return torch.stack(losses).mean().item()

@@ -1,0 +1,49 @@
+"""A trace of some steps by torch.profiler: which ops ran when, recomputed ones too."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from recollect.lab.train.config import ProfileFlags
+
+__all__ = ["StepTrace"]
+
+
+class StepTrace:
+    """Traces each of the steps that `flags` name into a file of its own.
+
+    Args:
+        flags: which steps, if any.
+        folder: where `step_00000010.json` and so on go; made with the first one.
+    """
+
+    def __init__(self, flags: ProfileFlags, folder: Path) -> None:
+        self._flags = flags
+        self._folder = folder
+
+    def covers(self, step: int) -> bool:
+        """Whether `step` (from 1) is traced."""
+        return self._flags.profile and self._flags.profile_step_start <= step < self._flags.profile_step_end
+
+    @contextlib.contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Trace what runs inside this context, if it is one of the steps.
+
+        Yields:
+            Nothing.
+        """
+        if not self.covers(step):
+            yield
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True) as profiler:
+            yield
+        self._folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self._folder / f"step_{step:08d}.json"))

@@ -1,0 +1,188 @@
+"""Windows of `seq_length` tokens and the one after them: of one stream of ids, of packed documents, of several sources.
+
+Each is a function of (seed, index) alone, with no state that a resumed run would need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recollect.errors import DataError
+from recollect.lab.train.indexed_dataset import IndexedDataset
+from recollect.lab.train.tokens import Tokens
+
+__all__ = ["BlendedWindows", "PackedDocuments", "TokenWindows", "Windows"]
+
+
+class Windows(Protocol):
+    """An endless sequence of windows; epochs follow each other."""
+
+    num_tokens: int
+    num_windows: int
+
+    def window(self, index: int) -> NDArray[Any]:
+        """Return the ids of a window, `seq_length + 1` of them."""
+
+
+class TokenWindows:
+    """Windows of one stream, each once an epoch, in an order drawn from (seed, epoch).
+
+    Args:
+        tokens: at least `seq_length + 1` ids.
+        seq_length: tokens that a window is further on than the one before; the rest at the end is not used.
+        seed: None: windows in their own order, as validation wants.
+
+    Attributes:
+        tokens: the stream.
+        num_tokens, num_windows: in an epoch.
+    """
+
+    def __init__(self, tokens: Tokens, *, seq_length: int, seed: int | None) -> None:
+        self.num_tokens = tokens.size
+        self.num_windows = (tokens.size - 1) // seq_length
+        self.tokens = tokens
+        self._seq_length = seq_length
+        self._order = _EpochCache(lambda epoch: _permutation(self.num_windows, seed, epoch, 0))
+
+    def window(self, index: int) -> NDArray[Any]:
+        """Return the ids of a window."""
+        epoch, place = divmod(index, self.num_windows)
+        start = int(self._order(epoch)[place]) * self._seq_length
+        return self.tokens[start : start + self._seq_length + 1]
+
+
+class PackedDocuments:
+    """Documents of an indexed dataset, one after another in an order drawn from (seed, epoch), cut into windows.
+
+    As Megatron's GPT dataset does: documents are shuffled, packed without padding, cut every `seq_length` tokens, and the
+    windows are shuffled again. The one difference: Megatron shuffles all epochs together, so its order depends on how
+    long the run is to be; here each document comes once an epoch, and a longer run begins as a shorter one.
+
+    Args:
+        dataset: the documents.
+        sequences: which of its sequences, from and to (not included).
+        seq_length: tokens that a window is further on than the one before; the rest of an epoch is not used.
+        seed: None: documents and windows in their own order, as validation wants.
+        vocab_size: ids are below this.
+
+    Attributes:
+        num_tokens, num_windows: in an epoch; num_windows is 0 if there are fewer than `seq_length + 1` tokens.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from recollect.lab.train.indexed_dataset import write_indexed_dataset
+        >>> prefix = pathlib.Path(tempfile.mkdtemp()) / "corpus"
+        >>> write_indexed_dataset(prefix, [[1, 2], [3, 4, 5], [6, 7, 8, 9]], vocab_size=10)
+        >>> packed = PackedDocuments(IndexedDataset(prefix), (0, 3), seq_length=4, seed=None, vocab_size=10)
+        >>> packed.num_windows, packed.window(1).tolist()
+        (2, [5, 6, 7, 8, 9])
+    """
+
+    def __init__(
+        self, dataset: IndexedDataset, sequences: tuple[int, int], *, seq_length: int, seed: int | None, vocab_size: int
+    ) -> None:
+        first, last = sequences
+        lengths = dataset.lengths[first:last].astype(np.int64)
+        self.num_tokens = int(lengths.sum())
+        self.num_windows = max(0, (self.num_tokens - 1) // seq_length)
+        self._dataset = dataset
+        self._vocab_size = vocab_size
+        self._seq_length = seq_length
+
+        def order(epoch: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+            documents = _permutation(len(lengths), seed, epoch, 1)
+            return documents + first, lengths[documents].cumsum(), _permutation(self.num_windows, seed, epoch, 0)
+
+        self._order = _EpochCache(order)
+
+    def window(self, index: int) -> NDArray[Any]:
+        """Return the ids of a window.
+
+        Raises:
+            DataError: an id that the vocabulary does not have; on a GPU it would end in an error that names nothing.
+        """
+        epoch, place = divmod(index, self.num_windows)
+        documents, ends, windows = self._order(epoch)
+        start = int(windows[place]) * self._seq_length
+        stop = start + self._seq_length + 1
+        parts = []
+        number = int(np.searchsorted(ends, start, side="right"))
+        while start < stop:
+            document = int(documents[number])
+            begin = int(ends[number]) - int(self._dataset.lengths[document])
+            end = min(stop, int(ends[number]))
+            parts.append(self._dataset.read(document, start - begin, end - begin))
+            start = end
+            number += 1
+        ids = np.concatenate(parts)
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
+            wrong = int(ids.max() if ids.min() >= 0 else ids.min())
+            raise DataError(
+                f"indexed dataset {self._dataset.prefix}: got token id {wrong}, expected 0 to {self._vocab_size - 1}. "
+                f"Give the --vocab-size or --tokenizer with which it was made."
+            )
+        return ids
+
+
+class BlendedWindows:
+    """Windows of several sources, mixed in given proportions: the source that is furthest behind its share comes next.
+
+    That is Megatron's rule (`BlendedDataset`), which decides the first window as if it were the second.
+
+    Args:
+        sources: at least one.
+        weights: one for each source, above 0; only their proportions matter.
+
+    Attributes:
+        num_tokens, num_windows: of all sources together.
+
+    Example:
+        >>> sources = [TokenWindows(np.arange(start, start + 4), seq_length=1, seed=None) for start in (0, 100)]
+        >>> blended = BlendedWindows(sources, [2, 1])
+        >>> [int(blended.window(index)[0]) for index in range(6)]
+        [0, 100, 1, 2, 101, 0]
+    """
+
+    def __init__(self, sources: Sequence[Windows], weights: Sequence[float]) -> None:
+        self.num_tokens = sum(source.num_tokens for source in sources)
+        self.num_windows = sum(source.num_windows for source in sources)
+        self._sources = sources
+        self._shares = np.array(weights, np.float64) / sum(weights)
+        self._taken = np.zeros(len(sources), np.int64)
+        self._places: list[tuple[int, int]] = []  # source, and window of it; grows as far as it is asked for
+
+    def window(self, index: int) -> NDArray[Any]:
+        """Return the ids of a window."""
+        while index >= len(self._places):
+            behind = self._shares * max(len(self._places), 1) - self._taken
+            source = int(behind.argmax())
+            self._places.append((source, int(self._taken[source])))
+            self._taken[source] += 1
+        source, place = self._places[index]
+        return self._sources[source].window(place)
+
+
+class _EpochCache:
+    """Remembers the latest epoch's order: blended sources and batches go through epochs one after another."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self._make = make
+        self._epoch = -1
+        self._order: Any = None
+
+    def __call__(self, epoch: int) -> Any:
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._make(epoch)
+        return self._order
+
+
+def _permutation(count: int, seed: int | None, epoch: int, stream: int) -> NDArray[np.int64]:
+    """Draw an order; `stream` makes the orders of documents and of windows independent."""
+    if seed is None:
+        return np.arange(count)
+    key = (seed, epoch, stream) if stream else (seed, epoch)
+    return np.random.default_rng(key).permutation(count)

@@ -1,0 +1,206 @@
+"""A plan layer by layer, and beside it the plan that a budget of the same peak would choose."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from recollect.errors import BudgetTooSmallError
+from recollect.planning.choose import Planner
+from recollect.plans.paths import compress_paths
+from recollect.plans.plan import Plan
+from recollect.profile.graph import Profile
+from recollect.simulation.decisions import decide
+from recollect.simulation.layer_usage import LayerUsage, layer_usage
+from recollect.simulation.simulate import simulate
+
+__all__ = ["Explained", "Explanation", "LayerGroup", "explain_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that keep and recompute the same.
+
+    Attributes:
+        paths: their module paths, shortened: ("decoder.layers.0-7",).
+        num_layers: how many they are; a unit that runs twice counts twice.
+        kept: bytes that one of them holds when backward begins, by value, the largest first.
+        generator_bytes: states of random generators that one of them holds.
+        recomputed: how often each op of one of them runs again, in the order of the first time.
+        recompute_s: seconds of these, and of the tape in forward, of one of them.
+    """
+
+    paths: tuple[str, ...]
+    num_layers: int
+    kept: Mapping[str, int]
+    generator_bytes: int
+    recomputed: Mapping[str, int]
+    recompute_s: float
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that one of the layers leaves for backward."""
+        return sum(self.kept.values()) + self.generator_bytes
+
+    @property
+    def recomputed_ops(self) -> int:
+        """Ops that run again for one of the layers."""
+        return sum(self.recomputed.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """One plan, layer by layer.
+
+    Attributes:
+        plan: with its predictions.
+        groups: of layers, in forward order of their first.
+        kept_bytes: alive when backward begins, what lives through the whole step not counted.
+        outside_bytes: of these, what is in no layer's account: made outside of all units, such as the loss and its logits.
+        recomputed_ops, recompute_s: of the whole step.
+        peak_bytes: the peak of the whole step, and `peak_at` where it is.
+        slowdown: `recompute_s` over the seconds of forward and backward without recompute.
+    """
+
+    plan: Plan
+    groups: tuple[LayerGroup, ...]
+    kept_bytes: int
+    outside_bytes: int
+    recomputed_ops: int
+    recompute_s: float
+    peak_bytes: int
+    peak_at: str
+    slowdown: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A plan, the plan of a budget of the same peak, and what no plan can do better.
+
+    Attributes:
+        plain: the step that keeps everything.
+        given: the plan that was asked about.
+        budget: the plan for a budget of that plan's peak; None if the planner finds none, which `problem` explains.
+        bound_slowdown: no plan within that budget can be below; None where it is not known.
+        step_s: seconds of forward and backward without recompute.
+        persistent: bytes that live through the whole step, by kind.
+    """
+
+    plain: Explained
+    given: Explained
+    budget: Explained | None
+    problem: str
+    bound_slowdown: float | None
+    step_s: float
+    persistent: Mapping[str, int]
+
+    def to_data(self) -> dict[str, Any]:
+        """Return everything as plain data for JSON: bytes, seconds, counts."""
+        plans = {"plain": self.plain, "given": self.given, "budget": self.budget}
+        return {
+            **{name: None if explained is None else _data(explained) for name, explained in plans.items()},
+            "problem": self.problem,
+            "bound_slowdown": self.bound_slowdown,
+            "step_s": self.step_s,
+            "persistent_bytes": dict(self.persistent),
+        }
+
+
+def explain_plan(profile: Profile, plan: Plan, *, planner: Planner | None = None) -> Explanation:
+    """Say what a plan keeps and recomputes, and what a budget of the same peak would.
+
+    Args:
+        profile: the recorded step.
+        plan: of this model, such as `recollect.megatron_plan` makes from Megatron's settings.
+        planner: of this profile, if there is one.
+
+    Returns:
+        The explanation; its numbers are those of the simulator, and sum up.
+
+    Example:
+        >>> import torch, recollect
+        >>> from recollect.lab.models.gpt import GPTModel
+        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
+        >>> tokens = torch.randint(0, 256, (2, 32))
+        >>> profile = recollect.record(
+        ...     GPTModel(NAMED_CONFIGS["gpt-tiny"]), {"tokens": tokens, "labels": tokens}, fake=True
+        ... )
+        >>> config = recollect.RecomputeConfig(
+        ...     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        ... )
+        >>> explanation = explain_plan(profile, recollect.megatron_plan(profile, config))
+        >>> explanation.budget.slowdown <= explanation.given.slowdown
+        True
+    """
+    planner = planner or Planner(profile)
+    given = _explained(profile, plan)
+    budget, problem = None, ""
+    try:
+        budget = _explained(profile, planner.plan(given.peak_bytes))
+    except BudgetTooSmallError as error:
+        problem = str(error)
+    bound = planner.bound_slowdown(given.peak_bytes)
+    return Explanation(
+        plain=_explained(profile, Plan({})),
+        given=given,
+        budget=budget,
+        problem=problem,
+        bound_slowdown=bound if bound is not None and math.isfinite(bound) else None,
+        step_s=profile.step_s,
+        persistent=profile.persistent,
+    )
+
+
+def _explained(profile: Profile, plan: Plan) -> Explained:
+    simulation = simulate(profile, decide(profile, plan))
+    accounts = layer_usage(profile, plan)
+    return Explained(
+        plan=plan,
+        groups=_groups(accounts),
+        kept_bytes=simulation.kept_bytes,
+        outside_bytes=simulation.kept_bytes - sum(account.kept_bytes for account in accounts),
+        recomputed_ops=simulation.recomputed_ops,
+        recompute_s=simulation.recompute_s,
+        peak_bytes=simulation.peak_bytes,
+        peak_at=simulation.peak_note,
+        slowdown=simulation.recompute_s / profile.step_s if profile.step_s > 0 else 0.0,
+    )
+
+
+def _groups(accounts: tuple[LayerUsage, ...]) -> tuple[LayerGroup, ...]:
+    alike: dict[tuple[object, ...], list[LayerUsage]] = {}
+    for account in accounts:
+        # Sums of the same seconds in another order differ in their last bits.
+        key = (account.kept, account.generator_bytes, account.recomputed, round(account.recompute_s, 12))
+        alike.setdefault(key, []).append(account)
+    return tuple(
+        LayerGroup(
+            paths=tuple(compress_paths(list(dict.fromkeys(account.path for account in group)))),
+            num_layers=len(group),
+            kept=dict(sorted(_added_up(group[0]).items(), key=lambda item: -item[1])),
+            generator_bytes=group[0].generator_bytes,
+            recomputed=dict(Counter(group[0].recomputed)),
+            recompute_s=group[0].recompute_s,
+        )
+        for group in alike.values()
+    )
+
+
+def _added_up(account: LayerUsage) -> dict[str, int]:
+    """Bytes by name; leaves may share a name."""
+    total: Counter[str] = Counter()
+    for name, nbytes in account.kept:
+        total[name] += nbytes
+    return dict(total)
+
+
+def _data(explained: Explained) -> dict[str, Any]:
+    numbers = ("kept_bytes", "outside_bytes", "recomputed_ops", "recompute_s", "peak_bytes", "peak_at", "slowdown")
+    layers = [
+        {**asdict(group), "kept_bytes": group.kept_bytes, "recomputed_ops": group.recomputed_ops}
+        for group in explained.groups
+    ]
+    return {"note": explained.plan.note, **{name: getattr(explained, name) for name in numbers}, "layers": layers}

@@ -1,0 +1,37 @@
+"""Write a choice of the minimum cut as the plan of a unit."""
+
+from __future__ import annotations
+
+from recollect.planning.hull import Option
+from recollect.plans.plan import Action, UnitPlan
+from recollect.profile.graph import UnitGraph
+
+__all__ = ["unit_plan"]
+
+
+def unit_plan(graph: UnitGraph, option: Option, *, output: Action = "keep") -> UnitPlan:
+    """Write a hull option as a unit's plan.
+
+    "recompute" is what ops compute that run again, unless it is kept for somebody. What nobody needs after forward is
+    named "keep", which costs no bytes and lets the tape overlook the modules that compute nothing else. Of an output that
+    is dropped, somebody else may have need: the ops that it takes run again as well.
+    """
+    ops = option.recompute_ops | (_ops_of_outputs(graph, option) if output == "recompute" else frozenset())
+    needed = {value for op in ops for value in graph.ops[op].inputs}
+    actions: dict[str, Action] = {}
+    for index, value in enumerate(graph.values):
+        if value.producer is not None:
+            is_kept = value.must_keep or (index in option.keep and (value.saved or index in needed))
+            actions[value.name] = "recompute" if value.producer in ops and not is_kept else "keep"
+    return UnitPlan(actions, output=output)
+
+
+def _ops_of_outputs(graph: UnitGraph, option: Option) -> frozenset[int]:
+    """Return the ops that compute the unit's outputs from what is kept."""
+    needed = {index for index, value in enumerate(graph.values) if value.is_output} - option.keep
+    ops = set()
+    for index in range(len(graph.ops) - 1, -1, -1):
+        if not needed.isdisjoint(graph.ops[index].outputs):
+            ops.add(index)
+            needed.update(v for v in graph.ops[index].inputs if v not in option.keep)
+    return frozenset(ops)

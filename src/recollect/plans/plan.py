@@ -1,0 +1,255 @@
+"""The choice: what happens to each value of each unit between its forward and its backward.
+
+A `Plan` is a value: frozen, the same for every run, written as JSON that people can read and edit. A value that is
+kept stays in memory if something needs it; a value that is recomputed is dropped and computed again when backward asks.
+What a plan does not name is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, cast, get_args
+
+from recollect.errors import PlanError, PlanFormatError
+from recollect.fields import Field, read_document
+from recollect.plans.paths import compress_paths, expand_paths, is_plain
+from recollect.plans.text import diff_text, plan_text
+
+__all__ = ["Action", "Engine", "Plan", "UnitPlan"]
+
+Action = Literal["keep", "recompute"]
+Engine = Literal["tape", "region"]
+
+_FORMAT = "recollect.plan"
+_VERSION = 1
+_TEXTS = ("note", "torch_version", "device_name")
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """What one unit keeps.
+
+    Attributes:
+        actions: "keep" or "recompute" by value name, in forward order.
+        output: "recompute" if what the unit returns is dropped too, and computed again from an earlier unit's input.
+        engine: "tape" follows `actions`; "region" re-runs the whole module, for modules that the tape cannot see into.
+
+    Raises:
+        PlanError: another word than these.
+
+    Example:
+        >>> unit = UnitPlan({"norm.mul": "recompute", "up.mm": "keep"})
+        >>> unit.recomputes_anything
+        True
+    """
+
+    actions: Mapping[str, Action]
+    output: Action = "keep"
+    engine: Engine = "tape"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "actions", MappingProxyType(dict(self.actions)))
+        for name, action in self.actions.items():
+            _check_word(f"value {name!r}", action, get_args(Action))
+        _check_word("output", self.output, get_args(Action))
+        _check_word("engine", self.engine, get_args(Engine))
+
+    def __hash__(self) -> int:
+        return hash((frozenset(self.actions.items()), self.output, self.engine))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A mappingproxy cannot be pickled or deep-copied.
+        return UnitPlan, (dict(self.actions), self.output, self.engine)
+
+    @property
+    def recomputes_anything(self) -> bool:
+        """Whether this differs from leaving the unit alone."""
+        return self.engine == "region" or self.output == "recompute" or "recompute" in self.actions.values()
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """What every unit keeps, for which budget, and what is predicted of it.
+
+    Attributes:
+        units: by module path, in forward order. Units that are not named keep everything.
+        budget_bytes: the bound on the peak of the whole step that was asked for.
+        predicted_peak_bytes: simulated peak of the whole step.
+        predicted_slowdown: seconds of recompute over seconds of forward and backward without it; 0.03 is 3 %.
+        bound_slowdown: no plan within the budget can be below this.
+        note: where the plan comes from, in words.
+        torch_version, device_name: of the profile that the plan was made from; empty where they do not matter, such as the
+            device of a fake profile. `apply` compares them with what it finds.
+        loss_chunks: parts in which output matrix and loss are computed, so that only one part's logits are alive; 1: as
+            the model computes them.
+
+    Raises:
+        PlanError: a negative number of bytes, a slowdown that is negative or not finite, or fewer chunks than one.
+
+    Example:
+        >>> lean = UnitPlan({"norm.mul": "recompute", "mlp.up.mm": "keep", "mlp.act.silu": "recompute"})
+        >>> plan = Plan({"layers.0": lean, "layers.1": lean}, budget_bytes=2**30, predicted_peak_bytes=2**29)
+        >>> print(plan)
+        layers.0-1  keep       up
+                    recompute  all else
+        all others  keep all
+        predicted peak 512.0 MiB, budget 1.0 GiB
+        >>> Plan.from_json(plan.to_json()) == plan
+        True
+    """
+
+    units: Mapping[str, UnitPlan]
+    budget_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    predicted_slowdown: float | None = None
+    bound_slowdown: float | None = None
+    note: str = ""
+    torch_version: str = ""
+    device_name: str = ""
+    loss_chunks: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "units", MappingProxyType(dict(self.units)))
+        for name in ("budget_bytes", "predicted_peak_bytes"):
+            nbytes = getattr(self, name)
+            if nbytes is not None and nbytes < 0:
+                raise PlanError(f"{name}: got {nbytes}, expected 0 or more")
+        for name in ("predicted_slowdown", "bound_slowdown"):
+            slowdown = getattr(self, name)
+            if slowdown is not None and not (math.isfinite(slowdown) and slowdown >= 0):
+                raise PlanError(f"{name}: got {slowdown}, expected a finite number, 0 or more")
+        if self.loss_chunks < 1:
+            raise PlanError(f"loss_chunks: got {self.loss_chunks}, expected 1 or more")
+
+    def __hash__(self) -> int:
+        numbers = (self.budget_bytes, self.predicted_peak_bytes, self.loss_chunks)
+        return hash((frozenset(self.units.items()), *numbers, self.note))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (dict(self.units), *(getattr(self, field.name) for field in fields(self)[1:]))
+
+    def __repr__(self) -> str:
+        return plan_text(self)
+
+    def diff(self, other: Plan) -> str:
+        """Return, as text, what changes from this plan to `other`."""
+        return diff_text(self, other)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON; units with one and the same choice are written once, with ranges of paths."""
+        numbers = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        document = {"format": _FORMAT, "version": _VERSION, **numbers, "units": _encode_units(self.units)}
+        return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan.
+
+        Raises:
+            PlanFormatError: no JSON, no plan, of a later version, an unknown action or key, a wrong type, or a unit
+                that is there twice; says where.
+        """
+        root = read_document(text, format=_FORMAT, version=_VERSION, error=PlanFormatError)
+        root.keys(allowed=["format", "version", *(field.name for field in fields(cls))])
+        budget, peak = root.find("budget_bytes"), root.find("predicted_peak_bytes")
+        slowdown, bound = root.find("predicted_slowdown"), root.find("bound_slowdown")
+        texts = {name: found.text() for name in _TEXTS if (found := root.find(name)) is not None}
+        loss_chunks = root.find("loss_chunks")
+        try:
+            return cls(
+                units=_decode_units(root.get("units")),
+                budget_bytes=None if budget is None else budget.integer(least=0),
+                predicted_peak_bytes=None if peak is None else peak.integer(least=0),
+                predicted_slowdown=None if slowdown is None else slowdown.number(),
+                bound_slowdown=None if bound is None else bound.number(),
+                **texts,
+                loss_chunks=1 if loss_chunks is None else loss_chunks.integer(least=1),
+            )
+        except PlanFormatError:
+            raise
+        except PlanError as error:
+            raise PlanFormatError(str(error)) from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote, or that was edited by hand.
+
+        Raises:
+            PlanFormatError: as `from_json`; names the file.
+            OSError: the file cannot be read.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise PlanFormatError(f"{path}: not a plan: {error}") from None
+        except PlanFormatError as error:
+            raise PlanFormatError(f"{path}: {error}") from None
+
+    def with_note(self, note: str) -> Plan:
+        """Return the same plan with another note."""
+        return replace(self, note=note)
+
+
+def _check_word(what: str, word: object, allowed: tuple[str, ...]) -> None:
+    if word not in allowed:
+        raise PlanError(f"{what}: got {word!r}, expected {' or '.join(repr(other) for other in allowed)}")
+
+
+def _encode_units(units: Mapping[str, UnitPlan]) -> list[dict[str, Any]]:
+    paths_of: dict[UnitPlan, list[str]] = {}
+    for path, unit in units.items():
+        paths_of.setdefault(unit, []).append(path)
+    entries = []
+    for unit, paths in paths_of.items():
+        entry: dict[str, Any] = {"paths": compress_paths([path for path in paths if is_plain(path)])}
+        # A module that is really called "0-22" must not be read back as 23 modules.
+        if exact := [path for path in paths if not is_plain(path)]:
+            entry["exact_paths"] = exact
+        entries.append({**entry, "engine": unit.engine, "output": unit.output, "values": dict(unit.actions)})
+    return entries
+
+
+def _decode_units(place: Field) -> dict[str, UnitPlan]:
+    units: dict[str, UnitPlan] = {}
+    for entry in place.array():
+        entry.keys(allowed=["paths", "exact_paths", "engine", "output", "values"])
+        values = entry.get("values")
+        output, engine = entry.find("output"), entry.find("engine")
+        unit = UnitPlan(
+            {name: cast(Action, _word(values.get(name), get_args(Action))) for name in values.keys()},
+            output=cast(Action, "keep" if output is None else _word(output, get_args(Action))),
+            engine=cast(Engine, "tape" if engine is None else _word(engine, get_args(Engine))),
+        )
+        for where, path in _decode_paths(entry):
+            if path in units:
+                raise PlanFormatError(f"{where}: the unit {path!r} is there twice; remove one of them")
+            units[path] = unit
+    return units
+
+
+def _decode_paths(entry: Field) -> list[tuple[str, str]]:
+    result = []
+    for pattern in entry.get("paths").array():
+        try:
+            result += [(pattern.where, path) for path in expand_paths(pattern.text())]
+        except ValueError as error:
+            if isinstance(error, PlanFormatError):
+                raise
+            raise PlanFormatError(f"{pattern.where}: {error}") from None
+    exact = entry.find("exact_paths")
+    return result + [(path.where, path.text()) for path in ([] if exact is None else exact.array())]
+
+
+def _word(place: Field, allowed: tuple[str, ...]) -> str:
+    if place.data not in allowed:
+        place.fail(" or ".join(json.dumps(word) for word in allowed))
+    return str(place.data)

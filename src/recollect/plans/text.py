@@ -1,0 +1,238 @@
+"""Plans as text for people: what each group of units keeps, in at most about a hundred columns.
+
+A unit can have hundreds of values, so names are shortened where that says the same: a module of which all values are
+treated alike stands for them, a module path is cut to the part that names one module of the unit, and several ops of
+one module share its name: "self_attn.{mul,cat}". `_scaled_dot_product_*` ops are written as `sdpa`. Of what is kept and
+what is recomputed the shorter list is shown; the other is "all else".
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from recollect.byte_format import format_bytes
+from recollect.plans.paths import compress_paths
+
+if TYPE_CHECKING:
+    from recollect.plans.plan import Plan, UnitPlan
+
+__all__ = ["diff_text", "label_paths", "plan_text", "summarise_names"]
+
+_COLUMNS = 100
+_WIDEST_LABEL = 32
+_MOST_LINES = 4
+_MOST_OPS = 6
+_Mark = TypeVar("_Mark", bound=Hashable)
+_Names = tuple[str, ...]
+
+
+def plan_text(plan: Plan) -> str:
+    """Return the plan as lines: units, then the prediction."""
+    paths_of: dict[tuple[str, ...], list[str]] = {}
+    for path, unit in plan.units.items():
+        paths_of.setdefault(tuple(_unit_items(unit)), []).append(path)
+    rows = [(label_paths(paths), list(items)) for items, paths in paths_of.items()]
+    rows.append(("all others" if rows else "all units", ["keep all"]))
+    if plan.loss_chunks > 1:
+        rows.append(("loss", [_chunks(plan.loss_chunks)]))
+    return "\n".join([*_table(rows), *_prediction(plan)])
+
+
+def diff_text(old: Plan, new: Plan) -> str:
+    """Return what changes from one plan to the other, units that change alike together."""
+    paths_of: dict[tuple[str, ...], list[str]] = {}
+    for path in dict.fromkeys([*old.units, *new.units]):
+        if items := _unit_changes(old.units.get(path), new.units.get(path)):
+            paths_of.setdefault(tuple(items), []).append(path)
+    lines = _table([(label_paths(paths), list(items)) for items, paths in paths_of.items()])
+    for what, before, after in (
+        ("budget", _bytes(old.budget_bytes), _bytes(new.budget_bytes)),
+        ("predicted peak", _bytes(old.predicted_peak_bytes), _bytes(new.predicted_peak_bytes)),
+        ("predicted slowdown", _percent(old.predicted_slowdown), _percent(new.predicted_slowdown)),
+        ("loss", _chunks(old.loss_chunks), _chunks(new.loss_chunks)),
+    ):
+        if before != after:
+            lines.append(f"{what} {before} -> {after}")
+    return "\n".join(lines) or "no difference"
+
+
+def _chunks(number: int) -> str:
+    return "in one piece" if number == 1 else f"in {number} chunks"
+
+
+def _bytes(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else format_bytes(nbytes)
+
+
+def _percent(fraction: float | None) -> str:
+    return "unknown" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def _prediction(plan: Plan) -> list[str]:
+    sizes, times = [], []
+    if plan.predicted_peak_bytes is not None:
+        sizes.append(f"predicted peak {_bytes(plan.predicted_peak_bytes)}")
+    if plan.budget_bytes is not None:
+        sizes.append(f"budget {_bytes(plan.budget_bytes)}")
+    if plan.predicted_slowdown is not None:
+        times.append(f"predicted slowdown {_percent(plan.predicted_slowdown)}")
+    if plan.bound_slowdown is not None:
+        times.append(f"no plan can be below {_percent(plan.bound_slowdown)}")
+    line = "; ".join(", ".join(part) for part in (sizes, times) if part)
+    return [*([line] if line else []), *([plan.note] if plan.note else [])]
+
+
+def label_paths(paths: Sequence[str]) -> str:
+    """Return paths in short; those that differ in their last component only share the rest.
+
+    Example:
+        >>> label_paths(["layers.0", "layers.1", "layers.2", "layers.4"])
+        'layers.{0-2,4}'
+    """
+    members: dict[str, list[str]] = {}
+    for path in compress_paths(paths):
+        stem, _, last = path.rpartition(".")
+        members.setdefault(stem, []).append(last)
+    labels = []
+    for stem, ends in members.items():
+        shown = ends if len(ends) <= 8 else [*ends[:4], "...", ends[-1]]
+        joined = shown[0] if len(shown) == 1 else "{" + ",".join(shown) + "}"
+        labels.append(f"{stem}.{joined}" if stem else ", ".join(shown))
+    return ", ".join(labels)
+
+
+def _table(rows: list[tuple[str, list[str]]]) -> list[str]:
+    """Lay rows out as a label and its items; a label that is too wide gets a line of its own."""
+    width = max((len(label) for label, _ in rows if len(label) <= _WIDEST_LABEL), default=0)
+    lines = []
+    for label, items in rows:
+        own_line = len(label) > width
+        if own_line:
+            lines += textwrap.wrap(label, _COLUMNS, subsequent_indent="    ", break_long_words=False)
+        for index, item in enumerate(items):
+            start = "" if own_line or index else label
+            lines += _wrapped(f"{start:<{width}}  ", item)
+    return lines
+
+
+def _wrapped(start: str, item: str) -> list[str]:
+    verb, separator, names = item.partition("\t")
+    if not separator:
+        return [start + item]
+    hanging = " " * (len(start) + len(verb))
+    lines = textwrap.wrap(
+        names, _COLUMNS, initial_indent=start + verb, subsequent_indent=hanging, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+    if len(lines) > _MOST_LINES:
+        num_hidden = len(" ".join(lines[_MOST_LINES - 1 :]).split())
+        lines = [*lines[: _MOST_LINES - 1], f"{hanging}and {num_hidden} more"]
+    return lines
+
+
+def _unit_items(unit: UnitPlan) -> list[str]:
+    if not unit.recomputes_anything:
+        return ["keep all"]
+    and_output = " and the output" if unit.output == "recompute" else ""
+    if unit.engine == "region":
+        return [f"re-run the module{', recompute the output' if and_output else ''}"]
+    summary = summarise_names(unit.actions)
+    if set(summary) <= {"recompute"}:
+        return ["recompute all" + and_output if summary else "recompute the output"]
+    if set(summary) == {"keep"}:
+        return ["keep all but the output"]
+    keep, recompute = (" ".join(summary[action]) for action in ("keep", "recompute"))
+    # One list says it all: the shorter one.
+    keep, recompute = (keep, "all else") if len(keep) <= len(recompute) else ("all else", recompute)
+    return [f"keep       \t{keep}", f"recompute  \t{recompute}{and_output}"]
+
+
+def _unit_changes(old: UnitPlan | None, new: UnitPlan | None) -> list[str]:
+    old_actions, new_actions = (({} if unit is None else unit.actions) for unit in (old, new))
+    marks = {}
+    for name in dict.fromkeys([*old_actions, *new_actions]):
+        before, after = old_actions.get(name, "keep"), new_actions.get(name, "keep")
+        marks[name] = f"{before} -> {after}" if before != after else ""
+    items = [f"{mark}  \t{' '.join(names)}" for mark, names in sorted(summarise_names(marks).items()) if mark]
+    for what, default in (("output", "keep"), ("engine", "tape")):
+        was, becomes = (getattr(unit, what, default) for unit in (old, new))
+        if was != becomes:
+            items.append(f"{what}: {was} -> {becomes}")
+    return items
+
+
+def summarise_names(marks: Mapping[str, _Mark]) -> dict[_Mark, list[str]]:
+    """Return, for each mark, short names of what has it, in forward order; "all" if everything has.
+
+    Example:
+        >>> summarise_names({"mlp.up.mm": "keep", "mlp.act.silu": "drop", "mlp.mul": "drop", "mlp.mul#1": "drop"})
+        {'keep': ['up'], 'drop': ['act', 'mlp.mul']}
+    """
+    under: dict[_Names, set[_Mark]] = {}
+    places = {name: _place(name) for name in marks}
+    for name, place in places.items():
+        for depth in range(len(place) + 1):
+            under.setdefault(place[:depth], set()).add(marks[name])
+    modules = {place[:depth] for place in places.values() for depth in range(len(place) - 1)}
+    shown: dict[_Mark, dict[_Names, None]] = {}
+    for name, place in places.items():
+        node = next(place[:depth] for depth in range(len(place) + 1) if len(under[place[:depth]]) == 1)
+        shown.setdefault(marks[name], {})[node] = None
+    return {mark: _written(list(nodes), modules) for mark, nodes in shown.items()}
+
+
+def _place(name: str) -> _Names:
+    """Split a value name into its module's components, the op, and what tells calls and outputs of that op apart."""
+    parts = name.split(".")
+    output = parts.pop() if len(parts) > 1 and parts[-1].isdecimal() else ""
+    *module, call = parts
+    op, mark, count = call.partition("#")
+    return (*module, op, f"{mark}{count}{'.' if output else ''}{output}")
+
+
+def _written(nodes: list[_Names], modules: set[_Names]) -> list[str]:
+    """Write nodes of the name tree in short, neighbouring ops of one module together."""
+    ops_of: dict[_Names, list[str]] = {}
+    order: dict[_Names, None] = {}
+    for node in nodes:
+        module, op = _module_and_op(node, modules)
+        order[module] = None
+        if op:
+            ops_of.setdefault(module, []).append(op)
+    result = []
+    for module in order:
+        label = _short_module(module, modules)
+        ops = list(dict.fromkeys(ops_of.get(module, [])))
+        if module and len(ops) > _MOST_OPS:
+            ops = [*ops[:_MOST_OPS], f"+{len(ops) - _MOST_OPS}"]
+        if module and ops:
+            label = f"{label}.{ops[0]}" if len(ops) == 1 else f"{label}.{{{','.join(ops)}}}"
+        result.append(label if module or not ops else " ".join(ops))
+    # Experts and the like: all "experts.*.up_proj" together, so that they become one range.
+    alike: dict[str, list[str]] = {}
+    for label in result:
+        alike.setdefault(re.sub(r"\d+", "*", label), []).append(label)
+    return [short for labels in alike.values() for short in compress_paths(labels)]
+
+
+def _module_and_op(node: _Names, modules: set[_Names]) -> tuple[_Names, str]:
+    if node in modules:
+        return node, ""
+    # What is below the modules is an op, or one call or output of it.
+    depth = max(depth for depth in range(len(node)) if node[:depth] in modules)
+    op = node[depth].lstrip("_")
+    return node[:depth], ("sdpa" if "scaled_dot_product" in op else op) + "".join(node[depth + 1 :])
+
+
+def _short_module(module: _Names, modules: set[_Names]) -> str:
+    """Return the shortest end of the path that names only this module, and does not begin with a number."""
+    if not module:
+        return "all"
+    for length in range(1, len(module)):
+        end = module[-length:]
+        if not end[0].isdecimal() and sum(other[-length:] == end for other in modules) == 1:
+            return ".".join(end)
+    return ".".join(module)

@@ -1,0 +1,1 @@
+"""Watches one training step of a model and writes its profile."""

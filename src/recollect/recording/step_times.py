@@ -1,0 +1,245 @@
+"""How long a training step takes, and what the tape's own Python adds to it, without ever holding more than one unit's values.
+
+A step that keeps everything may not fit into memory, so it cannot simply be timed. What can be timed is the leanest step,
+and each unit alone: forward on the inputs that it gets in the model, and backward at once, with and without the tape.
+
+    plain step = leanest step - sum over units (with the tape - without)
+
+The difference in forward is the tape's bookkeeping; that in backward is the ops that run again, and the Python around them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from recollect._torch_private import tree_leaves, tree_map
+from recollect.applying import apply_policy
+from recollect.engine.tape import Policy, Tape
+from recollect.measuring.timing import timed
+from recollect.profile.graph import Profile
+from recollect.recording.recording_tape import DropAll
+from recollect.simulation.decisions import drop_all
+from recollect.simulation.simulate import simulate
+
+# The same number on every rank, whatever the clock says: units may wait for each other in collectives.
+_ROUNDS = 2
+# Before these rounds, one in which the tapes learn which modules to watch.
+_WARM_UP_ROUNDS = 1
+# Where noise makes recompute as good as free, op times still tell ops apart.
+_LEAST_SHRUNK = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTimes:
+    """Median seconds of one unit's forward and backward, alone: plainly, on a tape that drops all it can, on an idle one."""
+
+    plain_forward_s: float
+    plain_backward_s: float
+    tape_forward_s: float
+    tape_backward_s: float
+    idle_forward_s: float
+
+    @property
+    def added_s(self) -> float:
+        """What the tape and the ops that run again add."""
+        return self.tape_forward_s + self.tape_backward_s - self.plain_forward_s - self.plain_backward_s
+
+    @property
+    def idle_s(self) -> float:
+        """What a tape adds to forward that drops nothing; noise makes no tape faster than none."""
+        return max(0.0, min(self.idle_forward_s, self.tape_forward_s) - self.plain_forward_s)
+
+    @property
+    def watching_s(self) -> float:
+        """What it adds to forward beyond that if it has to see every op."""
+        return max(0.0, self.tape_forward_s - self.plain_forward_s) - self.idle_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Measured times of a step.
+
+    Attributes:
+        leanest_s: forward, loss and backward with everything dropped that can be; the fastest of the rounds.
+        units: by call, in the order in which the units' forwards begin; calls within another unit, and calls without
+            anything to differentiate, are left out.
+    """
+
+    leanest_s: float
+    units: Mapping[int, UnitTimes]
+
+
+def measure_step_times(
+    model: nn.Module,
+    paths: list[str],
+    *,
+    forward: Callable[[], object],
+    step: Callable[[], object],
+    device: torch.device,
+    alike: Callable[[int], int],
+) -> StepTimes:
+    """Time the leanest step, and each unit with and without the tape.
+
+    Args:
+        model: without any plan on it.
+        paths: of its units.
+        forward: runs the model once.
+        step: runs forward, loss and backward once.
+        device: that it runs on.
+        alike: from the number of a call to that of its graph; calls of one graph are timed together.
+    """
+    leanest_s = []
+    notes = _Notes()
+    modules = dict(model.named_modules(remove_duplicate=False))
+    clocks = [_UnitClock(modules, notes, device, policy) for policy in (None, DropAll(), _KeepAll())]
+    for number in range(_WARM_UP_ROUNDS + _ROUNDS):
+        notes.requires_grad.clear()
+        with apply_policy(model, paths, notes):
+            leanest_s.append(timed(step, device)[1])
+        for clock in clocks:
+            clock.num_calls = 0
+            with apply_policy(model, paths, clock):
+                forward()
+            if number < _WARM_UP_ROUNDS:
+                clock.samples.clear()
+    plain, tape, idle = (_medians(clock.samples, alike) for clock in clocks)
+    return StepTimes(
+        min(leanest_s),
+        {
+            call: UnitTimes(*plain[graph], *tape[graph], idle[graph][0])
+            for call in clocks[0].samples
+            if (graph := alike(call)) in tape and graph in idle
+        },
+    )
+
+
+def with_step_times(profile: Profile, times: StepTimes, seen_ops: Mapping[int, Mapping[str, int]]) -> Profile:
+    """Return the profile with these times in place of sums of op times.
+
+    What forward takes longer on a tape that drops everything than on an idle one is shared out to the unit's modules, by
+    how many ops the tape sees of each.
+
+    What backward takes longer on the tape is more than the ops that run again: each of them gets an equal part of the
+    rest. If it is less (the ops were slower while they were recorded), all op times shrink in proportion.
+    """
+    added_s = math.fsum(unit.added_s for unit in times.units.values())
+    plain_s = math.fsum(unit.plain_forward_s + unit.plain_backward_s for unit in times.units.values())
+    leanest = simulate(profile, [drop_all(profile.graph_of(call)) for call in profile.calls])
+    measured_s = math.fsum(unit.tape_backward_s - unit.plain_backward_s for unit in times.units.values())
+    rest_s = measured_s - leanest.recompute_s
+    per_op_s = max(0.0, rest_s) / max(1, leanest.recomputed_ops)
+    shrunk = min(1.0, max(_LEAST_SHRUNK, measured_s / leanest.recompute_s)) if leanest.recompute_s else 1.0
+    timed = {profile.calls[call].graph: unit for call, unit in times.units.items()}
+    graphs = tuple(
+        replace(
+            graph,
+            ops=tuple(replace(op, time_s=op.time_s * shrunk + per_op_s) for op in graph.ops),
+            tape_s=timed[index].idle_s if index in timed else 0.0,
+            module_tape_s=_shared_out(timed[index].watching_s, seen_ops.get(index, {})) if index in timed else (),
+        )
+        for index, graph in enumerate(profile.graphs)
+    )
+    return replace(profile, graphs=graphs, step_s=max(plain_s, times.leanest_s - added_s))
+
+
+def _shared_out(seconds: float, num_ops: Mapping[str, int]) -> tuple[tuple[str, float], ...]:
+    total = sum(num_ops.values())
+    return tuple((module, seconds * number / total) for module, number in num_ops.items()) if total else ()
+
+
+def _medians(
+    samples: Mapping[int, list[tuple[float, float]]], alike: Callable[[int], int]
+) -> dict[int, tuple[float, float]]:
+    """Return, for each graph, the median seconds of forward and of backward."""
+    by_graph: dict[int, list[tuple[float, float]]] = {}
+    for call, times in samples.items():
+        by_graph.setdefault(alike(call), []).extend(times)
+    return {
+        graph: (statistics.median(t[0] for t in times), statistics.median(t[1] for t in times))
+        for graph, times in by_graph.items()
+    }
+
+
+class _Notes(Tape):
+    """The leanest tape, which notes which of each call's arguments require grad."""
+
+    def __init__(self) -> None:
+        super().__init__(DropAll(), runs_to_settle=1)
+        self.requires_grad: list[list[bool]] = []
+
+    def run(self, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Run a unit on the tape."""
+        leaves = tree_leaves((args, kwargs))
+        self.requires_grad.append([isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves])
+        return super().run(unit_path, forward, args, kwargs)
+
+
+class _UnitClock(Tape):
+    """Runs each unit forward and backward on its own, without the tape if there is no policy, and takes the time of both."""
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], notes: _Notes, device: torch.device, policy: Policy | None
+    ) -> None:
+        super().__init__(policy or _KeepAll(), runs_to_settle=1)
+        self._modules = modules
+        self._notes = notes
+        self._device = device
+        self._run = super().run if policy is not None else _run_plainly
+        self._is_busy = False
+        self.num_calls = 0
+        self.samples: dict[int, list[tuple[float, float]]] = {}
+
+    def run(self, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Run a unit; return its outputs without their graph, which is used up."""
+        call = self.num_calls
+        self.num_calls += 1
+        if self._is_busy:
+            return self._run(unit_path, forward, args, kwargs)
+        self._is_busy = True
+        try:
+            return self._timed(call, unit_path, forward, args, kwargs)
+        finally:
+            self._is_busy = False
+
+    def _timed(self, call: int, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
+        requires_grad = iter(self._notes.requires_grad[call])
+        trained = [p for p in self._modules[unit_path].parameters() if p.requires_grad]
+
+        def private(item: Any) -> Any:
+            if not next(requires_grad):
+                return item
+            trained.append(item.detach().requires_grad_())
+            return trained[-1].clone()  # No leaf: the unit may write to it.
+
+        args, kwargs = tree_map(private, (args, kwargs))
+        output, forward_s = timed(lambda: self._run(unit_path, forward, args, kwargs), self._device)
+        ends = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if ends and trained:
+            ones = [torch.ones_like(end) for end in ends]
+            # Not into `.grad`, which would wake up the hooks of data parallelism.
+            _, backward_s = timed(lambda: torch.autograd.grad(ends, trained, ones, allow_unused=True), self._device)
+            self.samples.setdefault(call, []).append((forward_s, backward_s))
+        return tree_map(lambda item: item.detach() if isinstance(item, torch.Tensor) else item, output)
+
+
+class _KeepAll(DropAll):
+    """Drops nothing."""
+
+    def drops(self, unit_path: str, value_name: str) -> bool:
+        """Keep every value."""
+        return False
+
+    def drops_in(self, unit_path: str, module_path: str) -> bool:
+        """Drop no module's values."""
+        return False
+
+
+def _run_plainly(unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
+    return forward(*args, **kwargs)

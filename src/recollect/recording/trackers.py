@@ -1,0 +1,116 @@
+"""Objects that hang on a storage while a step is recorded, and report its death."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from recollect._torch_private import is_fake_tensor
+from recollect.profile import events
+
+if TYPE_CHECKING:
+    from recollect.recording.step_recorder import StepRecorder
+
+_TRACKER = "_recollect_tracker"
+
+
+def storage_of(tensor: Any) -> torch.UntypedStorage | None:
+    """Return what a tensor lies on; None for what is no tensor, or has no storage of its own."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return None
+    return tensor.untyped_storage()
+
+
+def tracker_of(storage: torch.UntypedStorage | None) -> TrackedValue | TrackedOther | Persistent | None:
+    """Return what hangs on a storage."""
+    return getattr(storage, _TRACKER, None)
+
+
+def attach_tracker(storage: torch.UntypedStorage, tracker: TrackedValue | TrackedOther) -> None:
+    """Hang a tracker on a storage; it dies with it."""
+    setattr(storage, _TRACKER, tracker)
+
+
+class Persistent:
+    """Hangs on a storage that was there before the step: a parameter, a buffer, the batch."""
+
+    __slots__ = ()
+
+
+def mark_persistent(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Mark storages as no part of the step; return them for `unmark`."""
+    storages = [storage for tensor in tensors if (storage := storage_of(tensor)) is not None]
+    for storage in storages:
+        setattr(storage, _TRACKER, Persistent())
+    return storages
+
+
+def unmark(storages: Iterable[torch.UntypedStorage]) -> None:
+    """Take the marks off again."""
+    for storage in storages:
+        vars(storage).pop(_TRACKER, None)
+
+
+class _Tracked:
+    """Hangs on a storage that was made in the step.
+
+    Where the tape keeps such a tensor, it gets a copy, so that the storage dies when the model lets go of it: how long a
+    plan keeps it is for the simulator to find out.
+
+    `value`: which of its unit's values the storage holds now; -1 for what no unit made.
+    """
+
+    __slots__ = ("_copied_content", "_copy", "recorder", "value")
+
+    def __init__(self, recorder: StepRecorder, value: int = -1) -> None:
+        self.recorder = recorder
+        self.value = value
+        self._copy: weakref.ref[torch.UntypedStorage] | None = None
+        self._copied_content = (-1, -1)
+
+    def copy_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return a tensor like this one on a copy of the storage, which is shared by all that ask while it lives."""
+        content = self.value, 0 if tensor.is_inference() else tensor._version
+        copy = self._copy() if self._copy is not None and self._copied_content == content else None
+        layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        if copy is not None:
+            return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(copy, layout[2], *layout[:2])
+        whole = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).clone()
+        if not is_fake_tensor(tensor):
+            self._copy = weakref.ref(whole.untyped_storage())
+            self._copied_content = content
+        return whole.as_strided(*layout)
+
+
+class TrackedValue(_Tracked):
+    """Hangs on a storage that a unit's forward made."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, recorder: StepRecorder, call: int, value: int) -> None:
+        super().__init__(recorder, value)
+        self.call = call
+
+    def __del__(self) -> None:
+        self.recorder.log(events.DIES, self.call, self.value)
+
+
+class TrackedOther(_Tracked):
+    """Hangs on a storage that was made outside of the units' forward.
+
+    `made`, `used`: the autograd nodes in whose formula it was made, and last used.
+    """
+
+    __slots__ = ("made", "storage", "used")
+
+    def __init__(self, recorder: StepRecorder, storage: int, made: int) -> None:
+        super().__init__(recorder)
+        self.storage = storage
+        self.made = made
+        self.used = -1
+
+    def __del__(self) -> None:
+        self.recorder.log(events.FREE, self.storage)

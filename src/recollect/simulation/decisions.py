@@ -1,0 +1,110 @@
+"""What a plan tells the simulator, and the two plans of a unit at the ends: keep everything, recompute everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeAlias
+
+from recollect.plans.plan import Action, Plan, UnitPlan
+from recollect.profile.graph import Profile, UnitGraph
+from recollect.simulation.simulate import CallDecision
+
+__all__ = [
+    "Prediction",
+    "Simulate",
+    "decide",
+    "decide_call",
+    "drop_all",
+    "keep_all_unit",
+    "recompute_all_unit",
+    "simulated_plan",
+]
+
+
+class Prediction(Protocol):
+    """What the planner reads of a simulated step."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at any moment."""
+
+    @property
+    def recompute_s(self) -> float:
+        """Seconds spent on ops that run a second time."""
+
+    @property
+    def peak_call(self) -> str:
+        """Path of the unit at the peak, or what else runs then."""
+
+
+# Routing indices and the like are kept on the tape and are a few percent; a unit of foreign kernels is nearly all opaque.
+_OPAQUE_FRACTION = 0.5
+
+Simulate: TypeAlias = Callable[[Profile, Sequence[CallDecision]], Prediction]
+
+
+def keep_all_unit(graph: UnitGraph) -> UnitPlan:
+    """Keep whatever backward needs."""
+    return UnitPlan({value.name: "keep" for value in graph.values if value.producer is not None})
+
+
+def recompute_all_unit(graph: UnitGraph, *, output: Action = "keep") -> UnitPlan:
+    """Drop every value that can be computed again.
+
+    A unit that mostly saves values without a recipe (compiled code, kernels that PyTorch does not see) is re-run as a
+    whole instead.
+    """
+    saved = [value for value in graph.values if value.saved and value.producer is not None]
+    opaque_bytes = sum(value.nbytes for value in saved if value.must_keep)
+    if opaque_bytes > _OPAQUE_FRACTION * sum(value.nbytes for value in saved):
+        return UnitPlan({}, output=output, engine="region")
+    actions: dict[str, Action] = {
+        value.name: "keep" if value.must_keep else "recompute" for value in graph.values if value.producer is not None
+    }
+    return UnitPlan(actions, output=output)
+
+
+def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallDecision:
+    """Return what one call drops under its unit's plan; names that the plan does not have are kept."""
+    if unit is None:
+        return CallDecision(recompute=frozenset(), keep_output=True, is_planned=False)
+    dropped = frozenset(
+        index
+        for index, value in enumerate(graph.values)
+        if value.producer is not None
+        and (unit.engine == "region" or (not value.must_keep and unit.actions.get(value.name, "keep") == "recompute"))
+    )
+    return CallDecision(recompute=dropped, keep_output=unit.output == "keep")
+
+
+def drop_all(graph: UnitGraph) -> CallDecision:
+    """Return the decision of a call that drops whatever the tape can, but for its output."""
+    return CallDecision(frozenset(i for i, v in enumerate(graph.values) if v.producer is not None and not v.must_keep))
+
+
+def decide(profile: Profile, plan: Plan) -> list[CallDecision]:
+    """Return what each of the profile's calls drops under a plan."""
+    known: dict[tuple[int, int], CallDecision] = {}
+    decisions = []
+    for call in profile.calls:
+        unit = plan.units.get(call.path)
+        key = (call.graph, id(unit))
+        if key not in known:
+            known[key] = decide_call(profile.graphs[call.graph], unit)
+        decisions.append(known[key])
+    return decisions
+
+
+def simulated_plan(profile: Profile, plan: Plan, simulation: Prediction) -> Plan:
+    """Return the plan with what the simulation predicts of it."""
+    slowdown = simulation.recompute_s / profile.step_s if profile.step_s > 0 else 0.0
+    return replace(
+        plan,
+        predicted_peak_bytes=simulation.peak_bytes,
+        predicted_slowdown=slowdown,
+        torch_version=profile.torch_version,
+        # A fake profile is of no device: its times are modelled.
+        device_name="" if profile.fake else profile.device_name,
+        loss_chunks=profile.loss_chunks,
+    )

@@ -1,0 +1,176 @@
+"""What each layer keeps and computes again under a plan: bytes, ops, seconds, by name.
+
+Read from a playback of the recorded step (`simulation/simulate.py`), so the sums over all layers are what the plan predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from recollect.plans.plan import Plan
+from recollect.profile.events import BACKWARD
+from recollect.profile.graph import Profile, UnitGraph
+from recollect.simulation.decisions import decide
+from recollect.simulation.program import Program, ProgramOp
+from recollect.simulation.simulate import GENERATOR, CallDecision, Owner, Playback, Rerun, Token, calls_on_tape
+
+__all__ = ["LayerUsage", "layer_usage"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerUsage:
+    """What one run of a unit keeps and computes again.
+
+    Attributes:
+        path: module path of the unit.
+        kept: values that it made, by name, with the bytes that are alive when backward begins. What it gets from the unit
+            before it is that unit's. Bytes that ops wrote to in place have the name of what autograd saved of them.
+        generator_bytes: states of random generators that are held to repeat random ops.
+        recomputed: ops that run again, by the name of their result, in the order in which they do; twice if twice.
+        recompute_s: seconds of these, and of the tape in forward.
+    """
+
+    path: str
+    kept: tuple[tuple[str, int], ...]
+    generator_bytes: int
+    recomputed: tuple[str, ...]
+    recompute_s: float
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that the unit leaves for backward."""
+        return sum(nbytes for _, nbytes in self.kept) + self.generator_bytes
+
+    @property
+    def recomputed_ops(self) -> int:
+        """Number of ops that run again."""
+        return len(self.recomputed)
+
+
+def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
+    """Return what each unit of a step keeps and computes again under a plan.
+
+    Args:
+        profile: the recorded step.
+        plan: of this model.
+
+    Returns:
+        One account for each of `profile.calls`, in order. What runs outside of all units (the loss) is in none.
+
+    Complexity: about that of two simulations.
+
+    Example:
+        >>> from recollect.profile.graph import Profile, StepLog
+        >>> layer_usage(Profile((), (), StepLog(), step_s=0.0), Plan({}))
+        ()
+    """
+    playback = _CountingPlayback(_EveryToken(profile), decide(profile, plan))
+    playback.run()
+    accounts = []
+    for index, call in enumerate(profile.calls):
+        graph, count = profile.graph_of(call), playback.counts[index]
+        dropped = playback.decisions[index].recompute
+        tape_s = graph.watched_s(dropped) if index in playback.on_tape else 0.0
+        names = _names(graph)
+        accounts.append(
+            LayerUsage(
+                path=call.path,
+                kept=tuple((names[value], nbytes) for value, nbytes in sorted(count.kept.items())),
+                generator_bytes=count.generator_bytes,
+                recomputed=tuple(count.recomputed),
+                recompute_s=count.recompute_s + tape_s,
+            )
+        )
+    return tuple(accounts)
+
+
+def _names(graph: UnitGraph) -> list[str]:
+    """Name each value; the first of a chain of writes in place, to which the bytes belong, after the one autograd saved.
+
+    Without one that was saved, it is the last one: what the bytes are when backward begins.
+    """
+    written = {op.inputs[0]: op.outputs[0] for op in graph.ops if op.mutates}
+    names = [value.name for value in graph.values]
+    for first in written.keys() - written.values():
+        chain = [first]
+        while chain[-1] in written:
+            chain.append(written[chain[-1]])
+        saved = [value for value in chain if graph.values[value].saved]
+        names[first] = graph.values[(saved or chain)[-1]].name
+    return names
+
+
+@dataclass(slots=True)
+class _Count:
+    kept: dict[int, int] = field(default_factory=dict)
+    generator_bytes: int = 0
+    recomputed: list[str] = field(default_factory=list)
+    recompute_s: float = 0.0
+
+
+class _EveryToken(Program):
+    """Each value has a token of its own, also where counting would do."""
+
+    def counted(self, call: int, dropped: frozenset[int]) -> frozenset[int]:
+        return frozenset()
+
+
+class _OwnedToken(Token):
+    """Bytes that are in their owner's account while they are alive."""
+
+    __slots__ = ("counting", "owner")
+
+    def __init__(self, playback: _CountingPlayback, nbytes: int, owner: Owner) -> None:
+        super().__init__(playback, nbytes, owner)
+        self.counting = playback
+        self.owner = owner
+        playback.add(owner, nbytes)
+
+    def __del__(self) -> None:
+        super().__del__()
+        self.counting.add(self.owner, -self.nbytes)
+
+
+class _CountedRerun(Rerun):
+    """Writes down which op runs again, and for which call."""
+
+    __slots__ = ("counting",)
+
+    def __init__(self, playback: _CountingPlayback, run: ProgramOp, sizes: Sequence[int]) -> None:
+        super().__init__(playback, run, sizes)
+        self.counting = playback
+
+    def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
+        count = self.counting.counts[self.results[0][0][0]]
+        count.recomputed.append(self.op.name)
+        count.recompute_s += self.op.time_s
+        return super().__call__(tensors, may_overwrite_first)
+
+
+class _CountingPlayback(Playback):
+    token_type = _OwnedToken
+    rerun_type = _CountedRerun
+
+    def __init__(self, program: Program, decisions: Sequence[CallDecision]) -> None:
+        self.counts = [_Count() for _ in program.profile.calls]
+        self.has_begun_backward = False
+        super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
+
+    def add(self, owner: Owner, nbytes: int) -> None:
+        """Count bytes that forward makes or frees; those of the loss and of parameters belong to no unit."""
+        call, value = owner
+        if self.has_begun_backward:
+            return
+        if call == GENERATOR:
+            self.counts[value].generator_bytes += nbytes
+        elif call >= 0:
+            kept = self.counts[call].kept
+            kept[value] = kept.get(value, 0) + nbytes
+            if not kept[value]:
+                del kept[value]
+
+    def _begin_phase(self, phase: int) -> None:
+        super()._begin_phase(phase)
+        self.has_begun_backward = self.has_begun_backward or phase == BACKWARD

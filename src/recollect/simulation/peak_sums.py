@@ -1,0 +1,386 @@
+"""The peaks of a plan as a sum: each unit's part of the step is played once for each choice, and the parts are added up.
+
+What runs when does not depend on how many bytes are alive, so the bytes of a step are the sum of what its parts
+(`simulation/call_groups.py`) hold at each moment. A part is played by the simulator's own code; of its instructions, which are
+runs between those of other parts, as much is written down as the sum needs: how far memory rises, by how much it changes,
+and when it lets go of what others may hold as well. Identical layers under equal decisions are played once.
+
+The sum is equal to what `simulation/simulate.py` says of the whole step, to the byte; what it does not say is what is where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recollect.profile.events import DIES, OP, OPTIMIZER, RETURN, SAVE
+from recollect.simulation.call_groups import OUTSIDE, Division, Group
+from recollect.simulation.program import BULK, Instruction, Key, Program, ProgramOp
+from recollect.simulation.simulate import CallDecision, Playback, Simulation, Token, added_s, calls_on_tape
+
+__all__ = ["Peaks", "PeakSums", "checked"]
+
+_NEVER = 2**62
+
+_Choice = tuple[frozenset[int], bool, bool]
+"""What a call drops, whether its output is kept, and whether it is on the tape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What a search has to know of a plan; the attributes of `Simulation` with these names."""
+
+    peak_bytes: int
+    recompute_s: float
+    window_peaks: tuple[int, ...]
+
+
+def checked(simulation: Simulation, peaks: Peaks) -> Simulation:
+    """Return what the simulator, which runs the engine's own code on the whole step, says of a plan.
+
+    Raises:
+        RuntimeError: the sum over the units says something else.
+    """
+    if (simulation.peak_bytes, simulation.recompute_s) != (peaks.peak_bytes, peaks.recompute_s):
+        raise RuntimeError(
+            f"a plan has a peak of {simulation.peak_bytes} bytes, where the sum over its units says "
+            f"{peaks.peak_bytes}: this is a bug in recollect, please report it"
+        )
+    return simulation
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """A group, played by itself.
+
+    Attributes:
+        runs: for each piece, the number of the run of instructions that it is of.
+        most_bytes, change_bytes: how far memory rises in each piece, and by how much it changes.
+        ends: for each shared value by its number, the piece with which its bytes are let go of; -1 if that never happens.
+            One that is let go of while the model's own code holds it does not matter.
+        rerun_s: seconds of each op that ran again.
+    """
+
+    runs: NDArray[np.int64]
+    most_bytes: NDArray[np.int64]
+    change_bytes: NDArray[np.int64]
+    ends: tuple[tuple[int, int], ...]
+    rerun_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A trace in the step: pieces by position, and for the end of each shared value its position and piece."""
+
+    positions: NDArray[np.int64]
+    trace: _Trace
+    ends: tuple[tuple[Key, int, int], ...]
+
+
+class PeakSums:
+    """Plans of one profile, simulated as sums.
+
+    Args:
+        program: of the profile with its windows.
+
+    Complexity: a call under a choice that no identical call had before costs as much as its part of a whole simulation;
+        a plan of known choices about a thirtieth of one.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._script = program
+        self._profile = program.profile
+        self._windows = program.windows
+        self._division = Division(program)
+        self._forms = _Forms(self._division)
+        self._layouts: dict[Group, _Layout] = {}
+        self._traces: dict[tuple[Any, tuple[_Choice, ...]], _Trace] = {}
+        self._placed: dict[tuple[Group, tuple[_Choice, ...]], _Placed] = {}
+        starts = np.array(self._division.window_starts, dtype=np.int64)
+        self._starts, self._nothing = starts, np.zeros(len(starts), dtype=np.int64)
+        self._phases = np.array([window.phase for window in self._windows])
+        calibration_bytes = self._profile.calibration_bytes
+        self._calibration_bytes = np.where(self._phases == OPTIMIZER, 0, calibration_bytes)
+        # Also what the simulator says of a phase that is not there.
+        self._least_peak_bytes = self._profile.persistent_bytes + calibration_bytes
+
+    def peaks(self, decisions: Sequence[CallDecision]) -> Peaks:
+        """Return what `simulate` does, without the place of the peak."""
+        on_tape = calls_on_tape(decisions)
+        choices: dict[int, _Choice] = {
+            call: (decision.recompute, decision.keep_output, call in on_tape) for call, decision in enumerate(decisions)
+        }
+        choices[OUTSIDE] = (frozenset(), True, False)
+        placed = [
+            self._placed_trace(group, tuple([choices[call] for call in group]))
+            for group in self._division.groups(decisions)
+        ]
+        change_bytes = np.concatenate([self._nothing, *[p.trace.change_bytes for p in placed]])
+        self._subtract_ends(placed, change_bytes)
+        most_bytes = np.concatenate([self._nothing, *[p.trace.most_bytes for p in placed]])
+        positions = np.concatenate([self._starts, *[p.positions for p in placed]])
+        order = np.argsort(positions, kind="stable")
+        change_bytes = change_bytes[order]
+        tops = np.cumsum(change_bytes) - change_bytes + most_bytes[order] + self._profile.persistent_bytes
+        firsts = np.searchsorted(positions[order], self._starts)
+        window_peaks = np.maximum.reduceat(tops, firsts) + self._calibration_bytes
+        return Peaks(
+            peak_bytes=max(int(window_peaks.max()), self._least_peak_bytes),
+            recompute_s=added_s(self._script, decisions, on_tape, chain.from_iterable(p.trace.rerun_s for p in placed)),
+            window_peaks=tuple(window_peaks.tolist()),
+        )
+
+    def _subtract_ends(self, placed: Sequence[_Placed], change_bytes: NDArray[np.int64]) -> None:
+        """Free what several parts hold where the last of them lets go."""
+        last: dict[Key, tuple[int, int]] = {}
+        first_piece = len(self._starts)
+        for part in placed:
+            for key, position, piece in part.ends:
+                if key not in last or last[key][0] < position:
+                    last[key] = position, first_piece + piece
+            first_piece += len(part.positions)
+        for key, (position, piece) in last.items():
+            if position != _NEVER:
+                change_bytes[piece] -= self._division.nbytes[key]
+
+    def _placed_trace(self, group: Group, choices: tuple[_Choice, ...]) -> _Placed:
+        placed = self._placed.get((group, choices))
+        if placed is None:
+            if group not in self._layouts:
+                self._layouts[group] = _Layout(self._division, self._forms, group)
+            layout = self._layouts[group]
+            if (layout.shape, choices) not in self._traces:
+                self._traces[layout.shape, choices] = _PartPlayback(self._division, layout, choices).trace()
+            trace = self._traces[layout.shape, choices]
+            positions = layout.run_positions[trace.runs]
+            ends = tuple(
+                (layout.keys[number], _NEVER if piece < 0 else int(positions[piece]), piece)
+                for number, piece in trace.ends
+            )
+            placed = self._placed[group, choices] = _Placed(positions, trace, ends)
+        return placed
+
+
+class _Forms:
+    """What each part does, written so that it is equal for parts that do the same."""
+
+    def __init__(self, division: Division) -> None:
+        self._division = division
+        self._numbers: dict[Any, int] = {}
+        self._known: dict[int, int] = {}
+
+    def of(self, call: int) -> int:
+        """Return a number that is the same for calls which differ in nothing but names."""
+        if call not in self._known:
+            form = self._form(call)
+            self._known[call] = self._numbers.setdefault(form, len(self._numbers))
+        return self._known[call]
+
+    def _form(self, call: int) -> Any:
+        part = self._division.parts[call]
+        if call == OUTSIDE:
+            return "outside"
+        read = {key: -1 - number for number, key in enumerate(part.reads)}
+        handles: dict[int, int] = {}
+        steps = []
+        for position in part.positions:
+            code, operands = self._division.program.instructions[position]
+            step: tuple[Any, ...] = operands
+            if code == OP:
+                run: ProgramOp = operands[1]
+                # Calls of one graph share its ops.
+                step = (id(run.op), *[read.get(key, key[1]) for key in run.inputs])
+            elif code == SAVE:
+                owner, key, handle, saver = operands
+                step = (owner == saver, read.get(key, key[1]), handles.setdefault(handle, len(handles)))
+            elif code == DIES:
+                step = (operands[0][1],)
+            elif code == RETURN:
+                step = ()
+            elif code != BULK:
+                step = (handles[operands[0]],)
+            steps.append((code, *step))
+        profile = self._division.program.profile
+        return profile.calls[call].graph, tuple(steps), tuple(sorted(value for _, value in part.made))
+
+
+class _Layout:
+    """Where a group is in the program.
+
+    Attributes:
+        shape: equal for groups that play alike.
+        keys: the values that this group and others may hold, by their numbers in a `_Trace`.
+        changes: (run, number, whether it comes) of values of others that come or go before a run.
+        run_positions: of the first instruction of each run.
+    """
+
+    def __init__(self, division: Division, forms: _Forms, group: Group) -> None:
+        parts = [division.parts[call] for call in group]
+        members = {call: number for number, call in enumerate(group)}
+        outer = dict.fromkeys(key for part in parts for key in part.reads if key[0] not in members)
+        self.num_outer = len(outer)
+        self.keys: list[Key] = [*outer, *sorted(key for part in parts for key in part.made)]
+        unsorted = np.concatenate([np.array(part.positions, dtype=np.int64) for part in parts])
+        order = np.argsort(unsorted, kind="stable")
+        positions = unsorted[order]
+        is_first = np.diff(positions, prepend=-2) != 1
+        firsts = np.flatnonzero(is_first)
+        self.run_positions = positions[firsts]
+        number_of = {key: number for number, key in enumerate(self.keys)}
+        self.changes = self._changes(division, outer, number_of)
+        self.shape = (
+            tuple(forms.of(call) for call in group),
+            tuple(
+                (members.get(key[0]), key[1] if key[0] in members else number_of[key]) for p in parts for key in p.reads
+            ),
+            order.tobytes() if len(group) > 1 else b"",
+            firsts.tobytes(),
+            tuple(self.changes),
+        )
+        self.group = group
+        self._positions = positions
+        self._firsts = firsts
+        self._script = division.program
+
+    def _changes(
+        self, division: Division, outer: Collection[Key], number_of: Mapping[Key, int]
+    ) -> list[tuple[int, int, bool]]:
+        """Return (run, number, True) where a value of others comes before a run, False where it goes."""
+        found = []
+        for key in outer:
+            if key in division.present:
+                born, gone = division.present[key]
+                found.append((born, number_of[key], True))
+                if gone is not None:
+                    found.append((gone, number_of[key], False))
+        return [
+            (int(np.searchsorted(self.run_positions, position)), number, comes)
+            for position, number, comes in sorted(found)
+        ]
+
+    @cached_property
+    def runs(self) -> list[list[Instruction]]:
+        """Return the instructions, run by run."""
+        bounds = [*self._firsts.tolist(), len(self._positions)]
+        program = self._script.instructions
+        return [
+            [program[position] for position in self._positions[first:end].tolist()]
+            for first, end in zip(bounds, bounds[1:], strict=False)
+        ]
+
+
+class _Shared(Token):
+    """A value that other groups may hold too: its owner counts its bytes when it is made, and nobody when it goes."""
+
+    __slots__ = ("number",)
+
+    playback: _PartPlayback
+
+    def __init__(self, playback: _PartPlayback, number: int) -> None:
+        self.playback = playback
+        self.nbytes = 0
+        self.number = number
+        playback.held.add(number)
+
+    def __del__(self) -> None:
+        self.playback.lets_go(self.number)
+
+
+class _PartPlayback(Playback):
+    """Plays one group, and writes its trace."""
+
+    def __init__(self, division: Division, layout: _Layout, choices: Sequence[_Choice]) -> None:
+        decisions = {
+            call: CallDecision(dropped, keep_output)
+            for call, (dropped, keep_output, _) in zip(layout.group, choices, strict=True)
+            if call != OUTSIDE
+        }
+        on_tape = {call for call, choice in zip(layout.group, choices, strict=True) if choice[2]}
+        super().__init__(division.program, decisions, on_tape)
+        self._layout = layout
+        self._made = {key: number for number, key in enumerate(layout.keys) if number >= layout.num_outer}
+        self.held: set[int] = set()
+        self._ends: dict[int, int] = {}
+        self._pieces: list[tuple[int, int, int]] = []
+        self._start_bytes = self.alive_bytes
+        self._run = 0
+        # What goes now need not be written down.
+        self._is_between = False
+
+    def trace(self) -> _Trace:
+        """Play the group."""
+        play = self.actions()
+        changes = iter([*self._layout.changes, (_NEVER, 0, True)])
+        change = next(changes)
+        for run, instructions in enumerate(self._layout.runs):
+            self._run = run
+            while change[0] <= run:
+                self._come_or_go(*change[1:])
+                change = next(changes)
+            for code, operands in instructions:
+                play[code](*operands)
+            self._end_piece()
+        while change[0] != _NEVER:
+            self._come_or_go(*change[1:])
+            change = next(changes)
+        self._ends.update((number, -1) for number in self.held)
+        self._is_between = True
+        columns = np.array(self._pieces, dtype=np.int64).reshape(-1, 3)
+        # Breaks the circle of playback and tokens.
+        self.tensors.clear()
+        self.handles.clear()
+        return _Trace(
+            runs=columns[:, 0].copy(),
+            most_bytes=columns[:, 1].copy(),
+            change_bytes=columns[:, 2].copy(),
+            ends=tuple(self._ends.items()),
+            rerun_s=tuple(self.rerun_s),
+        )
+
+    def note_peak(self) -> None:
+        self.window_peak_bytes = self.alive_bytes
+
+    def lets_go(self, number: int) -> None:
+        """Write down that nobody here holds a shared value any more."""
+        self.held.discard(number)
+        if not self._is_between:
+            self._end_piece()
+            self._ends[number] = len(self._pieces)
+            self._pieces.append((self._run, 0, 0))
+
+    def _come_or_go(self, number: int, comes: bool) -> None:
+        key = self._layout.keys[number]
+        if comes:
+            self.tensors[key] = _Shared(self, number)
+            return
+        self._is_between = True
+        del self.tensors[key]
+        self._is_between = False
+
+    def _end_piece(self) -> None:
+        most_bytes, change_bytes = self.window_peak_bytes - self._start_bytes, self.alive_bytes - self._start_bytes
+        if most_bytes or change_bytes:
+            self._pieces.append((self._run, most_bytes, change_bytes))
+        self.window_peak_bytes = self._start_bytes = self.alive_bytes
+
+    def _op(self, call: int, run: ProgramOp) -> None:
+        super()._op(call, run)
+        for key, nbytes in run.results:
+            if key in self._made:
+                self._share(key, nbytes)
+
+    def _alloc(self, key: Key, nbytes: int) -> None:
+        super()._alloc(key, nbytes)
+        if key in self._made:
+            self._share(key, nbytes)
+
+    def _share(self, key: Key, nbytes: int) -> None:
+        """Let others hold a value that was just made; its bytes are counted already."""
+        self.tensors[key] = _Shared(self, self._made[key])
+        self.alive_bytes += nbytes

@@ -1,0 +1,177 @@
+"""The events of a step, made ready to be played back many times: what no plan changes is worked out once.
+
+A plan changes only when values of units come and go. Between these moments whole runs of events, such as the gradients that
+a backward formula makes and lets go of, are two numbers: how far memory rises meanwhile, and by how much it has changed
+in the end (`BULK`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from recollect.profile.allocator_blocks import block_bytes
+from recollect.profile.events import ALLOC, DIES, FREE, OP, SAVE, WORK
+from recollect.profile.graph import OpRecord, Profile
+from recollect.simulation.windows import Window
+
+__all__ = ["BULK", "WINDOW", "Key", "Program", "ProgramOp", "rounded_bytes"]
+
+BULK: Final = -1
+"""`(BULK, most_bytes, change_bytes)`: memory rises by `most_bytes` at most, and by `change_bytes` in the end."""
+WINDOW: Final = -2
+"""`(WINDOW,)`: the next window begins."""
+
+Instruction = tuple[int, tuple[Any, ...]]
+Key = tuple[int, int]
+"""A value: the call that computed it, and its index there; or (-1, number of a storage) for what no unit made."""
+
+
+def rounded_bytes(profile: Profile, nbytes: int) -> int:
+    """Return what a storage of so many bytes takes on the profile's device."""
+    return block_bytes(nbytes, profile.device)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramOp:
+    """One op of a call. Values are named by the call that computed them: (call, value).
+
+    Attributes:
+        op: what runs.
+        inputs: the values that it reads.
+        results: the values that it computes, each with its bytes.
+        sizes: the bytes of the results.
+    """
+
+    op: OpRecord
+    inputs: tuple[Key, ...]
+    results: tuple[tuple[Key, int], ...]
+    sizes: tuple[int, ...]
+
+
+class Program:
+    """What there is to play back of one profile.
+
+    Args:
+        profile: the recorded step.
+        windows: stretches of the step whose peaks are asked for.
+
+    Attributes:
+        instructions: (code, operands): events as in `recollect.profile.events`, in which an op is a `ProgramOp`, a value or a
+            storage a `Key`, with runs of what no plan changes as one `BULK`.
+        lasting: for each call, the values whose bytes somebody besides the unit's ops may hold on to, under some plan.
+        written: values whose bytes an op writes to later.
+    """
+
+    def __init__(self, profile: Profile, windows: Sequence[Window] = ()) -> None:
+        self.profile = profile
+        self.windows = tuple(windows)
+        self.lasting = _lasting(profile)
+        self.written = frozenset(
+            (index, i)
+            for index, call in enumerate(profile.calls)
+            for i, value in enumerate(profile.graph_of(call).values)
+            if value.mutated_later
+        )
+        self._origins = [
+            {value: (c, v) for value, c, v in call.origins} | {value: (-1, storage) for value, storage in call.outside}
+            for call in profile.calls
+        ]
+        # Storages outside of the units that a plan may make live longer.
+        self._borrowed = frozenset(storage for call in profile.calls for _, storage in call.outside)
+        self.instructions = list(self._instructions())
+        self._counted: dict[tuple[int, frozenset[int]], frozenset[int]] = {}
+        self._tape_s: dict[tuple[int, frozenset[int]], float] = {}
+
+    def counted(self, call: int, dropped: frozenset[int]) -> frozenset[int]:
+        """Return the values of a call that only have to be counted: nobody but the model's own code holds them."""
+        key = (call, dropped)
+        if key not in self._counted:
+            graph = self.profile.graph_of(self.profile.calls[call])
+            # What an op reads that may run again is held by it, unless it is a recipe itself.
+            read = {v for op in graph.ops if not dropped.isdisjoint(op.outputs) for v in op.inputs} - dropped
+            self._counted[key] = frozenset(range(len(graph.values))) - self.lasting[call] - read
+        return self._counted[key]
+
+    def tape_s(self, call: int, dropped: frozenset[int]) -> float:
+        """Return the seconds that the forward of a call takes longer on the tape."""
+        graph = self.profile.calls[call].graph
+        key = (graph, dropped)
+        if key not in self._tape_s:
+            self._tape_s[key] = self.profile.graphs[graph].watched_s(dropped)
+        return self._tape_s[key]
+
+    def _instructions(self) -> Iterator[Instruction]:
+        starts = iter([*(window.start for window in self.windows[1:]), -1])
+        next_start = next(starts)
+        sizes: dict[int, int] = {}
+        change_bytes = most_bytes = 0
+        events = (event for block, _ in self.profile.log.sequence for event in self.profile.log.blocks[block])
+        for position, event in enumerate(events):
+            code = event[0]
+            is_window = position == next_start
+            is_bulk = code in (ALLOC, FREE, WORK) and not self._is_of_borrowed(event)
+            if (is_window or not is_bulk) and (change_bytes or most_bytes):
+                yield BULK, (most_bytes, change_bytes)
+                change_bytes = most_bytes = 0
+            if is_window:
+                yield WINDOW, ()
+                next_start = next(starts)
+            if not is_bulk:
+                yield code, self._operands(event)
+            elif code == ALLOC:
+                sizes[event[1]] = rounded_bytes(self.profile, event[2])
+                change_bytes += sizes[event[1]]
+                most_bytes = max(most_bytes, change_bytes)
+            elif code == FREE:
+                change_bytes -= sizes.pop(event[1])
+            else:
+                most_bytes = max(most_bytes, change_bytes + event[1])
+        if change_bytes or most_bytes:
+            yield BULK, (most_bytes, change_bytes)
+
+    def _is_of_borrowed(self, event: tuple[int, ...]) -> bool:
+        return event[0] != WORK and event[1] in self._borrowed
+
+    def _operands(self, event: tuple[int, ...]) -> tuple[Any, ...]:
+        if event[0] == ALLOC:
+            return (-1, event[1]), rounded_bytes(self.profile, event[2])
+        if event[0] == FREE:
+            return ((-1, event[1]),)
+        if event[0] == DIES:
+            return (event[1:],)
+        if event[0] == SAVE:
+            call, value, handle, saver = event[1:]
+            return call, self._key(call, value), handle, saver
+        return (event[1], self._op(event[1], event[2])) if event[0] == OP else event[1:]
+
+    def _op(self, call: int, index: int) -> ProgramOp:
+        graph = self.profile.graph_of(self.profile.calls[call])
+        op = graph.ops[index]
+        sizes = tuple(rounded_bytes(self.profile, graph.values[value].nbytes) for value in op.outputs)
+        return ProgramOp(
+            op=op,
+            inputs=tuple(self._key(call, value) for value in op.inputs),
+            results=tuple(((call, value), nbytes) for value, nbytes in zip(op.outputs, sizes, strict=True)),
+            sizes=sizes,
+        )
+
+    def _key(self, call: int, value: int) -> Key:
+        return self._origins[call].get(value, (call, value))
+
+
+def _lasting(profile: Profile) -> list[frozenset[int]]:
+    """Return, for each call, what is saved, returned, read by another call, or shares its bytes with another value."""
+    found: list[set[int]] = [set() for _ in profile.calls]
+    for index, call in enumerate(profile.calls):
+        graph = profile.graph_of(call)
+        found[index].update(i for i, value in enumerate(graph.values) if value.is_output or value.mutated_later)
+        found[index].update(v for op in graph.ops if op.mutates for v in op.outputs)
+        for _, source, value in call.origins:
+            found[source].add(value)
+    for block, _ in profile.log.sequence:
+        for event in profile.log.blocks[block]:
+            if event[0] == SAVE:
+                found[event[1]].add(event[2])
+    return [frozenset(values) for values in found]

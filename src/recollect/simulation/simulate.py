@@ -1,0 +1,399 @@
+"""The peak of a plan, by playing the recorded step's memory events back under it.
+
+The same `replay` code that computes dropped tensors in a real backward runs here on tokens that only count bytes, with the
+same reference counts, so that what is computed when, what is cached and what is let go happens here as it will there.
+
+What the events do not tell: bytes that the allocator hands out behind PyTorch's ops. `Profile.calibration_bytes`, measured
+on the recorded step, is added for them.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeAlias
+
+from recollect.profile.events import (
+    ALLOC,
+    BACKWARD,
+    DIES,
+    FORWARD,
+    FREE,
+    OP,
+    PHASE,
+    PHASE_NAMES,
+    RELEASE,
+    RETURN,
+    SAVE,
+    USE,
+)
+from recollect.profile.graph import OpRecord, Profile
+from recollect.replay import Node, Value
+from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp, rounded_bytes
+from recollect.simulation.windows import Window
+
+Owner: TypeAlias = tuple[int, int]
+"""Whose bytes: the `Key` of a value, or one of the following, with the number of the storage or call."""
+OUTSIDE = -1
+GENERATOR = -2
+
+
+@dataclass(frozen=True, slots=True)
+class CallDecision:
+    """What a plan does with one unit call: which values (by index in its graph) are dropped, and the fate of its output.
+
+    `is_planned`: the plan names the unit, if only to keep everything.
+    """
+
+    recompute: frozenset[int]
+    keep_output: bool = True
+    is_planned: bool = True
+
+
+_Decisions: TypeAlias = Mapping[int, CallDecision] | Sequence[CallDecision]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """The predicted step.
+
+    Attributes:
+        peak_bytes: most bytes alive at any moment, persistent ones and calibration included.
+        forward_peak_bytes, backward_peak_bytes: the same for these phases, without the calibration.
+        recompute_s: seconds that recompute adds: ops that run a second time, and the tape's own time in forward.
+        recomputed_ops: number of these.
+        peak_call: path of the unit at the peak, or what else runs then ("the loss", "the optimizer step").
+        peak_note: where the peak is, in words.
+        kept_bytes: bytes alive when forward has ended and backward begins, persistent ones not counted.
+        window_peaks: the peak of each window that was asked for, as in `peak_bytes`.
+    """
+
+    peak_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    recompute_s: float
+    recomputed_ops: int
+    peak_call: str
+    peak_note: str
+    kept_bytes: int
+    window_peaks: tuple[int, ...] = ()
+
+
+def simulate(
+    profile: Profile,
+    decisions: Sequence[CallDecision],
+    *,
+    windows: Sequence[Window] = (),
+    program: Program | None = None,
+) -> Simulation:
+    """Predict the peak and the recompute time of a step under a plan.
+
+    Args:
+        profile: the recorded step.
+        decisions: one for each of `profile.calls`, in order.
+        windows: also return the peak of each of these stretches; all of `recollect.simulation.windows.windows(profile)`.
+        program: of this profile and these windows, if there is one from an earlier simulation.
+
+    Raises:
+        ValueError: not one decision for each call.
+
+    Complexity: linear in the number of events.
+    """
+    if len(decisions) != len(profile.calls):
+        raise ValueError(f"got {len(decisions)} decisions for {len(profile.calls)} unit calls, expected one for each")
+    on_tape = calls_on_tape(decisions)
+    return Playback(program or Program(profile, windows), dict(enumerate(decisions)), on_tape).run()
+
+
+def calls_on_tape(decisions: Sequence[CallDecision]) -> frozenset[int]:
+    """Return the calls whose unit `apply` wraps: where outputs are dropped, any that the plan names."""
+    drops_outputs = any(not decision.keep_output for decision in decisions)
+    return frozenset(
+        call for call, d in enumerate(decisions) if d.recompute or not d.keep_output or (drops_outputs and d.is_planned)
+    )
+
+
+def added_s(program: Program, decisions: _Decisions, on_tape: Collection[int], rerun_s: Iterable[float]) -> float:
+    """Return the seconds that a plan adds: the tape's own, and those of the ops that run again, in any order."""
+    return math.fsum(chain((program.tape_s(call, decisions[call].recompute) for call in on_tape), rerun_s))
+
+
+class Token:
+    """Bytes that are alive as long as somebody refers to this object."""
+
+    __slots__ = ("nbytes", "playback")
+
+    def __init__(self, playback: Playback, nbytes: int, owner: Owner) -> None:
+        self.playback = playback
+        self.nbytes = nbytes
+        # Written out, as it runs for each value of each simulation: `allocate`.
+        playback.alive_bytes += nbytes
+        if playback.alive_bytes > playback.window_peak_bytes:
+            playback.note_peak()
+
+    def __del__(self) -> None:
+        self.playback.alive_bytes -= self.nbytes
+
+
+class Rerun:
+    """Runs an op again: makes its results' bytes anew and counts its time."""
+
+    __slots__ = ("op", "playback", "results", "sizes", "state")
+
+    def __init__(self, playback: Playback, run: ProgramOp, sizes: Sequence[int]) -> None:
+        self.playback = playback
+        self.op = run.op
+        self.results = run.results
+        self.sizes = sizes
+        self.state = self._new_state()
+
+    def _new_state(self) -> Token | None:
+        if not self.op.state_bytes:
+            return None
+        return self.playback.token(self.op.state_bytes, (GENERATOR, self.results[0][0][0]))
+
+    def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
+        """Run it, as `recollect.replay` asks."""
+        playback = self.playback
+        playback.rerun_s.append(self.op.time_s)
+        playback.is_recomputing = self.op.name
+        # The generator's present state is put aside while the op runs from the old one.
+        present_state = self._new_state()
+        results = self._results(tensors, may_overwrite_first)
+        del present_state
+        return results
+
+    def _results(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
+        playback = self.playback
+        playback.work(self.op)
+        if self.op.mutates and may_overwrite_first:
+            return (tensors[0],)
+        results = zip(self.results, self.sizes, strict=True)
+        return tuple([playback.token_type(playback, nbytes, key) for (key, _), nbytes in results])
+
+
+class Playback:
+    """Plays a step back, with a decision for each call.
+
+    `simulation/lifetimes.py` derives from it to see who owns which bytes when, `simulation/peak_sums.py` to play single units.
+    """
+
+    token_type: Callable[[Any, int, Owner], Token] = Token
+    rerun_type: Callable[[Any, ProgramOp, Sequence[int]], Rerun] = Rerun
+
+    def __init__(self, program: Program, decisions: Mapping[int, CallDecision], on_tape: Collection[int]) -> None:
+        self.program = program
+        self.profile = profile = program.profile
+        self.decisions = decisions
+        self.on_tape = on_tape
+        self.counted = {call: program.counted(call, decision.recompute) for call, decision in decisions.items()}
+        self.alive_bytes = profile.persistent_bytes
+        # At least the peak of the phase, so that the next allocation compares with one number.
+        self.window_peak_bytes = self.alive_bytes
+        self.window_peaks: list[int] = []
+        self.peaks_bytes = [self.alive_bytes] * len(PHASE_NAMES)
+        self.peaks_at = [(-1, "")] * len(PHASE_NAMES)
+        self.kept_bytes = 0
+        # The seconds of each op that runs again.
+        self.rerun_s: list[float] = []
+        self.phase = FORWARD
+        self.call = -1
+        self.is_recomputing = ""
+        # A number of bytes in place of a token where nobody can hold on to it.
+        self.tensors: dict[Key, Token | int] = {}
+        self.dropped: dict[Key, Value] = {}
+        # Values that hold a tensor which an op will write to: they get a private copy then.
+        self.leaves: dict[Key, list[weakref.ref[Value]]] = {}
+        self.handles: dict[int, tuple[Value, int]] = {}
+
+    def run(self) -> Simulation:
+        """Play everything back."""
+        play = self.actions()
+        for code, operands in self.program.instructions:
+            play[code](*operands)
+        return self._finished()
+
+    def actions(self) -> dict[int, Callable[..., None]]:
+        """Return what to do for each code of the program."""
+        return {
+            BULK: self._bulk,
+            WINDOW: self._end_window,
+            ALLOC: self._alloc,
+            FREE: self._dies,
+            OP: self._op,
+            DIES: self._dies,
+            SAVE: self._save,
+            USE: self._use,
+            RELEASE: self._release,
+            RETURN: self._return,
+            PHASE: self._begin_phase,
+        }
+
+    def _finished(self) -> Simulation:
+        self._end_window()
+        # The calibration was measured on forward and backward; the optimizer step has no part in it.
+        calibration_bytes = (self.profile.calibration_bytes, self.profile.calibration_bytes, 0)
+        totals = [peak + extra for peak, extra in zip(self.peaks_bytes, calibration_bytes, strict=True)]
+        peak_call, peak_note = self._describe_peak(totals.index(max(totals)))
+        windows = zip(self.window_peaks, self.program.windows, strict=False)
+        return Simulation(
+            peak_bytes=max(totals),
+            forward_peak_bytes=self.peaks_bytes[FORWARD],
+            backward_peak_bytes=self.peaks_bytes[BACKWARD],
+            recompute_s=added_s(self.program, self.decisions, self.on_tape, self.rerun_s),
+            recomputed_ops=len(self.rerun_s),
+            peak_call=peak_call,
+            peak_note=peak_note,
+            kept_bytes=self.kept_bytes,
+            window_peaks=tuple(peak + calibration_bytes[window.phase] for peak, window in windows),
+        )
+
+    def note_peak(self) -> None:
+        """More bytes are alive than ever before in this window."""
+        self.window_peak_bytes = self.alive_bytes
+        if self.alive_bytes > self.peaks_bytes[self.phase]:
+            self.peaks_bytes[self.phase] = self.alive_bytes
+            self.peaks_at[self.phase] = (self.call, self.is_recomputing)
+
+    def work(self, op: OpRecord) -> None:
+        """Run an op in its working memory, results included: all that is alive together, if only for a moment."""
+        if op.working_bytes:
+            self._bulk(op.working_bytes, 0)
+
+    def _bulk(self, most_bytes: int, change_bytes: int) -> None:
+        if self.alive_bytes + most_bytes > self.window_peak_bytes:
+            self.alive_bytes += most_bytes
+            self.note_peak()
+            self.alive_bytes -= most_bytes
+        self.alive_bytes += change_bytes
+
+    def _end_window(self) -> None:
+        self.window_peaks.append(self.window_peak_bytes)
+        self.window_peak_bytes = self.alive_bytes
+
+    def token(self, nbytes: int, owner: Owner) -> Token:
+        """Return what holds so many bytes."""
+        return self.token_type(self, rounded_bytes(self.profile, nbytes), owner)
+
+    def _alloc(self, key: Key, nbytes: int) -> None:
+        self.tensors[key] = self.token_type(self, nbytes, key)
+
+    def _op(self, call: int, run: ProgramOp) -> None:
+        op = run.op
+        self.call = call
+        drops = self.decisions[call].recompute
+        self.work(op)
+        if op.mutates:
+            self._write(call, run, drops)
+            return
+        counted = self.counted[call]
+        for key, nbytes in run.results:
+            if key[1] in counted:
+                self.tensors[key] = nbytes
+                self._bulk(nbytes, nbytes)
+            else:
+                self.tensors[key] = self.token_type(self, nbytes, key)
+        if drops.isdisjoint(op.outputs):
+            return
+        node = Node(self.rerun_type(self, run, run.sizes), self._values(run.inputs))
+        for value in op.outputs:
+            self._record(call, value, node if value in drops else None, node)
+
+    def _write(self, call: int, run: ProgramOp, drops: frozenset[int]) -> None:
+        op = run.op
+        old, new = (call, op.inputs[0]), (call, op.outputs[0])
+        token = self.tensors.pop(old, None)
+        if not isinstance(token, Token):
+            return
+        for reference in self.leaves.pop(old, ()):
+            leaf = reference()
+            if leaf is not None:
+                leaf.tensor = self.token_type(self, token.nbytes, old)
+        node = None
+        if new[1] in drops and old in self.dropped:
+            node = Node(self.rerun_type(self, run, (token.nbytes,)), self._values(run.inputs), mutates=True)
+        self.dropped.pop(old, None)
+        self.tensors[new] = token
+        if node is not None:
+            self._record(call, new[1], node, node)
+
+    def _record(self, call: int, value: int, maker: Node | None, node: Node) -> None:
+        recorded = None if maker is None else Value(node=maker)
+        node.add_output(recorded)
+        if recorded is not None:
+            self.dropped[call, value] = recorded
+
+    def _values(self, keys: Sequence[Key]) -> list[Value]:
+        """Return what stands for values: the recipe of one that was dropped, else a value that holds its bytes."""
+        dropped = self.dropped
+        return [dropped[key] if key in dropped else self._held(key) for key in keys]
+
+    def _held(self, key: Key) -> Value:
+        held = Value(tensor=self.tensors.get(key, _NOTHING))
+        held.is_viewed = True
+        if key in self.program.written:
+            self.leaves.setdefault(key, []).append(weakref.ref(held))
+        return held
+
+    def _dies(self, key: Key) -> None:
+        token = self.tensors.pop(key, None)
+        if type(token) is int:
+            self.alive_bytes -= token
+        self.dropped.pop(key, None)
+
+    def _save(self, call: int, key: Key, handle: int, saver: int) -> None:
+        if saver == call or saver in self.on_tape:
+            value = self.dropped.get(key) or self._held(key)
+        else:
+            # Autograd itself saves what a unit off the tape gets, so that it stays whatever the plan says.
+            value = Value(tensor=self.tensors.get(key, _NOTHING))
+        # Backward asks for it in the unit that saved it, whichever unit made it.
+        self.handles[handle] = (value, saver)
+
+    def _use(self, handle: int) -> None:
+        value, self.call = self.handles[handle]
+        value.get()
+        self.is_recomputing = ""
+
+    def _release(self, handle: int) -> None:
+        del self.handles[handle]
+
+    def _return(self, call: int) -> None:
+        graph = self.profile.graphs[self.profile.calls[call].graph]
+        if self.decisions[call].keep_output:
+            for index, value in enumerate(graph.values):
+                recorded = self.dropped.pop((call, index), None) if value.is_output else None
+                if recorded is not None:
+                    recorded.tensor, recorded.node, recorded.is_viewed = self.tensors[call, index], None, True
+        self.call = -1
+
+    def _begin_phase(self, phase: int) -> None:
+        if phase != self.phase:
+            # It begins a window.
+            self.window_peak_bytes = self.alive_bytes
+        self.phase = phase
+        self.call = -1
+        self.peaks_bytes[phase] = max(self.peaks_bytes[phase], self.alive_bytes)
+        if phase == BACKWARD:
+            self.kept_bytes = self.alive_bytes - self.profile.persistent_bytes
+
+    def _describe_peak(self, phase: int) -> tuple[str, str]:
+        call, op = self.peaks_at[phase]
+        during = PHASE_NAMES[phase]
+        if call < 0:
+            where = (
+                "the optimizer step" if phase not in (FORWARD, BACKWARD) else "the loss and what surrounds the units"
+            )
+            return where, f"{during}, outside of the units"
+        path = self.profile.calls[call].path
+        return path, f"{during} of {path}" + (f", while {op} runs again" if op else "")
+
+
+class _Nothing:
+    """Bytes that are counted elsewhere: parameters, or what was made outside of the units."""
+
+
+_NOTHING = _Nothing()

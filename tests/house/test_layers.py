@@ -1,0 +1,92 @@
+"""Imports point down: a package imports only packages before it in the list, and no file imports itself by way of others."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src"
+# From the bottom to the top; what stands beside the packages is named by its file.
+LAYERS = (
+    "byte_format",
+    "errors",
+    "quantities",
+    "fields",
+    "_torch_private",
+    "replay",
+    "plans",
+    "profile",
+    "simulation",
+    "planning",
+    "measuring",
+    "engine",
+    "loss",
+    "applying",
+    "costs",
+    "recording",
+    "verification",
+    "fitting",
+    "integrations",
+    "",  # the public names
+    "lab",
+    "pictures",
+    "cli",
+)
+
+
+def modules(source: Path) -> dict[str, Path]:
+    """Every module of the package, by its dotted name."""
+    paths = {path.relative_to(source).with_suffix(""): path for path in source.rglob("*.py")}
+    return {".".join(p.parts).removesuffix(".__init__"): path for p, path in paths.items()}
+
+
+def imports(source: Path) -> dict[str, set[str]]:
+    """The modules of the package that each one imports, if only for its types or inside a function."""
+    known = modules(source)
+    found: dict[str, set[str]] = {name: set() for name in known}
+    for name, path in known.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found[name].update(alias.name for alias in node.names if alias.name in known)
+            elif isinstance(node, ast.ImportFrom) and node.module in known:
+                submodules = {f"{node.module}.{alias.name}" for alias in node.names} & known.keys()
+                found[name].update(submodules or {node.module})
+        found[name].discard(name)
+    return found
+
+
+def layer(module: str) -> str:
+    return module.removeprefix("recollect").removeprefix(".").partition(".")[0]
+
+
+def arrows_up(graph: dict[str, set[str]]) -> list[str]:
+    return sorted(
+        f"{importing} imports {imported}"
+        for importing, found in graph.items()
+        for imported in found
+        if LAYERS.index(layer(importing)) < LAYERS.index(layer(imported)) and layer(importing)
+    )
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """One circle of imports; empty if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_every_layer_is_listed() -> None:
+    assert {layer(name) for name in modules(SOURCE)} == set(LAYERS)
+
+
+def test_no_import_points_up() -> None:
+    assert arrows_up(imports(SOURCE)) == []
+
+
+def test_the_checks_can_fail() -> None:
+    up = {"recollect.plans.plan": {"recollect.cli.entry"}, "recollect.cli.entry": {"recollect.plans.plan"}}
+    assert arrows_up(up) == ["recollect.plans.plan imports recollect.cli.entry"]
+    assert circle(up)[0] in up
