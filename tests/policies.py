@@ -1,4 +1,4 @@
-"""Rules that decide value by value, for tests: each is a `recollect.engine.tape.Policy`."""
+"""Rules that decide value by value, for tests: each is a `recollect.engine.policy.Policy`."""
 
 from __future__ import annotations
 

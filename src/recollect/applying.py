@@ -17,9 +17,10 @@ from torch import nn
 from recollect._torch_private import is_checkpoint_wrapper, is_compiled_module
 from recollect.engine.placed_forward import Applied, PlacedForward
 from recollect.engine.plan_policy import PlanPolicy
+from recollect.engine.policy import Policy
 from recollect.engine.recorded_on import warn_if_recorded_elsewhere
 from recollect.engine.region import run_region
-from recollect.engine.tape import Policy, Tape
+from recollect.engine.tape import Tape
 from recollect.errors import AlreadyAppliedError, UnknownNameError
 from recollect.loss.intercept import loss_forwards
 from recollect.plans.value_names import module_of

@@ -23,64 +23,27 @@ NOTE [ Rules of the tape ]
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from recollect._torch_private import below_autograd, disable_autocast, is_fake_tensor, untraced
-from recollect.engine.facts import OpFacts
+from recollect._torch_private import below_autograd, disable_autocast, untraced
+from recollect.engine.policy import Policy
 from recollect.engine.subclasses import strided_tensors
-from recollect.engine.tape_mode import ModuleKey, TapeMode, Watch
-from recollect.engine.values import (
-    UNWATCHED,
-    TapeValue,
-    alias_in_hook,
-    alias_in_mode,
-    forget_record,
-    record_of,
-    watch,
-)
-from recollect.plans.value_names import result_names, value_stem
-
-# A unit that runs twice a step may get another one's dropped output the second time only.
-_RUNS_TO_SETTLE = 2
-
-Decision = bool | tuple[bool, ...]
-"""Whether the results of an op are dropped: all alike, or one by one."""
+from recollect.engine.tape_mode import TapeMode
+from recollect.engine.tape_state import RUNS_TO_SETTLE, TapeState
+from recollect.engine.values import TapeValue, forget_record, record_of, watch
 
 
-class Policy(Protocol):
-    """Decides which values are dropped. Asked once for each name; the answer holds for every later call."""
+class Tape(TapeState):
+    """Runs the units of one applied model, and knows which one is running on this thread."""
 
-    def drops(self, unit_path: str, value_name: str) -> bool:
-        """Whether a value is dropped in forward and computed again in backward."""
-        ...
-
-    def drops_in(self, unit_path: str, module_path: str) -> bool:
-        """Whether it may drop anything that a module of the unit itself computes; if not, its ops need not be seen."""
-        ...
-
-    def drops_output(self, unit_path: str) -> bool:
-        """Whether what the unit returns may be dropped too, so that the next unit's backward computes it again."""
-        ...
-
-
-class Tape:
-    """What the units of one applied model share: the policy, and which unit is running on this thread."""
-
-    def __init__(self, policy: Policy, *, runs_to_settle: int = _RUNS_TO_SETTLE) -> None:
-        self.policy = policy
-        self._runs_to_settle = runs_to_settle
-        self._decisions: dict[tuple[str, str, str], list[Decision]] = {}
+    def __init__(self, policy: Policy, *, runs_to_settle: int = RUNS_TO_SETTLE) -> None:
+        super().__init__(policy, runs_to_settle=runs_to_settle)
         self._local = threading.local()
-        # What has to be watched of modules that ran often enough to know it.
-        self.settled: dict[ModuleKey, Watch] = {}
-        self._watched: dict[ModuleKey, Watch] = {}
-        self._num_runs: Counter[ModuleKey] = Counter()
 
     @property
     def mode(self) -> TapeMode | None:
@@ -108,25 +71,9 @@ class Tape:
             with saved_tensors_hooks(mode.pack, self.unpack), mode:
                 yield mode
             if mode.unsettled:
-                self._learn(mode.unsettled)
+                self.learn(mode.unsettled)
         finally:
             self._local.mode = None
-
-    def _learn(self, seen: dict[ModuleKey, Watch]) -> None:
-        """Take over what had to be seen of the modules that ran in one call of a unit: rule 9."""
-        for key, watch_of in seen.items():
-            before = self._watched.get(key, Watch(self.policy.drops_in(*key), False))
-            self._watched[key] = Watch(before.ops or watch_of.ops, before.saves or watch_of.saves)
-            self._num_runs[key] += 1
-            if self._num_runs[key] >= self._runs_to_settle:
-                self.settled[key] = self._watched[key]
-
-    def alias(self, tensor: torch.Tensor, in_hook: bool) -> tuple[torch.Tensor, int]:
-        """Return a tensor to hold in place of one that is kept, and the version at which it is right."""
-        if is_fake_tensor(tensor):
-            return tensor.detach(), UNWATCHED  # Fake tensors are made by a dispatch mode, so no guard goes around it.
-        held = alias_in_hook(tensor) if in_hook else alias_in_mode(tensor)
-        return held, UNWATCHED if tensor.is_inference() else tensor._version
 
     def hold_outputs(self, unit_path: str, output: Any) -> None:
         """Keep what a unit returns: from here on its storages are held by whoever needs them."""
@@ -157,25 +104,6 @@ class Tape:
         with torch.enable_grad(), below_autograd(), disable_autocast():
             tensor: torch.Tensor = value.get()
         return tensor
-
-    def decide(self, mode: TapeMode, facts: OpFacts, asks: bool) -> Decision:
-        """Whether the results of the op that is about to run are dropped; counted but not asked for if `asks` is False."""
-        key = (mode.unit_path, mode.scope, facts.name)
-        count = mode.counts.get(key, 0)
-        mode.counts[key] = count + 1
-        if facts.keeps or not asks:
-            return False
-        decisions = self._decisions.get(key)
-        if decisions is None:
-            decisions = self._decisions[key] = []
-        while len(decisions) <= count:
-            decisions.append(self._ask(mode.unit_path, value_stem(mode.scope, facts.name, len(decisions)), facts))
-        return decisions[count]
-
-    def _ask(self, unit_path: str, stem: str, facts: OpFacts) -> Decision:
-        names = result_names(stem, 1 if facts.writes else facts.num_returns)
-        answers = tuple(self.policy.drops(unit_path, name) for name in names)
-        return answers[0] if len(set(answers)) == 1 else answers
 
 
 @contextmanager

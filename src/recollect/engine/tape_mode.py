@@ -6,7 +6,7 @@ The rules that it keeps are those of `engine/tape.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -25,7 +25,9 @@ from recollect._torch_private import (
 )
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.opcall import Arguments, OpCall, WriteCall, generator_state
+from recollect.engine.policy import Decision
 from recollect.engine.subclasses import PackedSubclass
+from recollect.engine.tape_state import ModuleKey, OpKey, TapeState, Watch
 from recollect.engine.values import (
     StorageRecord,
     TapeValue,
@@ -40,25 +42,10 @@ from recollect.engine.values import (
 )
 from recollect.replay import Node
 
-if TYPE_CHECKING:
-    from recollect.engine.tape import Decision, Tape
-
 # Looked up several times an op.
 _STRIDED = torch.strided
 # An index tensor of these says which elements to take, not where they are.
 _MASKS = frozenset({torch.bool, torch.uint8})
-
-
-ModuleKey = tuple[str, str]
-"""Path of a unit, and of a module in it; the latter is empty for the unit itself."""
-
-
-class Watch(NamedTuple):
-    """What has to be seen of what a module itself runs: its ops, and the tensors that autograd saves."""
-
-    ops: bool
-    saves: bool
-
 
 _EVERYTHING = Watch(ops=True, saves=True)
 
@@ -66,7 +53,7 @@ _EVERYTHING = Watch(ops=True, saves=True)
 class TapeMode(TorchDispatchMode):
     """Sees the ops of one call of a unit."""
 
-    def __init__(self, tape: Tape, unit_path: str) -> None:
+    def __init__(self, tape: TapeState, unit_path: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
         self.unit_path = unit_path
@@ -80,7 +67,7 @@ class TapeMode(TorchDispatchMode):
         self.unsettled: dict[ModuleKey, Watch] = {}
         self._writes: set[ModuleKey] = set()
         self._saves_dropped: set[ModuleKey] = set()
-        self.counts: dict[tuple[str, str, str], int] = {}
+        self.counts: dict[OpKey, int] = {}
         self._op = ""
         self._parameters: dict[int, TapeValue] = {}
 
@@ -144,7 +131,7 @@ class TapeMode(TorchDispatchMode):
             forget_record(args[0].untyped_storage())
             return func(*args, **kwargs)
         # Rule 7: a custom autograd Function, or a compiled region, runs with gradients switched off.
-        decision = torch.is_grad_enabled() and self.tape.decide(self, facts, not facts.writes or _is_dropped(args))
+        decision = torch.is_grad_enabled() and self._decide(facts, not facts.writes or _is_dropped(args))
         if facts.writes:
             return self._run_write(func, facts, args, kwargs, decision)
         if decision is False:
@@ -162,6 +149,13 @@ class TapeMode(TorchDispatchMode):
                 drop = decision if isinstance(decision, bool) else decision[index]
                 self._register(result, node, facts, drop=drop)
         return output
+
+    def _decide(self, facts: OpFacts, asks: bool) -> Decision:
+        """Whether the results of the op that is about to run are dropped; counted but not asked for if `asks` is False."""
+        key = (self.unit_path, self.scope, facts.name)
+        count = self.counts.get(key, 0)
+        self.counts[key] = count + 1
+        return self.tape.decide(key, count, facts, asks)
 
     def _register(self, result: Any, node: Node, facts: OpFacts, *, drop: bool) -> None:
         if not drop or not isinstance(result, torch.Tensor) or result.layout is not _STRIDED:

@@ -8,8 +8,10 @@ import torch
 
 from recollect._torch_private import TorchDispatchMode, tree_leaves
 from recollect.engine.facts import OpFacts, facts_of
-from recollect.engine.tape import Decision, Tape
+from recollect.engine.policy import Decision
+from recollect.engine.tape import Tape
 from recollect.engine.tape_mode import TapeMode
+from recollect.engine.tape_state import OpKey, TapeState
 from recollect.engine.values import UNWATCHED, record_of
 from recollect.plans.value_names import value_stem
 from recollect.profile import events
@@ -61,12 +63,9 @@ class RecordingTape(Tape):
         recorder.log(events.RETURN, index)
         return output
 
-    def decide(self, mode: TapeMode, facts: OpFacts, asks: bool) -> Decision:
+    def decide(self, key: OpKey, count: int, facts: OpFacts, asks: bool) -> Decision:
         """Tell the recorder the name of the op that is about to run, and drop its results."""
-        key = (mode.unit_path, mode.scope, facts.name)
-        count = mode.counts.get(key, 0)
-        mode.counts[key] = count + 1
-        self.recorder.pending_stem = value_stem(mode.scope, facts.name, count)
+        self.recorder.pending_stem = value_stem(key[1], facts.name, count)
         return asks and not facts.keeps
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -88,7 +87,7 @@ class RecordingTape(Tape):
 
 
 class _RecordingMode(TapeMode):
-    def __init__(self, tape: Tape, unit_path: str, recorder: StepRecorder) -> None:
+    def __init__(self, tape: TapeState, unit_path: str, recorder: StepRecorder) -> None:
         super().__init__(tape, unit_path)
         self.recorder = recorder
 

@@ -21,7 +21,8 @@ from torch import nn
 
 from recollect._torch_private import tree_leaves, tree_map
 from recollect.applying import apply_policy
-from recollect.engine.tape import Policy, Tape
+from recollect.engine.policy import Policy
+from recollect.engine.tape import Tape
 from recollect.measuring.timing import timed
 from recollect.profile.graph import Profile
 from recollect.recording.recording_tape import DropAll

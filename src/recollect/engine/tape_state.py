@@ -1,0 +1,85 @@
+"""What a tape remembers from call to call: the policy's answers, and which modules need not be watched.
+
+A call of a unit (`tape_mode.py`) reads it while it runs; the tape (`tape.py`) starts the calls.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+
+from recollect._torch_private import is_fake_tensor
+from recollect.engine.facts import OpFacts
+from recollect.engine.policy import Decision, Policy
+from recollect.engine.values import UNWATCHED, alias_in_hook, alias_in_mode
+from recollect.plans.value_names import result_names, value_stem
+
+__all__ = ["RUNS_TO_SETTLE", "ModuleKey", "OpKey", "TapeState", "Watch"]
+
+# A unit that runs twice a step may get another one's dropped output the second time only.
+RUNS_TO_SETTLE = 2
+
+ModuleKey = tuple[str, str]
+"""Path of a unit, and of a module in it; the latter is empty for the unit itself."""
+
+OpKey = tuple[str, str, str]
+"""A `ModuleKey` and the name of an op that the module runs."""
+
+
+class Watch(NamedTuple):
+    """What has to be seen of what a module itself runs: its ops, and the tensors that autograd saves."""
+
+    ops: bool
+    saves: bool
+
+
+class TapeState:
+    """What the calls of the units of one applied model share.
+
+    Attributes:
+        policy: asked once for each value name.
+        settled: what has to be watched of modules that ran often enough to know it.
+    """
+
+    def __init__(self, policy: Policy, *, runs_to_settle: int = RUNS_TO_SETTLE) -> None:
+        self.policy = policy
+        self.settled: dict[ModuleKey, Watch] = {}
+        self._runs_to_settle = runs_to_settle
+        self._decisions: dict[OpKey, list[Decision]] = {}
+        self._watched: dict[ModuleKey, Watch] = {}
+        self._num_runs: Counter[ModuleKey] = Counter()
+
+    def learn(self, seen: dict[ModuleKey, Watch]) -> None:
+        """Take over what had to be seen of the modules that ran in one call of a unit: rule 9."""
+        for key, watch_of in seen.items():
+            before = self._watched.get(key, Watch(self.policy.drops_in(*key), False))
+            self._watched[key] = Watch(before.ops or watch_of.ops, before.saves or watch_of.saves)
+            self._num_runs[key] += 1
+            if self._num_runs[key] >= self._runs_to_settle:
+                self.settled[key] = self._watched[key]
+
+    def alias(self, tensor: torch.Tensor, in_hook: bool) -> tuple[torch.Tensor, int]:
+        """Return a tensor to hold in place of one that is kept, and the version at which it is right."""
+        if is_fake_tensor(tensor):
+            return tensor.detach(), UNWATCHED  # Fake tensors are made by a dispatch mode, so no guard goes around it.
+        held = alias_in_hook(tensor) if in_hook else alias_in_mode(tensor)
+        return held, UNWATCHED if tensor.is_inference() else tensor._version
+
+    def decide(self, key: OpKey, count: int, facts: OpFacts, asks: bool) -> Decision:
+        """Return whether the results of a module's `count`-th call of an op are dropped; they are not if `asks` is False."""
+        if facts.keeps or not asks:
+            return False
+        decisions = self._decisions.get(key)
+        if decisions is None:
+            decisions = self._decisions[key] = []
+        while len(decisions) <= count:
+            unit_path, module_path, name = key
+            decisions.append(self._ask(unit_path, value_stem(module_path, name, len(decisions)), facts))
+        return decisions[count]
+
+    def _ask(self, unit_path: str, stem: str, facts: OpFacts) -> Decision:
+        names = result_names(stem, 1 if facts.writes else facts.num_returns)
+        answers = tuple(self.policy.drops(unit_path, name) for name in names)
+        return answers[0] if len(set(answers)) == 1 else answers
