@@ -9,7 +9,7 @@ import pytest
 from recollect.integrations.megatron import parts
 from recollect.integrations.megatron.tables import not_yet_table, rules_table
 
-PAGE = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[4] / "docs" / "megatron.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("table", [rules_table(), not_yet_table()], ids=["rules", "not yet"])

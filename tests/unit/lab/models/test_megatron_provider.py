@@ -172,7 +172,7 @@ def test_choices_of_kernels_have_no_effect_and_say_so() -> None:
 
 
 def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "megatron_flags.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "megatron_flags.md").read_text()
     code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "GPTModelProvider" in block)
     exec(code, {})  # noqa: S102 - our own documentation
     assert "predicted peak" in capsys.readouterr().out

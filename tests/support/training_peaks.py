@@ -1,6 +1,6 @@
 """The peak of training under a budget, as a user's own loop has it, on any device; as a program, in a process of its own.
 
-PYTHONPATH=src:tests python tests/training_peaks.py cuda 0.3
+PYTHONPATH=src:tests/support python tests/support/training_peaks.py cuda 0.3
 """
 
 from __future__ import annotations

@@ -152,7 +152,9 @@ def test_the_flags_of_megatrons_own_examples_are_known(own: set[str]) -> None:
 
 
 def test_the_docs_have_each_flag(own: set[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "megatron_flags.md").read_text()
-    assert page.endswith(f"\n\n{foreign_table()}\n"), "PYTHONPATH=src:tests python -m flag_table prints the table"
+    page = (Path(__file__).parents[4] / "docs" / "megatron_flags.md").read_text()
+    assert page.endswith(f"\n\n{foreign_table()}\n"), (
+        "PYTHONPATH=src:tests/support python -m flag_table prints the table"
+    )
     named = set(re.findall(r"--[a-z][\w-]+[a-z0-9]", page))
     assert named - set(FOREIGN_FLAGS) - own == {"--recompute"}  # the page's --recompute-*

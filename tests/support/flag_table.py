@@ -1,4 +1,4 @@
-"""The tables of foreign flags in docs/megatron_flags.md: `PYTHONPATH=src:tests python -m flag_table` prints them."""
+"""The tables of foreign flags in docs/megatron_flags.md: `PYTHONPATH=src:tests/support python -m flag_table` prints them."""
 
 from __future__ import annotations
 
