@@ -28,7 +28,7 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.measuring.meter import storage_bytes
 from recollect.plans.plan import Plan
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recompute import Nothing, OnTape
 from results_csv import Number, append
 from subject import Step, StepFlags

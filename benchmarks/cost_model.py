@@ -42,7 +42,7 @@ from recollect.errors import BudgetTooSmallError
 from recollect.lab.bench.machine import keep_freed_memory
 from recollect.lab.models.gpt import GPTModel
 from recollect.planning.choose import Planner
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.recording.record import record_with
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate

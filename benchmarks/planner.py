@@ -29,7 +29,7 @@ from recollect.errors import BudgetTooSmallError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.planning.choose import Planner
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate
 from results_csv import Number, append

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from recollect.planning.classic import classic_plan
     from recollect.planning.frontier import Frontier, frontier
     from recollect.plans.plan import Plan, UnitPlan
-    from recollect.profile.graph import Profile
+    from recollect.profile.profile import Profile
     from recollect.recording.record import record
     from recollect.simulation.layer_usage import LayerUsage, layer_usage
     from recollect.simulation.timeline import PeakReport, Timeline, explain_peak, timeline
@@ -64,7 +64,7 @@ _HOME_OF_NAME = {
     "PeakMeasurement": "recollect.measuring.meter",
     "PeakReport": "recollect.simulation.timeline",
     "Plan": "recollect.plans.plan",
-    "Profile": "recollect.profile.graph",
+    "Profile": "recollect.profile.profile",
     "RecomputeConfig": "recollect.integrations.megatron.config",
     "Report": "recollect.verification.verify",
     "Timeline": "recollect.simulation.timeline",

@@ -10,7 +10,7 @@ from torch import nn
 from recollect.applying import apply
 from recollect.planning.loss_chunks import LossChunks, plan_with_chunks
 from recollect.plans.plan import Plan
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.recording.model_step import LossFunction
 from recollect.recording.record import record
 

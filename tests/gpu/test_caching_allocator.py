@@ -14,7 +14,8 @@ import torch
 import recollect
 from device_steps import sized
 from quick_meter import few_objects  # noqa: F401
-from recollect.profile.graph import Profile, StepLog
+from recollect.profile.events import StepLog
+from recollect.profile.profile import Profile
 from recollect.simulation.program import rounded_bytes
 
 KIB, MIB = 1 << 10, 1 << 20

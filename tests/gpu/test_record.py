@@ -16,7 +16,7 @@ from gradients import Step, assert_same_gradients, gradients, step_of
 from predictions import budgets
 from quick_meter import few_objects  # noqa: F401
 from recollect.measuring.meter import storage_bytes
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from watch import live_tensors
 from zoo import ZOO
 

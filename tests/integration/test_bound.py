@@ -15,7 +15,7 @@ import recollect
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.bound import LowerBound, check_bound
 from recollect.planning.choose import Planner
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import CallDecision, simulate

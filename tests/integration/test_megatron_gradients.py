@@ -16,7 +16,7 @@ from recollect.errors import ConfigError, ConfigWarning
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from watch import Watch
 from zoo import ZOO, Case
 

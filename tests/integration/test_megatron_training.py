@@ -20,7 +20,7 @@ from recollect.integrations.megatron import RecomputeConfig, megatron_plan
 from recollect.lab.models.gpt import GPTModel, GPTOutput
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.plans.plan import Plan
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from watch import Watch
 
 pytestmark = pytest.mark.integration

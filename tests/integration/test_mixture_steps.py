@@ -21,7 +21,7 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.router import Routing, TopKRouter
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.plans.plan import Plan, UnitPlan
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.recording.find_units import find_units
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate

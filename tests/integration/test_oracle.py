@@ -19,7 +19,7 @@ from gradients import call as call_model
 from gradients import loss_of
 from predictions import CASES, MAIN_CASES, MOST_OVER_BYTES, budgets, larger
 from recollect.plans.plan import Plan
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from zoo import Case
 
 pytestmark = pytest.mark.integration

@@ -13,7 +13,7 @@ from browser import CHROMIUM, DRIVER, open_browser, requests, screenshot, show
 from hostile_names import evil_profile
 from recollect.pictures.page import write_frontier_page
 from recollect.planning.frontier import Frontier
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from small_llama import batch_of, llama
 
 pytest.importorskip("plotly")

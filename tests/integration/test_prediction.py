@@ -34,7 +34,8 @@ from predictions import (
 from quick_meter import few_objects  # noqa: F401
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.plans.plan import Plan, UnitPlan
-from recollect.profile.graph import Profile, UnitGraph
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program

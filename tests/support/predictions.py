@@ -14,7 +14,7 @@ from recollect.errors import BudgetTooSmallError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from zoo import ZOO, Batch, Case
 
 IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -8,7 +8,8 @@ from torch import Tensor
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
-from recollect.profile.graph import Profile, UnitGraph
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
 
 SMALL = llama_config(num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2, vocab_size=128)
 

@@ -23,8 +23,10 @@ from recollect.profile.events import (
     SAVE,
     USE,
     WORK,
+    StepLog,
 )
-from recollect.profile.graph import OpRecord, Profile, StepLog, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.profile import Profile
 
 Event = tuple[int, ...]
 INPUT = 0

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recollect.planning.hull import evaluate
-from recollect.profile.graph import OpRecord, Profile, StepLog, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.events import StepLog
+from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.profile import Profile
 from recollect.simulation.simulate import CallDecision
 
 PERSISTENT_BYTES = 1000

@@ -16,7 +16,7 @@ from recollect.integrations.megatron import TrainingSetting, megatron_plan
 from recollect.lab.bench.settings import MegatronWords
 from recollect.lab.train.files import write_text
 from recollect.planning.explain import Explained, Explanation, LayerGroup, explain_plan
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.quantities import format_seconds
 
 _WIDEST = 140

@@ -18,7 +18,7 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.config import OptimFlags
 from recollect.lab.train.optim import build_optimizer
 from recollect.lab.train.step import resolve_device
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 
 
 @dataclass(frozen=True, eq=False)

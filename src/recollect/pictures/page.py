@@ -29,7 +29,7 @@ from recollect.pictures.words import byte_unit, classics_of, describe_profile, p
 from recollect.planning.classic import classic_plan
 from recollect.planning.frontier import Frontier, FrontierPoint
 from recollect.plans.plan import Plan
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.simulation.timeline import CATEGORIES, PeakReport, timeline
 
 __all__ = ["require_plotly", "write_frontier_page", "write_plan_page"]

@@ -28,7 +28,7 @@ from recollect.pictures.words import byte_unit, classics_of, describe_profile, p
 from recollect.planning.classic import classic_plan
 from recollect.planning.frontier import Frontier
 from recollect.plans.plan import Plan
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.simulation.timeline import CATEGORIES, Timeline, timeline
 
 __all__ = ["draw_frontier", "draw_memory"]

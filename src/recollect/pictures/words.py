@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from recollect.planning.frontier import Frontier, FrontierPoint
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 
 __all__ = ["byte_unit", "classics_of", "describe_profile", "percent", "time_unit_of"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recollect.byte_format import format_bytes
 from recollect.profile.events import ALLOC, FREE, OPTIMIZER, PHASE
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import Prediction
 
 __all__ = ["advice", "lasting_bytes"]
@@ -23,7 +23,7 @@ def advice(profile: Profile, least: Prediction, budget_bytes: int) -> tuple[str,
 
     Example:
         >>> from types import SimpleNamespace
-        >>> from recollect.profile.graph import StepLog
+        >>> from recollect.profile.events import StepLog
         >>> profile = Profile((), (), StepLog(), 1.0, persistent={"parameters": 600, "optimizer_state": 1200})
         >>> print(*advice(profile, SimpleNamespace(peak_bytes=2000, recompute_s=0.0, peak_call="head"), 1500))
         What lives through the whole step takes 1.8 KiB by itself (parameters 600 B, optimizer_state 1.2 KiB), which no \
@@ -67,14 +67,9 @@ recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 pa
 def lasting_bytes(profile: Profile) -> int:
     """Return the bytes that forward and backward make and leave behind for the optimizer: gradients."""
     alive: dict[int, int] = {}
-    for block, _ in profile.log.sequence:
-        for event in profile.log.blocks[block]:
-            if event[0] == ALLOC:
-                alive[event[1]] = event[2]
-            elif event[0] == FREE:
-                alive.pop(event[1], None)
-            elif event[:2] == (PHASE, OPTIMIZER):
-                return sum(alive.values())
+    for event in profile.log.play({ALLOC: alive.__setitem__, FREE: lambda storage: alive.pop(storage, None)}):
+        if event == (PHASE, OPTIMIZER):
+            break
     return sum(alive.values())
 
 

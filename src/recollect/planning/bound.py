@@ -46,7 +46,8 @@ from scipy.sparse import coo_array, csr_array
 from recollect.planning.hull import Option, unit_hull
 from recollect.planning.moments import Demand, moments
 from recollect.planning.pivots import pivots
-from recollect.profile.graph import OpRecord, Profile, UnitGraph, ValueRecord
+from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
+from recollect.profile.profile import Profile
 from recollect.simulation.program import rounded_bytes
 
 __all__ = ["LowerBound", "check_bound", "demand_hull"]
@@ -85,7 +86,7 @@ class LowerBound:
         the number of unit calls (80 layers: about 0.1 s).
 
     Example:
-        >>> from recollect.profile.graph import StepLog
+        >>> from recollect.profile.events import StepLog
         >>> from recollect.profile.events import ALLOC, FREE
         >>> step = StepLog(blocks=(((ALLOC, 0, 512), (FREE, 0)),), sequence=((0, -1),))
         >>> bound = LowerBound(Profile((), (), step, step_s=1.0))

@@ -22,7 +22,7 @@ from recollect.planning.greedy import Fit, GreedySearch, Trial
 from recollect.planning.ladder import Ladder
 from recollect.planning.search import ChainSearch
 from recollect.plans.plan import Plan
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.quantities import parse_budget
 from recollect.simulation.decisions import Simulate, decide, simulated_plan
 from recollect.simulation.simulate import CallDecision
@@ -56,7 +56,8 @@ def plan(profile: Profile, budget: int | str, *, simulate: Simulate = simulate_s
 
     Example:
         >>> from types import SimpleNamespace
-        >>> from recollect.profile.graph import OpRecord, StepLog, UnitCall, UnitGraph, ValueRecord
+        >>> from recollect.profile.events import StepLog
+        >>> from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
         >>> values = (ValueRecord("x", 8, producer=None), ValueRecord("mul", 64, producer=0, saved=True))
         >>> layer = UnitGraph(values, (OpRecord("mul", (0,), (1,), 0.5),))
         >>> profile = Profile((layer,), (UnitCall("layers.0", 0, repeated=True),), StepLog(), step_s=2.0)

@@ -22,7 +22,7 @@ from typing import Literal
 
 from recollect.planning.segments import dropped_outputs, longest_chain
 from recollect.plans.plan import Plan
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import Simulate, decide, keep_all_unit, recompute_all_unit, simulated_plan
 from recollect.simulation.simulate import simulate as simulate_step
 
@@ -52,7 +52,8 @@ def classic_plan(
 
     Example:
         >>> from types import SimpleNamespace
-        >>> from recollect.profile.graph import OpRecord, StepLog, UnitCall, UnitGraph, ValueRecord
+        >>> from recollect.profile.events import StepLog
+        >>> from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
         >>> values = (ValueRecord("x", 8, producer=None), ValueRecord("mul", 8, producer=0, saved=True))
         >>> layer = UnitGraph(values, (OpRecord("mul", (0,), (1,), 0.5),))
         >>> profile = Profile((layer,), (UnitCall("layers.0", 0, repeated=True),), StepLog(), step_s=2.0)

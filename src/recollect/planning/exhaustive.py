@@ -10,7 +10,8 @@ from recollect.planning.hull import Option, evaluate
 from recollect.planning.ladder import Ladder, Levels
 from recollect.planning.segments import chains, single_outputs
 from recollect.plans.plan import Action
-from recollect.profile.graph import Profile, UnitGraph
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
 
 __all__ = ["all_levels", "every_plan", "every_subset"]
 

@@ -12,7 +12,7 @@ from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
 from recollect.plans.paths import compress_paths
 from recollect.plans.plan import Plan
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.layer_usage import LayerUsage, layer_usage
 from recollect.simulation.simulate import simulate

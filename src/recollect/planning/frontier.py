@@ -14,7 +14,7 @@ from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
 from recollect.planning.segments import longest_chain
 from recollect.plans.plan import Plan
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import Simulate
 from recollect.simulation.simulate import simulate as simulate_step
 

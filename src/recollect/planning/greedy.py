@@ -19,7 +19,7 @@ from typing import Protocol
 from recollect.planning.hull import unit_hull
 from recollect.planning.ladder import Ladder, Levels, Move, OptionsOf
 from recollect.planning.segments import dropped_outputs, longest_chain
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import Prediction
 from recollect.simulation.simulate import CallDecision
 

@@ -12,7 +12,8 @@ from itertools import combinations
 from recollect.planning.hull import Evaluator, Option
 from recollect.plans.plan import Action
 from recollect.profile.events import ALLOC, BACKWARD, DIES, OP, PHASE, WORK
-from recollect.profile.graph import Profile, UnitGraph
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
 
 __all__ = ["held_values", "unheld_bytes", "with_held"]
 
@@ -25,7 +26,7 @@ def held_values(profile: Profile) -> tuple[frozenset[int], ...]:
 
     Complexity: one walk over the events of forward.
     """
-    events = [event for block, _ in profile.log.sequence for event in profile.log.blocks[block]]
+    events = list(profile.log.events())
     end = next((at for at, event in enumerate(events) if event[0] == PHASE and event[1] == BACKWARD), len(events))
     last_work = max((at for at in range(end) if events[at][0] in (OP, ALLOC, WORK)), default=end)
     made: dict[int, set[int]] = {}

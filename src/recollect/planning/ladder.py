@@ -15,7 +15,8 @@ from typing import Protocol
 from recollect.planning.hull import Option, unit_hull
 from recollect.planning.unit_plans import unit_plan
 from recollect.plans.plan import Action, Plan, UnitPlan
-from recollect.profile.graph import Profile, UnitGraph
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide_call, keep_all_unit
 from recollect.simulation.simulate import CallDecision
 

@@ -15,7 +15,7 @@ from recollect.errors import BudgetTooSmallError, ChunkedLossError
 from recollect.planning.choose import plan as plan_for
 from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.quantities import parse_budget
 
 __all__ = ["COUNTS", "LossChunks", "Planned", "plan_with_chunks"]

@@ -30,7 +30,7 @@ from recollect.profile.events import (
     USE,
     WORK,
 )
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.simulation.program import rounded_bytes
 from recollect.simulation.windows import windows
 
@@ -110,7 +110,7 @@ class _Scan:
 
     def __init__(self, profile: Profile, pivots: Mapping[int, Pivot] = _NO_PIVOTS) -> None:
         self._profile = profile
-        self._events = [event for block, _ in profile.log.sequence for event in profile.log.blocks[block]]
+        self._events = list(profile.log.events())
         self._last_use = {event[1]: at for at, event in enumerate(self._events) if event[0] == USE}
         calls = {index: pivots[call.graph].value for index, call in enumerate(profile.calls) if call.graph in pivots}
         pivot_handles = {e[3] for e in self._events if e[0] == SAVE and e[1] in calls and e[2] == calls[e[1]]}

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recollect.profile.graph import Profile, UnitGraph, ValueRecord
+from recollect.profile.graph import UnitGraph, ValueRecord
+from recollect.profile.profile import Profile
 
 __all__ = ["Pivot", "pivots"]
 
@@ -30,7 +31,8 @@ def pivots(profile: Profile) -> dict[int, Pivot]:
     """Return the pivot of each graph of a repeated unit that has one: the value whose op's saved arguments are largest.
 
     Example:
-        >>> from recollect.profile.graph import OpRecord, StepLog, UnitCall
+        >>> from recollect.profile.events import StepLog
+        >>> from recollect.profile.graph import OpRecord, UnitCall
         >>> x = ValueRecord("x", 8, producer=None)
         >>> a, b = (ValueRecord(name, 64, producer=op, saved=True) for op, name in enumerate("ab"))
         >>> graph = UnitGraph((x, a, b), (OpRecord("a", (0,), (1,), 0.5), OpRecord("b", (1,), (2,), 0.5)))

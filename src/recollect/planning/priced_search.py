@@ -15,7 +15,8 @@ from recollect.planning.ladder import Ladder, Levels, OptionsOf
 from recollect.planning.priced_chain import PricedChain
 from recollect.planning.segments import single_outputs
 from recollect.plans.plan import Action
-from recollect.profile.graph import Profile, UnitGraph
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import Peaks, PeakSums
 from recollect.simulation.windows import Window
 

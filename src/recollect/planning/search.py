@@ -21,7 +21,8 @@ from recollect.planning.menu import every_choice, unit_menu
 from recollect.planning.polish import polish
 from recollect.planning.priced_search import PricedSearch, remembered_peaks
 from recollect.planning.segments import first_outputs, folded_outputs, most_folded, single_outputs
-from recollect.profile.graph import Profile, UnitGraph
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import Peaks, PeakSums, checked
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate
@@ -83,7 +84,7 @@ class ChainSearch:
         self._windows: list[Window] = like._windows if like else windows(profile)
         self.program: Program = like.program if like else Program(profile, self._windows)
         self.peak_sums: PeakSums = like.peak_sums if like else PeakSums(self.program)
-        self._num_events = sum(len(profile.log.blocks[block]) for block, _ in profile.log.sequence) or 1
+        self._num_events = profile.log.num_events or 1
         self._most_probes = max(_FEWEST_PROBES, _PROBED_EVENTS // self._num_events)
         most_values = max((sum(v.producer is not None for v in g.values) for g in profile.graphs), default=0)
         can_enumerate = 2**most_values <= self._most_probes

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 
 __all__ = [
     "chains",

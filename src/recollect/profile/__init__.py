@@ -1,1 +1,1 @@
-"""What a training step computes and needs: the record of it, and the measured peak."""
+"""The record of a training step, as frozen data that needs no torch: what it computes and how it uses memory."""

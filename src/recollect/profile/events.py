@@ -1,26 +1,37 @@
-"""The events of a recorded step, as small tuples of ints: what `planning.simulate` plays back.
+"""The log of a recorded step: its memory events, as small tuples of ints, and how to walk over them.
 
 A value of a unit call is `(call, value)`; any other storage (embeddings, logits, gradients, optimizer temporaries) has a
-number of its own. "Dies" means that nothing outside of the tape refers to the storage any more.
+number of its own. A storage "dies" when nothing but the tape refers to it any more.
 
 | event | means |
 |---|---|
-| `(ALLOC, storage, nbytes)` | a storage outside of the unit calls' forward was made |
+| `(ALLOC, storage, nbytes)` | a storage was allocated outside the units' forward |
 | `(FREE, storage)` | it died |
-| `(WORK, run)` | an op outside of the units' forward runs; in a profile `(WORK, nbytes, time_ns)`: what it works in, its time |
-| `(SUM, storage, addend, nbytes)` | autograd added a gradient to an earlier one, in a new storage |
-| `(OP, call, op)` | an op of a unit's forward ran: its results were made |
+| `(WORK, run)` | an op outside the units' forward runs; in a profile `(WORK, nbytes, time_ns)`: its workspace and time |
+| `(SUM, storage, addend, nbytes)` | while recording: autograd added a gradient to an earlier one, in a new storage |
+| `(OP, call, op)` | an op of a unit's forward computed its results |
 | `(DIES, call, value)` | the storage of a value died |
 | `(SAVE, call, value, handle, saver)` | autograd saved a value while call `saver` ran |
 | `(USE, handle)` | backward asked for what it saved |
-| `(RELEASE, handle)` | backward, or a graph that was thrown away, let go of it |
+| `(RELEASE, handle)` | backward, or a discarded graph, released it |
 | `(RETURN, call)` | a unit's forward returned |
 | `(PHASE, phase)` | forward, backward or the optimizer step begins |
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Final, TypeAlias
+
+__all__ = [
+    "ALLOC", "BACKWARD", "DIES", "FORWARD", "FREE", "OP", "OPTIMIZER", "PHASE", "PHASE_NAMES", "RELEASE", "RETURN", "SAVE",
+    "SUM", "USE", "WORK", "Event", "StepLog",
+]  # fmt: skip
+
+Event: TypeAlias = tuple[int, ...]
+"""A code and its operands."""
 
 ALLOC: Final = 0
 FREE: Final = 1
@@ -39,3 +50,73 @@ BACKWARD: Final = 1
 OPTIMIZER: Final = 2
 
 PHASE_NAMES: Final = ("forward", "backward", "optimizer step")
+
+
+@dataclass(frozen=True, slots=True)
+class StepLog:
+    """The memory events of a step.
+
+    Attributes:
+        blocks: distinct runs of events; identical layers may share one.
+        sequence: the step, as (block index, index in `Profile.calls` or -1).
+
+    Raises:
+        ValueError: an item that is not an int; a block or call index out of range.
+
+    Example:
+        >>> log = StepLog(blocks=(((ALLOC, 0, 512), (FREE, 0)),), sequence=((0, -1), (0, -1)))
+        >>> log.num_events, list(log.operands(FREE))
+        (4, [(0,), (0,)])
+    """
+
+    blocks: tuple[tuple[Event, ...], ...] = ()
+    sequence: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for index, block in enumerate(self.blocks):
+            for position, event in enumerate(block):
+                if not event or any(type(item) is not int for item in event):
+                    raise ValueError(f"block {index}, event {position}: got {event!r}, expected one or more ints")
+        for position, step in enumerate(self.sequence):
+            if len(step) != 2 or any(type(item) is not int for item in step):
+                raise ValueError(f"sequence entry {position}: got {step!r}, expected (block index, call index or -1)")
+            if not 0 <= step[0] < len(self.blocks):
+                raise ValueError(f"sequence entry {position}: block {step[0]}, expected 0 to {len(self.blocks) - 1}")
+            if step[1] < -1:
+                raise ValueError(f"sequence entry {position}: call {step[1]}, expected -1 or more")
+
+    @property
+    def num_events(self) -> int:
+        """Number of events of the step."""
+        return sum(len(self.blocks[block]) for block, _ in self.sequence)
+
+    def events(self) -> Iterator[Event]:
+        """Yield the events of the step in order."""
+        return chain.from_iterable(self.blocks[block] for block, _ in self.sequence)
+
+    def operands(self, code: int) -> Iterator[tuple[int, ...]]:
+        """Yield the operands of the events with one code."""
+        return (event[1:] for event in self.events() if event[0] == code)
+
+    def play(self, handlers: Mapping[int, Callable[..., object]]) -> Iterator[Event]:
+        """Call the handler of each event with the event's operands, then yield the event; codes without one are only yielded.
+
+        Example:
+            >>> sizes = {}
+            >>> log = StepLog(blocks=(((ALLOC, 0, 512), (ALLOC, 1, 64), (FREE, 0)),), sequence=((0, -1),))
+            >>> [sum(sizes.values()) for _ in log.play({ALLOC: sizes.__setitem__, FREE: sizes.pop})]
+            [512, 576, 64]
+        """
+        for event in self.events():
+            handler = handlers.get(event[0])
+            if handler is not None:
+                handler(*event[1:])
+            yield event
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Return the block of the event at a position of the step, and its position in there."""
+        for block, _ in self.sequence:
+            if position < len(self.blocks[block]):
+                return block, position
+            position -= len(self.blocks[block])
+        raise IndexError(f"position: got {position} beyond the end of the log, which has {self.num_events} events")

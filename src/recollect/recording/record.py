@@ -24,7 +24,9 @@ from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import OtherAllocations, memory_bytes
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.profile import events
-from recollect.profile.graph import OpRecord, Profile, StepLog, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.events import StepLog
+from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.profile import Profile
 from recollect.recording.fake_model import fake_batch, fake_tensors
 from recollect.recording.find_units import Unit, find_units
 from recollect.recording.model_step import (

@@ -24,7 +24,7 @@ from recollect.applying import apply_policy
 from recollect.engine.policy import Policy
 from recollect.engine.tape import Tape
 from recollect.measuring.timing import timed
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.recording.recording_tape import DropAll
 from recollect.simulation.decisions import drop_all
 from recollect.simulation.simulate import simulate

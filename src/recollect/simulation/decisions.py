@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Protocol, TypeAlias
 
 from recollect.plans.plan import Action, Plan, UnitPlan
-from recollect.profile.graph import Profile, UnitGraph
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
 from recollect.simulation.simulate import CallDecision
 
 __all__ = [

@@ -11,7 +11,8 @@ from typing import Any
 
 from recollect.plans.plan import Plan
 from recollect.profile.events import BACKWARD
-from recollect.profile.graph import Profile, UnitGraph
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.program import Program, ProgramOp
 from recollect.simulation.simulate import GENERATOR, CallDecision, Owner, Playback, Rerun, Token, calls_on_tape
@@ -62,7 +63,8 @@ def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
     Complexity: about that of two simulations.
 
     Example:
-        >>> from recollect.profile.graph import Profile, StepLog
+        >>> from recollect.profile.events import StepLog
+        >>> from recollect.profile.profile import Profile
         >>> layer_usage(Profile((), (), StepLog(), step_s=0.0), Plan({}))
         ()
     """

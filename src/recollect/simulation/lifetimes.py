@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
-from recollect.profile.graph import OpRecord, Profile
+from recollect.profile.graph import OpRecord
+from recollect.profile.profile import Profile
 from recollect.simulation.program import Instruction, Program
 from recollect.simulation.simulate import CallDecision, Owner, Playback, Simulation, Token, calls_on_tape
 
@@ -92,10 +93,10 @@ def _stretched(time_s: NDArray[np.float64], end_s: float) -> NDArray[np.float64]
 
 def _untimed_s(profile: Profile) -> float | None:
     """Return seconds for each op outside of the units that has no time of its own; None if all have one."""
-    events = [event for block, _ in profile.log.sequence for event in profile.log.blocks[block] if event[0] == WORK]
-    untimed = sum(len(event) < 3 for event in events)
-    known_s = sum(profile.graph_of(call).forward_s for call in profile.calls)
-    known_s += sum(1e-9 * event[2] for event in events if len(event) >= 3)
+    works = list(profile.log.operands(WORK))
+    times_ns = [time_ns for _, *timed in works for time_ns in timed]
+    untimed = len(works) - len(times_ns)
+    known_s = sum(profile.graph_of(call).forward_s for call in profile.calls) + sum(1e-9 * ns for ns in times_ns)
     missing_s = profile.step_s - known_s
     if not untimed or missing_s <= _MISSING_PART * profile.step_s:
         return None
@@ -109,9 +110,7 @@ class _EveryEvent(Program):
         return frozenset()
 
     def _instructions(self) -> Iterator[Instruction]:
-        for block, _ in self.profile.log.sequence:
-            for event in self.profile.log.blocks[block]:
-                yield event[0], self._operands(event)
+        return ((event[0], self.operands(event)) for event in self.profile.log.events())
 
 
 class _WatchedToken(Token):

@@ -7,13 +7,14 @@ in the end (`BULK`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from recollect.profile.allocator_blocks import block_bytes
-from recollect.profile.events import ALLOC, DIES, FREE, OP, SAVE, WORK
-from recollect.profile.graph import OpRecord, Profile
+from recollect.profile.events import ALLOC, DIES, FREE, OP, SAVE, WORK, Event
+from recollect.profile.graph import OpRecord
+from recollect.profile.profile import Profile
 from recollect.simulation.windows import Window
 
 __all__ = ["BULK", "WINDOW", "Key", "Program", "ProgramOp", "rounded_bytes"]
@@ -80,6 +81,13 @@ class Program:
         ]
         # Storages outside of the units that a plan may make live longer.
         self._borrowed = frozenset(storage for call in profile.calls for _, storage in call.outside)
+        self._translations: dict[int, Callable[..., tuple[Any, ...]]] = {
+            ALLOC: self._alloc,
+            FREE: lambda storage: ((-1, storage),),
+            DIES: lambda call, value: ((call, value),),
+            SAVE: self._save,
+            OP: self._op,
+        }
         self.instructions = list(self._instructions())
         self._counted: dict[tuple[int, frozenset[int]], frozenset[int]] = {}
         self._tape_s: dict[tuple[int, frozenset[int]], float] = {}
@@ -107,8 +115,7 @@ class Program:
         next_start = next(starts)
         sizes: dict[int, int] = {}
         change_bytes = most_bytes = 0
-        events = (event for block, _ in self.profile.log.sequence for event in self.profile.log.blocks[block])
-        for position, event in enumerate(events):
+        for position, event in enumerate(self.profile.log.events()):
             code = event[0]
             is_window = position == next_start
             is_bulk = code in (ALLOC, FREE, WORK) and not self._is_of_borrowed(event)
@@ -119,7 +126,7 @@ class Program:
                 yield WINDOW, ()
                 next_start = next(starts)
             if not is_bulk:
-                yield code, self._operands(event)
+                yield code, self.operands(event)
             elif code == ALLOC:
                 sizes[event[1]] = rounded_bytes(self.profile, event[2])
                 change_bytes += sizes[event[1]]
@@ -131,31 +138,32 @@ class Program:
         if change_bytes or most_bytes:
             yield BULK, (most_bytes, change_bytes)
 
-    def _is_of_borrowed(self, event: tuple[int, ...]) -> bool:
+    def _is_of_borrowed(self, event: Event) -> bool:
         return event[0] != WORK and event[1] in self._borrowed
 
-    def _operands(self, event: tuple[int, ...]) -> tuple[Any, ...]:
-        if event[0] == ALLOC:
-            return (-1, event[1]), rounded_bytes(self.profile, event[2])
-        if event[0] == FREE:
-            return ((-1, event[1]),)
-        if event[0] == DIES:
-            return (event[1:],)
-        if event[0] == SAVE:
-            call, value, handle, saver = event[1:]
-            return call, self._key(call, value), handle, saver
-        return (event[1], self._op(event[1], event[2])) if event[0] == OP else event[1:]
+    def operands(self, event: Event) -> tuple[Any, ...]:
+        """Return the operands of the instruction that stands for an event."""
+        code, *numbers = event
+        translate = self._translations.get(code)
+        return tuple(numbers) if translate is None else translate(*numbers)
 
-    def _op(self, call: int, index: int) -> ProgramOp:
+    def _alloc(self, storage: int, nbytes: int) -> tuple[Key, int]:
+        return (-1, storage), rounded_bytes(self.profile, nbytes)
+
+    def _save(self, call: int, value: int, handle: int, saver: int) -> tuple[int, Key, int, int]:
+        return call, self._key(call, value), handle, saver
+
+    def _op(self, call: int, index: int) -> tuple[int, ProgramOp]:
         graph = self.profile.graph_of(self.profile.calls[call])
         op = graph.ops[index]
         sizes = tuple(rounded_bytes(self.profile, graph.values[value].nbytes) for value in op.outputs)
-        return ProgramOp(
+        run = ProgramOp(
             op=op,
             inputs=tuple(self._key(call, value) for value in op.inputs),
             results=tuple(((call, value), nbytes) for value, nbytes in zip(op.outputs, sizes, strict=True)),
             sizes=sizes,
         )
+        return call, run
 
     def _key(self, call: int, value: int) -> Key:
         return self._origins[call].get(value, (call, value))
@@ -170,8 +178,6 @@ def _lasting(profile: Profile) -> list[frozenset[int]]:
         found[index].update(v for op in graph.ops if op.mutates for v in op.outputs)
         for _, source, value in call.origins:
             found[source].add(value)
-    for block, _ in profile.log.sequence:
-        for event in profile.log.blocks[block]:
-            if event[0] == SAVE:
-                found[event[1]].add(event[2])
+    for saved_call, saved_value, *_ in profile.log.operands(SAVE):
+        found[saved_call].add(saved_value)
     return [frozenset(values) for values in found]

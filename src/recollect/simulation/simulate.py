@@ -30,7 +30,8 @@ from recollect.profile.events import (
     SAVE,
     USE,
 )
-from recollect.profile.graph import OpRecord, Profile
+from recollect.profile.graph import OpRecord
+from recollect.profile.profile import Profile
 from recollect.replay import Node, Value
 from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp, rounded_bytes
 from recollect.simulation.windows import Window

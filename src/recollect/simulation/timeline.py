@@ -30,7 +30,7 @@ from recollect.byte_format import format_bytes
 from recollect.plans.plan import Plan
 from recollect.plans.text import label_paths, summarise_names
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.lifetimes import LOSS, Lifetime, Lifetimes, lifetimes
 from recollect.simulation.simulate import GENERATOR, OUTSIDE

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from recollect.profile.events import FORWARD, OP, PHASE, SAVE, USE
-from recollect.profile.graph import Profile
+from recollect.profile.events import FORWARD, OP, PHASE, SAVE, USE, StepLog
+from recollect.profile.profile import Profile
 
 __all__ = ["Window", "windows"]
 
@@ -30,30 +31,47 @@ def windows(profile: Profile) -> list[Window]:
 
     Complexity: two walks over the events.
     """
-    events = [event for block, _ in profile.log.sequence for event in profile.log.blocks[block]]
-    last_use = {event[1]: position for position, event in enumerate(events) if event[0] == USE}
-    saver: dict[int, int] = {}
-    num_waiting: Counter[int] = Counter()
-    phase, call = FORWARD, -1
-    found = [Window(0, phase, call)]
-    for position, event in enumerate(events):
-        code = event[0]
-        if code == PHASE:
-            phase = event[1]
-        elif code == OP:
-            call = event[1]
-        elif code == SAVE and event[3] in last_use:
-            saver[event[3]] = event[4]
-            num_waiting[event[4]] += 1
-        elif code == USE and event[1] in saver:
-            call = max(num_waiting)
-            if last_use[event[1]] == position:
-                num_waiting[saver[event[1]]] -= 1
-                # Drops what is no longer asked for.
-                num_waiting = +num_waiting if num_waiting[saver[event[1]]] == 0 else num_waiting
-        if (phase, call) != (found[-1].phase, found[-1].call):
+    scan = _Scan(profile.log)
+    handlers: dict[int, Callable[..., None]] = {PHASE: scan.begin_phase, OP: scan.op, SAVE: scan.save, USE: scan.use}
+    found = [Window(0, scan.phase, scan.call)]
+    for position, _ in enumerate(profile.log.play(handlers)):
+        if (scan.phase, scan.call) != (found[-1].phase, found[-1].call):
             # No window is empty.
             if found[-1].start == position:
                 found.pop()
-            found.append(Window(position, phase, call))
+            found.append(Window(position, scan.phase, scan.call))
     return found
+
+
+class _Scan:
+    """Follows which call runs in forward, and for which one backward asks."""
+
+    def __init__(self, log: StepLog) -> None:
+        self.phase = FORWARD
+        self.call = -1
+        self._uses_left = Counter(handle for (handle,) in log.operands(USE))
+        self._saver: dict[int, int] = {}
+        # How many saved values of each call backward still asks for.
+        self._num_waiting: Counter[int] = Counter()
+
+    def begin_phase(self, phase: int) -> None:
+        self.phase = phase
+
+    def op(self, call: int, _op: int) -> None:
+        self.call = call
+
+    def save(self, _call: int, _value: int, handle: int, saver: int) -> None:
+        if self._uses_left[handle]:
+            self._saver[handle] = saver
+            self._num_waiting[saver] += 1
+
+    def use(self, handle: int) -> None:
+        if handle not in self._saver:
+            return
+        self.call = max(self._num_waiting)
+        self._uses_left[handle] -= 1
+        if not self._uses_left[handle]:
+            saver = self._saver[handle]
+            self._num_waiting[saver] -= 1
+            if not self._num_waiting[saver]:
+                del self._num_waiting[saver]

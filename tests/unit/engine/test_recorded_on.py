@@ -13,7 +13,7 @@ from recollect.errors import ProfileMismatchWarning
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.plans.plan import Plan
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 
 VERSION = torch.__version__.partition("+")[0]
 OTHER = "2.0.0"  # older than any that recollect runs on

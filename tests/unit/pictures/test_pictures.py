@@ -28,8 +28,8 @@ from recollect.pictures.words import classics_of, describe_profile
 from recollect.planning.bound import LowerBound
 from recollect.planning.frontier import Frontier, FrontierPoint
 from recollect.plans.plan import Plan
-from recollect.profile.events import WORK
-from recollect.profile.graph import Profile, StepLog
+from recollect.profile.events import WORK, StepLog
+from recollect.profile.profile import Profile
 from recollect.simulation.timeline import CATEGORIES
 from small_llama import batch_of, llama
 

@@ -16,7 +16,7 @@ from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.planning.advice import advice, lasting_bytes
 from recollect.planning.choose import plan
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.simulation.simulate import CallDecision, simulate
 from synthetic_step import random_step
 from toy_profile import ToySimulation, stack

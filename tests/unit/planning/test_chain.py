@@ -13,7 +13,7 @@ from recollect.planning.ladder import Ladder, Levels
 from recollect.planning.menu import every_choice, unit_menu
 from recollect.planning.segments import single_outputs
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.simulation.simulate import CallDecision, Simulation, simulate
 from recollect.simulation.windows import windows
 from synthetic_step import random_step

@@ -15,7 +15,8 @@ from recollect.planning.choose import plan as choose
 from recollect.planning.ladder import Ladder
 from recollect.planning.segments import dropped_outputs
 from recollect.plans.plan import Plan
-from recollect.profile.graph import Profile, UnitCall
+from recollect.profile.graph import UnitCall
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import CallDecision
 from toy_profile import ToySimulation, layer, random_stack, simulate, stack

@@ -8,7 +8,7 @@ import pytest
 
 from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from toy_profile import simulate, stack
 
 

@@ -13,7 +13,8 @@ from recollect.errors import PlanError, ProfileFormatError
 from recollect.planning.bound import LowerBound
 from recollect.planning.classic import classic_plan
 from recollect.planning.frontier import Frontier, frontier
-from recollect.profile.graph import Profile, StepLog
+from recollect.profile.events import StepLog
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate as simulate_step
 from small_llama import SMALL, batch_of, llama

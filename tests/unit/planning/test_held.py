@@ -16,8 +16,8 @@ from recollect.planning.menu import unit_menu
 from recollect.planning.priced_chain import PricedChain
 from recollect.planning.priced_search import PricedSearch
 from recollect.planning.search import ChainSearch
-from recollect.profile.events import BACKWARD, DIES, PHASE
-from recollect.profile.graph import Profile, StepLog
+from recollect.profile.events import BACKWARD, DIES, PHASE, StepLog
+from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import Peaks, PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate

@@ -15,7 +15,8 @@ from recollect.errors import BudgetTooSmallError
 from recollect.planning.bound import LowerBound
 from recollect.planning.choose import Planner
 from recollect.planning.choose import plan as choose
-from recollect.profile.graph import Profile, UnitGraph
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import CallDecision, simulate
 from synthetic_step import random_step

@@ -12,7 +12,8 @@ from recollect.planning import bound as bound_module
 from recollect.planning.bound import LowerBound
 from recollect.planning.pivots import Pivot, pivots
 from recollect.profile.events import SAVE, USE, WORK
-from recollect.profile.graph import OpRecord, Profile, UnitGraph, ValueRecord
+from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
+from recollect.profile.profile import Profile
 from recollect.simulation.simulate import CallDecision, simulate
 from synthetic_step import random_step
 

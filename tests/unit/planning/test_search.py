@@ -12,7 +12,7 @@ from recollect.planning.classic import classic_plan
 from recollect.planning.exhaustive import all_levels, every_plan, every_subset
 from recollect.planning.search import ChainSearch
 from recollect.planning.segments import dropped_outputs, first_outputs, folded_outputs, longest_chain, most_folded
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import CallDecision, simulate
 from synthetic_step import random_step

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from recollect.errors import ProfileFormatError
-from recollect.profile.events import ALLOC, DIES, FREE, OP, PHASE, RELEASE, RETURN, SAVE, USE, WORK
-from recollect.profile.graph import OpRecord, Profile, StepLog, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.events import ALLOC, DIES, FREE, OP, PHASE, RELEASE, RETURN, SAVE, USE, WORK, StepLog
+from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.profile import Profile
 from toy_profile import layer, stack
 
 LEAF = ValueRecord("x", 8, producer=None)

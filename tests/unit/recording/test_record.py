@@ -21,7 +21,8 @@ from gradients import same_bits, step_of
 from quick_meter import few_objects  # noqa: F401
 from recollect.errors import AlreadyAppliedError, RecordError, UnknownNameError, UnsupportedModelError
 from recollect.profile import events
-from recollect.profile.graph import Profile, UnitGraph, ValueRecord
+from recollect.profile.graph import UnitGraph, ValueRecord
+from recollect.profile.profile import Profile
 from small_llama import batch_of, graph_at, llama
 from zoo import ZOO
 
@@ -202,7 +203,7 @@ def test_shared_layer_is_one_unit_with_several_calls() -> None:
 def test_phases_come_in_order() -> None:
     model = llama()
     profile = recollect.record(model, batch_of(), optimizer=torch.optim.AdamW(model.parameters()))
-    log = [event for block, _ in profile.log.sequence for event in profile.log.blocks[block]]
+    log = list(profile.log.events())
     phases = [event[1] for event in log if event[0] == events.PHASE]
     assert phases == [events.FORWARD, events.BACKWARD, events.OPTIMIZER]
     saves = [event[3] for event in log if event[0] == events.SAVE]

@@ -17,7 +17,7 @@ from recollect.errors import HardwareError, QuantityError, RecordError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate
 from small_llama import SMALL, batch_of, graph_at, llama

@@ -12,7 +12,7 @@ from torch import nn
 import recollect
 from recollect.planning.hull import unit_hull
 from recollect.planning.menu import unit_menu
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.recording.model_step import call_model, run_forward
 from recollect.recording.step_times import StepTimes, UnitTimes, measure_step_times, with_step_times
 from recollect.simulation.decisions import decide, drop_all

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from recollect.planning.search import ChainSearch
-from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, RETURN, SAVE, USE
-from recollect.profile.graph import OpRecord, Profile, StepLog, UnitGraph, ValueRecord
+from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, RETURN, SAVE, USE, StepLog
+from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
+from recollect.profile.profile import Profile
 from recollect.simulation.call_groups import OUTSIDE, Division
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program

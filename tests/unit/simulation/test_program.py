@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, SAVE, WORK
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.simulation.program import BULK, WINDOW, Program, rounded_bytes
 from recollect.simulation.simulate import CallDecision, simulate
 from recollect.simulation.windows import windows

@@ -14,8 +14,8 @@ from torch.nn import functional
 import recollect
 from recollect.errors import BudgetTooSmallError
 from recollect.plans.plan import Plan, UnitPlan
-from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
-from recollect.profile.graph import Profile, StepLog
+from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK, StepLog
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide, recompute_all_unit
 from recollect.simulation.lifetimes import LOSS, lifetimes
 from recollect.simulation.simulate import GENERATOR, simulate

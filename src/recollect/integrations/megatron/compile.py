@@ -22,7 +22,8 @@ from recollect.integrations.megatron.rules import report_mtp_block, report_num_l
 from recollect.integrations.megatron.setting import TrainingSetting
 from recollect.planning.segments import outputs_within
 from recollect.plans.plan import Action, Plan, UnitPlan
-from recollect.profile.graph import Profile, UnitGraph
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import Simulate, decide, keep_all_unit, recompute_all_unit, simulated_plan
 from recollect.simulation.simulate import simulate as simulate_step
 
@@ -67,7 +68,8 @@ def megatron_plan(
 
     Example:
         >>> from types import SimpleNamespace
-        >>> from recollect.profile.graph import OpRecord, StepLog, UnitCall, ValueRecord
+        >>> from recollect.profile.events import StepLog
+        >>> from recollect.profile.graph import OpRecord, UnitCall, ValueRecord
         >>> values = (
         ...     ValueRecord("x", 8, producer=None),
         ...     ValueRecord("mlp.fc1.mm", 8, producer=0, saved=True),

@@ -15,7 +15,7 @@ from recollect.integrations.megatron.compile import megatron_plan
 from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.rule import did_you_mean
 from recollect.plans.plan import Plan
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import Simulate
 from recollect.simulation.simulate import simulate as simulate_step
 
@@ -166,7 +166,7 @@ def roll_plan(profile: Profile, checkpointing: RollCheckpointing, *, simulate: S
 
     Example:
         >>> from types import SimpleNamespace
-        >>> from recollect.profile.graph import StepLog
+        >>> from recollect.profile.events import StepLog
         >>> empty = Profile((), (), StepLog(), step_s=0.0)
         >>> simulate = lambda profile, decisions: SimpleNamespace(peak_bytes=0, recompute_s=0.0)
         >>> roll_plan(empty, RollCheckpointing(disable_gradient_checkpointing=True), simulate=simulate).note

@@ -15,7 +15,7 @@ from recollect.lab.train.memory import resident_bytes
 from recollect.measuring.device_memory import empty_cache
 from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
 from recollect.measuring.timing import timed
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 from recollect.recording.model_step import run_forward
 
 __all__ = ["Subject"]

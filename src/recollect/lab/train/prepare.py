@@ -19,7 +19,7 @@ from recollect.lab.train.records import Baseline
 from recollect.lab.train.session import Session
 from recollect.lab.train.step import build_model, train_step
 from recollect.planning.loss_chunks import plan_with_chunks
-from recollect.profile.graph import Profile
+from recollect.profile.profile import Profile
 
 if TYPE_CHECKING:
     from recollect.plans.plan import Plan

@@ -11,7 +11,8 @@ from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
 from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
-from recollect.profile.graph import Profile, UnitCall
+from recollect.profile.graph import UnitCall
+from recollect.profile.profile import Profile
 from toy_profile import layer, simulate, stack
 
 

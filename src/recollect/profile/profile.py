@@ -1,0 +1,213 @@
+"""The whole record of one training step: `Profile`, with its files.
+
+A profile is recorded once (`recollect.record`) and read by every planner. It needs no torch, so it can be saved where the
+accelerator is and planned anywhere else.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from recollect.errors import ProfileFormatError
+from recollect.fields import Field, read_document
+from recollect.profile.check_log import check_log
+from recollect.profile.codec import (
+    construct,
+    decode_call,
+    decode_graph,
+    decode_log,
+    encode_call,
+    encode_graph,
+    encode_log,
+)
+from recollect.profile.events import StepLog
+from recollect.profile.graph import UnitCall, UnitGraph
+
+__all__ = ["Profile"]
+
+_FORMAT = "recollect.profile"
+_VERSION = 1
+_TEXTS = ("device", "device_name", "torch_version", "model_class", "batch")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The record of one training step.
+
+    Attributes:
+        graphs: distinct unit graphs.
+        calls: the runs of the units, in forward order.
+        log: the step's memory events.
+        step_s: predicted seconds of forward and backward without recompute.
+        persistent: bytes alive through the whole step, by kind ("parameters", "gradients", "buffers", "batch",
+            "optimizer_state", "other_allocations").
+        device: "cpu", "cuda:0", ...
+        device_name: model of the device that the times are for.
+        fake: recorded on fake tensors, so times come from a cost model.
+        calibration_bytes: measured minus simulated peak of the recorded step; 0 for a fake profile.
+        torch_version, model_class, batch: what was recorded, in words.
+        loss_chunks: parts in which LM head and loss were computed; see `Plan.loss_chunks`.
+        device_memory_bytes: size of the device's memory; 0 if unknown.
+
+    Raises:
+        ValueError: a call or an event that refers to something missing, or a negative or non-finite number.
+    """
+
+    graphs: tuple[UnitGraph, ...]
+    calls: tuple[UnitCall, ...]
+    log: StepLog
+    step_s: float
+    persistent: Mapping[str, int] = field(default_factory=dict)
+    device: str = "cpu"
+    device_name: str = ""
+    fake: bool = False
+    calibration_bytes: int = 0
+    torch_version: str = ""
+    model_class: str = ""
+    batch: str = ""
+    loss_chunks: int = 1
+    device_memory_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "persistent", MappingProxyType(dict(self.persistent)))
+        if not (math.isfinite(self.step_s) and self.step_s >= 0):
+            raise ValueError(f"step_s: got {self.step_s}, expected a finite number of seconds, 0 or more")
+        if self.loss_chunks < 1:
+            raise ValueError(f"loss_chunks: got {self.loss_chunks}, expected 1 or more")
+        if self.device_memory_bytes < 0:
+            raise ValueError(f"device_memory_bytes: got {self.device_memory_bytes} bytes, expected 0 or more")
+        for kind, nbytes in self.persistent.items():
+            if nbytes < 0:
+                raise ValueError(f"persistent[{kind!r}]: got {nbytes} bytes, expected 0 or more")
+        for index, call in enumerate(self.calls):
+            if not 0 <= call.graph < len(self.graphs):
+                what = f"call {index} ({call.path!r})"
+                raise ValueError(f"{what}: graph {call.graph}, expected 0 to {len(self.graphs) - 1}")
+            for origin in call.origins:
+                self._check_origin(f"call {index} ({call.path!r}): origin {origin}", call, origin)
+            for value, storage in call.outside:
+                if not 0 <= value < len(self.graphs[call.graph].values):
+                    what = f"call {index} ({call.path!r}): outside ({value}, {storage})"
+                    raise ValueError(f"{what} is of a value that is not there")
+        for position, (_, call_index) in enumerate(self.log.sequence):
+            if call_index >= len(self.calls):
+                raise ValueError(f"log entry {position}: call {call_index}, expected -1 to {len(self.calls) - 1}")
+
+    def _check_origin(self, where: str, call: UnitCall, origin: tuple[int, int, int]) -> None:
+        here, other, there = origin
+        if not 0 <= other < len(self.calls):
+            raise ValueError(f"{where} is of call {other}, expected 0 to {len(self.calls) - 1}")
+        source = self.graphs[self.calls[other].graph]
+        if not (0 <= here < len(self.graphs[call.graph].values) and 0 <= there < len(source.values)):
+            raise ValueError(f"{where} is of a value that is not there")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A mappingproxy cannot be pickled or deep-copied.
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Profile, tuple({**values, "persistent": dict(self.persistent)}.values())
+
+    def __hash__(self) -> int:
+        return hash((self.graphs, self.calls, self.step_s, self.model_class, self.batch))
+
+    def __repr__(self) -> str:
+        source = "fake" if self.fake else self.device
+        return (
+            f"Profile({self.model_class or 'model'} on {source}, batch {self.batch or 'unknown'}, "
+            f"{len(self.calls)} unit calls, {len(self.graphs)} distinct)"
+        )
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Bytes alive through the whole step."""
+        return sum(self.persistent.values())
+
+    def graph_of(self, call: UnitCall) -> UnitGraph:
+        """Return the graph of one of `calls`."""
+        return self.graphs[call.graph]
+
+    def to_json(self) -> str:
+        """Return the profile as JSON text; `from_json` reads it back as an equal profile."""
+        document = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            **{name: getattr(self, name) for name in _TEXTS},
+            "fake": self.fake,
+            "step_s": self.step_s,
+            "persistent": dict(self.persistent),
+            "calibration_bytes": self.calibration_bytes,
+            "loss_chunks": self.loss_chunks,
+            "device_memory_bytes": self.device_memory_bytes,
+            "calls": [encode_call(call) for call in self.calls],
+            "graphs": [encode_graph(graph) for graph in self.graphs],
+            "log": encode_log(self.log),
+        }
+        return json.dumps(document, separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Read a profile from JSON text.
+
+        Raises:
+            ProfileFormatError: the text is not JSON, not a profile, of a later version, or holds impossible numbers;
+                says where.
+        """
+        root = read_document(text, format=_FORMAT, version=_VERSION, error=ProfileFormatError)
+        persistent = root.get("persistent")
+        profile = construct(
+            Profile,
+            root,
+            graphs=tuple(decode_graph(graph) for graph in root.get("graphs").array()),
+            calls=tuple(decode_call(call) for call in root.get("calls").array()),
+            log=decode_log(root.get("log")),
+            step_s=root.get("step_s").number(),
+            persistent={kind: persistent.get(kind).integer(least=0) for kind in persistent.keys()},
+            **_decode_optional(root),
+        )
+        graphs = [profile.graph_of(call) for call in profile.calls]
+        construct(check_log, root, log=profile.log, graphs=graphs)
+        return profile
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON, compressed if the name ends in ".gz"."""
+        data = self.to_json().encode()
+        # The fixed time stamp makes equal profiles equal files.
+        Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile that `save` wrote.
+
+        Raises:
+            ProfileFormatError: the file holds no profile; names the file.
+            OSError: the file cannot be read.
+        """
+        data = Path(path).read_bytes()
+        try:
+            text = (gzip.decompress(data) if str(path).endswith(".gz") else data).decode()
+        except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
+            raise ProfileFormatError(f"{path}: not a profile: {error}. Record it again.") from None
+        try:
+            return cls.from_json(text)
+        except ProfileFormatError as error:
+            raise ProfileFormatError(f"{path}: {error}") from None
+
+
+def _decode_optional(root: Field) -> dict[str, Any]:
+    """Return the fields that a document may leave out, as far as it has them."""
+    readers: dict[str, Callable[[Field], Any]] = {
+        **dict.fromkeys(_TEXTS, Field.text),
+        "fake": Field.flag,
+        "calibration_bytes": Field.integer,
+        "loss_chunks": partial(Field.integer, least=1),
+        "device_memory_bytes": partial(Field.integer, least=0),
+    }
+    return {name: read(found) for name, read in readers.items() if (found := root.find(name)) is not None}
