@@ -6,8 +6,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 import recollect
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -57,17 +55,21 @@ def missing_parts(function: Function) -> list[str]:
     return [title for title in titles if not section(docstring, title)]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_documented_arguments_are_the_arguments(path: Path) -> None:
-    assert stale_docstrings(path.read_text(encoding="utf-8")) == []
+def test_documented_arguments_are_the_arguments() -> None:
+    found = {str(path.relative_to(SOURCE)): stale_docstrings(path.read_text(encoding="utf-8")) for path in FILES}
+    assert {name: functions for name, functions in found.items() if functions} == {}
 
 
-@pytest.mark.parametrize("name", [name for name in recollect.__all__ if name.islower()])
-def test_public_functions_are_documented_in_full(name: str) -> None:
+def test_public_functions_are_documented_in_full() -> None:
+    found = {name: missing_parts(public_function(name)) for name in recollect.__all__ if name.islower()}
+    assert {name: parts for name, parts in found.items() if parts} == {}
+
+
+def public_function(name: str) -> ast.FunctionDef:
     path = SOURCE.joinpath(*recollect._HOME_OF_NAME[name].split(".")).with_suffix(".py")
     tree = ast.parse(path.read_text(encoding="utf-8"))
     (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    assert missing_parts(function) == []
+    return function
 
 
 def test_the_checks_can_fail() -> None:
