@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from recollect.planning.choose import plan
     from recollect.planning.classic import classic_plan
     from recollect.planning.frontier import Frontier, frontier
-    from recollect.plans.plan import Plan, UnitPlan
+    from recollect.plans.plan import Plan
+    from recollect.plans.unit_plan import UnitPlan
     from recollect.profile.profile import Profile
     from recollect.recording.record import record
     from recollect.simulation.layer_usage import LayerUsage, layer_usage
@@ -68,7 +69,7 @@ _HOME_OF_NAME = {
     "RecomputeConfig": "recollect.integrations.megatron.config",
     "Report": "recollect.verification.verify",
     "Timeline": "recollect.simulation.timeline",
-    "UnitPlan": "recollect.plans.plan",
+    "UnitPlan": "recollect.plans.unit_plan",
     "applied_to": "recollect.applying",
     "apply": "recollect.applying",
     "chunked_cross_entropy": "recollect.loss.chunked",

@@ -23,6 +23,7 @@ from recollect.engine.region import run_region
 from recollect.engine.tape import Tape
 from recollect.errors import AlreadyAppliedError, UnknownNameError
 from recollect.loss.intercept import loss_forwards
+from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
     """
     warn_if_recorded_elsewhere(model, plan)
     # A unit that keeps everything still has to be on the tape where what it gets may have been dropped by another one.
-    drops_outputs = any(unit.output == "recompute" for unit in plan.units.values())
+    drops_outputs = any(unit.output == Action.RECOMPUTE for unit in plan.units.values())
     active = {path: unit for path, unit in plan.units.items() if unit.recomputes_anything or drops_outputs}
     modules = {path: _find_unit(model, path) for path in plan.units}
     for path, unit in plan.units.items():

@@ -20,7 +20,8 @@ from recollect.errors import RecordError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.router import Routing, TopKRouter
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.plans.plan import Plan, UnitPlan
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.recording.find_units import find_units
 from recollect.simulation.decisions import decide

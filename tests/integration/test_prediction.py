@@ -33,7 +33,8 @@ from predictions import (
 )
 from quick_meter import few_objects  # noqa: F401
 from recollect.measuring.meter import measure_peak, storage_bytes
-from recollect.plans.plan import Plan, UnitPlan
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import recollect
 from blocks import Stack
 from gradients import call, clear, loss_of
-from recollect.plans.plan import Plan, UnitPlan
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from watch import Watch
 
 ROWS = torch.linspace(-1, 1, 12 * 16).reshape(12, 16)

@@ -25,7 +25,8 @@ from recollect.errors import (
     PlanMismatchWarning,
     UnknownNameError,
 )
-from recollect.plans.plan import Plan, UnitPlan
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import module_of
 from watch import Watch
 from zoo import ZOO

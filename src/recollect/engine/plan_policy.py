@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from recollect.errors import PlanMismatchWarning
+from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class PlanPolicy:
             (path, module_of(name))
             for path, unit in plan.units.items()
             for name, action in unit.actions.items()
-            if action == "recompute"
+            if action == Action.RECOMPUTE
         }
         for path, unit in plan.units.items():
             for name, action in unit.actions.items():
@@ -40,10 +41,10 @@ class PlanPolicy:
             return False
         action = unit.actions.get(value_name)
         if action is not None:
-            return action == "recompute"
+            return action == Action.RECOMPUTE
         alike = self._by_stem.get((unit_path, _without_count(value_name)))
         if alike is not None and len(alike) == 1:
-            return "recompute" in alike
+            return Action.RECOMPUTE in alike
         self._warn(unit_path, value_name)
         return False
 
@@ -54,7 +55,7 @@ class PlanPolicy:
     def drops_output(self, unit_path: str) -> bool:
         """Whether the plan drops what this unit returns."""
         unit = self._plan.units.get(unit_path)
-        return unit is not None and unit.output == "recompute"
+        return unit is not None and unit.output == Action.RECOMPUTE
 
     def _warn(self, unit_path: str, value_name: str) -> None:
         if self._has_warned:

@@ -46,6 +46,7 @@ from scipy.sparse import coo_array, csr_array
 from recollect.planning.hull import Option, unit_hull
 from recollect.planning.moments import Demand, moments
 from recollect.planning.pivots import pivots
+from recollect.plans.action import Action
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.program import rounded_bytes
@@ -265,7 +266,7 @@ def demand_hull(profile: Profile, demand: Demand, forced: frozenset[int] = froze
 
     `forced` values are in memory, and count.
     """
-    return unit_hull(_optimistic(profile, demand, forced), output="recompute")
+    return unit_hull(_optimistic(profile, demand, forced), output=Action.RECOMPUTE)
 
 
 def _optimistic(profile: Profile, demand: Demand, forced: frozenset[int]) -> UnitGraph:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recollect.planning.ladder import Ladder, Levels
-from recollect.plans.plan import Action
+from recollect.plans.action import Action
 from recollect.simulation.peak_sums import Peaks
 from recollect.simulation.windows import Window
 
@@ -87,7 +87,9 @@ class Chain:
         self._working: WorkingSets = {} if working is None else working
         self._known_kinds = {kind for kind, _ in self._working}
         # The leanest options; outputs stay where that is a choice, since a dropped one is work for the next unit.
-        self._reference = tuple(rung.outputs.index("keep") if "keep" in rung.outputs else 0 for rung in ladder.rungs)
+        self._reference = tuple(
+            rung.outputs.index(Action.KEEP) if Action.KEEP in rung.outputs else 0 for rung in ladder.rungs
+        )
         # The probe with the least peak, which the model can fall back on.
         self._leanest: tuple[Levels, Peaks] | None = None
         self._measure()
@@ -161,7 +163,7 @@ class Chain:
         for index in self._order:
             rung = self._ladder.rungs[index]
             kinds[index] = (rung.graph, rung.outputs, reads_dropped, index if len(rung.calls) > 1 else -1)
-            reads_dropped = rung.output == "recompute"
+            reads_dropped = rung.output == Action.RECOMPUTE
         return kinds
 
     def _working_of(self, rung: int, number: int) -> dict[int, int]:

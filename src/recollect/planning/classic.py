@@ -21,6 +21,7 @@ import math
 from typing import Literal
 
 from recollect.planning.segments import dropped_outputs, longest_chain
+from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import Simulate, decide, keep_all_unit, recompute_all_unit, simulated_plan
@@ -72,7 +73,7 @@ def classic_plan(
         if not call.repeated or call.path in units:
             continue
         graph = profile.graph_of(call)
-        output: Literal["keep", "recompute"] = "recompute" if call.path in dropped else "keep"
+        output: Action = Action.RECOMPUTE if call.path in dropped else Action.KEEP
         units[call.path] = keep_all_unit(graph) if stride == 0 else recompute_all_unit(graph, output=output)
     plan = Plan(units, note=note)
     return simulated_plan(profile, plan, simulate(profile, decide(profile, plan)))

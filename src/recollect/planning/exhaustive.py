@@ -9,7 +9,7 @@ from itertools import combinations, product
 from recollect.planning.hull import Option, evaluate
 from recollect.planning.ladder import Ladder, Levels
 from recollect.planning.segments import chains, single_outputs
-from recollect.plans.plan import Action
+from recollect.plans.action import Action
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 
@@ -32,7 +32,7 @@ def all_levels(ladder: Ladder) -> list[Levels]:
     return list(product(*(range(len(rung.options)) for rung in ladder.rungs)))
 
 
-def every_subset(graph: UnitGraph, *, output: Action = "keep") -> tuple[Option, ...]:
+def every_subset(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
     """Return an option for each subset of a unit's values, whether they seem to be of use to this unit or not.
 
     What is of no use to the unit itself can be what the next unit is computed from, where the output is dropped.
@@ -43,7 +43,7 @@ def every_subset(graph: UnitGraph, *, output: Action = "keep") -> tuple[Option, 
     options = []
     for size in range(len(droppable) + 1):
         for kept in map(set, combinations(droppable, size)):
-            if (output == "keep") == (outputs <= kept):
+            if (output == Action.KEEP) == (outputs <= kept):
                 keep = frozenset(kept | fixed)
                 again = evaluate(graph, keep, output=output)
                 options.append(replace(again, keep=keep))

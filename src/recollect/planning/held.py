@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import combinations
 
 from recollect.planning.hull import Evaluator, Option
-from recollect.plans.plan import Action
+from recollect.plans.action import Action
 from recollect.profile.events import ALLOC, BACKWARD, DIES, OP, PHASE, WORK
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
@@ -44,7 +44,7 @@ def held_values(profile: Profile) -> tuple[frozenset[int], ...]:
 
 
 def with_held(
-    graph: UnitGraph, options: Iterable[Option], held: frozenset[int], *, output: Action = "keep"
+    graph: UnitGraph, options: Iterable[Option], held: frozenset[int], *, output: Action = Action.KEEP
 ) -> tuple[Option, ...]:
     """Return the options, and those that differ in which of the held values they keep, as far as others do not beat them.
 

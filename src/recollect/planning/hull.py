@@ -28,12 +28,12 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import UnitGraph
 
@@ -62,7 +62,7 @@ class Option:
     recompute_s: float
 
 
-def unit_hull(graph: UnitGraph, *, output: Literal["keep", "recompute"] = "keep") -> tuple[Option, ...]:
+def unit_hull(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
     """Return the lower convex hull of (kept bytes, recompute seconds) over all choices for one unit.
 
     Args:
@@ -85,7 +85,7 @@ def unit_hull(graph: UnitGraph, *, output: Literal["keep", "recompute"] = "keep"
         >>> [(option.kept_bytes, option.recompute_s) for option in unit_hull(graph)]
         [(64, 0.5), (320, 0.0)]
     """
-    network = _Network(graph, keeps_output=output == "keep")
+    network = _Network(graph, keeps_output=output == Action.KEEP)
     fattest = evaluate(graph, _saved(graph), output=output)
     leanest = network.cut(byte_price=1.0, second_price=0.0)
     found = {_point(fattest): fattest, _point(leanest): leanest}
@@ -105,7 +105,7 @@ def unit_hull(graph: UnitGraph, *, output: Literal["keep", "recompute"] = "keep"
     return _descending(found.values(), fattest)
 
 
-def evaluate(graph: UnitGraph, keep: Iterable[int], *, output: Literal["keep", "recompute"] = "keep") -> Option:
+def evaluate(graph: UnitGraph, keep: Iterable[int], *, output: Action = Action.KEEP) -> Option:
     """Return what keeping `keep` means: which ops run again, and which kept values are of use at all.
 
     Values outside `keep` that are needed but cannot be computed again are kept too, as the engine does.
@@ -123,12 +123,14 @@ class Evaluator:
         0.5
     """
 
-    def __init__(self, graph: UnitGraph, *, output: Literal["keep", "recompute"]) -> None:
+    def __init__(self, graph: UnitGraph, *, output: Action) -> None:
         values = graph.values
         self._graph = graph
         self._saved = _saved(graph)
         self._fixed_ops = _fixed_ops(graph)
-        self._outputs = {i for i, v in enumerate(values) if output == "keep" and v.is_output and v.producer is not None}
+        self._outputs = {
+            i for i, v in enumerate(values) if output == Action.KEEP and v.is_output and v.producer is not None
+        }
         self._free = {i for i in self._outputs if values[i].saved or not values[i].mutated_later}
         self._modules = [module_of(op.name) for op in graph.ops]
         self._module_tape_s = dict(graph.module_tape_s)
@@ -212,7 +214,7 @@ class _Network:
 
     def __init__(self, graph: UnitGraph, *, keeps_output: bool) -> None:
         self._graph = graph
-        self._evaluator = Evaluator(graph, output="keep" if keeps_output else "recompute")
+        self._evaluator = Evaluator(graph, output=Action.KEEP if keeps_output else Action.RECOMPUTE)
         self._num_values = len(graph.values)
         self._source = self._num_values + len(graph.ops)
         self._sink = self._source + 1

@@ -14,7 +14,9 @@ from typing import Protocol
 
 from recollect.planning.hull import Option, unit_hull
 from recollect.planning.unit_plans import unit_plan
-from recollect.plans.plan import Action, Plan, UnitPlan
+from recollect.plans.action import Action
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide_call, keep_all_unit
@@ -32,7 +34,7 @@ Levels = tuple[int, ...]
 class OptionsOf(Protocol):
     """`unit_hull` and `unit_menu`."""
 
-    def __call__(self, graph: UnitGraph, *, output: Action = "keep") -> tuple[Option, ...]:
+    def __call__(self, graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
         """Return options for one unit."""
 
 
@@ -152,7 +154,7 @@ class Ladder:
         return (
             self._is_repeated[rung.path]
             or self._unit_plan(index, levels[index]).recomputes_anything
-            or any(self.rungs[source].outputs[levels[source]] == "recompute" for source in self._sources[index])
+            or any(self.rungs[source].outputs[levels[source]] == Action.RECOMPUTE for source in self._sources[index])
         )
 
     def _rung_decisions(self, index: int, level: int, *, is_named: bool) -> tuple[CallDecision, ...]:
@@ -201,9 +203,9 @@ def _rungs(
     rungs = []
     for path, calls in calls_of.items():
         graph = profile.calls[calls[0]].graph
-        fates: tuple[Action, ...] = ("recompute",) if path in dropped_outputs else ("keep",)
+        fates: tuple[Action, ...] = (Action.RECOMPUTE,) if path in dropped_outputs else (Action.KEEP,)
         if path in free_outputs and path not in dropped_outputs:
-            fates = ("keep", "recompute")
+            fates = (Action.KEEP, Action.RECOMPUTE)
         if (graph, fates) not in known:
             known[graph, fates] = _choices(profile.graphs[graph], fates, options_of)
         options, outputs = zip(*known[graph, fates], strict=True)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from recollect.planning.hull import Evaluator, Option, unit_hull
-from recollect.plans.plan import Action
+from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import UnitGraph
 
@@ -24,7 +24,7 @@ __all__ = ["every_choice", "unit_menu"]
 _MOST_ENUMERATED = 12
 
 
-def unit_menu(graph: UnitGraph, *, output: Action = "keep", most_options: int = 64) -> tuple[Option, ...]:
+def unit_menu(graph: UnitGraph, *, output: Action = Action.KEEP, most_options: int = 64) -> tuple[Option, ...]:
     """Return options for one unit, those of its hull among them, from the leanest to the fattest.
 
     Args:
@@ -49,7 +49,7 @@ def unit_menu(graph: UnitGraph, *, output: Action = "keep", most_options: int = 
     return _thinned(rest, frozenset(option.keep for option in hull), most_options)
 
 
-def every_choice(graph: UnitGraph, *, output: Action = "keep") -> tuple[Option, ...]:
+def every_choice(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
     """Return all different choices for a unit of few values; for others what `unit_menu` returns.
 
     Complexity: one walk over the unit for each subset of its values.

@@ -14,7 +14,7 @@ from recollect.planning.hull import Option
 from recollect.planning.ladder import Ladder, Levels, OptionsOf
 from recollect.planning.priced_chain import PricedChain
 from recollect.planning.segments import single_outputs
-from recollect.plans.plan import Action
+from recollect.plans.action import Action
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import Peaks, PeakSums
@@ -43,7 +43,7 @@ class PricedSearch:
         self._held = held_values(profile)
         held_of = dict(zip(profile.graphs, self._held, strict=True))
 
-        def options_with_held(graph: UnitGraph, *, output: Action = "keep") -> tuple[Option, ...]:
+        def options_with_held(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
             return with_held(graph, options_of(graph, output=output), held_of[graph], output=output)
 
         self._options_of = cache(options_with_held)

@@ -21,6 +21,7 @@ from recollect.planning.menu import every_choice, unit_menu
 from recollect.planning.polish import polish
 from recollect.planning.priced_search import PricedSearch, remembered_peaks
 from recollect.planning.segments import first_outputs, folded_outputs, most_folded, single_outputs
+from recollect.plans.action import Action
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import Peaks, PeakSums, checked
@@ -108,7 +109,7 @@ class ChainSearch:
         leanest = {call.graph: 0 for call in self.profile.calls}
         for number in {call.graph for call in self.profile.calls if call.repeated}:
             graph = self.profile.graphs[number]
-            leanest[number] = _working_bytes(graph, self._options_of(graph, output="recompute")[0])
+            leanest[number] = _working_bytes(graph, self._options_of(graph, output=Action.RECOMPUTE)[0])
         return [leanest[call.graph] for call in self.profile.calls]
 
     def best(self, budget_bytes: int, enough_s: float) -> Fit | None:

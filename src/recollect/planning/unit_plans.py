@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from recollect.planning.hull import Option
-from recollect.plans.plan import Action, UnitPlan
+from recollect.plans.action import Action
+from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
 
 __all__ = ["unit_plan"]
 
 
-def unit_plan(graph: UnitGraph, option: Option, *, output: Action = "keep") -> UnitPlan:
+def unit_plan(graph: UnitGraph, option: Option, *, output: Action = Action.KEEP) -> UnitPlan:
     """Write a hull option as a unit's plan.
 
     "recompute" is what ops compute that run again, unless it is kept for somebody. What nobody needs after forward is
     named "keep", which costs no bytes and lets the tape overlook the modules that compute nothing else. Of an output that
     is dropped, somebody else may have need: the ops that it takes run again as well.
     """
-    ops = option.recompute_ops | (_ops_of_outputs(graph, option) if output == "recompute" else frozenset())
+    ops = option.recompute_ops | (_ops_of_outputs(graph, option) if output == Action.RECOMPUTE else frozenset())
     needed = {value for op in ops for value in graph.ops[op].inputs}
     actions: dict[str, Action] = {}
     for index, value in enumerate(graph.values):
         if value.producer is not None:
             is_kept = value.must_keep or (index in option.keep and (value.saved or index in needed))
-            actions[value.name] = "recompute" if value.producer in ops and not is_kept else "keep"
+            actions[value.name] = Action.RECOMPUTE if value.producer in ops and not is_kept else Action.KEEP
     return UnitPlan(actions, output=output)
 
 

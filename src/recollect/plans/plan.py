@@ -13,63 +13,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast, get_args
+from typing import Any, get_args
 
+from recollect.byte_format import format_bytes
 from recollect.errors import PlanError, PlanFormatError
 from recollect.fields import Field, read_document
+from recollect.plans.action import Action
 from recollect.plans.paths import compress_paths, expand_paths, is_plain
-from recollect.plans.text import diff_text, plan_text
+from recollect.plans.text import changed_units, unit_table
+from recollect.plans.unit_plan import Engine, UnitPlan
 
-__all__ = ["Action", "Engine", "Plan", "UnitPlan"]
-
-Action = Literal["keep", "recompute"]
-Engine = Literal["tape", "region"]
+__all__ = ["Plan"]
 
 _FORMAT = "recollect.plan"
 _VERSION = 1
 _TEXTS = ("note", "torch_version", "device_name")
-
-
-@dataclass(frozen=True)
-class UnitPlan:
-    """What one unit keeps.
-
-    Attributes:
-        actions: "keep" or "recompute" by value name, in forward order.
-        output: "recompute" if what the unit returns is dropped too, and computed again from an earlier unit's input.
-        engine: "tape" follows `actions`; "region" re-runs the whole module, for modules that the tape cannot see into.
-
-    Raises:
-        PlanError: another word than these.
-
-    Example:
-        >>> unit = UnitPlan({"norm.mul": "recompute", "up.mm": "keep"})
-        >>> unit.recomputes_anything
-        True
-    """
-
-    actions: Mapping[str, Action]
-    output: Action = "keep"
-    engine: Engine = "tape"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "actions", MappingProxyType(dict(self.actions)))
-        for name, action in self.actions.items():
-            _check_word(f"value {name!r}", action, get_args(Action))
-        _check_word("output", self.output, get_args(Action))
-        _check_word("engine", self.engine, get_args(Engine))
-
-    def __hash__(self) -> int:
-        return hash((frozenset(self.actions.items()), self.output, self.engine))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A mappingproxy cannot be pickled or deep-copied.
-        return UnitPlan, (dict(self.actions), self.output, self.engine)
-
-    @property
-    def recomputes_anything(self) -> bool:
-        """Whether this differs from leaving the unit alone."""
-        return self.engine == "region" or self.output == "recompute" or "recompute" in self.actions.values()
 
 
 @dataclass(frozen=True, repr=False)
@@ -134,11 +92,34 @@ class Plan:
         return Plan, (dict(self.units), *(getattr(self, field.name) for field in fields(self)[1:]))
 
     def __repr__(self) -> str:
-        return plan_text(self)
+        loss = _chunks(self.loss_chunks) if self.loss_chunks > 1 else ""
+        return "\n".join([*unit_table(self.units, loss=loss), *self._prediction()])
+
+    def _prediction(self) -> list[str]:
+        sizes, times = [], []
+        if self.predicted_peak_bytes is not None:
+            sizes.append(f"predicted peak {_bytes(self.predicted_peak_bytes)}")
+        if self.budget_bytes is not None:
+            sizes.append(f"budget {_bytes(self.budget_bytes)}")
+        if self.predicted_slowdown is not None:
+            times.append(f"predicted slowdown {_percent(self.predicted_slowdown)}")
+        if self.bound_slowdown is not None:
+            times.append(f"no plan can be below {_percent(self.bound_slowdown)}")
+        line = "; ".join(", ".join(part) for part in (sizes, times) if part)
+        return [*([line] if line else []), *([self.note] if self.note else [])]
 
     def diff(self, other: Plan) -> str:
         """Return, as text, what changes from this plan to `other`."""
-        return diff_text(self, other)
+        lines = changed_units(self.units, other.units)
+        for what, before, after in (
+            ("budget", _bytes(self.budget_bytes), _bytes(other.budget_bytes)),
+            ("predicted peak", _bytes(self.predicted_peak_bytes), _bytes(other.predicted_peak_bytes)),
+            ("predicted slowdown", _percent(self.predicted_slowdown), _percent(other.predicted_slowdown)),
+            ("loss", _chunks(self.loss_chunks), _chunks(other.loss_chunks)),
+        ):
+            if before != after:
+                lines.append(f"{what} {before} -> {after}")
+        return "\n".join(lines) or "no difference"
 
     def to_json(self) -> str:
         """Return the plan as JSON; units with one and the same choice are written once, with ranges of paths."""
@@ -199,9 +180,16 @@ class Plan:
         return replace(self, note=note)
 
 
-def _check_word(what: str, word: object, allowed: tuple[str, ...]) -> None:
-    if word not in allowed:
-        raise PlanError(f"{what}: got {word!r}, expected {' or '.join(repr(other) for other in allowed)}")
+def _chunks(number: int) -> str:
+    return "in one piece" if number == 1 else f"in {number} chunks"
+
+
+def _bytes(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else format_bytes(nbytes)
+
+
+def _percent(fraction: float | None) -> str:
+    return "unknown" if fraction is None else f"{100 * fraction:.1f} %"
 
 
 def _encode_units(units: Mapping[str, UnitPlan]) -> list[dict[str, Any]]:
@@ -225,9 +213,9 @@ def _decode_units(place: Field) -> dict[str, UnitPlan]:
         values = entry.get("values")
         output, engine = entry.find("output"), entry.find("engine")
         unit = UnitPlan(
-            {name: cast(Action, _word(values.get(name), get_args(Action))) for name in values.keys()},
-            output=cast(Action, "keep" if output is None else _word(output, get_args(Action))),
-            engine=cast(Engine, "tape" if engine is None else _word(engine, get_args(Engine))),
+            {name: _word(values.get(name), tuple(Action)) for name in values.keys()},
+            output=Action.KEEP if output is None else _word(output, tuple(Action)),
+            engine="tape" if engine is None else _word(engine, get_args(Engine)),
         )
         for where, path in _decode_paths(entry):
             if path in units:

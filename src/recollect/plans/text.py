@@ -11,15 +11,13 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from recollect.byte_format import format_bytes
+from recollect.plans.action import Action
 from recollect.plans.paths import compress_paths
+from recollect.plans.unit_plan import UnitPlan
 
-if TYPE_CHECKING:
-    from recollect.plans.plan import Plan, UnitPlan
-
-__all__ = ["diff_text", "label_paths", "plan_text", "summarise_names"]
+__all__ = ["changed_units", "label_paths", "summarise_names", "unit_table"]
 
 _COLUMNS = 100
 _WIDEST_LABEL = 32
@@ -29,60 +27,25 @@ _Mark = TypeVar("_Mark", bound=Hashable)
 _Names = tuple[str, ...]
 
 
-def plan_text(plan: Plan) -> str:
-    """Return the plan as lines: units, then the prediction."""
+def unit_table(units: Mapping[str, UnitPlan], *, loss: str = "") -> list[str]:
+    """Return what each group of units keeps, as lines, and what becomes of the loss if there is something to say."""
     paths_of: dict[tuple[str, ...], list[str]] = {}
-    for path, unit in plan.units.items():
+    for path, unit in units.items():
         paths_of.setdefault(tuple(_unit_items(unit)), []).append(path)
     rows = [(label_paths(paths), list(items)) for items, paths in paths_of.items()]
     rows.append(("all others" if rows else "all units", ["keep all"]))
-    if plan.loss_chunks > 1:
-        rows.append(("loss", [_chunks(plan.loss_chunks)]))
-    return "\n".join([*_table(rows), *_prediction(plan)])
+    if loss:
+        rows.append(("loss", [loss]))
+    return _table(rows)
 
 
-def diff_text(old: Plan, new: Plan) -> str:
-    """Return what changes from one plan to the other, units that change alike together."""
+def changed_units(old: Mapping[str, UnitPlan], new: Mapping[str, UnitPlan]) -> list[str]:
+    """Return what changes for units from one plan to another, as lines; those that change alike share a row."""
     paths_of: dict[tuple[str, ...], list[str]] = {}
-    for path in dict.fromkeys([*old.units, *new.units]):
-        if items := _unit_changes(old.units.get(path), new.units.get(path)):
+    for path in dict.fromkeys([*old, *new]):
+        if items := _unit_changes(old.get(path), new.get(path)):
             paths_of.setdefault(tuple(items), []).append(path)
-    lines = _table([(label_paths(paths), list(items)) for items, paths in paths_of.items()])
-    for what, before, after in (
-        ("budget", _bytes(old.budget_bytes), _bytes(new.budget_bytes)),
-        ("predicted peak", _bytes(old.predicted_peak_bytes), _bytes(new.predicted_peak_bytes)),
-        ("predicted slowdown", _percent(old.predicted_slowdown), _percent(new.predicted_slowdown)),
-        ("loss", _chunks(old.loss_chunks), _chunks(new.loss_chunks)),
-    ):
-        if before != after:
-            lines.append(f"{what} {before} -> {after}")
-    return "\n".join(lines) or "no difference"
-
-
-def _chunks(number: int) -> str:
-    return "in one piece" if number == 1 else f"in {number} chunks"
-
-
-def _bytes(nbytes: int | None) -> str:
-    return "unknown" if nbytes is None else format_bytes(nbytes)
-
-
-def _percent(fraction: float | None) -> str:
-    return "unknown" if fraction is None else f"{100 * fraction:.1f} %"
-
-
-def _prediction(plan: Plan) -> list[str]:
-    sizes, times = [], []
-    if plan.predicted_peak_bytes is not None:
-        sizes.append(f"predicted peak {_bytes(plan.predicted_peak_bytes)}")
-    if plan.budget_bytes is not None:
-        sizes.append(f"budget {_bytes(plan.budget_bytes)}")
-    if plan.predicted_slowdown is not None:
-        times.append(f"predicted slowdown {_percent(plan.predicted_slowdown)}")
-    if plan.bound_slowdown is not None:
-        times.append(f"no plan can be below {_percent(plan.bound_slowdown)}")
-    line = "; ".join(", ".join(part) for part in (sizes, times) if part)
-    return [*([line] if line else []), *([plan.note] if plan.note else [])]
+    return _table([(label_paths(paths), list(items)) for items, paths in paths_of.items()])
 
 
 def label_paths(paths: Sequence[str]) -> str:
@@ -136,15 +99,15 @@ def _wrapped(start: str, item: str) -> list[str]:
 def _unit_items(unit: UnitPlan) -> list[str]:
     if not unit.recomputes_anything:
         return ["keep all"]
-    and_output = " and the output" if unit.output == "recompute" else ""
+    and_output = " and the output" if unit.output is Action.RECOMPUTE else ""
     if unit.engine == "region":
         return [f"re-run the module{', recompute the output' if and_output else ''}"]
     summary = summarise_names(unit.actions)
-    if set(summary) <= {"recompute"}:
+    if set(summary) <= {Action.RECOMPUTE}:
         return ["recompute all" + and_output if summary else "recompute the output"]
-    if set(summary) == {"keep"}:
+    if set(summary) == {Action.KEEP}:
         return ["keep all but the output"]
-    keep, recompute = (" ".join(summary[action]) for action in ("keep", "recompute"))
+    keep, recompute = (" ".join(summary[action]) for action in (Action.KEEP, Action.RECOMPUTE))
     # One list says it all: the shorter one.
     keep, recompute = (keep, "all else") if len(keep) <= len(recompute) else ("all else", recompute)
     return [f"keep       \t{keep}", f"recompute  \t{recompute}{and_output}"]
@@ -154,10 +117,10 @@ def _unit_changes(old: UnitPlan | None, new: UnitPlan | None) -> list[str]:
     old_actions, new_actions = (({} if unit is None else unit.actions) for unit in (old, new))
     marks = {}
     for name in dict.fromkeys([*old_actions, *new_actions]):
-        before, after = old_actions.get(name, "keep"), new_actions.get(name, "keep")
+        before, after = (actions.get(name, Action.KEEP) for actions in (old_actions, new_actions))
         marks[name] = f"{before} -> {after}" if before != after else ""
     items = [f"{mark}  \t{' '.join(names)}" for mark, names in sorted(summarise_names(marks).items()) if mark]
-    for what, default in (("output", "keep"), ("engine", "tape")):
+    for what, default in (("output", Action.KEEP), ("engine", "tape")):
         was, becomes = (getattr(unit, what, default) for unit in (old, new))
         if was != becomes:
             items.append(f"{what}: {was} -> {becomes}")

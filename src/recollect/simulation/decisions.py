@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeAlias
 
-from recollect.plans.plan import Action, Plan, UnitPlan
+from recollect.plans.action import Action
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.simulate import CallDecision
@@ -47,10 +49,10 @@ Simulate: TypeAlias = Callable[[Profile, Sequence[CallDecision]], Prediction]
 
 def keep_all_unit(graph: UnitGraph) -> UnitPlan:
     """Keep whatever backward needs."""
-    return UnitPlan({value.name: "keep" for value in graph.values if value.producer is not None})
+    return UnitPlan({value.name: Action.KEEP for value in graph.values if value.producer is not None})
 
 
-def recompute_all_unit(graph: UnitGraph, *, output: Action = "keep") -> UnitPlan:
+def recompute_all_unit(graph: UnitGraph, *, output: Action = Action.KEEP) -> UnitPlan:
     """Drop every value that can be computed again.
 
     A unit that mostly saves values without a recipe (compiled code, kernels that PyTorch does not see) is re-run as a
@@ -61,7 +63,9 @@ def recompute_all_unit(graph: UnitGraph, *, output: Action = "keep") -> UnitPlan
     if opaque_bytes > _OPAQUE_FRACTION * sum(value.nbytes for value in saved):
         return UnitPlan({}, output=output, engine="region")
     actions: dict[str, Action] = {
-        value.name: "keep" if value.must_keep else "recompute" for value in graph.values if value.producer is not None
+        value.name: Action.KEEP if value.must_keep else Action.RECOMPUTE
+        for value in graph.values
+        if value.producer is not None
     }
     return UnitPlan(actions, output=output)
 
@@ -74,9 +78,12 @@ def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallDecision:
         index
         for index, value in enumerate(graph.values)
         if value.producer is not None
-        and (unit.engine == "region" or (not value.must_keep and unit.actions.get(value.name, "keep") == "recompute"))
+        and (
+            unit.engine == "region"
+            or (not value.must_keep and unit.actions.get(value.name, Action.KEEP) == Action.RECOMPUTE)
+        )
     )
-    return CallDecision(recompute=dropped, keep_output=unit.output == "keep")
+    return CallDecision(recompute=dropped, keep_output=unit.output == Action.KEEP)
 
 
 def drop_all(graph: UnitGraph) -> CallDecision:

@@ -11,7 +11,9 @@ from torch import nn
 
 from recollect._torch_private import tree_leaves, tree_map
 from recollect.applying import apply
-from recollect.plans.plan import Plan, UnitPlan
+from recollect.plans.action import Action
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.recording.model_step import restored_buffers
 
 Difference = tuple[str, float]
@@ -71,7 +73,7 @@ class _Comparison:
 
     def _compare(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         unit = self.plan.units[path]
-        alone = Plan({"": UnitPlan(unit.actions, output="keep", engine=unit.engine)})
+        alone = Plan({"": UnitPlan(unit.actions, output=Action.KEEP, engine=unit.engine)})
         expected = _gradients(module, args, kwargs)
         with apply(module, alone):
             got = _gradients(module, args, kwargs)

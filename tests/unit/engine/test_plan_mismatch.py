@@ -18,7 +18,8 @@ from recollect.errors import (
     MutatedValueError,
     PlanMismatchWarning,
 )
-from recollect.plans.plan import Plan, UnitPlan
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from zoo import ZOO
 
 # Ops that the plan does not name

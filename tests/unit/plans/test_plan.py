@@ -13,8 +13,9 @@ import pytest
 
 from recollect.errors import PlanError, PlanFormatError
 from recollect.plans.paths import compress_paths, expand_paths
-from recollect.plans.plan import Plan, UnitPlan
+from recollect.plans.plan import Plan
 from recollect.plans.text import summarise_names
+from recollect.plans.unit_plan import UnitPlan
 
 KEPT = ("q_proj", "k_proj", "v_proj", "scaled", "o_proj", "gate_proj", "rsqrt")
 NAMES = """

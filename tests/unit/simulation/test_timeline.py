@@ -13,7 +13,8 @@ from torch.nn import functional
 
 import recollect
 from recollect.errors import BudgetTooSmallError
-from recollect.plans.plan import Plan, UnitPlan
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK, StepLog
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide, recompute_all_unit

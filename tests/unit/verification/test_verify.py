@@ -19,7 +19,8 @@ from gradients import same_bits
 from policies import Random
 from quick_meter import few_objects  # noqa: F401
 from recollect.errors import RecordError, UnknownNameError
-from recollect.plans.plan import Plan, UnitPlan
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.verification.units import compare_units, has_same_bits, largest_difference
 from recollect.verification.verify import Report

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 from recollect.integrations.megatron.modules import MODULES, ModuleName
-from recollect.plans.plan import Action
+from recollect.plans.action import Action
 
 __all__ = ["BlockFull", "Choice", "NoRecompute", "Selective", "UniformFull"]
 
@@ -71,9 +71,11 @@ class BlockFull:
         return f"full, block, {self.num_layers}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Selective:
     """Drop what certain modules compute inside; `outputs` says for each whether its output is kept or dropped as well.
+
+    It is made from actions or their words.
 
     Raises:
         ValueError: no module, an unknown one, or another word than "keep" and "recompute".
@@ -85,16 +87,17 @@ class Selective:
 
     outputs: Mapping[ModuleName, Action]
 
-    def __post_init__(self) -> None:
-        in_order = {name: self.outputs[name] for name in MODULES if name in self.outputs}
-        if unknown := set(self.outputs) - set(in_order):
+    def __init__(self, outputs: Mapping[ModuleName, Action | str]) -> None:
+        in_order = {name: outputs[name] for name in MODULES if name in outputs}
+        if unknown := set(outputs) - set(in_order):
             raise ValueError(f"Selective: got module {min(unknown)!r}, expected some of {', '.join(MODULES)}")
         if not in_order:
             raise ValueError("Selective: got no module, expected at least one; without any it is NoRecompute()")
         for name, action in in_order.items():
-            if action not in get_args(Action):
+            if action not in tuple(Action):
                 raise ValueError(f"Selective: got {action!r} for the output of {name}, expected 'keep' or 'recompute'")
-        object.__setattr__(self, "outputs", MappingProxyType(in_order))
+        actions = {name: Action(action) for name, action in in_order.items()}
+        object.__setattr__(self, "outputs", MappingProxyType(actions))
 
     def __hash__(self) -> int:
         return hash(tuple(self.outputs.items()))

@@ -21,7 +21,9 @@ from recollect.integrations.megatron.pipeline import model_chunks
 from recollect.integrations.megatron.rules import report_mtp_block, report_num_layers
 from recollect.integrations.megatron.setting import TrainingSetting
 from recollect.planning.segments import outputs_within
-from recollect.plans.plan import Action, Plan, UnitPlan
+from recollect.plans.action import Action
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import Simulate, decide, keep_all_unit, recompute_all_unit, simulated_plan
@@ -122,7 +124,7 @@ def _units(profile: Profile, choice: Choice, chunks: Chunks, heads: Sequence[str
     n = choice.num_layers
     dropped = outputs_within(profile, [chunk[i : i + n] for chunk in chunks for i in range(0, len(chunk), n)])
     return {
-        path: recompute_all_unit(graph, output="recompute" if path in dropped else "keep")
+        path: recompute_all_unit(graph, output=Action.RECOMPUTE if path in dropped else Action.KEEP)
         for path, graph in layers.items()
     }
 
@@ -177,9 +179,9 @@ def _selective_units(layers: dict[str, UnitGraph], choice: Selective) -> dict[st
 def _unit(layer: LayerOps, choice: Selective, parts: dict[ModuleName, frozenset[int]]) -> UnitPlan:
     dropped: set[int] = set()
     for name, inside in parts.items():
-        dropped |= inside if choice.outputs[name] == "recompute" else inside - layer.outputs_of(inside)
+        dropped |= inside if choice.outputs[name] == Action.RECOMPUTE else inside - layer.outputs_of(inside)
     actions: dict[str, Action] = {
-        value.name: "recompute" if index in dropped and not value.must_keep else "keep"
+        value.name: Action.RECOMPUTE if index in dropped and not value.must_keep else Action.KEEP
         for index, value in enumerate(layer.graph.values)
         if value.producer is not None
     }

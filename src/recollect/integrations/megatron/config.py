@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from recollect.integrations.megatron.choice import BlockFull, Choice, NoRecompute, Selective, UniformFull
 from recollect.integrations.megatron.modules import MEGATRON_OUTPUT, ModuleName
-from recollect.plans.plan import Action
+from recollect.plans.action import Action
 
 if TYPE_CHECKING:
     from recollect.integrations.megatron.setting import TrainingSetting
@@ -140,7 +140,7 @@ class RecomputeConfig:
     def _output_of(self, module: ModuleName) -> Action:
         if self.recompute_discard_outputs is None:
             return MEGATRON_OUTPUT[module]
-        return "recompute" if module in self.recompute_discard_outputs else "keep"
+        return Action.RECOMPUTE if module in self.recompute_discard_outputs else Action.KEEP
 
     def changed(self) -> dict[str, object]:
         """Return the settings that differ from Megatron's defaults.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, get_args
 
-from recollect.plans.plan import Action
+from recollect.plans.action import Action
 
 __all__ = ["MEGATRON_OUTPUT", "MODULES", "OFFLOAD_MODULES", "ModuleName"]
 
@@ -28,7 +28,7 @@ MODULES: Final[tuple[ModuleName, ...]] = get_args(ModuleName)
 
 _ORDINARY = frozenset({"core_attn", "mlp", "moe", "shared_experts"})
 MEGATRON_OUTPUT: Final[dict[ModuleName, Action]] = {
-    name: "keep" if name in _ORDINARY else "recompute" for name in MODULES
+    name: Action.KEEP if name in _ORDINARY else Action.RECOMPUTE for name in MODULES
 }
 """What Megatron does with what a module returns: "keep" under `CheckpointFunction`, "recompute" under
 `CheckpointWithoutOutput`, which it calls output-discarding."""

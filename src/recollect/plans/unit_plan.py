@@ -1,0 +1,72 @@
+"""What happens to each value of one unit, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from recollect.errors import PlanError
+from recollect.plans.action import Action
+
+__all__ = ["Engine", "UnitPlan"]
+
+Engine = Literal["tape", "region"]
+
+
+@dataclass(frozen=True, init=False)
+class UnitPlan:
+    """What one unit keeps.
+
+    Attributes:
+        actions: what happens to each value, by name, in forward order. Made from actions or their words.
+        output: `Action.RECOMPUTE` if what the unit returns is dropped too, and computed again from an earlier unit's input.
+        engine: "tape" follows `actions`; "region" re-runs the whole module, for modules that the tape cannot see into.
+
+    Raises:
+        PlanError: another word than these.
+
+    Example:
+        >>> unit = UnitPlan({"norm.mul": "recompute", "up.mm": "keep"})
+        >>> unit.recomputes_anything
+        True
+        >>> unit.actions["norm.mul"] is Action.RECOMPUTE
+        True
+    """
+
+    actions: Mapping[str, Action]
+    output: Action
+    engine: Engine
+
+    def __init__(
+        self, actions: Mapping[str, Action | str], output: Action | str = Action.KEEP, engine: str = "tape"
+    ) -> None:
+        # Nearly always actions already: the planner makes many of these.
+        checked = {n: a if type(a) is Action else _action(f"value {n!r}", a) for n, a in actions.items()}
+        object.__setattr__(self, "actions", MappingProxyType(checked))
+        object.__setattr__(self, "output", _action("output", output))
+        _check_word("engine", engine, get_args(Engine))
+        object.__setattr__(self, "engine", engine)
+
+    def __hash__(self) -> int:
+        return hash((frozenset(self.actions.items()), self.output, self.engine))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A mappingproxy cannot be pickled or deep-copied.
+        return UnitPlan, (dict(self.actions), self.output, self.engine)
+
+    @property
+    def recomputes_anything(self) -> bool:
+        """Whether this differs from leaving the unit alone."""
+        return self.engine == "region" or {self.output, *self.actions.values()} != {Action.KEEP}
+
+
+def _action(what: str, word: str) -> Action:
+    _check_word(what, word, tuple(Action))
+    return Action(word)
+
+
+def _check_word(what: str, word: str, allowed: Iterable[str]) -> None:
+    if word not in allowed:
+        raise PlanError(f"{what}: got {word!r}, expected {' or '.join(repr(str(other)) for other in allowed)}")
