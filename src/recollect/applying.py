@@ -9,63 +9,26 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
-from recollect._torch_private import is_checkpoint_wrapper, is_compiled_module
+from recollect._torch_private import is_checkpoint_wrapper
 from recollect.engine.placed_forward import Applied, PlacedForward
-from recollect.engine.plan_policy import PlanPolicy
 from recollect.engine.policy import Policy
 from recollect.engine.recorded_on import warn_if_recorded_elsewhere
-from recollect.engine.region import run_region
+from recollect.engine.registry import ENGINES
 from recollect.engine.tape import Tape
+from recollect.engine.tape_engine import tape_forwards
+from recollect.engine.unit_modules import unit_module
 from recollect.errors import AlreadyAppliedError, UnknownNameError
 from recollect.loss.intercept import loss_forwards
-from recollect.plans.action import Action
+from recollect.plans.engines import EngineChoice
 from recollect.plans.value_names import module_of
 
 if TYPE_CHECKING:
     from recollect.plans.plan import Plan
-
-
-class _ScopeForward(PlacedForward):
-    """Tells the tape which module inside a unit is running, so that values have the names that the plan knows."""
-
-    def __init__(self, module: nn.Module, tape: Tape, scope: str) -> None:
-        super().__init__(module)
-        self.tape = tape
-        self.scope = scope
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mode = self.tape.mode
-        if mode is None:
-            return self.forward(*args, **kwargs)
-        return mode.run_module(self.scope, self.forward, args, kwargs)
-
-
-class _UnitForward(PlacedForward):
-    """Runs a unit on the tape."""
-
-    def __init__(self, module: nn.Module, tape: Tape, path: str) -> None:
-        super().__init__(module)
-        self.tape = tape
-        self.path = path
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_on or not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
-        return self.tape.run(self.path, self.forward, args, kwargs)
-
-
-class _RegionForward(PlacedForward):
-    """Runs a unit as one region that is re-run as a whole in backward."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_on or not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
-        return run_region(self.forward, args, kwargs)
+    from recollect.plans.unit_plan import UnitPlan
 
 
 def apply(model: nn.Module, plan: Plan) -> Applied:
@@ -97,17 +60,13 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
         >>> applied.remove()
     """
     warn_if_recorded_elsewhere(model, plan)
-    # A unit that keeps everything still has to be on the tape where what it gets may have been dropped by another one.
-    drops_outputs = any(unit.output == Action.RECOMPUTE for unit in plan.units.values())
-    active = {path: unit for path, unit in plan.units.items() if unit.recomputes_anything or drops_outputs}
-    modules = {path: _find_unit(model, path) for path in plan.units}
+    modules = {path: unit_module(model, path) for path in plan.units}
     for path, unit in plan.units.items():
         _check_value_names(modules[path], path, unit.actions)
-    tape_paths = [path for path, unit in active.items() if unit.engine == "tape"]
-    region_paths = [path for path, unit in active.items() if unit.engine == "region"]
-    _check_not_applied(model, [modules[path] for path in active])
-    forwards = _tape_forwards(model, tape_paths, Tape(PlanPolicy(plan)))
-    forwards += [_RegionForward(modules[path]) for path in region_paths]
+    forwards = [
+        forward for engine, units in _by_engine(plan.units).items() for forward in ENGINES[engine]().apply(model, units)
+    ]
+    _check_not_applied(model, forwards)
     return Applied(model, [*forwards, *loss_forwards(model, plan.loss_chunks)], plan)
 
 
@@ -134,40 +93,17 @@ def applied_to(model: nn.Module) -> list[Applied]:
 
 def apply_policy(model: nn.Module, unit_paths: Iterable[str], policy: Policy | Tape) -> Applied:
     """Put units on the tape under any policy; `apply` is this with a plan as the policy."""
-    paths = list(unit_paths)
-    _check_not_applied(model, [_find_unit(model, path) for path in paths])
     tape = policy if isinstance(policy, Tape) else Tape(policy)
-    return Applied(model, _tape_forwards(model, paths, tape), None)
+    forwards = tape_forwards(model, unit_paths, tape)
+    _check_not_applied(model, forwards)
+    return Applied(model, forwards, None)
 
 
-def _tape_forwards(model: nn.Module, unit_paths: list[str], tape: Tape) -> list[PlacedForward]:
-    units = {id(_find_unit(model, path)) for path in unit_paths}
-    forwards: list[PlacedForward] = []
-    for path in unit_paths:
-        unit = _find_unit(model, path)
-        forwards.append(_UnitForward(unit, tape, path))
-        forwards += [
-            _ScopeForward(module, tape, name) for name, module in _plain_submodules(unit) if id(module) not in units
-        ]
-    return forwards
-
-
-def _plain_submodules(unit: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
-    """Modules below a unit whose `forward` may be wrapped: not scripted, not compiled, nor what lies inside of those."""
-    found: list[tuple[str, nn.Module]] = []
-    for name, child in unit.named_children():
-        if isinstance(child, torch.jit.ScriptModule) or is_compiled_module(child):
-            continue
-        path = f"{prefix}.{name}" if prefix else name
-        found += [(path, child), *_plain_submodules(child, path)]
+def _by_engine(units: Mapping[str, UnitPlan]) -> dict[type[EngineChoice], dict[str, UnitPlan]]:
+    found: dict[type[EngineChoice], dict[str, UnitPlan]] = {}
+    for path, unit in units.items():
+        found.setdefault(type(unit.engine), {})[path] = unit
     return found
-
-
-def _find_unit(model: nn.Module, path: str) -> nn.Module:
-    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-    if path not in modules:
-        raise UnknownNameError(kind="unit", name=path, where=type(model).__name__, known=list(modules))
-    return modules[path]
 
 
 def _check_value_names(unit: nn.Module, path: str, actions: Mapping[str, str]) -> None:
@@ -180,8 +116,8 @@ def _check_value_names(unit: nn.Module, path: str, actions: Mapping[str, str]) -
             raise UnknownNameError(kind="value", name=value_name, where=f"unit {path!r}", known=known)
 
 
-def _check_not_applied(model: nn.Module, units: list[nn.Module]) -> None:
-    inside = {id(module) for unit in units for module in unit.modules()}
+def _check_not_applied(model: nn.Module, forwards: Iterable[PlacedForward]) -> None:
+    inside = {id(module) for forward in forwards for module in forward.module.modules()}
     for name, module in model.named_modules():
         if isinstance(vars(module).get("forward"), PlacedForward) and id(module) in inside:
             raise _already_applied(name, "a recollect plan", "call applied.remove() first")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from recollect.errors import PlanMismatchWarning
@@ -10,33 +11,33 @@ from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 
 if TYPE_CHECKING:
-    from recollect.plans.plan import Plan
+    from recollect.plans.unit_plan import UnitPlan
 
 
 class PlanPolicy:
-    """Looks values up in a plan; keeps what it does not know.
+    """Looks values up in the plans of units; keeps what it does not know.
 
     A loop inside a module (experts that got tokens) may run an op more or fewer times than when the plan was made: a call
     that the plan does not name follows the plan's calls of the same op in the same module, if those agree.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, units: Mapping[str, UnitPlan]) -> None:
+        self._units = units
         self._by_stem: dict[tuple[str, str], set[str]] = {}
         self._dropping = {
             (path, module_of(name))
-            for path, unit in plan.units.items()
+            for path, unit in units.items()
             for name, action in unit.actions.items()
             if action == Action.RECOMPUTE
         }
-        for path, unit in plan.units.items():
+        for path, unit in units.items():
             for name, action in unit.actions.items():
                 self._by_stem.setdefault((path, _without_count(name)), set()).add(action)
         self._has_warned = False
 
     def drops(self, unit_path: str, value_name: str) -> bool:
         """Whether the plan drops this value."""
-        unit = self._plan.units.get(unit_path)
+        unit = self._units.get(unit_path)
         if unit is None:
             return False
         action = unit.actions.get(value_name)
@@ -54,7 +55,7 @@ class PlanPolicy:
 
     def drops_output(self, unit_path: str) -> bool:
         """Whether the plan drops what this unit returns."""
-        unit = self._plan.units.get(unit_path)
+        unit = self._units.get(unit_path)
         return unit is not None and unit.output == Action.RECOMPUTE
 
     def _warn(self, unit_path: str, value_name: str) -> None:

@@ -13,15 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
 from recollect.byte_format import format_bytes
 from recollect.errors import PlanError, PlanFormatError
 from recollect.fields import Field, read_document
 from recollect.plans.action import Action
+from recollect.plans.engines import ENGINE_WORDS, Tape
 from recollect.plans.paths import compress_paths, expand_paths, is_plain
 from recollect.plans.text import changed_units, unit_table
-from recollect.plans.unit_plan import Engine, UnitPlan
+from recollect.plans.unit_plan import UnitPlan
 
 __all__ = ["Plan"]
 
@@ -202,7 +203,7 @@ def _encode_units(units: Mapping[str, UnitPlan]) -> list[dict[str, Any]]:
         # A module that is really called "0-22" must not be read back as 23 modules.
         if exact := [path for path in paths if not is_plain(path)]:
             entry["exact_paths"] = exact
-        entries.append({**entry, "engine": unit.engine, "output": unit.output, "values": dict(unit.actions)})
+        entries.append({**entry, "engine": unit.engine.word, "output": unit.output, "values": dict(unit.actions)})
     return entries
 
 
@@ -215,7 +216,7 @@ def _decode_units(place: Field) -> dict[str, UnitPlan]:
         unit = UnitPlan(
             {name: _word(values.get(name), tuple(Action)) for name in values.keys()},
             output=Action.KEEP if output is None else _word(output, tuple(Action)),
-            engine="tape" if engine is None else _word(engine, get_args(Engine)),
+            engine=Tape() if engine is None else _word(engine, ENGINE_WORDS),
         )
         for where, path in _decode_paths(entry):
             if path in units:

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
 from recollect.plans.action import Action
+from recollect.plans.engines import Region, Tape
 from recollect.plans.paths import compress_paths
 from recollect.plans.unit_plan import UnitPlan
 
@@ -100,7 +101,7 @@ def _unit_items(unit: UnitPlan) -> list[str]:
     if not unit.recomputes_anything:
         return ["keep all"]
     and_output = " and the output" if unit.output is Action.RECOMPUTE else ""
-    if unit.engine == "region":
+    if isinstance(unit.engine, Region):
         return [f"re-run the module{', recompute the output' if and_output else ''}"]
     summary = summarise_names(unit.actions)
     if set(summary) <= {Action.RECOMPUTE}:
@@ -120,7 +121,7 @@ def _unit_changes(old: UnitPlan | None, new: UnitPlan | None) -> list[str]:
         before, after = (actions.get(name, Action.KEEP) for actions in (old_actions, new_actions))
         marks[name] = f"{before} -> {after}" if before != after else ""
     items = [f"{mark}  \t{' '.join(names)}" for mark, names in sorted(summarise_names(marks).items()) if mark]
-    for what, default in (("output", Action.KEEP), ("engine", "tape")):
+    for what, default in (("output", Action.KEEP), ("engine", Tape())):
         was, becomes = (getattr(unit, what, default) for unit in (old, new))
         if was != becomes:
             items.append(f"{what}: {was} -> {becomes}")

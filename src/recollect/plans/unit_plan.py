@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any
 
 from recollect.errors import PlanError
 from recollect.plans.action import Action
+from recollect.plans.engines import EngineChoice, Tape, engine_choice
 
-__all__ = ["Engine", "UnitPlan"]
-
-Engine = Literal["tape", "region"]
+__all__ = ["UnitPlan"]
 
 
 @dataclass(frozen=True, init=False)
@@ -22,7 +21,8 @@ class UnitPlan:
     Attributes:
         actions: what happens to each value, by name, in forward order. Made from actions or their words.
         output: `Action.RECOMPUTE` if what the unit returns is dropped too, and computed again from an earlier unit's input.
-        engine: "tape" follows `actions`; "region" re-runs the whole module, for modules that the tape cannot see into.
+        engine: `Tape()` follows `actions`; `Region()` re-runs the whole module, for modules that the tape cannot see into, and
+            keeps its output. Made from an engine or its word, "tape" or "region".
 
     Raises:
         PlanError: another word than these.
@@ -37,17 +37,19 @@ class UnitPlan:
 
     actions: Mapping[str, Action]
     output: Action
-    engine: Engine
+    engine: EngineChoice
 
     def __init__(
-        self, actions: Mapping[str, Action | str], output: Action | str = Action.KEEP, engine: str = "tape"
+        self,
+        actions: Mapping[str, Action | str],
+        output: Action | str = Action.KEEP,
+        engine: EngineChoice | str = Tape(),  # noqa: B008, it is frozen
     ) -> None:
         # Nearly always actions already: the planner makes many of these.
         checked = {n: a if type(a) is Action else _action(f"value {n!r}", a) for n, a in actions.items()}
         object.__setattr__(self, "actions", MappingProxyType(checked))
         object.__setattr__(self, "output", _action("output", output))
-        _check_word("engine", engine, get_args(Engine))
-        object.__setattr__(self, "engine", engine)
+        object.__setattr__(self, "engine", engine_choice(engine))
 
     def __hash__(self) -> int:
         return hash((frozenset(self.actions.items()), self.output, self.engine))
@@ -59,7 +61,7 @@ class UnitPlan:
     @property
     def recomputes_anything(self) -> bool:
         """Whether this differs from leaving the unit alone."""
-        return self.engine == "region" or {self.output, *self.actions.values()} != {Action.KEEP}
+        return self.engine != Tape() or {self.output, *self.actions.values()} != {Action.KEEP}
 
 
 def _action(what: str, word: str) -> Action:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Protocol, TypeAlias
 
 from recollect.plans.action import Action
+from recollect.plans.engines import Region
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
@@ -61,7 +62,7 @@ def recompute_all_unit(graph: UnitGraph, *, output: Action = Action.KEEP) -> Uni
     saved = [value for value in graph.values if value.saved and value.producer is not None]
     opaque_bytes = sum(value.nbytes for value in saved if value.must_keep)
     if opaque_bytes > _OPAQUE_FRACTION * sum(value.nbytes for value in saved):
-        return UnitPlan({}, output=output, engine="region")
+        return UnitPlan({}, output=output, engine=Region())
     actions: dict[str, Action] = {
         value.name: Action.KEEP if value.must_keep else Action.RECOMPUTE
         for value in graph.values
@@ -79,7 +80,7 @@ def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallDecision:
         for index, value in enumerate(graph.values)
         if value.producer is not None
         and (
-            unit.engine == "region"
+            isinstance(unit.engine, Region)
             or (not value.must_keep and unit.actions.get(value.name, Action.KEEP) == Action.RECOMPUTE)
         )
     )

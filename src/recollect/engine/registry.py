@@ -1,0 +1,15 @@
+"""Which engine carries out which choice of a plan: the one place where a new engine is entered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from recollect.engine.engine import Engine
+from recollect.engine.region_engine import RegionEngine
+from recollect.engine.tape_engine import TapeEngine
+from recollect.plans.engines import EngineChoice, Region, Tape
+
+__all__ = ["ENGINES"]
+
+ENGINES: Final[Mapping[type[EngineChoice], type[Engine]]] = {Tape: TapeEngine, Region: RegionEngine}

@@ -1,0 +1,77 @@
+"""The tape as an engine: units run on it, and the modules inside of them tell it which one is running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from recollect.engine.placed_forward import PlacedForward
+from recollect.engine.plan_policy import PlanPolicy
+from recollect.engine.tape import Tape
+from recollect.engine.unit_modules import plain_submodules, unit_module
+from recollect.plans.action import Action
+
+if TYPE_CHECKING:
+    from recollect.plans.unit_plan import UnitPlan
+
+__all__ = ["TapeEngine", "tape_forwards"]
+
+
+class TapeEngine:
+    """Decides value by value; see `recollect.engine.tape`."""
+
+    def apply(self, model: nn.Module, units: Mapping[str, UnitPlan]) -> list[PlacedForward]:
+        """Put the units on one tape. What recomputes nothing runs as before."""
+        # A unit that keeps everything still has to be on the tape where what it gets may have been dropped by another one.
+        drops_outputs = any(unit.output is Action.RECOMPUTE for unit in units.values())
+        paths = [path for path, unit in units.items() if unit.recomputes_anything or drops_outputs]
+        return tape_forwards(model, paths, Tape(PlanPolicy(units)))
+
+
+def tape_forwards(model: nn.Module, unit_paths: Iterable[str], tape: Tape) -> list[PlacedForward]:
+    """Return what puts units on a tape.
+
+    Raises:
+        UnknownNameError: the model has no such unit.
+    """
+    units = {path: unit_module(model, path) for path in unit_paths}
+    unit_ids = {id(unit) for unit in units.values()}
+    forwards: list[PlacedForward] = []
+    for path, unit in units.items():
+        forwards.append(_UnitForward(unit, tape, path))
+        forwards += [
+            _ScopeForward(module, tape, name) for name, module in plain_submodules(unit) if id(module) not in unit_ids
+        ]
+    return forwards
+
+
+class _UnitForward(PlacedForward):
+    """Runs a unit on the tape."""
+
+    def __init__(self, module: nn.Module, tape: Tape, path: str) -> None:
+        super().__init__(module)
+        self.tape = tape
+        self.path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_on or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        return self.tape.run(self.path, self.forward, args, kwargs)
+
+
+class _ScopeForward(PlacedForward):
+    """Tells the tape which module inside a unit is running, so that values have the names that the plan knows."""
+
+    def __init__(self, module: nn.Module, tape: Tape, scope: str) -> None:
+        super().__init__(module)
+        self.tape = tape
+        self.scope = scope
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode = self.tape.mode
+        if mode is None:
+            return self.forward(*args, **kwargs)
+        return mode.run_module(self.scope, self.forward, args, kwargs)
