@@ -115,8 +115,9 @@ class StepLog:
 
     def place(self, position: int) -> tuple[int, int]:
         """Return the block of the event at a position of the step, and its position in there."""
+        index = position
         for block, _ in self.sequence:
-            if position < len(self.blocks[block]):
-                return block, position
-            position -= len(self.blocks[block])
+            if index < len(self.blocks[block]):
+                return block, index
+            index -= len(self.blocks[block])
         raise IndexError(f"position: got {position} beyond the end of the log, which has {self.num_events} events")

@@ -147,7 +147,7 @@ class StepRecorder:
         ):
             return False
         self.log(events.SUM, self._num_storages, addend.storage, total.nbytes())
-        attach_tracker(total, TrackedOther(self, self._num_storages, node))
+        attach_tracker(total, TrackedOther(self.log, self._num_storages, node))
         self._num_storages += 1
         return True
 
@@ -194,7 +194,7 @@ class StepRecorder:
         for position, storage in fresh:
             name = names[position] if len(names) > 1 else self.pending_stem
             call.values.append(RecordedValue(name, storage.nbytes(), producer=len(call.ops)))
-            attach_tracker(storage, TrackedValue(self, index, len(call.values) - 1))
+            attach_tracker(storage, TrackedValue(self.log, index, len(call.values) - 1))
         outputs = tuple(range(first, len(call.values)))
         call.ops.append(RecordedOp(self.pending_stem, inputs, outputs, run))
         self.log(events.OP, index, len(call.ops) - 1)
@@ -206,7 +206,7 @@ class StepRecorder:
         call = self.calls[self.current]
         name = f"unseen#{len(call.values)}"
         call.values.append(RecordedValue(name, storage.nbytes(), producer=len(call.ops), must_keep=True))
-        tracker = TrackedValue(self, self.current, len(call.values) - 1)
+        tracker = TrackedValue(self.log, self.current, len(call.values) - 1)
         attach_tracker(storage, tracker)
         call.ops.append(RecordedOp(name, (), (tracker.value,), run=None))
         self.log(events.OP, self.current, len(call.ops) - 1)
@@ -243,7 +243,7 @@ class StepRecorder:
             storage = storage_of(result)
             if storage is None or tracker_of(storage) is not None or any(storage is other for other in arguments):
                 continue
-            attach_tracker(storage, TrackedOther(self, self._num_storages, node))
+            attach_tracker(storage, TrackedOther(self.log, self._num_storages, node))
             self.log(events.ALLOC, self._num_storages, storage.nbytes())
             self._num_storages += 1
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import torch
 
 from recollect._torch_private import is_fake_tensor
 from recollect.profile import events
 
-if TYPE_CHECKING:
-    from recollect.recording.step_recorder import StepRecorder
-
 _TRACKER = "_recollect_tracker"
+
+Log: TypeAlias = Callable[..., None]
+"""Writes an event down: `StepRecorder.log`."""
 
 
 def storage_of(tensor: Any) -> torch.UntypedStorage | None:
@@ -63,10 +63,10 @@ class _Tracked:
     `value`: which of its unit's values the storage holds now; -1 for what no unit made.
     """
 
-    __slots__ = ("_copied_content", "_copy", "recorder", "value")
+    __slots__ = ("_copied_content", "_copy", "log", "value")
 
-    def __init__(self, recorder: StepRecorder, value: int = -1) -> None:
-        self.recorder = recorder
+    def __init__(self, log: Log, value: int = -1) -> None:
+        self.log = log
         self.value = value
         self._copy: weakref.ref[torch.UntypedStorage] | None = None
         self._copied_content = (-1, -1)
@@ -90,12 +90,12 @@ class TrackedValue(_Tracked):
 
     __slots__ = ("call",)
 
-    def __init__(self, recorder: StepRecorder, call: int, value: int) -> None:
-        super().__init__(recorder, value)
+    def __init__(self, log: Log, call: int, value: int) -> None:
+        super().__init__(log, value)
         self.call = call
 
     def __del__(self) -> None:
-        self.recorder.log(events.DIES, self.call, self.value)
+        self.log(events.DIES, self.call, self.value)
 
 
 class TrackedOther(_Tracked):
@@ -106,11 +106,11 @@ class TrackedOther(_Tracked):
 
     __slots__ = ("made", "storage", "used")
 
-    def __init__(self, recorder: StepRecorder, storage: int, made: int) -> None:
-        super().__init__(recorder)
+    def __init__(self, log: Log, storage: int, made: int) -> None:
+        super().__init__(log)
         self.storage = storage
         self.made = made
         self.used = -1
 
     def __del__(self) -> None:
-        self.recorder.log(events.FREE, self.storage)
+        self.log(events.FREE, self.storage)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from recollect.integrations.megatron.pipeline import model_chunks
     from recollect.integrations.megatron.roll import RollCheckpointing, roll_plan, roll_recompute_config
     from recollect.integrations.megatron.rules import RULES
-    from recollect.integrations.megatron.setting import TrainingSetting
+    from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = [
     "RULES",
@@ -39,7 +39,7 @@ _HOME_OF_NAME = {
     "RecomputeConfig": "config",
     "RollCheckpointing": "roll",
     "Selective": "choice",
-    "TrainingSetting": "setting",
+    "TrainingSetting": "training_setting",
     "UniformFull": "choice",
     "megatron_plan": "compile",
     "model_chunks": "pipeline",

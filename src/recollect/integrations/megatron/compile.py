@@ -19,7 +19,7 @@ from recollect.integrations.megatron.not_yet import refuse_not_yet
 from recollect.integrations.megatron.parts import LayerOps, part_of
 from recollect.integrations.megatron.pipeline import model_chunks
 from recollect.integrations.megatron.rules import report_mtp_block, report_num_layers
-from recollect.integrations.megatron.setting import TrainingSetting
+from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.planning.segments import outputs_within
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from recollect.errors import NotYetError
+from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import found
-
-if TYPE_CHECKING:
-    from recollect.integrations.megatron.config import RecomputeConfig
-    from recollect.integrations.megatron.setting import TrainingSetting
+from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["NOT_YET", "Missing", "refuse_not_yet"]
 
@@ -104,7 +102,7 @@ NOT_YET = (
 )
 
 
-def refuse_not_yet(config: RecomputeConfig, setting: TrainingSetting | None) -> None:
+def refuse_not_yet(config: RecomputeSettings, setting: TrainingSetting | None) -> None:
     """Raise NotYetError if a setting asks for what is not built."""
     for missing in NOT_YET:
         source = config if missing.is_config else setting

@@ -5,12 +5,8 @@ Megatron counts `recompute_num_layers` in each chunk, because each is a block of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from recollect.errors import ConfigError
-
-if TYPE_CHECKING:
-    from recollect.integrations.megatron.setting import TrainingSetting
+from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["chunk_sizes", "model_chunks"]
 

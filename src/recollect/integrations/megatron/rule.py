@@ -8,11 +8,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-if TYPE_CHECKING:
-    from recollect.integrations.megatron.config import RecomputeConfig
-    from recollect.integrations.megatron.setting import TrainingSetting
+from recollect.integrations.megatron.recompute_settings import RecomputeSettings
+from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["Answer", "Clash", "Rule", "did_you_mean", "found"]
 
@@ -30,8 +29,8 @@ class Clash:
     advice: str
 
 
-Alone: TypeAlias = Callable[["RecomputeConfig"], Clash | None]
-Within: TypeAlias = Callable[["RecomputeConfig", "TrainingSetting"], Clash | None]
+Alone: TypeAlias = Callable[[RecomputeSettings], Clash | None]
+Within: TypeAlias = Callable[[RecomputeSettings, TrainingSetting], Clash | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
 from recollect.errors import ConfigError, ConfigWarning
+from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule
 from recollect.integrations.megatron.rules_cuda_graph import CUDA_GRAPH_RULES
 from recollect.integrations.megatron.rules_modules import MODULE_RULES
@@ -14,10 +14,7 @@ from recollect.integrations.megatron.rules_others import OTHER_RULES, mtp_block_
 from recollect.integrations.megatron.rules_recompute import RECOMPUTE_RULES, num_layers_clash
 from recollect.integrations.megatron.rules_stash import STASH_RULES
 from recollect.integrations.megatron.rules_types import TYPE_RULES
-
-if TYPE_CHECKING:
-    from recollect.integrations.megatron.config import RecomputeConfig
-    from recollect.integrations.megatron.setting import TrainingSetting
+from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["RULES", "check_config", "check_setting", "report_mtp_block", "report_num_layers"]
 
@@ -33,27 +30,27 @@ RULES: tuple[Rule, ...] = (
 """In the order in which they are asked: those about single values first."""
 
 
-def check_config(config: RecomputeConfig) -> None:
+def check_config(config: RecomputeSettings) -> None:
     """Ask the rules that need nothing but the configuration."""
     for rule in RULES:
         if rule.alone is not None and (clash := rule.alone(config)) is not None:
             _report(rule, clash)
 
 
-def check_setting(config: RecomputeConfig, setting: TrainingSetting) -> None:
+def check_setting(config: RecomputeSettings, setting: TrainingSetting) -> None:
     """Ask the rules that compare with other settings."""
     for rule in RULES:
         if rule.within is not None and (clash := rule.within(config, setting)) is not None:
             _report(rule, clash)
 
 
-def report_num_layers(config: RecomputeConfig, sizes: list[int]) -> None:
+def report_num_layers(config: RecomputeSettings, sizes: list[int]) -> None:
     """Ask whether a model with chunks of so many layers has as many as are to be recomputed."""
     if (clash := num_layers_clash(config, sizes)) is not None:
         _report(_rule("num-layers-range"), clash)
 
 
-def report_mtp_block(config: RecomputeConfig, num_heads: int) -> None:
+def report_mtp_block(config: RecomputeSettings, num_heads: int) -> None:
     """Say that a model's layers for further tokens are not recomputed."""
     _report(_rule("mtp-block"), mtp_block_clash(config, num_heads))
 

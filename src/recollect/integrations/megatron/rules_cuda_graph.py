@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule, found
 from recollect.integrations.megatron.rules_offload import version_of
-
-if TYPE_CHECKING:
-    from recollect.integrations.megatron.config import RecomputeConfig
-    from recollect.integrations.megatron.setting import TrainingSetting
+from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["CUDA_GRAPH_RULES"]
 
@@ -18,7 +14,7 @@ _PARTIAL_MOE = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 _NO_GRAPH = "Set cuda_graph_impl to 'none'"
 
 
-def _impl(_: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _impl(_: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if setting.cuda_graph_impl in ("none", *_PER_LAYER, "full_iteration"):
         return None
     return Clash(found(setting, "cuda_graph_impl"), "no such way to capture", f"{_NO_GRAPH}, or one of {_PER_LAYER}.")
@@ -33,16 +29,16 @@ def _captures(setting: TrainingSetting, *modules: str) -> bool:
     return any(module in setting.cuda_graph_modules for module in modules)
 
 
-def _graph(config: RecomputeConfig, setting: TrainingSetting, *others: str) -> dict[str, object]:
+def _graph(config: RecomputeSettings, setting: TrainingSetting, *others: str) -> dict[str, object]:
     return {**found(config, *others), **found(setting, "cuda_graph_impl", "cuda_graph_modules")}
 
 
-def _modules(config: RecomputeConfig, setting: TrainingSetting, *others: str) -> dict[str, object]:
+def _modules(config: RecomputeSettings, setting: TrainingSetting, *others: str) -> dict[str, object]:
     values = {"recompute_modules": config.modules, **found(setting, *others)}
     return {**values, **found(setting, "cuda_graph_impl", "cuda_graph_modules")}
 
 
-def _layer_offload(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _layer_offload(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if not config.cpu_offloading or setting.cuda_graph_impl not in _PER_LAYER:
         return None
     return Clash(
@@ -52,7 +48,7 @@ def _layer_offload(config: RecomputeConfig, setting: TrainingSetting) -> Clash |
     )
 
 
-def _full(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _full(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if config.recompute_granularity != "full" or setting.cuda_graph_impl not in _PER_LAYER:
         return None
     return Clash(
@@ -62,7 +58,7 @@ def _full(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
     )
 
 
-def _moe_router(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _moe_router(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     is_captured = setting.cuda_graph_impl == "transformer_engine" and "moe_router" in setting.cuda_graph_modules
     if "moe" not in config.modules or not is_captured:
         return None
@@ -73,7 +69,7 @@ def _moe_router(config: RecomputeConfig, setting: TrainingSetting) -> Clash | No
     )
 
 
-def _attention_dropout(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _attention_dropout(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if "core_attn" not in config.modules or not setting.attention_dropout or not _captures(setting, "attn"):
         return None
     return Clash(
@@ -83,7 +79,7 @@ def _attention_dropout(config: RecomputeConfig, setting: TrainingSetting) -> Cla
     )
 
 
-def _hidden_dropout(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _hidden_dropout(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if not setting.hidden_dropout:
         return None
     for module in ("mlp", "moe"):
@@ -96,7 +92,7 @@ def _hidden_dropout(config: RecomputeConfig, setting: TrainingSetting) -> Clash 
     return None
 
 
-def _jitter(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _jitter(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if "moe" not in config.modules or setting.moe_input_jitter_eps is None or not _captures(setting, "moe"):
         return None
     return Clash(
@@ -106,7 +102,7 @@ def _jitter(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
     )
 
 
-def _gtp(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _gtp(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     is_captured = setting.cuda_graph_impl == "local" and _captures(setting, "moe", "moe_router")
     is_8_bit = setting.fp8 is not None or setting.fp4 is not None
     has_shared = setting.moe_shared_expert_intermediate_size is not None and not setting.moe_shared_expert_overlap
@@ -121,7 +117,7 @@ def _gtp(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
     )
 
 
-def _fine_grained(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _fine_grained(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     """Four limits of offloading inside of graphs, the first one that is met."""
     if not config.fine_grained_activation_offloading or setting.cuda_graph_impl == "none":
         return None
@@ -153,7 +149,7 @@ def _fine_grained(config: RecomputeConfig, setting: TrainingSetting) -> Clash | 
     return None
 
 
-def _offload_version(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _offload_version(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     version = setting.transformer_engine_version
     if not config.fine_grained_activation_offloading or setting.cuda_graph_impl != "transformer_engine":
         return None
@@ -166,7 +162,7 @@ def _offload_version(config: RecomputeConfig, setting: TrainingSetting) -> Clash
     )
 
 
-def _norm_in_graph(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _norm_in_graph(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     captured = setting.cuda_graph_modules
     if setting.cuda_graph_impl != "transformer_engine" or "moe_router" not in captured:
         return None
@@ -182,7 +178,7 @@ def _norm_in_graph(config: RecomputeConfig, setting: TrainingSetting) -> Clash |
     )
 
 
-def _offload_norm(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _offload_norm(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     """Norms whose inputs are those of a graph."""
     if not config.fine_grained_activation_offloading or setting.cuda_graph_impl != "transformer_engine":
         return None

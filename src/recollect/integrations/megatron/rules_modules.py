@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from recollect.integrations.megatron.modules import MODULES
+from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule, did_you_mean, found
-
-if TYPE_CHECKING:
-    from recollect.integrations.megatron.config import RecomputeConfig
-    from recollect.integrations.megatron.setting import TrainingSetting
+from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["MODULE_RULES"]
 
 
-def _is_a_list(config: RecomputeConfig) -> Clash | None:
+def _is_a_list(config: RecomputeSettings) -> Clash | None:
     for name in ("recompute_modules", "recompute_discard_outputs", "offload_modules"):
         value = getattr(config, name)
         if isinstance(value, str):
@@ -24,7 +20,7 @@ def _is_a_list(config: RecomputeConfig) -> Clash | None:
     return None
 
 
-def _known(config: RecomputeConfig) -> Clash | None:
+def _known(config: RecomputeSettings) -> Clash | None:
     unknown = [name for name in config.recompute_modules or () if name not in MODULES]
     if not unknown:
         return None
@@ -32,7 +28,7 @@ def _known(config: RecomputeConfig) -> Clash | None:
     return Clash(found(config, "recompute_modules"), f"nothing is called {unknown[0]!r}", advice)
 
 
-def _empty(config: RecomputeConfig) -> Clash | None:
+def _empty(config: RecomputeSettings) -> Clash | None:
     if not config.is_selective or config.modules:
         return None
     return Clash(
@@ -42,7 +38,7 @@ def _empty(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _discarded_is_recomputed(config: RecomputeConfig) -> Clash | None:
+def _discarded_is_recomputed(config: RecomputeSettings) -> Clash | None:
     modules = config.modules if config.is_selective else (config.recompute_modules or ())
     others = [name for name in config.recompute_discard_outputs or () if name not in modules]
     if not others:
@@ -54,7 +50,7 @@ def _discarded_is_recomputed(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _moe_act_needs_grouped_gemm(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _moe_act_needs_grouped_gemm(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if "moe_act" not in config.modules or setting.num_moe_experts:
         return None
     return Clash(
@@ -64,7 +60,7 @@ def _moe_act_needs_grouped_gemm(config: RecomputeConfig, setting: TrainingSettin
     )
 
 
-def _mla_up_proj_needs_mla(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _mla_up_proj_needs_mla(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if "mla_up_proj" not in config.modules or setting.multi_latent_attention:
         return None
     return Clash(
@@ -74,7 +70,7 @@ def _mla_up_proj_needs_mla(config: RecomputeConfig, setting: TrainingSetting) ->
     )
 
 
-def _gdn_needs_gdn(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _gdn_needs_gdn(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if "gdn_norm_out" not in config.modules:
         return None
     if setting.experimental_attention_variant in ("gdn", "gdn2", "gated_delta_net"):

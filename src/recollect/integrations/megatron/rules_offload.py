@@ -7,15 +7,12 @@ do, as long as there is nothing here to show that it works.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from recollect.integrations.megatron.modules import OFFLOAD_MODULES
+from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule, did_you_mean, found
 from recollect.integrations.megatron.rules_stash import offloaded_inside_moe
-
-if TYPE_CHECKING:
-    from recollect.integrations.megatron.config import RecomputeConfig
-    from recollect.integrations.megatron.setting import TrainingSetting
+from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["OFFLOAD_RULES", "version_of"]
 
@@ -26,7 +23,7 @@ def version_of(text: str | None) -> tuple[int, int]:
     return (parts[0], parts[1]) if len(parts) == 2 else (0, 0)
 
 
-def _num_layers(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _num_layers(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     num_layers, value = setting.num_layers, config.cpu_offloading_num_layers
     if not config.cpu_offloading or num_layers is None or value < num_layers:
         return None
@@ -37,7 +34,7 @@ def _num_layers(config: RecomputeConfig, setting: TrainingSetting) -> Clash | No
     )
 
 
-def _num_layers_type(config: RecomputeConfig) -> Clash | None:
+def _num_layers_type(config: RecomputeSettings) -> Clash | None:
     value = config.cpu_offloading_num_layers
     if type(value) is int and value >= 0:
         return None
@@ -46,7 +43,7 @@ def _num_layers_type(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _no_layers(config: RecomputeConfig) -> Clash | None:
+def _no_layers(config: RecomputeSettings) -> Clash | None:
     if not config.cpu_offloading or config.cpu_offloading_num_layers != 0:
         return None
     return Clash(
@@ -56,7 +53,7 @@ def _no_layers(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _layers_without_switch(config: RecomputeConfig) -> Clash | None:
+def _layers_without_switch(config: RecomputeSettings) -> Clash | None:
     if config.cpu_offloading or config.cpu_offloading_num_layers == 0:
         return None
     return Clash(
@@ -66,7 +63,7 @@ def _layers_without_switch(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _pipeline(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _pipeline(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if not config.cpu_offloading or setting.pipeline_model_parallel_size == 1:
         return None
     return Clash(
@@ -76,7 +73,7 @@ def _pipeline(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None
     )
 
 
-def _layers_and_recompute(config: RecomputeConfig) -> Clash | None:
+def _layers_and_recompute(config: RecomputeSettings) -> Clash | None:
     if not config.cpu_offloading or not (config.recompute_granularity or config.is_selective):
         return None
     return Clash(
@@ -86,7 +83,7 @@ def _layers_and_recompute(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _fine_and_layers(config: RecomputeConfig) -> Clash | None:
+def _fine_and_layers(config: RecomputeSettings) -> Clash | None:
     if not (config.fine_grained_activation_offloading and config.cpu_offloading):
         return None
     return Clash(
@@ -96,7 +93,7 @@ def _fine_and_layers(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _names_no_module(config: RecomputeConfig) -> Clash | None:
+def _names_no_module(config: RecomputeSettings) -> Clash | None:
     if not config.fine_grained_activation_offloading or config.offload_modules:
         return None
     return Clash(
@@ -106,7 +103,7 @@ def _names_no_module(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _known(config: RecomputeConfig) -> Clash | None:
+def _known(config: RecomputeSettings) -> Clash | None:
     unknown = [name for name in config.offload_modules if name not in OFFLOAD_MODULES]
     if not unknown:
         return None
@@ -114,7 +111,7 @@ def _known(config: RecomputeConfig) -> Clash | None:
     return Clash(found(config, "offload_modules"), f"nothing is called {unknown[0]!r}", advice)
 
 
-def _not_on(config: RecomputeConfig) -> Clash | None:
+def _not_on(config: RecomputeSettings) -> Clash | None:
     if config.fine_grained_activation_offloading or not config.offload_modules:
         return None
     return Clash(
@@ -124,7 +121,7 @@ def _not_on(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _attn_proj(config: RecomputeConfig) -> Clash | None:
+def _attn_proj(config: RecomputeSettings) -> Clash | None:
     modules = config.offload_modules
     if not config.fine_grained_activation_offloading or "attn_proj" not in modules or "core_attn" in modules:
         return None
@@ -135,7 +132,7 @@ def _attn_proj(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _gdp(config: RecomputeConfig) -> Clash | None:
+def _gdp(config: RecomputeSettings) -> Clash | None:
     if "gdp_qkv" not in config.offload_modules or "gdp_in_proj" not in config.modules:
         return None
     return Clash(
@@ -145,7 +142,7 @@ def _gdp(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _inside_moe(config: RecomputeConfig) -> Clash | None:
+def _inside_moe(config: RecomputeSettings) -> Clash | None:
     inside = offloaded_inside_moe(config)
     if not config.fine_grained_activation_offloading or "moe" not in config.modules or not inside:
         return None
@@ -156,7 +153,7 @@ def _inside_moe(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _numbers(config: RecomputeConfig) -> Clash | None:
+def _numbers(config: RecomputeSettings) -> Clash | None:
     for name, most in (
         ("min_offloaded_tensor_size", None),
         ("activation_offload_fraction", 1),
@@ -169,7 +166,7 @@ def _numbers(config: RecomputeConfig) -> Clash | None:
     return None
 
 
-def _fused_needs_fuser(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _fused_needs_fuser(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if not config.fine_grained_activation_offloading or "fused_group_mlp" not in config.offload_modules:
         return None
     if setting.use_transformer_engine_op_fuser:
@@ -181,7 +178,7 @@ def _fused_needs_fuser(config: RecomputeConfig, setting: TrainingSetting) -> Cla
     )
 
 
-def _fused_or_parts(config: RecomputeConfig) -> Clash | None:
+def _fused_or_parts(config: RecomputeSettings) -> Clash | None:
     parts = [name for name in ("expert_fc1", "moe_act") if name in config.offload_modules]
     if not config.fine_grained_activation_offloading or "fused_group_mlp" not in config.offload_modules or not parts:
         return None
@@ -192,7 +189,7 @@ def _fused_or_parts(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _transformer_engine(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _transformer_engine(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if not config.fine_grained_activation_offloading or setting.transformer_impl == "transformer_engine":
         return None
     return Clash(
@@ -202,7 +199,7 @@ def _transformer_engine(config: RecomputeConfig, setting: TrainingSetting) -> Cl
     )
 
 
-def _version_1(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _version_1(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     version = setting.transformer_engine_version
     if not config.fine_grained_activation_offloading or version_of(version) < (2, 10):
         return None

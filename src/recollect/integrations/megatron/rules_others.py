@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule, found
 from recollect.integrations.megatron.rules_offload import version_of
-
-if TYPE_CHECKING:
-    from recollect.integrations.megatron.config import RecomputeConfig
-    from recollect.integrations.megatron.setting import TrainingSetting
+from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["OTHER_RULES", "mtp_block_clash"]
 
 _8_BIT_SENSITIVE = ("moe_act", "layernorm")
 
 
-def _modules(config: RecomputeConfig, setting: TrainingSetting, *others: str) -> dict[str, object]:
+def _modules(config: RecomputeSettings, setting: TrainingSetting, *others: str) -> dict[str, object]:
     return {"recompute_modules": config.modules, **found(setting, *others)}
 
 
-def _is_8_bit_sensitive(config: RecomputeConfig, setting: TrainingSetting) -> bool:
+def _is_8_bit_sensitive(config: RecomputeSettings, setting: TrainingSetting) -> bool:
     return setting.fp8 is not None and any(name in config.modules for name in _8_BIT_SENSITIVE)
 
 
-def _fp8_delayed(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _fp8_delayed(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if not _is_8_bit_sensitive(config, setting) or setting.fp8_recipe != "delayed":
         return None
     return Clash(
@@ -34,7 +30,7 @@ def _fp8_delayed(config: RecomputeConfig, setting: TrainingSetting) -> Clash | N
     )
 
 
-def _fp8_version(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _fp8_version(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     version = setting.transformer_engine_version
     if not _is_8_bit_sensitive(config, setting) or version_of(version) >= (2, 6):
         return None
@@ -45,7 +41,7 @@ def _fp8_version(config: RecomputeConfig, setting: TrainingSetting) -> Clash | N
     )
 
 
-def _mhc_enabled(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _mhc_enabled(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if "mhc" not in config.modules or setting.enable_mhc_connections:
         return None
     return Clash(
@@ -55,13 +51,13 @@ def _mhc_enabled(config: RecomputeConfig, setting: TrainingSetting) -> Clash | N
     )
 
 
-def _mhc_and_mlp(config: RecomputeConfig) -> Clash | None:
+def _mhc_and_mlp(config: RecomputeSettings) -> Clash | None:
     if not {"mhc", "mlp"} <= set(config.modules):
         return None
     return Clash({"recompute_modules": config.modules}, "mhc recomputes around the mlp", "Leave out one of them.")
 
 
-def _mhc_num_layers(config: RecomputeConfig) -> Clash | None:
+def _mhc_num_layers(config: RecomputeSettings) -> Clash | None:
     value = config.mhc_recompute_layer_num
     if "mhc" not in config.modules or value is None or value >= 1:
         return None
@@ -70,7 +66,7 @@ def _mhc_num_layers(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _mhc_and_offload(config: RecomputeConfig) -> Clash | None:
+def _mhc_and_offload(config: RecomputeSettings) -> Clash | None:
     if "mhc" not in config.modules or not config.fine_grained_activation_offloading:
         return None
     return Clash(
@@ -80,7 +76,7 @@ def _mhc_and_offload(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _mhc_without_recompute(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _mhc_without_recompute(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if not setting.enable_mhc_connections or "mhc" in config.modules or config.recompute_granularity == "full":
         return None
     return Clash(
@@ -90,7 +86,7 @@ def _mhc_without_recompute(config: RecomputeConfig, setting: TrainingSetting) ->
     )
 
 
-def _mhc_and_full(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _mhc_and_full(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if not setting.enable_mhc_connections or config.recompute_granularity != "full":
         return None
     return Clash(
@@ -100,7 +96,7 @@ def _mhc_and_full(config: RecomputeConfig, setting: TrainingSetting) -> Clash | 
     )
 
 
-def _mhc_and_pipeline(_: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _mhc_and_pipeline(_: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if not setting.enable_mhc_connections or setting.pipeline_model_parallel_size == 1:
         return None
     return Clash(
@@ -110,7 +106,7 @@ def _mhc_and_pipeline(_: RecomputeConfig, setting: TrainingSetting) -> Clash | N
     )
 
 
-def _mhc_and_mtp(_: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _mhc_and_mtp(_: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if not setting.enable_mhc_connections or setting.mtp_num_layers is None:
         return None
     return Clash(
@@ -120,13 +116,13 @@ def _mhc_and_mtp(_: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
     )
 
 
-def _gdp_range(config: RecomputeConfig) -> Clash | None:
+def _gdp_range(config: RecomputeSettings) -> Clash | None:
     if 0 <= config.gdp_num_chunk_states_to_recompute <= 64:
         return None
     return Clash(found(config, "gdp_num_chunk_states_to_recompute"), "out of range", "Set it to 0 to 64.")
 
 
-def _overlap(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _overlap(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if not setting.overlap_moe_expert_parallel_comm:
         return None
     names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
@@ -141,7 +137,7 @@ def _overlap(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
     )
 
 
-def _overlap_offload(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _overlap_offload(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     is_nccl = setting.moe_token_dispatcher_type == "flex" and setting.moe_flex_dispatcher_backend == "ncclep"
     if not setting.overlap_moe_expert_parallel_comm or not is_nccl or "expert_fc1" not in config.offload_modules:
         return None
@@ -152,13 +148,13 @@ def _overlap_offload(config: RecomputeConfig, setting: TrainingSetting) -> Clash
     )
 
 
-def _mtp_block(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _mtp_block(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if not setting.mtp_num_layers or config.recompute_granularity != "full" or config.recompute_method != "block":
         return None
     return mtp_block_clash(config, setting.mtp_num_layers)
 
 
-def mtp_block_clash(config: RecomputeConfig, num_heads: int) -> Clash:
+def mtp_block_clash(config: RecomputeSettings, num_heads: int) -> Clash:
     """Return what is to be said of a model with layers for further tokens under `block`."""
     return Clash(
         {"mtp_num_layers": num_heads, **found(config, "recompute_method")},

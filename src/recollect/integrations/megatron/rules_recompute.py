@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from recollect.integrations.megatron.pipeline import chunk_sizes
+from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule, did_you_mean, found
-
-if TYPE_CHECKING:
-    from recollect.integrations.megatron.config import RecomputeConfig
-    from recollect.integrations.megatron.setting import TrainingSetting
+from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["RECOMPUTE_RULES", "num_layers_clash"]
 
 
-def _granularity(config: RecomputeConfig) -> Clash | None:
+def _granularity(config: RecomputeSettings) -> Clash | None:
     value = config.recompute_granularity
     if value in (None, "full", "selective"):
         return None
@@ -22,7 +18,7 @@ def _granularity(config: RecomputeConfig) -> Clash | None:
     return Clash(found(config, "recompute_granularity"), "no such granularity", advice)
 
 
-def _method(config: RecomputeConfig) -> Clash | None:
+def _method(config: RecomputeSettings) -> Clash | None:
     value = config.recompute_method
     if value in (None, "uniform", "block"):
         return None
@@ -30,7 +26,7 @@ def _method(config: RecomputeConfig) -> Clash | None:
     return Clash(found(config, "recompute_method"), "no such method", advice)
 
 
-def _full_needs_method(config: RecomputeConfig) -> Clash | None:
+def _full_needs_method(config: RecomputeSettings) -> Clash | None:
     if config.recompute_granularity != "full" or config.recompute_method is not None:
         return None
     return Clash(
@@ -40,7 +36,7 @@ def _full_needs_method(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _full_needs_num_layers(config: RecomputeConfig) -> Clash | None:
+def _full_needs_num_layers(config: RecomputeSettings) -> Clash | None:
     if config.recompute_granularity != "full" or config.recompute_num_layers is not None:
         return None
     return Clash(
@@ -50,7 +46,7 @@ def _full_needs_num_layers(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _selective_has_no_num_layers(config: RecomputeConfig) -> Clash | None:
+def _selective_has_no_num_layers(config: RecomputeSettings) -> Clash | None:
     if config.recompute_granularity != "selective" or config.recompute_num_layers is None:
         return None
     return Clash(
@@ -60,7 +56,7 @@ def _selective_has_no_num_layers(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _selective_has_no_method(config: RecomputeConfig) -> Clash | None:
+def _selective_has_no_method(config: RecomputeSettings) -> Clash | None:
     if config.recompute_granularity != "selective" or config.recompute_method is None:
         return None
     return Clash(
@@ -70,7 +66,7 @@ def _selective_has_no_method(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _num_layers_positive(config: RecomputeConfig) -> Clash | None:
+def _num_layers_positive(config: RecomputeSettings) -> Clash | None:
     value = config.recompute_num_layers
     if value is None or (type(value) is int and value >= 1):
         return None
@@ -81,11 +77,11 @@ def _num_layers_positive(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _num_layers_in_range(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _num_layers_in_range(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     return None if setting.num_layers is None else num_layers_clash(config, chunk_sizes(setting, setting.num_layers))
 
 
-def num_layers_clash(config: RecomputeConfig, sizes: list[int]) -> Clash | None:
+def num_layers_clash(config: RecomputeSettings, sizes: list[int]) -> Clash | None:
     """Return what is wrong if more layers are to be recomputed than the largest model chunk has."""
     value = config.recompute_num_layers
     if config.recompute_granularity != "full" or value is None or value <= max(sizes):
@@ -98,7 +94,7 @@ def num_layers_clash(config: RecomputeConfig, sizes: list[int]) -> Clash | None:
     )
 
 
-def _without_granularity(config: RecomputeConfig) -> Clash | None:
+def _without_granularity(config: RecomputeSettings) -> Clash | None:
     if config.is_selective or config.recompute_granularity is not None:
         return None
     names = ("recompute_method", "recompute_num_layers", "recompute_modules", "recompute_discard_outputs")
@@ -112,7 +108,7 @@ def _without_granularity(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _modules_with_full(config: RecomputeConfig) -> Clash | None:
+def _modules_with_full(config: RecomputeSettings) -> Clash | None:
     if config.recompute_granularity != "full" or not config.recompute_modules or config.moe_layer_recompute:
         return None
     return Clash(
@@ -122,7 +118,7 @@ def _modules_with_full(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _moe_layer_recompute(config: RecomputeConfig) -> Clash | None:
+def _moe_layer_recompute(config: RecomputeSettings) -> Clash | None:
     if not config.moe_layer_recompute or config.recompute_granularity == "full":
         return None
     names = " ".join(config.modules)
@@ -133,7 +129,7 @@ def _moe_layer_recompute(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _moe_layer_recompute_with_full(config: RecomputeConfig) -> Clash | None:
+def _moe_layer_recompute_with_full(config: RecomputeSettings) -> Clash | None:
     if not config.moe_layer_recompute or config.recompute_granularity != "full":
         return None
     return Clash(
@@ -143,7 +139,7 @@ def _moe_layer_recompute_with_full(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _distribute_with_sequence_parallel(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _distribute_with_sequence_parallel(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if not (config.distribute_saved_activations and setting.sequence_parallel):
         return None
     return Clash(
@@ -153,7 +149,7 @@ def _distribute_with_sequence_parallel(config: RecomputeConfig, setting: Trainin
     )
 
 
-def _distribute_needs_full(config: RecomputeConfig) -> Clash | None:
+def _distribute_needs_full(config: RecomputeSettings) -> Clash | None:
     if not config.distribute_saved_activations or config.recompute_granularity == "full":
         return None
     return Clash(
@@ -163,7 +159,7 @@ def _distribute_needs_full(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _distribute_needs_tensor_parallel(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _distribute_needs_tensor_parallel(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if not config.distribute_saved_activations or setting.tensor_model_parallel_size > 1:
         return None
     return Clash(

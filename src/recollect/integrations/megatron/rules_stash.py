@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule, found
-
-if TYPE_CHECKING:
-    from recollect.integrations.megatron.config import RecomputeConfig
-    from recollect.integrations.megatron.setting import TrainingSetting
+from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["STASH_RULES", "offloaded_inside_moe"]
 
 
-def offloaded_inside_moe(config: RecomputeConfig) -> tuple[str, ...]:
+def offloaded_inside_moe(config: RecomputeSettings) -> tuple[str, ...]:
     """Return what is offloaded of the experts."""
     return tuple(name for name in ("moe_act", "expert_fc1", "fused_group_mlp") if name in config.offload_modules)
 
 
-def _stash_and_layers(config: RecomputeConfig) -> Clash | None:
+def _stash_and_layers(config: RecomputeSettings) -> Clash | None:
     if not (config.moe_paged_stash and config.cpu_offloading):
         return None
     return Clash(
@@ -26,7 +22,7 @@ def _stash_and_layers(config: RecomputeConfig) -> Clash | None:
     )
 
 
-def _stash_needs_capacity(config: RecomputeConfig, setting: TrainingSetting) -> Clash | None:
+def _stash_needs_capacity(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if not config.moe_paged_stash or setting.moe_expert_rank_capacity_factor is not None:
         return None
     return Clash(
@@ -36,7 +32,7 @@ def _stash_needs_capacity(config: RecomputeConfig, setting: TrainingSetting) -> 
     )
 
 
-def _stash_or_offload(config: RecomputeConfig) -> Clash | None:
+def _stash_or_offload(config: RecomputeSettings) -> Clash | None:
     inside = offloaded_inside_moe(config)
     if not config.moe_paged_stash or not inside:
         return None

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
+from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule
-
-if TYPE_CHECKING:
-    from recollect.integrations.megatron.config import RecomputeConfig
 
 __all__ = ["TYPE_RULES"]
 
@@ -19,7 +16,7 @@ _OPTIONAL_NUMBERS = (
 )
 
 
-def _types(config: RecomputeConfig) -> Clash | None:
+def _types(config: RecomputeSettings) -> Clash | None:
     for field in fields(config):
         value, default = getattr(config, field.name), field.default
         if isinstance(default, bool):
