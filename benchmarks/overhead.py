@@ -25,6 +25,7 @@ from flags import MachineFlags, RunFlags, parse
 from peers import full, selective
 from recollect.applying import apply_policy
 from recollect.lab.bench.machine import keep_freed_memory
+from recollect.plans.action import Action
 from recompute import Nothing, OnTape, Replaced
 from results_csv import Number, append, machine_name
 from subject import Step, StepFlags, first_difference, largest_difference
@@ -63,17 +64,18 @@ class Drops:
 
     drops_op: Callable[[str], bool]
 
-    def drops(self, unit_path: str, value_name: str) -> bool:
-        """Whether a value is dropped: "mlp.up_proj.mm#1" is one of mm."""
-        return self.drops_op(value_name.rpartition(".")[2].partition("#")[0])
+    def action(self, unit_path: str, value_name: str) -> Action:
+        """Return what happens to a value: "mlp.up_proj.mm#1" is one of mm."""
+        is_dropped = self.drops_op(value_name.rpartition(".")[2].partition("#")[0])
+        return Action.RECOMPUTE if is_dropped else Action.KEEP
 
-    def drops_in(self, unit_path: str, module_path: str) -> bool:
+    def acts_in(self, unit_path: str, module_path: str) -> bool:
         """Any module may run an op of that name."""
         return True
 
-    def drops_output(self, unit_path: str) -> bool:
+    def output_action(self, unit_path: str) -> Action:
         """Keep it."""
-        return False
+        return Action.KEEP
 
 
 class CountOps(TorchDispatchMode):

@@ -17,6 +17,7 @@ from function_units import UNITS, Unit, two_units
 from gradients import gradients
 from policies import FULL, NOTHING_KEPT, Policy, Random
 from recollect.applying import apply_policy
+from recollect.plans.action import Action
 from watch import Watch
 
 
@@ -24,14 +25,14 @@ from watch import Watch
 class KeepAttention:
     """Drop every value but what attention returns."""
 
-    def drops(self, unit_path: str, value_name: str) -> bool:
-        return "scaled_dot_product" not in value_name
+    def action(self, unit_path: str, value_name: str) -> Action:
+        return Action.KEEP if "scaled_dot_product" in value_name else Action.RECOMPUTE
 
-    def drops_in(self, unit_path: str, module_path: str) -> bool:
+    def acts_in(self, unit_path: str, module_path: str) -> bool:
         return True
 
-    def drops_output(self, unit_path: str) -> bool:
-        return False
+    def output_action(self, unit_path: str) -> Action:
+        return Action.KEEP
 
 
 PLANS: dict[str, Policy | KeepAttention] = {

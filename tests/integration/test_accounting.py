@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from policies import FULL, KEEP_ALL, NOTHING_KEPT, Only, Policy
 from recollect.applying import apply_policy
+from recollect.plans.action import Action
 from watch import Watch
 
 T, D, F_, H = 10, 16, 40, 2
@@ -190,10 +191,10 @@ def expected_kept_bytes(policy: Policy, depth: int) -> int:
     A dropped value leaves its arguments to keep, if those are not saved anyway: "sum" keeps nothing more, because the
     chain below it ends in values that are saved, but "sum of a kept product" has to hold the product.
     """
-    kept = sum(nbytes for name, nbytes in SAVED_BYTES.items() if not policy.drops("", name))
-    if policy.drops("", "add") and not policy.drops("", "attention.o_proj.mm"):
+    kept = sum(nbytes for name, nbytes in SAVED_BYTES.items() if policy.action("", name) == Action.KEEP)
+    if (policy.action("", "add"), policy.action("", "attention.o_proj.mm")) == (Action.RECOMPUTE, Action.KEEP):
         kept += OUTPUT_BYTES
-    return depth * kept + (depth - 1) * (0 if policy.drops_output("") else OUTPUT_BYTES)
+    return depth * kept + (depth - 1) * (OUTPUT_BYTES if policy.output_action("") == Action.KEEP else 0)
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -20,6 +20,7 @@ from recollect.errors import RecordError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.router import Routing, TopKRouter
 from recollect.lab.models.sizes import NAMED_CONFIGS
+from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
@@ -215,14 +216,14 @@ def test_random_plans_of_single_parts(case: str) -> None:
 class _Part:
     part: str
 
-    def drops(self, unit_path: str, value_name: str) -> bool:
-        return self.part in f"{unit_path}.{value_name}"
+    def action(self, unit_path: str, value_name: str) -> Action:
+        return Action.RECOMPUTE if self.part in f"{unit_path}.{value_name}" else Action.KEEP
 
-    def drops_in(self, unit_path: str, module_path: str) -> bool:
+    def acts_in(self, unit_path: str, module_path: str) -> bool:
         return True
 
-    def drops_output(self, unit_path: str) -> bool:
-        return False
+    def output_action(self, unit_path: str) -> Action:
+        return Action.KEEP
 
 
 @every_model

@@ -19,6 +19,7 @@ from recollect.applying import apply_policy
 from recollect.engine.tape import Tape
 from recollect.engine.tape_mode import TapeMode
 from recollect.errors import MutatedValueError
+from recollect.plans.action import Action
 from watch import Watch
 
 WIDTH = 16
@@ -206,7 +207,7 @@ def test_a_unit_that_gets_a_dropped_output_the_second_time_only() -> None:
     model = Twice()
     expected = gradients(model, batch(), square)
     kept = []
-    policy = Only(frozenset({"add", "sigmoid", "norm.native_layer_norm.0"}), keep_output=False)
+    policy = Only(frozenset({"add", "sigmoid", "norm.native_layer_norm.0"}), output=Action.RECOMPUTE)
     for tape in (Tape(policy, runs_to_settle=10**9), Tape(policy)):
         with apply_policy(model, ["layer"], tape):
             for _ in range(4):

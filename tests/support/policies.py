@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
+from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 
 
@@ -12,17 +13,17 @@ from recollect.plans.value_names import module_of
 class Uniform:
     """The same answer for every value of every unit."""
 
-    recompute: bool
-    keep_output: bool
+    values: Action
+    output: Action = Action.KEEP
 
-    def drops(self, unit_path: str, value_name: str) -> bool:
-        return self.recompute
+    def action(self, unit_path: str, value_name: str) -> Action:
+        return self.values
 
-    def drops_in(self, unit_path: str, module_path: str) -> bool:
-        return self.recompute
+    def acts_in(self, unit_path: str, module_path: str) -> bool:
+        return self.values is not Action.KEEP
 
-    def drops_output(self, unit_path: str) -> bool:
-        return not self.keep_output
+    def output_action(self, unit_path: str) -> Action:
+        return self.output
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,15 @@ class Random:
 
     seed: int
 
-    def drops(self, unit_path: str, value_name: str) -> bool:
+    def action(self, unit_path: str, value_name: str) -> Action:
         is_dropped = self._coin(unit_path, value_name) < (2, 5, 8)[self.seed % 3]
-        return is_dropped and self.drops_in(unit_path, module_of(value_name))
+        return _recompute_if(is_dropped and self.acts_in(unit_path, module_of(value_name)))
 
-    def drops_in(self, unit_path: str, module_path: str) -> bool:
+    def acts_in(self, unit_path: str, module_path: str) -> bool:
         return self._coin(unit_path, f"module {module_path}") >= 3
 
-    def drops_output(self, unit_path: str) -> bool:
-        return self._coin(unit_path, "the output") < 5
+    def output_action(self, unit_path: str) -> Action:
+        return _recompute_if(self._coin(unit_path, "the output") < 5)
 
     def _coin(self, unit_path: str, value_name: str) -> int:
         return zlib.crc32(f"{self.seed} {unit_path} {value_name}".encode()) % 10
@@ -53,21 +54,25 @@ class Only:
     """Recompute the named values, whatever the unit; keep the rest."""
 
     names: frozenset[str]
-    keep_output: bool = True
+    output: Action = Action.KEEP
 
-    def drops(self, unit_path: str, value_name: str) -> bool:
-        return value_name in self.names
+    def action(self, unit_path: str, value_name: str) -> Action:
+        return _recompute_if(value_name in self.names)
 
-    def drops_in(self, unit_path: str, module_path: str) -> bool:
+    def acts_in(self, unit_path: str, module_path: str) -> bool:
         return any(module_of(name) == module_path for name in self.names)
 
-    def drops_output(self, unit_path: str) -> bool:
-        return not self.keep_output
+    def output_action(self, unit_path: str) -> Action:
+        return self.output
 
 
-KEEP_ALL = Uniform(recompute=False, keep_output=True)
-FULL = Uniform(recompute=True, keep_output=True)
-NOTHING_KEPT = Uniform(recompute=True, keep_output=False)
+def _recompute_if(is_dropped: bool) -> Action:
+    return Action.RECOMPUTE if is_dropped else Action.KEEP
+
+
+KEEP_ALL = Uniform(Action.KEEP)
+FULL = Uniform(Action.RECOMPUTE)
+NOTHING_KEPT = Uniform(Action.RECOMPUTE, output=Action.RECOMPUTE)
 
 Policy = Uniform | Random | Only
 

@@ -1,17 +1,14 @@
-"""A plan as the tape's policy, with one warning where the model does not run what the plan was made for."""
+"""The plans of units as the tape's policy, with one warning where the model does not run what they were made for."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from recollect.errors import PlanMismatchWarning
 from recollect.plans.action import Action
+from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import module_of
-
-if TYPE_CHECKING:
-    from recollect.plans.unit_plan import UnitPlan
 
 
 class PlanPolicy:
@@ -23,40 +20,40 @@ class PlanPolicy:
 
     def __init__(self, units: Mapping[str, UnitPlan]) -> None:
         self._units = units
-        self._by_stem: dict[tuple[str, str], set[str]] = {}
-        self._dropping = {
+        self._by_stem: dict[tuple[str, str], set[Action]] = {}
+        self._acting = {
             (path, module_of(name))
             for path, unit in units.items()
             for name, action in unit.actions.items()
-            if action == Action.RECOMPUTE
+            if action is not Action.KEEP
         }
         for path, unit in units.items():
             for name, action in unit.actions.items():
                 self._by_stem.setdefault((path, _without_count(name)), set()).add(action)
         self._has_warned = False
 
-    def drops(self, unit_path: str, value_name: str) -> bool:
-        """Whether the plan drops this value."""
+    def action(self, unit_path: str, value_name: str) -> Action:
+        """Return what the plan says of this value."""
         unit = self._units.get(unit_path)
         if unit is None:
-            return False
+            return Action.KEEP
         action = unit.actions.get(value_name)
         if action is not None:
-            return action == Action.RECOMPUTE
-        alike = self._by_stem.get((unit_path, _without_count(value_name)))
-        if alike is not None and len(alike) == 1:
-            return Action.RECOMPUTE in alike
+            return action
+        alike = self._by_stem.get((unit_path, _without_count(value_name)), set())
+        if len(alike) == 1:
+            return next(iter(alike))
         self._warn(unit_path, value_name)
-        return False
+        return Action.KEEP
 
-    def drops_in(self, unit_path: str, module_path: str) -> bool:
-        """Whether the plan drops any value of a module."""
-        return (unit_path, module_path) in self._dropping
+    def acts_in(self, unit_path: str, module_path: str) -> bool:
+        """Whether the plan does not keep all values of a module."""
+        return (unit_path, module_path) in self._acting
 
-    def drops_output(self, unit_path: str) -> bool:
-        """Whether the plan drops what this unit returns."""
+    def output_action(self, unit_path: str) -> Action:
+        """Return what the plan says of what this unit returns."""
         unit = self._units.get(unit_path)
-        return unit is not None and unit.output == Action.RECOMPUTE
+        return Action.KEEP if unit is None else unit.output
 
     def _warn(self, unit_path: str, value_name: str) -> None:
         if self._has_warned:

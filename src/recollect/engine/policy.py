@@ -1,26 +1,25 @@
-"""The rule that a tape follows: which values are dropped in forward and computed again in backward."""
+"""The rule that a tape follows: what happens to each value between forward and backward."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Decision", "Policy"]
+from recollect.plans.action import Action
 
-Decision = bool | tuple[bool, ...]
-"""Whether the results of an op are dropped: all alike, or one by one."""
+__all__ = ["Policy"]
 
 
 class Policy(Protocol):
-    """Decides which values are dropped. Asked once for each name; the answer holds for every later call."""
+    """Says what happens to values. Asked once for each name; the answer holds for every later call."""
 
-    def drops(self, unit_path: str, value_name: str) -> bool:
-        """Whether a value is dropped in forward and computed again in backward."""
+    def action(self, unit_path: str, value_name: str) -> Action:
+        """Return what happens to a value between forward and backward."""
         ...
 
-    def drops_in(self, unit_path: str, module_path: str) -> bool:
-        """Whether it may drop anything that a module of the unit itself computes; if not, its ops need not be seen."""
+    def acts_in(self, unit_path: str, module_path: str) -> bool:
+        """Whether anything that a module of the unit itself computes may not be kept; if all is, its ops need not be seen."""
         ...
 
-    def drops_output(self, unit_path: str) -> bool:
-        """Whether what the unit returns may be dropped too, so that the next unit's backward computes it again."""
+    def output_action(self, unit_path: str) -> Action:
+        """Return what happens to what the unit returns: if dropped, the next unit's backward computes it again."""
         ...

@@ -36,6 +36,7 @@ from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape_mode import TapeMode
 from recollect.engine.tape_state import RUNS_TO_SETTLE, TapeState
 from recollect.engine.values import TapeValue, forget_record, record_of, watch
+from recollect.plans.action import Action
 
 
 class Tape(TapeState):
@@ -59,7 +60,7 @@ class Tape(TapeState):
         outer = self.mode
         with self._watching(unit_path) if outer is None else _inside(outer, unit_path) as mode:
             output = mode.run_module("", forward, args, kwargs)
-        if not self.policy.drops_output(unit_path):
+        if self.policy.output_action(unit_path) is Action.KEEP:
             self.hold_outputs(unit_path, output)
         return output
 

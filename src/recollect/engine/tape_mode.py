@@ -25,9 +25,8 @@ from recollect._torch_private import (
 )
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.opcall import Arguments, OpCall, WriteCall, generator_state
-from recollect.engine.policy import Decision
 from recollect.engine.subclasses import PackedSubclass
-from recollect.engine.tape_state import ModuleKey, OpKey, TapeState, Watch
+from recollect.engine.tape_state import ALL_KEPT, ModuleKey, OpActions, OpKey, TapeState, Watch
 from recollect.engine.values import (
     StorageRecord,
     TapeValue,
@@ -40,10 +39,12 @@ from recollect.engine.values import (
     snapshot_leaves,
     watch,
 )
+from recollect.plans.action import Action
 from recollect.replay import Node
 
 # Looked up several times an op.
 _STRIDED = torch.strided
+_RECOMPUTE = Action.RECOMPUTE
 # An index tensor of these says which elements to take, not where they are.
 _MASKS = frozenset({torch.bool, torch.uint8})
 
@@ -131,10 +132,12 @@ class TapeMode(TorchDispatchMode):
             forget_record(args[0].untyped_storage())
             return func(*args, **kwargs)
         # Rule 7: a custom autograd Function, or a compiled region, runs with gradients switched off.
-        decision = torch.is_grad_enabled() and self._decide(facts, not facts.writes or _is_dropped(args))
+        actions = ALL_KEPT
+        if torch.is_grad_enabled():
+            actions = self._op_actions(facts, not facts.writes or _is_dropped(args))
         if facts.writes:
-            return self._run_write(func, facts, args, kwargs, decision)
-        if decision is False:
+            return self._run_write(func, facts, args, kwargs, actions)
+        if not actions:
             return func(*args, **kwargs)
         state = generator_state(facts, args, kwargs) if facts.is_random else None
         output = func(*args, **kwargs)
@@ -143,22 +146,21 @@ class TapeMode(TorchDispatchMode):
         arguments = Arguments(self._value_in_mode, facts, args, kwargs)
         node = Node(OpCall(func, arguments, state), arguments.values)
         if isinstance(output, torch.Tensor):
-            self._register(output, node, facts, drop=True)
+            self._register(output, node, facts, actions[0])
         elif isinstance(output, (tuple, list)):
             for index, result in enumerate(output):
-                drop = decision if isinstance(decision, bool) else decision[index]
-                self._register(result, node, facts, drop=drop)
+                self._register(result, node, facts, actions[index] if len(actions) > 1 else actions[0])
         return output
 
-    def _decide(self, facts: OpFacts, asks: bool) -> Decision:
-        """Whether the results of the op that is about to run are dropped; counted but not asked for if `asks` is False."""
+    def _op_actions(self, facts: OpFacts, asks: bool) -> OpActions:
+        """Return what happens to the results of the op that is about to run; counted but not asked for if `asks` is False."""
         key = (self.unit_path, self.scope, facts.name)
         count = self.counts.get(key, 0)
         self.counts[key] = count + 1
-        return self.tape.decide(key, count, facts, asks)
+        return self.tape.op_actions(key, count, facts, asks)
 
-    def _register(self, result: Any, node: Node, facts: OpFacts, *, drop: bool) -> None:
-        if not drop or not isinstance(result, torch.Tensor) or result.layout is not _STRIDED:
+    def _register(self, result: Any, node: Node, facts: OpFacts, action: Action) -> None:
+        if action is not _RECOMPUTE or not isinstance(result, torch.Tensor) or result.layout is not _STRIDED:
             node.add_output(None)
             return
         storage = result.untyped_storage()
@@ -171,7 +173,7 @@ class TapeMode(TorchDispatchMode):
         record = StorageRecord(value, layout_of(result), result._version, facts.creates)
         attach_record(storage, record)
 
-    def _run_write(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, decision: Decision) -> Any:
+    def _run_write(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, actions: OpActions) -> Any:
         targets = [
             tensor
             for where in facts.writes
@@ -183,7 +185,7 @@ class TapeMode(TorchDispatchMode):
         storages = [tensor.untyped_storage() for tensor in targets]
         for storage in storages:
             snapshot_leaves(storage)
-        write = self._bind_write(func, facts, args, kwargs) if decision and len(targets) == 1 else None
+        write = self._bind_write(func, facts, args, kwargs) if actions and len(targets) == 1 else None
         version = targets[0]._version if write is not None else 0
         output = func(*args, **kwargs)
         for target, storage in zip(targets, storages, strict=True):

@@ -12,11 +12,12 @@ import torch
 
 from recollect._torch_private import is_fake_tensor
 from recollect.engine.facts import OpFacts
-from recollect.engine.policy import Decision, Policy
+from recollect.engine.policy import Policy
 from recollect.engine.values import UNWATCHED, alias_in_hook, alias_in_mode
+from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem
 
-__all__ = ["RUNS_TO_SETTLE", "ModuleKey", "OpKey", "TapeState", "Watch"]
+__all__ = ["ALL_KEPT", "RUNS_TO_SETTLE", "ModuleKey", "OpActions", "OpKey", "TapeState", "Watch"]
 
 # A unit that runs twice a step may get another one's dropped output the second time only.
 RUNS_TO_SETTLE = 2
@@ -26,6 +27,10 @@ ModuleKey = tuple[str, str]
 
 OpKey = tuple[str, str, str]
 """A `ModuleKey` and the name of an op that the module runs."""
+
+OpActions = tuple[Action, ...]
+"""What happens to the results of an op, one by one; a single action is that of all, and none is needed to keep all."""
+ALL_KEPT: OpActions = ()
 
 
 class Watch(NamedTuple):
@@ -47,14 +52,14 @@ class TapeState:
         self.policy = policy
         self.settled: dict[ModuleKey, Watch] = {}
         self._runs_to_settle = runs_to_settle
-        self._decisions: dict[OpKey, list[Decision]] = {}
+        self._known: dict[OpKey, list[OpActions]] = {}
         self._watched: dict[ModuleKey, Watch] = {}
         self._num_runs: Counter[ModuleKey] = Counter()
 
     def learn(self, seen: dict[ModuleKey, Watch]) -> None:
         """Take over what had to be seen of the modules that ran in one call of a unit: rule 9."""
         for key, watch_of in seen.items():
-            before = self._watched.get(key, Watch(self.policy.drops_in(*key), False))
+            before = self._watched.get(key, Watch(self.policy.acts_in(*key), False))
             self._watched[key] = Watch(before.ops or watch_of.ops, before.saves or watch_of.saves)
             self._num_runs[key] += 1
             if self._num_runs[key] >= self._runs_to_settle:
@@ -67,19 +72,21 @@ class TapeState:
         held = alias_in_hook(tensor) if in_hook else alias_in_mode(tensor)
         return held, UNWATCHED if tensor.is_inference() else tensor._version
 
-    def decide(self, key: OpKey, count: int, facts: OpFacts, asks: bool) -> Decision:
-        """Return whether the results of a module's `count`-th call of an op are dropped; they are not if `asks` is False."""
+    def op_actions(self, key: OpKey, count: int, facts: OpFacts, asks: bool) -> OpActions:
+        """Return what happens to the results of a module's `count`-th call of an op; they are kept if `asks` is False."""
         if facts.keeps or not asks:
-            return False
-        decisions = self._decisions.get(key)
-        if decisions is None:
-            decisions = self._decisions[key] = []
-        while len(decisions) <= count:
+            return ALL_KEPT
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = []
+        while len(known) <= count:
             unit_path, module_path, name = key
-            decisions.append(self._ask(unit_path, value_stem(module_path, name, len(decisions)), facts))
-        return decisions[count]
+            known.append(self._ask(unit_path, value_stem(module_path, name, len(known)), facts))
+        return known[count]
 
-    def _ask(self, unit_path: str, stem: str, facts: OpFacts) -> Decision:
+    def _ask(self, unit_path: str, stem: str, facts: OpFacts) -> OpActions:
         names = result_names(stem, 1 if facts.writes else facts.num_returns)
-        answers = tuple(self.policy.drops(unit_path, name) for name in names)
-        return answers[0] if len(set(answers)) == 1 else answers
+        actions = tuple(self.policy.action(unit_path, name) for name in names)
+        if len(set(actions)) > 1:
+            return actions
+        return ALL_KEPT if actions[0] is Action.KEEP else actions[:1]

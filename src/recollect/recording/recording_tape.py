@@ -8,11 +8,11 @@ import torch
 
 from recollect._torch_private import TorchDispatchMode, tree_leaves
 from recollect.engine.facts import OpFacts, facts_of
-from recollect.engine.policy import Decision
 from recollect.engine.tape import Tape
 from recollect.engine.tape_mode import TapeMode
-from recollect.engine.tape_state import OpKey, TapeState
+from recollect.engine.tape_state import ALL_KEPT, OpActions, OpKey, TapeState
 from recollect.engine.values import UNWATCHED, record_of
+from recollect.plans.action import Action
 from recollect.plans.value_names import value_stem
 from recollect.profile import events
 from recollect.recording.step_recorder import RecordedCall, StepRecorder
@@ -63,10 +63,10 @@ class RecordingTape(Tape):
         recorder.log(events.RETURN, index)
         return output
 
-    def decide(self, key: OpKey, count: int, facts: OpFacts, asks: bool) -> Decision:
+    def op_actions(self, key: OpKey, count: int, facts: OpFacts, asks: bool) -> OpActions:
         """Tell the recorder the name of the op that is about to run, and drop its results."""
         self.recorder.pending_stem = value_stem(key[1], facts.name, count)
-        return asks and not facts.keeps
+        return (Action.RECOMPUTE,) if asks and not facts.keeps else ALL_KEPT
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Note that backward asks for a value; what runs to compute it is not part of the step."""
@@ -144,17 +144,17 @@ class _RecordingMode(TapeMode):
 class DropAll:
     """The leanest policy that keeps every unit's output."""
 
-    def drops(self, unit_path: str, value_name: str) -> bool:
+    def action(self, unit_path: str, value_name: str) -> Action:
         """Drop every value."""
-        return True
+        return Action.RECOMPUTE
 
-    def drops_in(self, unit_path: str, module_path: str) -> bool:
+    def acts_in(self, unit_path: str, module_path: str) -> bool:
         """Drop values of every module."""
         return True
 
-    def drops_output(self, unit_path: str) -> bool:
+    def output_action(self, unit_path: str) -> Action:
         """Keep every unit's output."""
-        return False
+        return Action.KEEP
 
 
 class StepMode(TorchDispatchMode):

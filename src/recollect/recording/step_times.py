@@ -24,6 +24,7 @@ from recollect.applying import apply_policy
 from recollect.engine.policy import Policy
 from recollect.engine.tape import Tape
 from recollect.measuring.timing import timed
+from recollect.plans.action import Action
 from recollect.profile.profile import Profile
 from recollect.recording.recording_tape import DropAll
 from recollect.simulation.decisions import drop_all
@@ -233,11 +234,11 @@ class _UnitClock(Tape):
 class _KeepAll(DropAll):
     """Drops nothing."""
 
-    def drops(self, unit_path: str, value_name: str) -> bool:
+    def action(self, unit_path: str, value_name: str) -> Action:
         """Keep every value."""
-        return False
+        return Action.KEEP
 
-    def drops_in(self, unit_path: str, module_path: str) -> bool:
+    def acts_in(self, unit_path: str, module_path: str) -> bool:
         """Drop no module's values."""
         return False
 

@@ -19,6 +19,7 @@ from gradients import same_bits
 from policies import Random
 from quick_meter import few_objects  # noqa: F401
 from recollect.errors import RecordError, UnknownNameError
+from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
@@ -49,8 +50,9 @@ def by_policy(profile: Profile, policy: Random) -> Plan:
     for call in profile.calls:
         if call.repeated:
             values = [value for value in profile.graph_of(call).values if value.producer is not None]
-            drops = {v.name: not v.must_keep and policy.drops(call.path, v.name) for v in values}
-            units[call.path] = UnitPlan({name: "recompute" if drop else "keep" for name, drop in drops.items()})
+            units[call.path] = UnitPlan(
+                {v.name: Action.KEEP if v.must_keep else policy.action(call.path, v.name) for v in values}
+            )
     return Plan(units)
 
 
