@@ -30,8 +30,6 @@ from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.rule import did_you_mean
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import Simulate
-from recollect.simulation.simulate import simulate as simulate_step
 
 __all__ = ["ActivationCheckpointing", "deepspeed_plan"]
 
@@ -119,7 +117,6 @@ def deepspeed_plan(
     section: ActivationCheckpointing | None,
     *,
     activation_checkpoint_interval: int = 1,
-    simulate: Simulate = simulate_step,
 ) -> Plan:
     """Return what DeepSpeed's section keeps and drops, as a plan.
 
@@ -127,7 +124,6 @@ def deepspeed_plan(
         profile: the recorded step.
         section: None recomputes nothing.
         activation_checkpoint_interval: layers in a region, as `PipelineModule` has it; 0 recomputes nothing.
-        simulate: predicts the peak and the recompute time of a choice.
 
     Returns:
         A plan without a budget.
@@ -137,11 +133,9 @@ def deepspeed_plan(
         ConfigError: an interval that is no number of layers, or above those of the model.
 
     Example:
-        >>> from types import SimpleNamespace
         >>> from recollect.profile.events import StepLog
         >>> empty = Profile((), (), StepLog(), step_s=0.0)
-        >>> simulate = lambda profile, decisions: SimpleNamespace(peak_bytes=0, recompute_s=0.0)
-        >>> deepspeed_plan(empty, None, simulate=simulate).note
+        >>> deepspeed_plan(empty, None).note
         'DeepSpeed: no activation checkpointing'
     """
     if type(activation_checkpoint_interval) is not int or activation_checkpoint_interval < 0:
@@ -151,7 +145,7 @@ def deepspeed_plan(
             advice="Set it to 1 or more, or to 0 to recompute nothing.",
         )
     if section is None or activation_checkpoint_interval == 0:
-        plan = megatron_plan(profile, RecomputeConfig(), simulate=simulate)
+        plan = megatron_plan(profile, RecomputeConfig())
         return plan.with_note("DeepSpeed: no activation checkpointing")
     for name, needs in (
         ("partition_activations", "kept values that are split among the ranks of tensor parallelism"),
@@ -165,4 +159,4 @@ def deepspeed_plan(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=activation_checkpoint_interval
     )
     note = f"DeepSpeed: activation checkpointing, {activation_checkpoint_interval} layers a region"
-    return megatron_plan(profile, full, simulate=simulate).with_note(note)
+    return megatron_plan(profile, full).with_note(note)

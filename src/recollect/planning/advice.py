@@ -5,7 +5,6 @@ from __future__ import annotations
 from recollect.byte_format import format_bytes
 from recollect.profile.events import ALLOC, FREE, OPTIMIZER, PHASE
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import Prediction
 
 __all__ = ["advice", "lasting_bytes"]
 
@@ -13,19 +12,19 @@ __all__ = ["advice", "lasting_bytes"]
 _LARGE_PART = 0.1
 
 
-def advice(profile: Profile, least: Prediction, budget_bytes: int) -> tuple[str, ...]:
+def advice(profile: Profile, *, budget_bytes: int, least_peak_bytes: int, peak_call: str) -> tuple[str, ...]:
     """Return sentences that say what would make a budget possible, the most promising first.
 
     Args:
         profile: the recorded step.
-        least: the simulation with the least peak that any plan reaches.
-        budget_bytes: the budget, which is below that peak.
+        budget_bytes: the budget that no plan fits.
+        least_peak_bytes: the least peak of any plan that was found.
+        peak_call: the unit at that peak, or what else runs then, as in `Simulation`.
 
     Example:
-        >>> from types import SimpleNamespace
         >>> from recollect.profile.events import StepLog
         >>> profile = Profile((), (), StepLog(), 1.0, persistent={"parameters": 600, "optimizer_state": 1200})
-        >>> print(*advice(profile, SimpleNamespace(peak_bytes=2000, recompute_s=0.0, peak_call="head"), 1500))
+        >>> print(*advice(profile, budget_bytes=1500, least_peak_bytes=2000, peak_call="head"))
         What lives through the whole step takes 1.8 KiB by itself (parameters 600 B, optimizer_state 1.2 KiB), which no \
 recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 parameters.
     """
@@ -40,19 +39,19 @@ recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 pa
             f"What lives through the whole step takes {format_bytes(fixed_bytes)} by itself ({parts}), which no recompute "
             "changes: shard it (FSDP), use an optimizer with less state, or bf16 parameters.",
         )
-    if least.peak_call == "the optimizer step":
+    if peak_call == "the optimizer step":
         return (
             "The peak is what the optimizer's step works in, which no recompute changes: make the optimizer with "
             "foreach=False (one parameter at a time) or fused=True, or use one with less state.",
         )
     found = []
-    logits_bytes = _logits_bytes(profile, least.peak_call)
-    if logits_bytes >= _LARGE_PART * (least.peak_bytes - fixed_bytes):
+    logits_bytes = _logits_bytes(profile, peak_call)
+    if logits_bytes >= _LARGE_PART * (least_peak_bytes - fixed_bytes):
         found.append(
             f"The peak is in the loss and the head, whose output alone takes {format_bytes(logits_bytes)}: compute the loss "
             'in chunks (recollect.fit(..., loss_chunks="auto")).'
         )
-    fraction = (budget_bytes - fixed_bytes) / (least.peak_bytes - fixed_bytes)
+    fraction = (budget_bytes - fixed_bytes) / (least_peak_bytes - fixed_bytes)
     # What grows with the batch does so in proportion; rounded down, to be on the safe side.
     found.append(
         f"Use a smaller micro-batch, with gradient accumulation: about {int(100 * fraction)} % of the recorded one "

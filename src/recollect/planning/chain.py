@@ -25,12 +25,12 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.ladder import Ladder, Levels
+from recollect.planning.candidate import Candidate
+from recollect.planning.option_table import Choice, OptionTable
 from recollect.plans.action import Action
-from recollect.simulation.peak_sums import Peaks
 from recollect.simulation.windows import Window
 
-__all__ = ["Chain", "SimulateLevels", "Stage", "WorkingSets", "cheapest"]
+__all__ = ["Chain", "Play", "Stage", "WorkingSets", "cheapest"]
 
 _NUM_CELLS = 1000
 _NO_LIMIT = 2**62
@@ -39,12 +39,13 @@ _MOST_ROUNDS = 8
 _Kind = tuple[int, tuple[Action, ...], bool, int]
 WorkingSets = dict[tuple[_Kind, int], dict[int, int]]
 """Bytes by option, over those of the reference, for each kind of unit and each of its windows."""
-SimulateLevels = Callable[[Levels], Peaks]
+Play = Callable[[Choice], Candidate]
+"""Returns the cost of a choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One rung of the ladder in the program, by option: bytes that it keeps, what it costs, and the bytes of its windows."""
+    """One row of the table in the program, by option: bytes that it keeps, what it costs, and the bytes of its windows."""
 
     kept_bytes: NDArray[np.int64]
     recompute_s: NDArray[np.float64]
@@ -52,12 +53,12 @@ class Stage:
 
 
 class Chain:
-    """The program for one ladder, for any number of budgets.
+    """The program for one table, for any number of budgets.
 
     Args:
-        ladder: the rungs and their options.
+        table: the rows and their options.
         windows: the windows of the step.
-        simulate: plays the plan of these levels back, with the peaks of these windows.
+        play: returns the cost of a choice, with the peaks of these windows.
         most_probes: how many simulations may measure working sets; an option between two that were measured is taken to
             lie between them, until it is in a plan that is simulated.
         working: what chains over other ladders of the same profile measured; this chain adds to it.
@@ -68,18 +69,18 @@ class Chain:
 
     def __init__(
         self,
-        ladder: Ladder,
+        table: OptionTable,
         windows: Sequence[Window],
-        simulate: SimulateLevels,
+        play: Play,
         *,
         most_probes: int,
         working: WorkingSets | None = None,
     ) -> None:
-        self._ladder = ladder
-        self._simulate = simulate
+        self._table = table
+        self._play = play
         self._most_probes = most_probes
-        self._order = sorted(range(len(ladder.rungs)), key=lambda rung: ladder.rungs[rung].calls[0])
-        self._rows = self._assign(windows)
+        self._order = sorted(range(len(table.rows)), key=lambda row: table.rows[row].calls[0])
+        self._places = self._assign(windows)
         self._base = np.zeros(len(windows), dtype=np.int64)
         # Bytes of windows that the model is refused, because a plan that it took to fit did not.
         self._refused = np.zeros(len(windows), dtype=np.int64)
@@ -88,15 +89,15 @@ class Chain:
         self._known_kinds = {kind for kind, _ in self._working}
         # The leanest options; outputs stay where that is a choice, since a dropped one is work for the next unit.
         self._reference = tuple(
-            rung.outputs.index(Action.KEEP) if Action.KEEP in rung.outputs else 0 for rung in ladder.rungs
+            row.outputs.index(Action.KEEP) if Action.KEEP in row.outputs else 0 for row in table.rows
         )
         # The probe with the least peak, which the model can fall back on.
-        self._leanest: tuple[Levels, Peaks] | None = None
+        self._leanest: Candidate | None = None
         self._measure()
 
     def _assign(self, windows: Sequence[Window]) -> list[tuple[int, int]]:
         """Return, for each window, the position in the order of its unit (-1: before all), and its number there."""
-        first_calls = [self._ladder.rungs[rung].calls[0] for rung in self._order]
+        first_calls = [self._table.rows[row].calls[0] for row in self._order]
         numbers: dict[tuple[int, int], int] = {}
         rows = []
         for window in windows:
@@ -107,25 +108,25 @@ class Chain:
         return rows
 
     def _measure(self) -> None:
-        for levels in self._probes():
-            simulation = self._simulate(levels)
-            if self._leanest is None or simulation.peak_bytes < self._leanest[1].peak_bytes:
-                self._leanest = levels, simulation
-            peaks = simulation.window_peaks
-            earlier = self._earlier(levels)
-            for window, (position, number) in enumerate(self._rows):
+        for choice in self._probes():
+            candidate = self._play(choice)
+            if self._leanest is None or candidate.peak_bytes < self._leanest.peak_bytes:
+                self._leanest = candidate
+            peaks = candidate.cost.window_peaks
+            earlier = self._earlier(choice)
+            for window, (position, number) in enumerate(self._places):
                 if position < 0:
                     continue
-                rung = self._order[position]
-                known = self._working_of(rung, number)
-                if levels == self._reference:
+                row = self._order[position]
+                known = self._working_of(row, number)
+                if choice == self._reference:
                     self._base[window] = peaks[window] - earlier[window]
-                    known[levels[rung]] = 0
+                    known[choice[row]] = 0
                 else:
-                    known.setdefault(levels[rung], peaks[window] - earlier[window] - int(self._base[window]))
+                    known.setdefault(choice[row], peaks[window] - earlier[window] - int(self._base[window]))
 
-    def _probes(self) -> Iterator[Levels]:
-        """Yield levels that, together, have each option of each distinct unit somewhere; the reference first."""
+    def _probes(self) -> Iterator[Choice]:
+        """Yield choice that, together, have each option of each distinct unit somewhere; the reference first."""
         yield self._reference
         for part, group in enumerate(self._groups()):
             alike: dict[_Kind, list[int]] = {}
@@ -133,109 +134,97 @@ class Chain:
                 if self._kinds[index] in self._known_kinds:
                     continue
                 alike.setdefault(self._kinds[index], []).append(index)
-            longest = max((-(-len(self._ladder.rungs[m[0]].options) // len(m)) for m in alike.values()), default=0)
+            longest = max((-(-len(self._table.rows[m[0]].options) // len(m)) for m in alike.values()), default=0)
             num_probes = min(
                 longest, self._most_probes if part == 0 and not self._known_kinds else self._most_probes // 4
             )
             for probe in range(num_probes):
-                levels = list(self._reference)
+                choice = list(self._reference)
                 for members in alike.values():
                     # The last ones have the windows that matter most; the probe walks from the fattest option down.
                     for place, index in enumerate(reversed(members)):
                         slot, num_slots = probe * len(members) + place, num_probes * len(members)
-                        top = len(self._ladder.rungs[index].options) - 1
-                        levels[index] = max(0, top - slot if num_slots > top else round(top * (1 - slot / num_slots)))
-                yield tuple(levels)
+                        top = len(self._table.rows[index].options) - 1
+                        choice[index] = max(0, top - slot if num_slots > top else round(top * (1 - slot / num_slots)))
+                yield tuple(choice)
 
     def _groups(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the rungs that may be measured together: an output that is dropped is work for the next unit."""
+        """Return the rows that may be measured together: an output that is dropped is work for the next unit."""
         fixed: list[int] = []
         free: tuple[list[int], list[int]] = ([], [])
         for position, index in enumerate(self._order):
-            is_free = len(set(self._ladder.rungs[index].outputs)) > 1
+            is_free = len(set(self._table.rows[index].outputs)) > 1
             (free[position % 2] if is_free else fixed).append(index)
         return fixed, *free
 
     def _sort_into_kinds(self) -> dict[int, _Kind]:
-        """Say which rungs work in the same way: same graph and options, and alike in whether they read a dropped output."""
+        """Say which rows work in the same way: same graph and options, and alike in whether they read a dropped output."""
         kinds: dict[int, _Kind] = {}
         reads_dropped = False
         for index in self._order:
-            rung = self._ladder.rungs[index]
-            kinds[index] = (rung.graph, rung.outputs, reads_dropped, index if len(rung.calls) > 1 else -1)
-            reads_dropped = rung.output == Action.RECOMPUTE
+            row = self._table.rows[index]
+            kinds[index] = (row.graph, row.outputs, reads_dropped, index if len(row.calls) > 1 else -1)
+            reads_dropped = row.output == Action.RECOMPUTE
         return kinds
 
-    def _working_of(self, rung: int, number: int) -> dict[int, int]:
+    def _working_of(self, row: int, number: int) -> dict[int, int]:
         """Return the bytes of working set by option, over that of the reference, in one of the unit's windows."""
-        return self._working.setdefault((self._kinds[rung], number), {})
+        return self._working.setdefault((self._kinds[row], number), {})
 
-    def _earlier(self, levels: Levels) -> list[int]:
+    def _earlier(self, choice: Choice) -> list[int]:
         """Return, for each window, the bytes that the units before its own keep."""
-        kept = (self._ladder.rungs[rung].options[levels[rung]].kept_bytes for rung in self._order)
+        kept = (self._table.rows[row].options[choice[row]].kept_bytes for row in self._order)
         before = [0, *accumulate(kept)]
-        return [before[max(0, position)] for position, _ in self._rows]
-
-    def predicted_peak(self, levels: Levels) -> int:
-        """Return what the model takes for the peak of some levels, in bytes."""
-        earlier = self._earlier(levels)
-        peak_bytes = 0
-        for window, (position, number) in enumerate(self._rows):
-            if position >= 0:
-                rung = self._order[position]
-                known = self._working_of(rung, number)
-                working = known[levels[rung]] if levels[rung] in known else max(known.values())
-                peak_bytes = max(peak_bytes, int(self._base[window]) + earlier[window] + working)
-        return peak_bytes
+        return [before[max(0, position)] for position, _ in self._places]
 
     def estimate_s(self, budget_bytes: int) -> float:
         """Return the seconds of recompute of the best plan by the model, without simulating it; inf if there is none."""
-        levels = self._solve(budget_bytes)
-        if levels is None:
+        choice = self._solve(budget_bytes)
+        if choice is None:
             return math.inf
-        return math.fsum(self._ladder.rungs[rung].options[level].recompute_s for rung, level in enumerate(levels))
+        return math.fsum(self._table.rows[row].options[column].recompute_s for row, column in enumerate(choice))
 
-    def correct(self, levels: Levels, simulation: Peaks) -> None:
-        """Take over what a simulation says about each window."""
-        earlier = self._earlier(levels)
-        for window, (position, number) in enumerate(self._rows):
+    def correct(self, candidate: Candidate) -> None:
+        """Take over what a candidate's cost says about each window."""
+        earlier = self._earlier(candidate.choice)
+        for window, (position, number) in enumerate(self._places):
             if position >= 0:
-                rung = self._order[position]
-                known = self._working_of(rung, number)
-                growth_bytes = simulation.window_peaks[window] - earlier[window]
+                row = self._order[position]
+                known = self._working_of(row, number)
+                growth_bytes = candidate.cost.window_peaks[window] - earlier[window]
                 # What was not measured before is now; where it was, the window is another one than the model thought.
-                working = known.setdefault(levels[rung], growth_bytes - int(self._base[window]))
+                working = known.setdefault(candidate.choice[row], growth_bytes - int(self._base[window]))
                 self._base[window] = growth_bytes - working
 
-    def best(self, budget_bytes: int) -> Iterator[tuple[Levels, Peaks]]:
-        """Yield plans for a budget with their simulations, each made with what was learned from the one before.
+    def best(self, budget_bytes: int) -> Iterator[Candidate]:
+        """Yield candidates for a budget, each made with what was learned from the one before.
 
         Ends when the model has no plan, or says of its best plan what the simulation said.
         """
-        tried: set[Levels] = set()
+        tried: set[Choice] = set()
         # Bytes that the model is refused, because plans that it took to fit did not.
         margin_bytes = excess_bytes = 0
         for _ in range(_MOST_ROUNDS):
-            levels = self._solve(budget_bytes - margin_bytes)
-            if levels is None and not tried and self._leanest is not None:
-                self.correct(*self._leanest)
-                levels = self._solve(budget_bytes)
-            if levels in tried and excess_bytes > 0:
+            choice = self._solve(budget_bytes - margin_bytes)
+            if choice is None and not tried and self._leanest is not None:
+                self.correct(self._leanest)
+                choice = self._solve(budget_bytes)
+            if choice in tried and excess_bytes > 0:
                 margin_bytes += excess_bytes
-                levels = self._solve(budget_bytes - margin_bytes)
-            if levels is None or levels in tried:
+                choice = self._solve(budget_bytes - margin_bytes)
+            if choice is None or choice in tried:
                 return
-            tried.add(levels)
-            simulation = self._simulate(levels)
-            yield levels, simulation
-            self.correct(levels, simulation)
-            excess_bytes = simulation.peak_bytes - budget_bytes
+            tried.add(choice)
+            candidate = self._play(choice)
+            yield candidate
+            self.correct(candidate)
+            excess_bytes = candidate.peak_bytes - budget_bytes
 
     def _own_bytes(self, windows: Iterable[int]) -> list[NDArray[np.int64]]:
         """Return, for each position and option, the most bytes in some windows, less what earlier units keep."""
-        own = [np.full(len(self._ladder.rungs[rung].options), -_NO_LIMIT) for rung in self._order]
+        own = [np.full(len(self._table.rows[row].options), -_NO_LIMIT) for row in self._order]
         for window in windows:
-            position, number = self._rows[window]
+            position, number = self._places[window]
             if position >= 0:
                 bytes_of = _filled_in(self._working_of(self._order[position], number), len(own[position]))
                 own[position] = np.maximum(own[position], int(self._base[window] + self._refused[window]) + bytes_of)
@@ -243,7 +232,7 @@ class Chain:
 
     def _stages(self, windows: Iterable[int]) -> list[Stage]:
         """Return the program's stages, for what it should look at of some windows."""
-        options = [self._ladder.rungs[rung].options for rung in self._order]
+        options = [self._table.rows[row].options for row in self._order]
         return [
             Stage(
                 kept_bytes=np.array([option.kept_bytes for option in choices], dtype=np.int64),
@@ -253,16 +242,16 @@ class Chain:
             for choices, own_bytes in zip(options, self._own_bytes(windows), strict=True)
         ]
 
-    def _solve(self, budget_bytes: int) -> Levels | None:
-        chosen = cheapest(self._stages(range(len(self._rows))), budget_bytes)
-        return None if chosen is None else self._levels(chosen)
+    def _solve(self, budget_bytes: int) -> Choice | None:
+        chosen = cheapest(self._stages(range(len(self._places))), budget_bytes)
+        return None if chosen is None else self._choice_of(chosen)
 
-    def _levels(self, chosen: Sequence[int]) -> Levels:
-        """Return the levels of the options that are chosen, position by position."""
-        levels = [0] * len(self._order)
-        for rung, option in zip(self._order, chosen, strict=True):
-            levels[rung] = option
-        return tuple(levels)
+    def _choice_of(self, chosen: Sequence[int]) -> Choice:
+        """Return the choice of the options that are chosen, position by position."""
+        choice = [0] * len(self._order)
+        for row, option in zip(self._order, chosen, strict=True):
+            choice[row] = option
+        return tuple(choice)
 
 
 def cheapest(stages: Sequence[Stage], budget_bytes: int, *, num_cells: int = _NUM_CELLS) -> list[int] | None:
@@ -298,8 +287,8 @@ def cheapest(stages: Sequence[Stage], budget_bytes: int, *, num_cells: int = _NU
 
 def _filled_in(known: Mapping[int, int], num_options: int) -> NDArray[np.int64]:
     """Return the bytes of all options; those of one that was not measured lie between its neighbours'."""
-    levels = sorted(known)
-    filled = np.interp(np.arange(num_options), levels, [known[level] for level in levels])
+    choice = sorted(known)
+    filled = np.interp(np.arange(num_options), choice, [known[column] for column in choice])
     return np.asarray(np.rint(filled), dtype=np.int64)
 
 

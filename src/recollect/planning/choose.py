@@ -1,32 +1,30 @@
-"""The planner: the plan with the least recompute whose simulated peak is within the budget.
+"""From a budget to a plan.
 
-1. The chain (`planning/chain.py`) chooses, for all units together, among the options of each unit's menu
-   (`planning/menu.py`). Only what was simulated is believed: a plan over the budget is never returned.
-2. The bound (`planning/bound.py`) says how much faster any plan could be. Where that is worth it, or nothing fits, plans
-   that drop outputs of layers are tried too (`planning/search.py`).
-3. If all that finds no plan, the greedy search (`planning/greedy.py`) is tried; last of all full recompute of the layers
-   alone, and a search for the least peak, which the error names if that is too much, too.
+1. The solvers (`planning/solver.py`) look for the candidate with the least recompute whose peak is within the budget.
+2. The bound (`planning/bound.py`) says how much faster any plan could be, and so when to stop looking.
+3. The simulator plays the best candidate back and has the last word: a plan over its budget is never returned.
+4. If no solver finds a plan, full recompute of the layers is tried, then the candidate with the least peak; if that does not
+   fit either, the error names its peak.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
-from recollect.errors import BudgetTooSmallError
+from recollect.errors import BudgetTooSmallError, ProfileFormatError
 from recollect.planning.advice import advice
 from recollect.planning.bound import LowerBound, check_bound
+from recollect.planning.candidate import Candidate
 from recollect.planning.classic import classic_plan
-from recollect.planning.greedy import Fit, GreedySearch, Trial
-from recollect.planning.ladder import Ladder
-from recollect.planning.search import ChainSearch
+from recollect.planning.option_table import OptionTable
+from recollect.planning.solver import SOLVERS, Solver
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.quantities import parse_budget
-from recollect.simulation.decisions import Simulate, decide, simulated_plan
-from recollect.simulation.simulate import CallDecision
-from recollect.simulation.simulate import simulate as simulate_step
+from recollect.simulation.decisions import decide, simulated_plan
+from recollect.simulation.peak_sums import checked
+from recollect.simulation.simulate import CallDecision, Simulation, simulate
 
 __all__ = ["Planner", "plan"]
 
@@ -35,14 +33,13 @@ _SMALL_GAP = 0.01
 _SMALL_GAP_OF_STEP = 0.001
 
 
-def plan(profile: Profile, budget: int | str, *, simulate: Simulate = simulate_step) -> Plan:
+def plan(profile: Profile, budget: int | str) -> Plan:
     """Choose what to keep so that the peak of the whole step is within a budget, at the least recompute.
 
     Args:
         profile: the recorded step.
         budget: bytes for the whole step (parameters, gradients, optimizer state, kept values, working memory): an int,
             or text such as "16GiB", "80GB", "60%" of the peak of the step that keeps everything, or "90% of the device".
-        simulate: predicts the peak and the recompute time of a choice.
 
     Returns:
         A plan with `predicted_peak_bytes <= budget_bytes`, the same for every run.
@@ -50,26 +47,23 @@ def plan(profile: Profile, budget: int | str, *, simulate: Simulate = simulate_s
     Raises:
         BudgetTooSmallError: no plan that is tried fits; carries the least peak, the unit that needs it, and what
             would help.
+        ProfileFormatError: the profile has units, but no memory events to predict a peak from.
         QuantityError: the budget is no number of bytes.
 
     Complexity: about as many simulations as the distinct units have options. To plan for many budgets, use `Planner`.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> from recollect.profile.events import StepLog
-        >>> from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
-        >>> values = (ValueRecord("x", 8, producer=None), ValueRecord("mul", 64, producer=0, saved=True))
-        >>> layer = UnitGraph(values, (OpRecord("mul", (0,), (1,), 0.5),))
-        >>> profile = Profile((layer,), (UnitCall("layers.0", 0, repeated=True),), StepLog(), step_s=2.0)
-        >>> def simulate(profile, decisions):
-        ...     num_dropped = len(decisions[0].recompute)
-        ...     return SimpleNamespace(peak_bytes=96 - 64 * num_dropped, recompute_s=0.5 * num_dropped)
-        >>> print(plan(profile, "40 B", simulate=simulate))
-        layers.0    recompute all
-        all others  keep all
-        predicted peak 32 B, budget 40 B; predicted slowdown 25.0 %
+        >>> import torch, recollect
+        >>> from recollect.lab.models.architectures import llama_config
+        >>> from recollect.lab.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
+        >>> tokens = torch.randint(0, 64, (1, 16))
+        >>> profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True)
+        >>> made = plan(profile, "98%")
+        >>> made.predicted_peak_bytes <= made.budget_bytes
+        True
     """
-    return Planner(profile, simulate=simulate).plan(budget)
+    return Planner(profile).plan(budget)
 
 
 class Planner:
@@ -77,7 +71,9 @@ class Planner:
 
     Args:
         profile: the recorded step.
-        simulate: predicts the peak and the recompute time of a choice.
+
+    Raises:
+        ProfileFormatError: as `plan`.
 
     Example:
         >>> import torch, recollect
@@ -91,14 +87,15 @@ class Planner:
         (0.0, True)
     """
 
-    def __init__(self, profile: Profile, *, simulate: Simulate = simulate_step) -> None:
+    def __init__(self, profile: Profile) -> None:
+        if profile.calls and not profile.log.sequence:
+            raise ProfileFormatError(
+                f"plan for {profile!r}: got no memory events, expected those of a recorded step, from which peaks are "
+                "predicted; record it again"
+            )
         self.profile = profile
-        self._simulate = simulate
-        keep_all = [CallDecision(recompute=frozenset(), keep_output=True)] * len(profile.calls)
-        self._plain = simulate(profile, keep_all)
-        # Another simulator knows nothing of the log's windows, nor the bound of it.
-        self._has_log = simulate is simulate_step and bool(profile.log.sequence)
-        self._search: ChainSearch | None = None
+        self._plain = simulate(profile, [CallDecision(recompute=frozenset(), keep_output=True)] * len(profile.calls))
+        self._solvers: list[Solver] = []
         self._bound: LowerBound | None = None
 
     @property
@@ -108,7 +105,7 @@ class Planner:
 
     def bound_slowdown(self, budget_bytes: int) -> float | None:
         """Return the least slowdown of any plan within a budget; inf if there is none, None where no bound is known."""
-        if not self._has_log or self.profile.step_s <= 0:
+        if self.profile.step_s <= 0 or not self.profile.calls:
             return None
         return self._bound_s(budget_bytes) / self.profile.step_s
 
@@ -121,57 +118,73 @@ class Planner:
         device_bytes = self.profile.device_memory_bytes
         budget_bytes = parse_budget(budget, reference_bytes=self._plain.peak_bytes, device_bytes=device_bytes)
         if self._plain.peak_bytes <= budget_bytes:
-            top = Ladder(self.profile)
-            return self._finished(Fit(top, top.climb(top.leanest, top.moves), self._plain), budget_bytes, 0.0)
+            table = OptionTable(self.profile)
+            return self._predicted(table.plan(table.fattest), self._plain, budget_bytes, 0.0)
         bound_s = self._bound_s(budget_bytes)
-        fit = self._best_of_chains(budget_bytes, bound_s) if self._has_log else None
-        if fit is not None:
-            return self._finished(fit, budget_bytes, bound_s)
-        play = partial(self._simulate, self.profile) if self._search is None else self._search.peak_sums.peaks
-        greedy = GreedySearch(self.profile, budget_bytes, play)
-        found = greedy.best()
-        if found is not None:
-            return self._finished(self._simulated(found), budget_bytes, bound_s)
-        full = classic_plan(self.profile, "full", simulate=self._simulate)
+        enough_s = max(bound_s * (1 + _SMALL_GAP), bound_s + _SMALL_GAP_OF_STEP * self.profile.step_s)
+        best = self._best(budget_bytes, enough_s)
+        if best is not None:
+            return self._finished(best, budget_bytes, bound_s)
+        full = classic_plan(self.profile, "full")
         if full.predicted_peak_bytes is not None and full.predicted_peak_bytes <= budget_bytes:
             return replace(full, budget_bytes=budget_bytes)
-        leanest = None if self._search is None else self._search.leanest()
-        if leanest is not None and leanest.simulation.peak_bytes <= budget_bytes:
+        found = [candidate for solver in self._solvers if (candidate := solver.leanest()) is not None]
+        leanest = min(found, key=lambda c: (c.peak_bytes, c.recompute_s), default=None)
+        if leanest is not None and leanest.peak_bytes <= budget_bytes:
             return self._finished(leanest, budget_bytes, bound_s)
-        known = [self._plain, *([self._simulated(greedy.leanest).simulation] if greedy.leanest else [])]
-        known.append(self._simulate(self.profile, decide(self.profile, full)))
-        least = min(known if leanest is None else [*known, leanest.simulation], key=lambda s: s.peak_bytes)
-        raise BudgetTooSmallError(
+        raise self._too_small(budget_bytes, full, leanest)
+
+    def _best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
+        """Return the fastest candidate of all solvers; the first that is good enough ends the search."""
+        if not self.profile.calls:
+            return None
+        if not self._solvers:
+            self._solvers = [solver(self.profile) for solver in SOLVERS]
+        best: Candidate | None = None
+        for solver in self._solvers:
+            found = solver.best(budget_bytes, enough_s)
+            if found is not None and (best is None or found.recompute_s < best.recompute_s):
+                best = found
+            if best is not None and best.recompute_s <= enough_s:
+                break
+        return best
+
+    def _too_small(self, budget_bytes: int, full: Plan, leanest: Candidate | None) -> BudgetTooSmallError:
+        known = [self._plain, simulate(self.profile, decide(self.profile, full))]
+        known += [] if leanest is None else [self._simulated(leanest)]
+        least = min(known, key=lambda simulation: simulation.peak_bytes)
+        return BudgetTooSmallError(
             budget_bytes=budget_bytes,
             least_peak_bytes=least.peak_bytes,
             unit=least.peak_call,
-            advice=advice(self.profile, least, budget_bytes),
+            advice=advice(
+                self.profile,
+                budget_bytes=budget_bytes,
+                least_peak_bytes=least.peak_bytes,
+                peak_call=least.peak_call,
+            ),
         )
 
-    def _simulated(self, trial: Trial) -> Fit:
-        """Let the simulator have the last word."""
-        simulation = self._simulate(self.profile, trial.ladder.decisions(trial.levels))
-        return Fit(trial.ladder, trial.levels, simulation)
-
     def _bound_s(self, budget_bytes: int) -> float:
-        """Return the least seconds of recompute of any plan; 0 where nothing is known."""
-        if not self._has_log:
+        """Return the least seconds of recompute of any plan."""
+        if not self.profile.calls:
             return 0.0
         if self._bound is None:
             self._bound = LowerBound(self.profile)
         return self._bound.recompute_s(budget_bytes)
 
-    def _best_of_chains(self, budget_bytes: int, bound_s: float) -> Fit | None:
-        if self._search is None:
-            self._search = ChainSearch(self.profile)
-        enough_s = max(bound_s * (1 + _SMALL_GAP), bound_s + _SMALL_GAP_OF_STEP * self.profile.step_s)
-        return self._search.best(budget_bytes, enough_s)
+    def _simulated(self, candidate: Candidate) -> Simulation:
+        """Play a candidate back as a whole, by the code that the engine runs."""
+        return checked(simulate(self.profile, candidate.decisions()), candidate.cost)
 
-    def _finished(self, fit: Fit, budget_bytes: int, bound_s: float) -> Plan:
-        """Return the plan of a fit, with its prediction and its bound."""
-        chosen = fit.ladder.plan(fit.levels, budget_bytes=budget_bytes)
-        made = simulated_plan(self.profile, chosen, fit.simulation)
-        if not self._has_log or not math.isfinite(bound_s) or self.profile.step_s <= 0:
+    def _finished(self, candidate: Candidate, budget_bytes: int, bound_s: float) -> Plan:
+        """Return the plan of a candidate, with its prediction and its bound."""
+        chosen = candidate.table.plan(candidate.choice)
+        return self._predicted(chosen, self._simulated(candidate), budget_bytes, bound_s)
+
+    def _predicted(self, chosen: Plan, simulation: Simulation, budget_bytes: int, bound_s: float) -> Plan:
+        made = simulated_plan(self.profile, replace(chosen, budget_bytes=budget_bytes), simulation)
+        if not self.profile.calls or not math.isfinite(bound_s) or self.profile.step_s <= 0:
             return made
-        check_bound(bound_s, fit.simulation.recompute_s, budget_bytes)
+        check_bound(bound_s, simulation.recompute_s, budget_bytes)
         return replace(made, bound_slowdown=bound_s / self.profile.step_s)

@@ -20,12 +20,12 @@ import difflib
 import math
 from typing import Literal
 
-from recollect.planning.segments import dropped_outputs, longest_chain
+from recollect.planning.output_choices import dropped_outputs, longest_chain
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import Simulate, decide, keep_all_unit, recompute_all_unit, simulated_plan
-from recollect.simulation.simulate import simulate as simulate_step
+from recollect.simulation.decisions import decide, keep_all_unit, recompute_all_unit, simulated_plan
+from recollect.simulation.simulate import simulate
 
 __all__ = ["CLASSIC_NAMES", "ClassicName", "classic_plan"]
 
@@ -33,16 +33,13 @@ ClassicName = Literal["keep_all", "full", "every_nth", "sqrt"]
 CLASSIC_NAMES: tuple[ClassicName, ...] = ("keep_all", "full", "every_nth", "sqrt")
 
 
-def classic_plan(
-    profile: Profile, name: ClassicName, n: int | None = None, *, simulate: Simulate = simulate_step
-) -> Plan:
+def classic_plan(profile: Profile, name: ClassicName, n: int | None = None) -> Plan:
     """Return a classic schedule as a plan, with its predicted peak and slowdown.
 
     Args:
         profile: the recorded step.
         name: "keep_all", "full", "every_nth" or "sqrt".
         n: for "every_nth" only: the input of every nth layer is kept; 1 is the same as "full".
-        simulate: predicts the peak and the recompute time of a choice.
 
     Returns:
         A plan without a budget.
@@ -52,19 +49,15 @@ def classic_plan(
             each other, where only some inputs should be kept.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> from recollect.profile.events import StepLog
-        >>> from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
-        >>> values = (ValueRecord("x", 8, producer=None), ValueRecord("mul", 8, producer=0, saved=True))
-        >>> layer = UnitGraph(values, (OpRecord("mul", (0,), (1,), 0.5),))
-        >>> profile = Profile((layer,), (UnitCall("layers.0", 0, repeated=True),), StepLog(), step_s=2.0)
-        >>> def simulate(profile, decisions):
-        ...     return SimpleNamespace(peak_bytes=96, recompute_s=0.5)
-        >>> print(classic_plan(profile, "full", simulate=simulate))
-        layers.0    recompute all
-        all others  keep all
-        predicted peak 96 B; predicted slowdown 25.0 %
-        full
+        >>> import torch, recollect
+        >>> from recollect.lab.models.architectures import llama_config
+        >>> from recollect.lab.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
+        >>> tokens = torch.randint(0, 64, (1, 16))
+        >>> profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True)
+        >>> full = classic_plan(profile, "full")
+        >>> full.note, sorted(full.units)
+        ('full', ['decoder.layers.0', 'decoder.layers.1'])
     """
     stride, note = _stride(profile, name, n)
     dropped = dropped_outputs(profile, stride=stride) if stride > 1 else frozenset()

@@ -8,15 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from recollect.byte_format import format_bytes
-from recollect.errors import BudgetTooSmallError, PlanError, ProfileFormatError
+from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.planning.bound import check_bound
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
-from recollect.planning.segments import longest_chain
+from recollect.planning.output_choices import longest_chain
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import Simulate
-from recollect.simulation.simulate import simulate as simulate_step
 
 __all__ = ["BoundPoint", "Frontier", "FrontierPoint", "frontier"]
 
@@ -90,12 +88,11 @@ class Frontier:
         return next((point for point in reversed(self.points) if point.peak_bytes <= budget_bytes), None)
 
 
-def frontier(profile: Profile, *, simulate: Simulate = simulate_step) -> Frontier:
+def frontier(profile: Profile) -> Frontier:
     """Return plans for all budgets, the bound on all of them, and the classic schedules on the same profile.
 
     Args:
         profile: the recorded step.
-        simulate: predicts the peak and the recompute time of a choice.
 
     Returns:
         About 22 points at most, the first of them the leanest plan that is known, the last one without recompute. Each
@@ -116,14 +113,9 @@ def frontier(profile: Profile, *, simulate: Simulate = simulate_step) -> Frontie
         >>> found.points[0].peak_bytes <= found.points[-1].peak_bytes <= found.plain_peak_bytes
         True
     """
-    if simulate is simulate_step and profile.calls and not profile.log.sequence:
-        raise ProfileFormatError(
-            f"frontier of {profile!r}: got no memory events, expected those of a recorded step, from which peaks are "
-            "predicted; record it again"
-        )
-    planner = Planner(profile, simulate=simulate)
+    planner = Planner(profile)
     plans = _plans(planner)
-    classics = _classics(profile, simulate)
+    classics = _classics(profile)
     points = _undominated(itertools.chain(plans, (p for p in classics if p.note == "keep_all")))
     return Frontier(
         points=tuple(_point(planner, replace(plan, note="")) for plan in points),
@@ -199,11 +191,11 @@ def _undominated(plans: Iterable[Plan]) -> list[Plan]:
     return kept
 
 
-def _classics(profile: Profile, simulate: Simulate) -> list[Plan]:
-    plans = [classic_plan(profile, name, simulate=simulate) for name in ("keep_all", "full")]
+def _classics(profile: Profile) -> list[Plan]:
+    plans = [classic_plan(profile, name) for name in ("keep_all", "full")]
     if longest_chain(profile) >= 2:
-        plans.append(classic_plan(profile, "sqrt", simulate=simulate))
+        plans.append(classic_plan(profile, "sqrt"))
     for n in _STRIDES:
         if 2 <= n <= longest_chain(profile):
-            plans.append(classic_plan(profile, "every_nth", n, simulate=simulate))
+            plans.append(classic_plan(profile, "every_nth", n))
     return plans

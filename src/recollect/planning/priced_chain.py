@@ -17,11 +17,11 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.chain import Chain, SimulateLevels, Stage, cheapest
-from recollect.planning.held import unheld_bytes
-from recollect.planning.ladder import Ladder, Levels
+from recollect.planning.alive_until_loss import unheld_bytes
+from recollect.planning.candidate import Candidate
+from recollect.planning.chain import Chain, Play, Stage, cheapest
+from recollect.planning.option_table import Choice, OptionTable
 from recollect.profile.events import FORWARD
-from recollect.simulation.peak_sums import Peaks
 from recollect.simulation.windows import Window
 
 __all__ = ["PricedChain"]
@@ -50,7 +50,7 @@ class PricedChain(Chain):
     """As `Chain`, where forward holds values anyway.
 
     Args:
-        ladder, windows, simulate, most_probes: as in `Chain`.
+        table, windows, play, most_probes: as in `Chain`.
         held: for each graph, the values that forward holds anyway.
 
     Complexity: about ten runs of the program where `Chain` has one, each with fewer cells.
@@ -58,63 +58,61 @@ class PricedChain(Chain):
 
     def __init__(
         self,
-        ladder: Ladder,
+        table: OptionTable,
         windows: Sequence[Window],
-        simulate: SimulateLevels,
+        play: Play,
         *,
         held: Sequence[frozenset[int]],
         most_probes: int,
     ) -> None:
         self._is_forward = [window.phase == FORWARD for window in windows]
-        graphs = ladder.profile.graphs
+        graphs = table.profile.graphs
         self._unheld = [
-            [unheld_bytes(graphs[rung.graph], option, held[rung.graph]) for option in rung.options]
-            for rung in ladder.rungs
+            [unheld_bytes(graphs[row.graph], option, held[row.graph]) for option in row.options] for row in table.rows
         ]
         self._price_s = 0.0
-        super().__init__(ladder, windows, simulate, most_probes=most_probes)
+        super().__init__(table, windows, play, most_probes=most_probes)
 
-    def _earlier(self, levels: Levels) -> list[int]:
-        unheld = [0, *accumulate(self._unheld[rung][levels[rung]] for rung in self._order)]
+    def _earlier(self, choice: Choice) -> list[int]:
+        unheld = [0, *accumulate(self._unheld[row][choice[row]] for row in self._order)]
         return [
             unheld[max(0, position)] if is_forward else kept
             for (position, _), is_forward, kept in zip(
-                self._rows, self._is_forward, super()._earlier(levels), strict=True
+                self._places, self._is_forward, super()._earlier(choice), strict=True
             )
         ]
 
-    def better(self, levels: Levels, peaks: Peaks, budget_bytes: int) -> Iterator[tuple[Levels, Peaks]]:
-        """Yield plans, each made from the last one within the budget by filling the room that it leaves.
+    def better(self, start: Candidate, budget_bytes: int) -> Iterator[Candidate]:
+        """Yield candidates, each made from the last one within the budget by filling the room that it leaves.
 
         Args:
-            levels: of a plan within the budget.
-            peaks: of that plan.
+            start: a candidate within the budget.
             budget_bytes: as in `best`.
         """
         self._refused[:] = 0
         for _ in range(_MOST_FILLINGS):
-            self.correct(levels, peaks)
-            filled = self._levels(_filled(self._units(), [levels[rung] for rung in self._order], budget_bytes))
-            if filled == levels:
+            self.correct(start)
+            filled = self._choice_of(_filled(self._units(), [start.choice[row] for row in self._order], budget_bytes))
+            if filled == start.choice:
                 break
-            found = self._simulate(filled)
-            yield filled, found
+            found = self._play(filled)
+            yield found
             if found.peak_bytes <= budget_bytes:
-                levels, peaks = filled, found
+                start = found
             else:
-                self._refused += np.maximum(0, np.array(found.window_peaks) - budget_bytes)
+                self._refused += np.maximum(0, np.array(found.cost.window_peaks) - budget_bytes)
         self._refused[:] = 0
 
     def _units(self) -> list[_Unit]:
-        windows = range(len(self._rows))
+        windows = range(len(self._places))
         stages = self._stages(window for window in windows if not self._is_forward[window])
         forward_own = self._own_bytes(window for window in windows if self._is_forward[window])
-        unheld = [np.array(self._unheld[rung], dtype=np.int64) for rung in self._order]
+        unheld = [np.array(self._unheld[row], dtype=np.int64) for row in self._order]
         return [_Unit(*unit) for unit in zip(stages, unheld, forward_own, strict=True)]
 
-    def _solve(self, budget_bytes: int) -> Levels | None:
+    def _solve(self, budget_bytes: int) -> Choice | None:
         chosen = self._chosen(self._units(), budget_bytes)
-        return None if chosen is None else self._levels(chosen)
+        return None if chosen is None else self._choice_of(chosen)
 
     def _chosen(self, units: Sequence[_Unit], budget_bytes: int) -> list[int] | None:
         def at(price_s: float) -> list[int] | None:

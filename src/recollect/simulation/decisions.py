@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeAlias
 
 from recollect.plans.action import Action
 from recollect.plans.engines import Region
@@ -12,11 +10,9 @@ from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.simulation.simulate import CallDecision
+from recollect.simulation.simulate import CallDecision, Simulation
 
 __all__ = [
-    "Prediction",
-    "Simulate",
     "decide",
     "decide_call",
     "drop_all",
@@ -26,26 +22,8 @@ __all__ = [
 ]
 
 
-class Prediction(Protocol):
-    """What the planner reads of a simulated step."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes alive at any moment."""
-
-    @property
-    def recompute_s(self) -> float:
-        """Seconds spent on ops that run a second time."""
-
-    @property
-    def peak_call(self) -> str:
-        """Path of the unit at the peak, or what else runs then."""
-
-
 # Routing indices and the like are kept on the tape and are a few percent; a unit of foreign kernels is nearly all opaque.
 _OPAQUE_FRACTION = 0.5
-
-Simulate: TypeAlias = Callable[[Profile, Sequence[CallDecision]], Prediction]
 
 
 def keep_all_unit(graph: UnitGraph) -> UnitPlan:
@@ -105,7 +83,7 @@ def decide(profile: Profile, plan: Plan) -> list[CallDecision]:
     return decisions
 
 
-def simulated_plan(profile: Profile, plan: Plan, simulation: Prediction) -> Plan:
+def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan:
     """Return the plan with what the simulation predicts of it."""
     slowdown = simulation.recompute_s / profile.step_s if profile.step_s > 0 else 0.0
     return replace(

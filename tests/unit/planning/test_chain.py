@@ -9,9 +9,9 @@ import pytest
 
 from recollect.planning.chain import Chain
 from recollect.planning.hull import evaluate, unit_hull
-from recollect.planning.ladder import Ladder, Levels
-from recollect.planning.menu import every_choice, unit_menu
-from recollect.planning.segments import single_outputs
+from recollect.planning.option_table import Ladder, Levels
+from recollect.planning.unit_options import every_choice, unit_options
+from recollect.planning.output_choices import single_outputs
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER
 from recollect.profile.profile import Profile
 from recollect.simulation.simulate import CallDecision, Simulation, simulate
@@ -21,7 +21,7 @@ from synthetic_step import random_step
 
 def chain_of(profile: Profile) -> tuple[Ladder, Chain, list[Levels]]:
     """A chain over the menus of a step, and the levels that it had simulated."""
-    ladder = Ladder(profile, options_of=unit_menu)
+    ladder = Ladder(profile, options_of=unit_options)
     found = windows(profile)
     seen: list[Levels] = []
 
@@ -62,7 +62,7 @@ def test_peaks_of_windows_add_up_to_the_peaks_of_the_step(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_menu_has_the_hull_and_only_options_that_are_what_they_say(seed: int) -> None:
     graph = random_step(seed, num_values=10).graphs[0]
-    menu = unit_menu(graph, most_options=12)
+    menu = unit_options(graph, most_options=12)
     hull = unit_hull(graph)
     assert set(hull) <= set(menu)
     assert len(menu) <= max(12, len(hull))
@@ -81,7 +81,7 @@ def test_every_choice_has_all_of_a_small_unit() -> None:
 
 def test_every_choice_of_a_large_unit_is_its_menu() -> None:
     graph = random_step(3, num_values=14).graphs[0]
-    assert every_choice(graph) == unit_menu(graph)
+    assert every_choice(graph) == unit_options(graph)
 
 
 @pytest.mark.parametrize("seed", range(10))

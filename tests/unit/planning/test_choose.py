@@ -12,8 +12,8 @@ import pytest
 
 from recollect.errors import BudgetTooSmallError, QuantityError
 from recollect.planning.choose import plan as choose
-from recollect.planning.ladder import Ladder
-from recollect.planning.segments import dropped_outputs
+from recollect.planning.option_table import Ladder
+from recollect.planning.output_choices import dropped_outputs
 from recollect.plans.plan import Plan
 from recollect.profile.graph import UnitCall
 from recollect.profile.profile import Profile

@@ -9,14 +9,15 @@ from itertools import combinations
 import pytest
 
 from recollect.planning.chain import Chain
-from recollect.planning.held import held_values, unheld_bytes, with_held
+from recollect.planning.alive_until_loss import held_values, unheld_bytes, with_held
 from recollect.planning.hull import Evaluator, unit_hull
-from recollect.planning.ladder import Ladder, Levels
-from recollect.planning.menu import unit_menu
+from recollect.planning.option_table import Ladder, Levels
+from recollect.planning.unit_options import unit_options
 from recollect.planning.priced_chain import PricedChain
 from recollect.planning.priced_search import PricedSearch
-from recollect.planning.search import ChainSearch
-from recollect.profile.events import BACKWARD, DIES, PHASE, StepLog
+from recollect.planning.chain_solver import ChainSearch
+from recollect.profile.events import BACKWARD, DIES, PHASE
+from recollect.profile.events import StepLog
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import Peaks, PeakSums
 from recollect.simulation.program import Program
@@ -108,7 +109,7 @@ def _beats(one: tuple[int, int, float], other: tuple[int, int, float]) -> bool:
 def test_the_model_knows_more_peaks_than_one_that_counts_held_values_in_forward() -> None:
     profile, held = cached_step(3, num_units=6)
     ladder = Ladder(
-        profile, options_of=lambda graph, *, output="keep": with_held(graph, unit_menu(graph), held, output=output)
+        profile, options_of=lambda graph, *, output="keep": with_held(graph, unit_options(graph), held, output=output)
     )
     found = windows(profile)
 
@@ -150,6 +151,6 @@ def test_without_held_values_there_is_nothing_to_search() -> None:
         (cached_step(2, num_units=4)[0], True),
     ):
         found = windows(profile)
-        search = PricedSearch(profile, found, PeakSums(Program(profile, found)), unit_menu)
+        search = PricedSearch(profile, found, PeakSums(Program(profile, found)), unit_options)
         assert search.is_worthwhile == is_worthwhile
         assert search.best(2**62) is None

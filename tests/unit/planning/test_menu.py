@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from recollect.planning.hull import Option, evaluate, unit_hull
-from recollect.planning.menu import every_choice, unit_menu
+from recollect.planning.unit_options import every_choice, unit_options
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from synthetic_step import random_step
@@ -62,7 +62,7 @@ def unbeaten(graph: UnitGraph) -> set[tuple[int, float, int]]:
 @pytest.mark.parametrize("seed", range(90))
 def test_menu_is_what_no_other_neighbour_of_the_hull_beats(seed: int) -> None:
     graph = unit(seed) if seed < 60 else on_modules(unit(seed), random.Random(seed))
-    menu, hull = unit_menu(graph, most_options=ALL), unit_hull(graph)
+    menu, hull = unit_options(graph, most_options=ALL), unit_hull(graph)
     assert {cost(graph, option) for option in menu} == unbeaten(graph)
     assert len({option.keep for option in menu}) == len(menu)
     # Options that cost the same are there once; of a hull that ends with one that is as fast as a leaner one, only that.
@@ -72,7 +72,7 @@ def test_menu_is_what_no_other_neighbour_of_the_hull_beats(seed: int) -> None:
 
 
 def test_some_menus_have_what_the_hull_has_not() -> None:
-    counts = [(len(unit_menu(unit(seed), most_options=ALL)), len(unit_hull(unit(seed)))) for seed in range(60)]
+    counts = [(len(unit_options(unit(seed), most_options=ALL)), len(unit_hull(unit(seed)))) for seed in range(60)]
     assert sum(menu > hull for menu, hull in counts) > 20
 
 
@@ -80,7 +80,7 @@ def test_some_menus_have_what_the_hull_has_not() -> None:
 @pytest.mark.parametrize("most_options", [1, 6, 9, 14])
 def test_long_menus_are_thinned_evenly(seed: int, most_options: int) -> None:
     graph = unit(seed, num_values=16)
-    everything, thinned = unit_menu(graph, most_options=ALL), unit_menu(graph, most_options=most_options)
+    everything, thinned = unit_options(graph, most_options=ALL), unit_options(graph, most_options=most_options)
     hull = {option.keep for option in unit_hull(graph)}
     others = [option for option in everything if option.keep not in hull]
     room = max(0, most_options - (len(everything) - len(others)))
@@ -105,14 +105,14 @@ def long_chain(num_values: int) -> UnitGraph:
 
 def test_default_length() -> None:
     graph = long_chain(40)
-    assert len(unit_menu(graph, most_options=ALL)) > 64
-    assert len(unit_menu(graph)) == max(64, len(unit_hull(graph)))
+    assert len(unit_options(graph, most_options=ALL)) > 64
+    assert len(unit_options(graph)) == max(64, len(unit_hull(graph)))
 
 
 def test_every_choice_is_made_of_all_subsets_of_up_to_twelve_values() -> None:
     assert len(every_choice(long_chain(4))) == 2**4
     assert len(every_choice(long_chain(12))) == 2**12
-    assert every_choice(long_chain(13)) == unit_menu(long_chain(13))
+    assert every_choice(long_chain(13)) == unit_options(long_chain(13))
     assert len(every_choice(long_chain(13))) < 2**12
 
 

@@ -10,8 +10,8 @@ from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import plan
 from recollect.planning.classic import classic_plan
 from recollect.planning.exhaustive import all_levels, every_plan, every_subset
-from recollect.planning.search import ChainSearch
-from recollect.planning.segments import dropped_outputs, first_outputs, folded_outputs, longest_chain, most_folded
+from recollect.planning.chain_solver import ChainSearch
+from recollect.planning.output_choices import dropped_outputs, first_outputs, folded_outputs, longest_chain, most_folded
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import CallDecision, simulate

@@ -11,7 +11,7 @@ from torch import nn
 
 import recollect
 from recollect.planning.hull import unit_hull
-from recollect.planning.menu import unit_menu
+from recollect.planning.unit_options import unit_options
 from recollect.profile.profile import Profile
 from recollect.recording.model_step import call_model, run_forward
 from recollect.recording.step_times import StepTimes, UnitTimes, measure_step_times, with_step_times
@@ -119,7 +119,7 @@ def test_op_times_shrink_where_recompute_took_less(recorded: Profile) -> None:
 
 def test_options_that_need_the_tape_pay_for_it() -> None:
     graph = replace(layer(), tape_s=7.0, module_tape_s=(("norm", 1.0), ("mlp.act", 2.0)))
-    for options in (unit_hull(graph), unit_menu(graph)):
+    for options in (unit_hull(graph), unit_options(graph)):
         for option in options:
             modules = {"norm": 1.0 * (0 in option.recompute_ops), "mlp.act": 2.0 * (2 in option.recompute_ops)}
             ops_s = math.fsum(graph.ops[op].time_s for op in option.recompute_ops)

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from recollect.planning.search import ChainSearch
-from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, RETURN, SAVE, USE, StepLog
+from recollect.planning.chain_solver import ChainSearch
+from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, RETURN, SAVE, USE
+from recollect.profile.events import StepLog
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.call_groups import OUTSIDE, Division

@@ -20,14 +20,14 @@ from recollect.integrations.megatron.parts import LayerOps, part_of
 from recollect.integrations.megatron.pipeline import model_chunks
 from recollect.integrations.megatron.rules import report_mtp_block, report_num_layers
 from recollect.integrations.megatron.training_setting import TrainingSetting
-from recollect.planning.segments import outputs_within
+from recollect.planning.output_choices import outputs_within
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import Simulate, decide, keep_all_unit, recompute_all_unit, simulated_plan
-from recollect.simulation.simulate import simulate as simulate_step
+from recollect.simulation.decisions import decide, keep_all_unit, recompute_all_unit, simulated_plan
+from recollect.simulation.simulate import simulate
 
 __all__ = ["megatron_plan"]
 
@@ -41,8 +41,6 @@ def megatron_plan(
     profile: Profile,
     config: RecomputeConfig,
     setting: TrainingSetting | None = None,
-    *,
-    simulate: Simulate = simulate_step,
 ) -> Plan:
     """Return what a Megatron configuration keeps and drops, as a plan with its predicted peak and slowdown.
 
@@ -56,7 +54,6 @@ def megatron_plan(
         config: Megatron's settings.
         setting: what else Megatron's rules look at; its pipeline sizes say what a model chunk is. None: one chunk, and
             only the configuration itself and the model are checked.
-        simulate: predicts the peak and the recompute time of a choice.
 
     Returns:
         A plan without a budget.
@@ -69,27 +66,15 @@ def megatron_plan(
         ConfigWarning: one of several modules is not in the model.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> from recollect.profile.events import StepLog
-        >>> from recollect.profile.graph import OpRecord, UnitCall, ValueRecord
-        >>> values = (
-        ...     ValueRecord("x", 8, producer=None),
-        ...     ValueRecord("mlp.fc1.mm", 8, producer=0, saved=True),
-        ...     ValueRecord("mlp.fc2.mm", 8, producer=1, is_output=True),
-        ... )
-        >>> ops = (OpRecord("mlp.fc1.mm", (0,), (1,), 0.5), OpRecord("mlp.fc2.mm", (1,), (2,), 0.5))
-        >>> profile = Profile(
-        ...     (UnitGraph(values, ops),), (UnitCall("layers.0", 0, repeated=True),), StepLog(), step_s=2.0
-        ... )
-        >>> def simulate(profile, decisions):
-        ...     return SimpleNamespace(peak_bytes=96, recompute_s=0.5)
+        >>> import torch, recollect
+        >>> from recollect.lab.models.architectures import llama_config
+        >>> from recollect.lab.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
+        >>> tokens = torch.randint(0, 64, (1, 16))
+        >>> profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True)
         >>> config = RecomputeConfig(recompute_granularity="selective", recompute_modules=["mlp"])
-        >>> print(megatron_plan(profile, config, simulate=simulate))
-        layers.0    keep       fc2
-                    recompute  all else
-        all others  keep all
-        predicted peak 96 B; predicted slowdown 25.0 %
-        Megatron: selective, mlp
+        >>> megatron_plan(profile, config).note
+        'Megatron: selective, mlp'
 
     References:
         V. Korthikanti, J. Casper, S. Lym, L. McAfee, M. Andersch, M. Shoeybi, B. Catanzaro, "Reducing Activation

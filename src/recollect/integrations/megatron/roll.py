@@ -16,8 +16,6 @@ from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.rule import did_you_mean
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import Simulate
-from recollect.simulation.simulate import simulate as simulate_step
 
 __all__ = ["RollCheckpointing", "is_moe_config", "roll_plan", "roll_recompute_config"]
 
@@ -153,26 +151,23 @@ def is_moe_config(model_config: object) -> bool:
     return any(get(text_config or model_config, name) not in (None, 0, False) for name in _MOE_FIELDS)
 
 
-def roll_plan(profile: Profile, checkpointing: RollCheckpointing, *, simulate: Simulate = simulate_step) -> Plan:
+def roll_plan(profile: Profile, checkpointing: RollCheckpointing) -> Plan:
     """Return what ROLL's switches keep and drop, as a plan.
 
     Args:
         profile: the recorded step.
         checkpointing: the switches.
-        simulate: predicts the peak and the recompute time of a choice.
 
     Returns:
         A plan without a budget: every layer recomputed from its input, or nothing.
 
     Example:
-        >>> from types import SimpleNamespace
         >>> from recollect.profile.events import StepLog
         >>> empty = Profile((), (), StepLog(), step_s=0.0)
-        >>> simulate = lambda profile, decisions: SimpleNamespace(peak_bytes=0, recompute_s=0.0)
-        >>> roll_plan(empty, RollCheckpointing(disable_gradient_checkpointing=True), simulate=simulate).note
+        >>> roll_plan(empty, RollCheckpointing(disable_gradient_checkpointing=True)).note
         'ROLL: no gradient checkpointing'
     """
     if checkpointing.disable_gradient_checkpointing:
-        return megatron_plan(profile, RecomputeConfig(), simulate=simulate).with_note("ROLL: no gradient checkpointing")
+        return megatron_plan(profile, RecomputeConfig()).with_note("ROLL: no gradient checkpointing")
     full = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    return megatron_plan(profile, full, simulate=simulate).with_note("ROLL: gradient checkpointing of each layer")
+    return megatron_plan(profile, full).with_note("ROLL: gradient checkpointing of each layer")

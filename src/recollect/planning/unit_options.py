@@ -11,20 +11,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import combinations
 
 from recollect.planning.hull import Evaluator, Option, unit_hull
 from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import UnitGraph
 
-__all__ = ["every_choice", "unit_menu"]
-
-# 4096 choices at most.
-_MOST_ENUMERATED = 12
+__all__ = ["unit_options"]
 
 
-def unit_menu(graph: UnitGraph, *, output: Action = Action.KEEP, most_options: int = 64) -> tuple[Option, ...]:
+def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options: int = 64) -> tuple[Option, ...]:
     """Return options for one unit, those of its hull among them, from the leanest to the fattest.
 
     Args:
@@ -47,19 +43,6 @@ def unit_menu(graph: UnitGraph, *, output: Action = Action.KEEP, most_options: i
     )
     rest = _undominated(graph, _evaluated(graph, variations, hull, output))
     return _thinned(rest, frozenset(option.keep for option in hull), most_options)
-
-
-def every_choice(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
-    """Return all different choices for a unit of few values; for others what `unit_menu` returns.
-
-    Complexity: one walk over the unit for each subset of its values.
-    """
-    produced = sorted(_produced(graph))
-    if len(produced) > _MOST_ENUMERATED:
-        return unit_menu(graph, output=output)
-    subsets = (frozenset(subset) for size in range(len(produced) + 1) for subset in combinations(produced, size))
-    options = _evaluated(graph, subsets, unit_hull(graph, output=output), output)
-    return tuple(sorted(options, key=lambda o: (o.kept_bytes, -o.recompute_s, sorted(o.keep))))
 
 
 def _without_modules(graph: UnitGraph, option: Option) -> Iterator[frozenset[int]]:

@@ -1,0 +1,212 @@
+"""The solver that walks over chains: how many layer outputs to drop, with the best candidate of each chain for a budget.
+
+For each number of outputs there are a few choices of which (`planning/output_choices.py`). One simulation and one run of the
+chain's program (`planning/chain.py`) give an estimate of each, since chains share what they measured; for the best ones
+candidates are made. Numbers are doubled from 1 on, then refined around the best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache, cached_property, partial
+
+from recollect.planning.candidate import Candidate
+from recollect.planning.chain import Chain, WorkingSets
+from recollect.planning.hull import Option
+from recollect.planning.known_costs import KnownCosts
+from recollect.planning.option_table import OptionsOf, OptionTable
+from recollect.planning.output_choices import first_outputs, folded_outputs, most_folded, single_outputs
+from recollect.planning.priced_search import PricedSearch
+from recollect.planning.unit_options import unit_options
+from recollect.plans.action import Action
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
+from recollect.simulation.peak_sums import PeakSums
+from recollect.simulation.program import Program
+from recollect.simulation.windows import Window, windows
+
+__all__ = ["ChainSolver"]
+
+# Events that may be played to measure working sets: about 0.1 s.
+_PROBED_EVENTS = 320_000
+_FEWEST_PROBES = 12
+# Among many units, those at different options make up for options that none of them has.
+_OPTIONS_OF_ALL_CALLS = 768
+_FEWEST_OPTIONS = 16
+# Numbers of dropped outputs that are tried between the best and its neighbours.
+_MOST_REFINEMENTS = 3
+# Segments at the front, in layers; beside those that balance outputs and working bytes.
+_LONGEST_SEGMENTS = (2, 3)
+# Choices of dropped outputs for which candidates are made.
+_MOST_FULL_RUNS = 3
+
+# Attempts at a lower peak than the least one so far, by steps down to this part of it.
+_MOST_SQUEEZES = 8
+_SMALLEST_SQUEEZE = 0.001
+_NO_BUDGET = 2**62
+
+Dropped = frozenset[str] | None
+"""Paths of the units whose output is dropped, beside those of single units where that is a choice; None: no output at all,
+so that a unit that keeps everything is off the tape."""
+
+Score = tuple[int, float]
+"""Bytes over the budget, and seconds of recompute: the less the better."""
+
+
+class ChainSolver:
+    """The chains of one profile, and the costs of all candidates that they led to.
+
+    Args:
+        profile: a recorded step with its events.
+        like: a solver for the same profile, whose options and played units this one takes over; what that one finds does
+            not change.
+
+    Attributes:
+        program, peak_sums: of the profile.
+    """
+
+    def __init__(self, profile: Profile, *, like: ChainSolver | None = None) -> None:
+        self.profile = profile
+        self._windows: list[Window] = like._windows if like else windows(profile)
+        self.program: Program = like.program if like else Program(profile, self._windows)
+        self.peak_sums: PeakSums = like.peak_sums if like else PeakSums(self.program)
+        num_events = profile.log.num_events or 1
+        self._most_probes = max(_FEWEST_PROBES, _PROBED_EVENTS // num_events)
+        # Hulls and options are the same for every chain.
+        most_options = max(_FEWEST_OPTIONS, _OPTIONS_OF_ALL_CALLS // max(1, len(profile.calls)))
+        self._options_of: OptionsOf = (
+            like._options_of if like else cache(partial(unit_options, most_options=most_options))
+        )
+        self._most_dropped = most_folded(profile)
+        self._working: WorkingSets = {}
+        self._has_tape_s = any(graph.tape_s for graph in profile.graphs)
+        self._chains: dict[Dropped, tuple[KnownCosts, Chain]] = {}
+        self._priced = PricedSearch(profile, self._windows, self.peak_sums, self._options_of)
+
+    @cached_property
+    def _working_bytes(self) -> list[int]:
+        """Workspace of computing each layer again."""
+        leanest = {call.graph: 0 for call in self.profile.calls}
+        for number in {call.graph for call in self.profile.calls if call.repeated}:
+            graph = self.profile.graphs[number]
+            leanest[number] = _working_bytes(graph, self._options_of(graph, output=Action.RECOMPUTE)[0])
+        return [leanest[call.graph] for call in self.profile.calls]
+
+    def best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
+        """Return the fastest candidate within the budget that is found, or None; see `Solver`."""
+        goal = (0, enough_s)
+        if self._has_tape_s and self._run(None, budget_bytes, enough_s) <= goal:
+            return self._best_known(budget_bytes)
+        score = self._run(frozenset(), budget_bytes, enough_s)
+        if score > goal:
+            for dropped in self._promising(budget_bytes)[:_MOST_FULL_RUNS]:
+                score = min(score, self._run(dropped, budget_bytes, enough_s))
+                if score <= goal:
+                    break
+        best = self._best_known(budget_bytes)
+        if best is not None and score > goal and self._priced.is_worthwhile:
+            self._priced.run(best, budget_bytes)
+        priced = [candidate for candidate in self._priced.known() if candidate.peak_bytes <= budget_bytes]
+        found = min(priced, key=_by_time, default=None)
+        if best is None or (found is not None and found.recompute_s < best.recompute_s):
+            return found
+        return best
+
+    def leanest(self) -> Candidate | None:
+        """Return the candidate with the least peak that is found; the same whatever was planned before."""
+        solver = ChainSolver(self.profile, like=self)
+        solver.best(0, 0.0)
+        least = solver._best_known(_NO_BUDGET, by_peak=True)
+        step_bytes = 0 if least is None else (least.peak_bytes - self.profile.persistent_bytes) // 16
+        for _ in range(_MOST_SQUEEZES):
+            if least is None or step_bytes <= _SMALLEST_SQUEEZE * least.peak_bytes:
+                break
+            found = solver.best(least.peak_bytes - step_bytes, math.inf)
+            least = solver._best_known(_NO_BUDGET, by_peak=True)
+            step_bytes = step_bytes if found else step_bytes // 4
+        if least is None:
+            return None
+        # What the chains have learned of so lean plans shows them faster ones that are as lean.
+        return solver.best(least.peak_bytes, 0.0)
+
+    def _promising(self, budget_bytes: int) -> list[frozenset[str]]:
+        """Return choices of outputs to drop, the most promising first."""
+        estimates: dict[frozenset[str], tuple[float, int]] = {}
+        number = 1
+        while number <= self._most_dropped:
+            self._add_estimates(number, budget_bytes, estimates)
+            number = min(2 * number, max(self._most_dropped, number + 1))
+        for _ in range(_MOST_REFINEMENTS if estimates else 0):
+            best_number = len(min(estimates, key=lambda dropped: estimates[dropped]))
+            between = _between(sorted({len(dropped) for dropped in estimates}), best_number)
+            if between is None:
+                break
+            self._add_estimates(between, budget_bytes, estimates)
+        return sorted(estimates, key=lambda dropped: (estimates[dropped], len(dropped), sorted(dropped)))
+
+    def _add_estimates(
+        self, number: int, budget_bytes: int, estimates: dict[frozenset[str], tuple[float, int]]
+    ) -> None:
+        """Add choices of so many outputs: seconds by the chain's model, then the peak of the leanest plan."""
+        choices = {folded_outputs(self.profile, self._working_bytes, num_dropped=number)}
+        choices |= {first_outputs(self.profile, longest=longest, num_dropped=number) for longest in _LONGEST_SEGMENTS}
+        for dropped in sorted(choices - estimates.keys(), key=sorted):
+            costs, chain = self._chain(dropped)
+            least_bytes = min(candidate.peak_bytes for candidate in costs.known())
+            estimates[dropped] = chain.estimate_s(budget_bytes), least_bytes
+
+    def _run(self, dropped: Dropped, budget_bytes: int, enough_s: float) -> Score:
+        """Make the candidates of one chain for a budget; return the score of the best one."""
+        costs, chain = self._chain(dropped)
+        for _ in chain.best(budget_bytes):
+            pass
+        return min((candidate.excess_bytes(budget_bytes), candidate.recompute_s) for candidate in costs.known())
+
+    def _chain(self, dropped: Dropped) -> tuple[KnownCosts, Chain]:
+        if dropped not in self._chains:
+            table = OptionTable(
+                self.profile,
+                dropped_outputs=dropped or frozenset(),
+                options_of=self._options_of,
+                free_outputs=frozenset() if dropped is None else single_outputs(self.profile),
+            )
+            costs = KnownCosts(self.peak_sums, table)
+            chain = Chain(table, self._windows, costs.candidate, most_probes=self._most_probes, working=self._working)
+            self._chains[dropped] = costs, chain
+        return self._chains[dropped]
+
+    def _best_known(self, budget_bytes: int, *, by_peak: bool = False) -> Candidate | None:
+        """Return the fastest candidate within the budget of all chains, or the one with the least peak."""
+
+        def rank(found: tuple[Dropped, Candidate]) -> tuple[object, ...]:
+            dropped, candidate = found
+            first, second = candidate.recompute_s, candidate.peak_bytes
+            order = (second, first) if by_peak else (first, second)
+            return (*order, dropped is not None, sorted(dropped or ()), candidate.choice)
+
+        fitting = ((dropped, found) for dropped, found in self._known() if found.peak_bytes <= budget_bytes)
+        best = min(fitting, key=rank, default=None)
+        return None if best is None else best[1]
+
+    def _known(self) -> Iterator[tuple[Dropped, Candidate]]:
+        for dropped, (costs, _) in self._chains.items():
+            for candidate in costs.known():
+                yield dropped, candidate
+
+
+def _by_time(candidate: Candidate) -> tuple[object, ...]:
+    dropped = sorted(candidate.table.drops_outputs)
+    return candidate.recompute_s, candidate.peak_bytes, dropped, candidate.choice
+
+
+def _working_bytes(graph: UnitGraph, leanest: Option) -> int:
+    return sum(graph.values[v].nbytes for op in leanest.recompute_ops for v in graph.ops[op].outputs)
+
+
+def _between(numbers: Sequence[int], best: int) -> int | None:
+    """Return a number between the best one and the neighbour that is farther away; None if there is none."""
+    after = min((n for n in numbers if n > best), default=best)
+    before = max((n for n in (0, *numbers) if n < best), default=best)
+    other = after if after - best >= best - before else before
+    return None if abs(other - best) < 2 else (best + other) // 2

@@ -1,0 +1,173 @@
+"""What there is to choose from: for each unit of a step its options, and what a choice of them says as a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from recollect.planning.hull import Option, unit_hull
+from recollect.planning.unit_plans import unit_plan
+from recollect.plans.action import Action
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
+from recollect.simulation.decisions import decide_call, keep_all_unit
+from recollect.simulation.simulate import CallDecision
+
+__all__ = ["OptionTable", "Choice", "UnitRow"]
+
+Choice = tuple[int, ...]
+"""For each row, the index of its option."""
+
+
+class OptionsOf(Protocol):
+    """`unit_hull` and `unit_options`."""
+
+    def __call__(self, graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
+        """Return options for one unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRow:
+    """What is decided as one: all calls of one path.
+
+    Attributes:
+        path: module path of the unit.
+        calls: indices in `Profile.calls`; several if the model runs the module several times.
+        graph: index in `Profile.graphs` of the first call.
+        output: whether the plan keeps the unit's output, where the option does not say.
+        options: from the leanest to the fattest.
+        outputs: for each option, whether the plan keeps the unit's output.
+    """
+
+    path: str
+    calls: tuple[int, ...]
+    graph: int
+    output: Action
+    options: tuple[Option, ...]
+    outputs: tuple[Action, ...]
+
+
+class OptionTable:
+    """The rows of a profile and their moves in order.
+
+    Args:
+        profile: what to plan for.
+        dropped_outputs: paths of the units whose output is dropped too.
+        options_of: what there is to choose from for one unit, from the leanest to the fattest.
+        free_outputs: paths of the units for which either fate of the output is a choice.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        dropped_outputs: Collection[str] = (),
+        options_of: OptionsOf = unit_hull,
+        free_outputs: Collection[str] = (),
+    ) -> None:
+        self.profile = profile
+        self.drops_outputs = frozenset(dropped_outputs)
+        self._is_repeated = {call.path: call.repeated for call in profile.calls}
+        self.rows = _rows(profile, dropped_outputs, options_of, free_outputs)
+        self._unit_plans: dict[tuple[int, tuple[Action, ...], int], UnitPlan] = {}
+        self._decisions: dict[tuple[int, int, bool], tuple[CallDecision, ...]] = {}
+        rung_of = {call: index for index, row in enumerate(self.rows) for call in row.calls}
+        self._sources = [
+            {rung_of[source] for call in row.calls for _, source, _ in profile.calls[call].origins} - {index}
+            for index, row in enumerate(self.rows)
+        ]
+
+    @property
+    def leanest(self) -> Choice:
+        """Every row at its first option."""
+        return (0,) * len(self.rows)
+
+    @property
+    def fattest(self) -> Choice:
+        """Every row at its last option."""
+        return tuple(len(row.options) - 1 for row in self.rows)
+
+    def decisions(self, choice: Choice) -> list[CallDecision]:
+        """Return what each of the profile's calls drops."""
+        result = [CallDecision(recompute=frozenset(), keep_output=True)] * len(self.profile.calls)
+        for index, column in enumerate(choice):
+            known = self._row_decisions(index, column, is_named=self._is_named(index, choice))
+            for call, decision in zip(self.rows[index].calls, known, strict=True):
+                result[call] = decision
+        return result
+
+    def _is_named(self, index: int, choice: Choice) -> bool:
+        """Whether the plan names the row: layers, what recomputes, and what reads a dropped output, through the tape then."""
+        row = self.rows[index]
+        return (
+            self._is_repeated[row.path]
+            or self._unit_plan(index, choice[index]).recomputes_anything
+            or any(self.rows[source].outputs[choice[source]] == Action.RECOMPUTE for source in self._sources[index])
+        )
+
+    def _row_decisions(self, index: int, column: int, *, is_named: bool) -> tuple[CallDecision, ...]:
+        key = (index, column, is_named)
+        if key not in self._decisions:
+            unit = self._unit_plan(index, column) if is_named else None
+            graphs = [self.profile.graph_of(self.profile.calls[call]) for call in self.rows[index].calls]
+            self._decisions[key] = tuple(decide_call(graph, unit) for graph in graphs)
+        return self._decisions[key]
+
+    def _unit_plan(self, index: int, column: int) -> UnitPlan:
+        row = self.rows[index]
+        key = (row.graph, row.outputs, column)
+        if key not in self._unit_plans:
+            graph = self.profile.graphs[row.graph]
+            self._unit_plans[key] = unit_plan(graph, row.options[column], output=row.outputs[column])
+        shared = self._unit_plans[key]
+        others = {self.profile.calls[call].graph for call in row.calls} - {row.graph}
+        if not others:
+            return shared
+        # A module that runs in two shapes: what only the other run computes is kept, so that the plan names everything.
+        rest: Mapping[str, Action] = {
+            name: action
+            for graph in others
+            for name, action in keep_all_unit(self.profile.graphs[graph]).actions.items()
+        }
+        return UnitPlan({**rest, **shared.actions}, output=shared.output)
+
+    def plan(self, choice: Choice, *, budget_bytes: int | None = None, note: str = "") -> Plan:
+        """Return the plan; units outside the repeated layers are named only where they have to be on the tape."""
+        units = {
+            row.path: self._unit_plan(index, choice[index])
+            for index, row in enumerate(self.rows)
+            if self._is_named(index, choice)
+        }
+        return Plan(units, budget_bytes=budget_bytes, note=note)
+
+
+def _rows(
+    profile: Profile, dropped_outputs: Collection[str], options_of: OptionsOf, free_outputs: Collection[str]
+) -> tuple[UnitRow, ...]:
+    calls_of: dict[str, list[int]] = {}
+    for index, call in enumerate(profile.calls):
+        calls_of.setdefault(call.path, []).append(index)
+    known: dict[tuple[int, tuple[Action, ...]], list[tuple[Option, Action]]] = {}
+    rows = []
+    for path, calls in calls_of.items():
+        graph = profile.calls[calls[0]].graph
+        fates: tuple[Action, ...] = (Action.RECOMPUTE,) if path in dropped_outputs else (Action.KEEP,)
+        if path in free_outputs and path not in dropped_outputs:
+            fates = (Action.KEEP, Action.RECOMPUTE)
+        if (graph, fates) not in known:
+            known[graph, fates] = _choices(profile.graphs[graph], fates, options_of)
+        options, outputs = zip(*known[graph, fates], strict=True)
+        rows.append(UnitRow(path, tuple(calls), graph, fates[0], options, outputs))
+    return tuple(rows)
+
+
+def _choices(graph: UnitGraph, fates: Sequence[Action], options_of: OptionsOf) -> list[tuple[Option, Action]]:
+    choices = [(option, fate) for fate in fates for option in options_of(graph, output=fate)]
+    if len(fates) == 1:
+        return choices
+    # Between two that are as good, the output that is kept.
+    choices.sort(key=lambda choice: (choice[0].kept_bytes, -choice[0].recompute_s, choice[1]))
+    return choices
