@@ -66,18 +66,27 @@ def random_unit(
     return UnitGraph(tuple(values), tuple(ops)), saves
 
 
-class _Writer:
-    """Writes the log of a step."""
+class LogWriter:
+    """Writes the log of a step, call by call.
 
-    def __init__(self, graph: UnitGraph, saves: list[list[int]], num_units: int) -> None:
-        self.graph = graph
+    Args:
+        profile: graphs and calls; the input of each call is the output of the call before.
+        saves: for each graph, what each of its ops saves.
+    """
+
+    def __init__(self, profile: Profile, saves: list[list[list[int]]]) -> None:
+        self.profile = profile
         self.saves = saves
-        self.num_units = num_units
-        self.output = len(graph.values) - 1
         self.log: list[Event] = []
         self.handles: dict[tuple[int, int], list[int]] = {}
         self.num_handles = 0
         self.num_storages = 0
+
+    def graph(self, call: int) -> UnitGraph:
+        return self.profile.graph_of(self.profile.calls[call])
+
+    def output(self, call: int) -> int:
+        return len(self.graph(call).values) - 1
 
     def new_storage(self, nbytes: int) -> int:
         self.log.append((ALLOC, self.num_storages, nbytes))
@@ -85,7 +94,7 @@ class _Writer:
         return self.num_storages - 1
 
     def save(self, call: int, op: int, value: int) -> None:
-        owner = (call, value) if value != INPUT else (call - 1, self.output)
+        owner = (call, value) if value != INPUT else (call - 1, self.output(call - 1))
         # What the first unit reads is part of the batch: always there.
         if owner[0] < 0:
             return
@@ -94,38 +103,70 @@ class _Writer:
         self.num_handles += 1
 
     def forward(self, call: int) -> None:
-        for index, op in enumerate(self.graph.ops):
-            for value in self.saves[index]:
+        ops, saves = self.graph(call).ops, self.saves[self.profile.calls[call].graph]
+        for index, op in enumerate(ops):
+            for value in saves[index]:
                 if value in op.inputs:
                     self.save(call, index, value)
             self.log.append((OP, call, index))
-            for value in self.saves[index]:
+            for value in saves[index]:
                 if value in op.outputs:
                     self.save(call, index, value)
             for value in (*op.inputs, *op.outputs):
-                is_read_later = any(value in later.inputs for later in self.graph.ops[index + 1 :])
-                if value not in (INPUT, self.output) and not is_read_later:
+                is_read_later = any(value in later.inputs for later in ops[index + 1 :])
+                if value not in (INPUT, self.output(call)) and not is_read_later:
                     self.log.append((DIES, call, value))
         self.log.append((RETURN, call))
         if call > 0:
-            self.log.append((DIES, call - 1, self.output))
+            self.log.append((DIES, call - 1, self.output(call - 1)))
 
-    def backward(self, call: int, gradient: int, rng: random.Random) -> int:
-        gradients = {self.output: gradient}
-        for index in range(len(self.graph.ops) - 1, -1, -1):
-            op = self.graph.ops[index]
+    def backward(self, call: int, gradient: int, rng: random.Random | None) -> int:
+        """Go through the ops in reverse; with a generator, some work in bytes and make gradients that stay."""
+        values = self.graph(call).values
+        gradients = {self.output(call): gradient}
+        for index in range(len(self.graph(call).ops) - 1, -1, -1):
+            op = self.graph(call).ops[index]
             handles = self.handles.get((call, index), [])
             self.log += [(USE, handle) for handle in handles]
-            self.log.append((WORK, rng.choice((0, 0, 60))))
+            if rng is not None:
+                self.log.append((WORK, rng.choice((0, 0, 60))))
             for value in op.inputs:
                 if value not in gradients:
-                    gradients[value] = self.new_storage(self.graph.values[value].nbytes)
+                    gradients[value] = self.new_storage(values[value].nbytes)
             self.log += [(RELEASE, handle) for handle in handles]
             self.log += [(FREE, gradients.pop(value)) for value in op.outputs if value in gradients]
-            if rng.random() < 0.2:
+            if rng is not None and rng.random() < 0.2:
                 # A parameter's gradient: it stays.
                 self.new_storage(20)
         return gradients.pop(INPUT) if INPUT in gradients else self.new_storage(8)
+
+    def step(self, loss_bytes: int, backward_seed: float | None) -> StepLog:
+        """Write all of forward, backward and an optimizer step."""
+        last = len(self.profile.calls) - 1
+        for call in range(last + 1):
+            self.forward(call)
+        loss = self.new_storage(loss_bytes)
+        self.log += [(DIES, last, self.output(last)), (PHASE, BACKWARD)]
+        gradient = self.new_storage(self.graph(last).values[-1].nbytes)
+        self.log.append((FREE, loss))
+        for call in range(last, -1, -1):
+            # Identical layers run identical backwards.
+            rng = None if backward_seed is None else random.Random(backward_seed)
+            gradient = self.backward(call, gradient, rng)
+        self.log += [(FREE, gradient), (PHASE, OPTIMIZER), (WORK, 30)]
+        return StepLog(blocks=(tuple(self.log),), sequence=((0, -1),))
+
+
+def with_log(profile: Profile) -> Profile:
+    """A profile with the log of its step, in which each op saves those of its inputs that are marked as saved.
+
+    A value that no op reads and is saved is saved by the op that makes it.
+    """
+    saves = []
+    for graph in profile.graphs:
+        read = {value for op in graph.ops for value in op.inputs}
+        saves.append([[v for v in (*op.inputs, *set(op.outputs) - read) if graph.values[v].saved] for op in graph.ops])
+    return replace(profile, log=LogWriter(profile, saves).step(loss_bytes=8, backward_seed=None))
 
 
 def random_step(
@@ -134,28 +175,18 @@ def random_step(
     """A step of `num_units` identical units with so many computed values each; some ops are random if they have a state."""
     rng = random.Random(seed)
     graph, saves = random_unit(rng, num_values, state_bytes=state_bytes, saved_part=saved_part)
-    writer = _Writer(graph, saves, num_units)
-    for call in range(num_units):
-        writer.forward(call)
-    loss = writer.new_storage(rng.choice((8, 100)))
-    writer.log += [(DIES, num_units - 1, writer.output), (PHASE, BACKWARD)]
-    gradient = writer.new_storage(graph.values[-1].nbytes)
-    writer.log.append((FREE, loss))
-    seeds = rng.random()
-    for call in range(num_units - 1, -1, -1):
-        # Identical layers run identical backwards.
-        gradient = writer.backward(call, gradient, random.Random(seeds))
-    writer.log += [(FREE, gradient), (PHASE, OPTIMIZER), (WORK, 30)]
+    output = len(graph.values) - 1
     calls = tuple(
         UnitCall(
             f"layers.{i}",
             0,
             repeated=True,
             chained=i < num_units - 1,
-            origins=((INPUT, i - 1, writer.output),) if i else (),
+            origins=((INPUT, i - 1, output),) if i else (),
         )
         for i in range(num_units)
     )
     step_s = 3 * num_units * graph.forward_s
-    log = StepLog(blocks=(tuple(writer.log),), sequence=((0, -1),))
-    return Profile((graph,), calls, log, step_s=step_s, persistent={"parameters": 100})
+    profile = Profile((graph,), calls, StepLog(), step_s=step_s, persistent={"parameters": 100})
+    loss_bytes = rng.choice((8, 100))
+    return replace(profile, log=LogWriter(profile, [saves]).step(loss_bytes, rng.random()))

@@ -1,27 +1,16 @@
-"""Small profiles made by hand, and a simulator simple enough to check by eye, for the planner's tests."""
+"""Small steps made by hand, of an embedding, equal layers and a head, for the planner's tests."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from recollect.planning.hull import evaluate
 from recollect.profile.events import StepLog
 from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
-from recollect.simulation.simulate import CallDecision
+from synthetic_step import with_log
 
 PERSISTENT_BYTES = 1000
-
-
-@dataclass(frozen=True)
-class ToySimulation:
-    """What the toy simulator predicts."""
-
-    peak_bytes: int
-    recompute_s: float
-    peak_call: str
 
 
 def layer(*, norm_bytes: int = 100, up_bytes: int = 400, act_bytes: int = 400, out_bytes: int = 50) -> UnitGraph:
@@ -53,14 +42,21 @@ def stack(num_layers: int, *, graph: UnitGraph | None = None, chained: bool = Tr
     layers = [
         UnitCall(f"layers.{i}", 1, repeated=True, chained=chained and i < num_layers - 1) for i in range(num_layers)
     ]
-    return Profile(
-        graphs=(edge_unit("embedding", 50), graph or layer(), edge_unit("mm", 80)),
-        calls=(UnitCall("embed", 0, chained=True), *layers, UnitCall("head", 2)),
-        log=StepLog(),
-        step_s=num_layers * 1.3,
-        persistent={"parameters": PERSISTENT_BYTES},
-        model_class="Toy",
-        batch="2 x 16",
+    calls = [UnitCall("embed", 0, chained=True), *layers, UnitCall("head", 2)]
+    graphs = (edge_unit("embedding", 50), graph or layer(), edge_unit("mm", 80))
+    for index in range(1, len(calls)):
+        source = len(graphs[calls[index - 1].graph].values) - 1
+        calls[index] = replace(calls[index], origins=((0, index - 1, source),))
+    return with_log(
+        Profile(
+            graphs=graphs,
+            calls=tuple(calls),
+            log=StepLog(),
+            step_s=num_layers * 1.3,
+            persistent={"parameters": PERSISTENT_BYTES},
+            model_class="Toy",
+            batch="2 x 16",
+        )
     )
 
 
@@ -70,27 +66,3 @@ def random_stack(seed: int) -> Profile:
     sizes = [rng.choice((10, 50, 200, 1000)) for _ in range(3)]
     graph = layer(norm_bytes=sizes[0], up_bytes=sizes[1], act_bytes=sizes[2], out_bytes=rng.choice((10, 100)))
     return stack(rng.randint(1, 4), graph=graph)
-
-
-def simulate(profile: Profile, decisions: Sequence[CallDecision]) -> ToySimulation:
-    """Predict the peak from sizes alone.
-
-    Forward of a call has what earlier calls keep and all of its own values; backward what it and earlier calls keep and
-    what it recomputes, with the outputs that it needs of earlier calls that dropped theirs.
-    """
-    peak_bytes, peak_call, kept_bytes, segment_bytes = profile.persistent_bytes, "optimizer", 0, 0
-    recompute_s = 0.0
-    for call, decision in zip(profile.calls, decisions, strict=True):
-        graph = profile.graph_of(call)
-        produced = {i for i, value in enumerate(graph.values) if value.producer is not None}
-        choice = evaluate(graph, produced - decision.recompute, output="keep" if decision.keep_output else "recompute")
-        forward_bytes = kept_bytes + sum(graph.values[i].nbytes for i in produced)
-        kept_bytes += choice.kept_bytes
-        recompute_s += choice.recompute_s
-        recomputed = {i for op in choice.recompute_ops for i in graph.ops[op].outputs}
-        backward_bytes = kept_bytes + segment_bytes + sum(graph.values[i].nbytes for i in recomputed)
-        segment_bytes = 0 if decision.keep_output else segment_bytes + graph.values[-1].nbytes
-        call_bytes = profile.persistent_bytes + max(forward_bytes, backward_bytes)
-        if call_bytes > peak_bytes:
-            peak_bytes, peak_call = call_bytes, call.path
-    return ToySimulation(peak_bytes=peak_bytes, recompute_s=recompute_s, peak_call=peak_call)

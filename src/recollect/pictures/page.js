@@ -6,7 +6,7 @@
   const data = JSON.parse(element("data").textContent);
   const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-  // As recollect.quantities.format_bytes.
+  // As recollect.byte_format.format_bytes.
   const size = (value) => {
     const power = Math.min(4, Math.max(0, Math.floor(Math.log(Math.max(1, value * data.unit_bytes)) / Math.log(1024))));
     const scaled = value * data.unit_bytes / 1024 ** power;

@@ -47,11 +47,13 @@ from recollect.planning.hull import Option, unit_hull
 from recollect.planning.moments import Demand, moments
 from recollect.planning.pivots import pivots
 from recollect.plans.action import Action
+from recollect.plans.engines import Tape
+from recollect.plans.plan import Plan
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.program import rounded_bytes
 
-__all__ = ["LowerBound", "check_bound", "demand_hull"]
+__all__ = ["LowerBound", "check_bound", "demand_hull", "is_all_on_tape"]
 
 # Cuts and sums are in floating point: what is returned is lowered by more than their error.
 _SAFETY = 1e-6
@@ -245,6 +247,11 @@ class LowerBound:
                 self._add_row(-least, (variable, -1.0), (seconds, -rate))
             else:
                 self._add_row(0.0, (variable, -1.0), (seconds, -rate), (share, least))
+
+
+def is_all_on_tape(plan: Plan) -> bool:
+    """Whether the bound is of this plan: a module that runs again as a whole drops what the tape has to keep."""
+    return all(isinstance(unit.engine, Tape) for unit in plan.units.values())
 
 
 def check_bound(bound_s: float, recompute_s: float, budget_bytes: int) -> None:

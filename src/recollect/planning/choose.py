@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from recollect.errors import BudgetTooSmallError, ProfileFormatError
 from recollect.planning.advice import advice
-from recollect.planning.bound import LowerBound, check_bound
+from recollect.planning.bound import LowerBound, check_bound, is_all_on_tape
 from recollect.planning.candidate import Candidate
 from recollect.planning.classic import classic_plan
 from recollect.planning.option_table import OptionTable
@@ -127,7 +127,8 @@ class Planner:
             return self._finished(best, budget_bytes, bound_s)
         full = classic_plan(self.profile, "full")
         if full.predicted_peak_bytes is not None and full.predicted_peak_bytes <= budget_bytes:
-            return replace(full, budget_bytes=budget_bytes)
+            simulation = simulate(self.profile, decide(self.profile, full))
+            return self._predicted(full, simulation, budget_bytes, bound_s)
         found = [candidate for solver in self._solvers if (candidate := solver.leanest()) is not None]
         leanest = min(found, key=lambda c: (c.peak_bytes, c.recompute_s), default=None)
         if leanest is not None and leanest.peak_bytes <= budget_bytes:
@@ -184,7 +185,7 @@ class Planner:
 
     def _predicted(self, chosen: Plan, simulation: Simulation, budget_bytes: int, bound_s: float) -> Plan:
         made = simulated_plan(self.profile, replace(chosen, budget_bytes=budget_bytes), simulation)
-        if not self.profile.calls or not math.isfinite(bound_s) or self.profile.step_s <= 0:
+        if not is_all_on_tape(chosen) or not math.isfinite(bound_s) or self.profile.step_s <= 0:
             return made
         check_bound(bound_s, simulation.recompute_s, budget_bytes)
         return replace(made, bound_slowdown=bound_s / self.profile.step_s)

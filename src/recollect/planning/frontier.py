@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError, PlanError
-from recollect.planning.bound import check_bound
+from recollect.planning.bound import check_bound, is_all_on_tape
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
 from recollect.planning.output_choices import longest_chain
@@ -147,7 +147,8 @@ def _leanest(planner: Planner) -> Plan:
 
 def _point(planner: Planner, plan: Plan, name: str = "") -> FrontierPoint:
     peak_bytes, slowdown = plan.predicted_peak_bytes or 0, plan.predicted_slowdown or 0.0
-    bound = planner.bound_slowdown(peak_bytes)
+    # The bound is of the tape: a module that is re-run as a whole drops what the tape has to keep.
+    bound = planner.bound_slowdown(peak_bytes) if is_all_on_tape(plan) else None
     if bound is not None:
         check_bound(bound * planner.profile.step_s, slowdown * planner.profile.step_s, peak_bytes)
     return FrontierPoint(

@@ -10,7 +10,7 @@ import pytest
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.deepspeed import ActivationCheckpointing, deepspeed_plan
 from recollect.planning.classic import classic_plan
-from toy_profile import simulate, stack
+from toy_profile import stack
 
 DEFAULTS = {
     "partition_activations": False,
@@ -27,22 +27,22 @@ def section(**settings: Any) -> ActivationCheckpointing | None:
 
 
 def test_no_section_recomputes_nothing() -> None:
-    plan = deepspeed_plan(stack(3), ActivationCheckpointing.of({"train_batch_size": 8}), simulate=simulate)
+    plan = deepspeed_plan(stack(3), ActivationCheckpointing.of({"train_batch_size": 8}))
     assert not any(unit.recomputes_anything for unit in plan.units.values())
     assert plan.note == "DeepSpeed: no activation checkpointing"
 
 
 @pytest.mark.parametrize("settings", [{}, DEFAULTS])
 def test_a_section_means_each_layer(settings: dict[str, Any]) -> None:
-    plan = deepspeed_plan(stack(3), section(**settings), simulate=simulate)
-    assert plan.units == classic_plan(stack(3), "full", simulate=simulate).units
+    plan = deepspeed_plan(stack(3), section(**settings))
+    assert plan.units == classic_plan(stack(3), "full").units
     assert plan.note == "DeepSpeed: activation checkpointing, 1 layers a region"
 
 
 def test_regions_of_a_pipeline_module() -> None:
-    plan = deepspeed_plan(stack(5), section(), activation_checkpoint_interval=2, simulate=simulate)
-    assert plan.units == classic_plan(stack(5), "every_nth", 2, simulate=simulate).units
-    plan = deepspeed_plan(stack(5), section(), activation_checkpoint_interval=0, simulate=simulate)
+    plan = deepspeed_plan(stack(5), section(), activation_checkpoint_interval=2)
+    assert plan.units == classic_plan(stack(5), "every_nth", 2).units
+    plan = deepspeed_plan(stack(5), section(), activation_checkpoint_interval=0)
     assert not any(unit.recomputes_anything for unit in plan.units.values())
 
 
@@ -60,8 +60,8 @@ def test_regions_of_a_pipeline_module() -> None:
 def test_what_means_nothing_on_the_tape_is_said(settings: dict[str, Any], message: str) -> None:
     with pytest.warns(ConfigWarning, match=message):
         found = section(**settings)
-    plan = deepspeed_plan(stack(3), found, simulate=simulate)
-    assert plan.units == classic_plan(stack(3), "full", simulate=simulate).units
+    plan = deepspeed_plan(stack(3), found)
+    assert plan.units == classic_plan(stack(3), "full").units
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_means_nothing_on_the_tape_is_said(settings: dict[str, Any], messag
 )
 def test_what_is_not_built_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(NotYetError, match=message):
-        deepspeed_plan(stack(3), section(**settings), simulate=simulate)
+        deepspeed_plan(stack(3), section(**settings))
 
 
 @pytest.mark.parametrize(
@@ -110,4 +110,4 @@ def test_intervals_that_cannot_be(interval: Any) -> None:
     with pytest.raises(
         ConfigError, match=f"activation_checkpoint_interval={interval}: no number of layers. Set it to 1"
     ):
-        deepspeed_plan(stack(3), section(), activation_checkpoint_interval=interval, simulate=simulate)
+        deepspeed_plan(stack(3), section(), activation_checkpoint_interval=interval)

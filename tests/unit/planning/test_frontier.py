@@ -16,14 +16,15 @@ from recollect.planning.frontier import Frontier, frontier
 from recollect.profile.events import StepLog
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
-from recollect.simulation.simulate import simulate as simulate_step
+from recollect.simulation.simulate import simulate
 from small_llama import SMALL, batch_of, llama
-from toy_profile import simulate, stack
+from synthetic_step import with_log
+from toy_profile import stack
 
 
 @pytest.fixture(scope="module")
 def found() -> Frontier:
-    return frontier(stack(16), simulate=simulate)
+    return frontier(stack(16))
 
 
 def test_peaks_rise_and_slowdowns_fall(found: Frontier) -> None:
@@ -43,7 +44,7 @@ def test_points_are_what_their_plans_do(found: Frontier) -> None:
 
 def test_last_point_keeps_everything(found: Frontier) -> None:
     assert found.points[-1].slowdown == 0
-    assert found.points[-1].peak_bytes == classic_plan(stack(16), "keep_all", simulate=simulate).predicted_peak_bytes
+    assert found.points[-1].peak_bytes == classic_plan(stack(16), "keep_all").predicted_peak_bytes
 
 
 def test_no_classic_beats_the_frontier(found: Frontier) -> None:
@@ -62,9 +63,9 @@ def test_best_within_a_budget(found: Frontier) -> None:
 
 
 def test_table() -> None:
-    lines = str(frontier(stack(3), simulate=simulate)).splitlines()
+    lines = str(frontier(stack(3))).splitlines()
     assert lines[0] == "      peak  slowdown     bound  plan"
-    assert lines[-1] == "   3.9 KiB     0.0 %            keep_all"
+    assert lines[-1] == "   4.2 KiB     0.0 %     0.0 %  keep_all"
     assert all(len(line) <= 100 for line in lines)
 
 
@@ -78,7 +79,7 @@ def test_recorded_step_from_the_least_peak_to_the_plain_one(recorded: Profile) -
     assert found.points[-1].slowdown == 0
     assert found.points[-1].peak_bytes <= found.plain_peak_bytes
     for point in (*found.points, *found.classics):
-        simulation = simulate_step(recorded, decide(recorded, point.plan))
+        simulation = simulate(recorded, decide(recorded, point.plan))
         assert (point.peak_bytes, point.plan.budget_bytes) == (simulation.peak_bytes, simulation.peak_bytes)
         assert point.slowdown == pytest.approx(simulation.recompute_s / recorded.step_s)
     with pytest.raises(recollect.errors.BudgetTooSmallError) as caught:
@@ -111,13 +112,23 @@ def test_nothing_to_recompute_is_one_point() -> None:
 
 
 def test_no_bytes_to_save_is_one_point() -> None:
-    """Values that are all kept whatever the plan says: the leanest plan is the plain one."""
-    kept = stack(2, chained=False)
-    graphs = tuple(replace(g, values=tuple(replace(v, must_keep=True) for v in g.values)) for g in kept.graphs)
-    found = frontier(replace(kept, graphs=graphs), simulate=simulate)
+    """Backward asks for nothing: there is nothing to drop."""
+    plain = stack(2, chained=False)
+    graphs = tuple(replace(g, values=tuple(replace(v, saved=False) for v in g.values)) for g in plain.graphs)
+    found = frontier(with_log(replace(plain, graphs=graphs)))
     assert len(found.points) == 1
     assert found.points[0].slowdown == 0
     assert found.points[0].peak_bytes == found.plain_peak_bytes
+
+
+def test_a_module_that_is_run_again_as_a_whole_may_be_below_the_bound() -> None:
+    """The bound is of the tape, which keeps what has no recipe."""
+    kept = stack(2, chained=False)
+    graphs = tuple(replace(g, values=tuple(replace(v, must_keep=True) for v in g.values)) for g in kept.graphs)
+    found = frontier(replace(kept, graphs=graphs))
+    full = next(point for point in found.classics if point.name == "full")
+    assert full.peak_bytes < found.plain_peak_bytes
+    assert full.bound_slowdown is None
 
 
 def test_empty_frontier_is_an_error() -> None:
@@ -126,5 +137,5 @@ def test_empty_frontier_is_an_error() -> None:
 
 
 def test_profile_without_events_is_an_error() -> None:
-    with pytest.raises(ProfileFormatError, match="frontier of Profile.Toy .*: got no memory events, expected"):
-        frontier(stack(2))
+    with pytest.raises(ProfileFormatError, match="plan for Profile.Toy .*: got no memory events, expected"):
+        frontier(replace(stack(2), log=StepLog()))

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from recollect.planning.chain_solver import ChainSearch
-from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, RETURN, SAVE, USE
-from recollect.profile.events import StepLog
+from recollect.planning.chain_solver import ChainSolver
+from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, RETURN, SAVE, USE, StepLog
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.call_groups import OUTSIDE, Division
@@ -235,4 +234,4 @@ def test_the_simulator_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(
         RuntimeError, match=r"has a peak of \d+ bytes, where the sum over its units says \d+.*report it"
     ):
-        ChainSearch(profile).best(10_000, 0.0)
+        ChainSolver(profile).best(10_000, 0.0)

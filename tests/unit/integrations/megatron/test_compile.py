@@ -10,15 +10,14 @@ import pytest
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
 from recollect.planning.classic import classic_plan
-from recollect.plans.engines import Region
 from recollect.plans.plan import Plan
 from recollect.profile.graph import UnitCall
 from recollect.profile.profile import Profile
-from toy_profile import layer, simulate, stack
+from toy_profile import layer, stack
 
 
 def planned(profile: Profile, setting: TrainingSetting | None = None, **fields: Any) -> Plan:
-    return megatron_plan(profile, RecomputeConfig(**fields), setting, simulate=simulate)
+    return megatron_plan(profile, RecomputeConfig(**fields), setting)
 
 
 def full(profile: Profile, method: str, num_layers: int, setting: TrainingSetting | None = None) -> Plan:
@@ -43,12 +42,12 @@ def recomputed(plan: Plan) -> str:
 
 def test_nothing_asked_for_keeps_all() -> None:
     profile = stack(4)
-    assert planned(profile).units == classic_plan(profile, "keep_all", simulate=simulate).units
+    assert planned(profile).units == classic_plan(profile, "keep_all").units
 
 
 def test_uniform_1_is_full() -> None:
     profile = stack(4)
-    assert full(profile, "uniform", 1).units == classic_plan(profile, "full", simulate=simulate).units
+    assert full(profile, "uniform", 1).units == classic_plan(profile, "full").units
 
 
 @pytest.mark.parametrize(
@@ -189,4 +188,4 @@ def test_opaque_layers_are_run_again_as_a_whole() -> None:
     graph = layer()
     opaque = replace(graph, values=tuple(replace(value, must_keep=value.saved) for value in graph.values))
     plan = full(stack(2, graph=opaque), "uniform", 1)
-    assert {unit.engine for unit in plan.units.values()} == {Region()}
+    assert {unit.engine for unit in plan.units.values()} == {"region"}

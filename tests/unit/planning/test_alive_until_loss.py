@@ -8,18 +8,15 @@ from itertools import combinations
 
 import pytest
 
-from recollect.planning.chain import Chain
 from recollect.planning.alive_until_loss import held_values, unheld_bytes, with_held
+from recollect.planning.chain_solver import ChainSolver
 from recollect.planning.hull import Evaluator, unit_hull
-from recollect.planning.option_table import Ladder, Levels
-from recollect.planning.unit_options import unit_options
-from recollect.planning.priced_chain import PricedChain
+from recollect.planning.option_table import OptionTable
 from recollect.planning.priced_search import PricedSearch
-from recollect.planning.chain_solver import ChainSearch
-from recollect.profile.events import BACKWARD, DIES, PHASE
-from recollect.profile.events import StepLog
+from recollect.planning.unit_options import unit_options
+from recollect.profile.events import BACKWARD, DIES, PHASE, StepLog
 from recollect.profile.profile import Profile
-from recollect.simulation.peak_sums import Peaks, PeakSums
+from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import windows
@@ -53,11 +50,8 @@ def cached_step(seed: int, *, num_units: int) -> tuple[Profile, frozenset[int]]:
 
 def budgets(profile: Profile) -> list[int]:
     """Budgets on the way from the peak of the leanest choices, with all outputs kept, to keeping everything."""
-    ladder = Ladder(profile)
-    least, most = (
-        simulate(profile, ladder.decisions(levels)).peak_bytes
-        for levels in (ladder.leanest, ladder.climb(ladder.leanest, ladder.moves))
-    )
+    table = OptionTable(profile)
+    least, most = (simulate(profile, table.decisions(choice)).peak_bytes for choice in (table.leanest, table.fattest))
     return [least + (most - least) * step // 10 for step in (0, 1, 3)]
 
 
@@ -106,42 +100,20 @@ def _beats(one: tuple[int, int, float], other: tuple[int, int, float]) -> bool:
     return one != other and all(a <= b for a, b in zip(one, other, strict=True))
 
 
-def test_the_model_knows_more_peaks_than_one_that_counts_held_values_in_forward() -> None:
-    profile, held = cached_step(3, num_units=6)
-    ladder = Ladder(
-        profile, options_of=lambda graph, *, output="keep": with_held(graph, unit_options(graph), held, output=output)
-    )
-    found = windows(profile)
-
-    peak_sums = PeakSums(Program(profile, found))
-
-    def play(levels: Levels) -> Peaks:
-        return peak_sums.peaks(ladder.decisions(levels))
-
-    priced = PricedChain(ladder, found, play, held=held_values(profile), most_probes=64)
-    plain = Chain(ladder, found, play, most_probes=64)
-    rng = random.Random(0)
-    some = [tuple(rng.randrange(len(rung.options)) for rung in ladder.rungs) for _ in range(40)]
-    peaks = [play(levels).peak_bytes for levels in some]
-    # Not all: options of one unit change what another one works in.
-    assert sum(priced.predicted_peak(levels) == peak for levels, peak in zip(some, peaks, strict=True)) >= 20
-    assert sum(plain.predicted_peak(levels) == peak for levels, peak in zip(some, peaks, strict=True)) < 5
-
-
 def test_plans_within_the_budget_get_faster_and_stay_within_it() -> None:
     num_faster = 0
     for seed in (0, 3):
         profile, _ = cached_step(seed, num_units=6)
         for budget in budgets(profile):
-            search = ChainSearch(profile)
-            plan, plain = search.best(budget, 0.0), search._best_known(budget)
-            assert plan is not None
+            solver = ChainSolver(profile)
+            best, plain = solver.best(budget, 0.0), solver._best_known(budget)
+            assert best is not None
             assert plain is not None
-            again = simulate(profile, plan.ladder.decisions(plan.levels))
-            assert (again.peak_bytes, again.recompute_s) == (plan.simulation.peak_bytes, plan.simulation.recompute_s)
+            again = simulate(profile, best.decisions())
+            assert (again.peak_bytes, again.recompute_s) == (best.peak_bytes, best.recompute_s)
             assert again.peak_bytes <= budget
-            assert again.recompute_s <= plain.peaks.recompute_s
-            num_faster += again.recompute_s < plain.peaks.recompute_s
+            assert again.recompute_s <= plain.recompute_s
+            num_faster += again.recompute_s < plain.recompute_s
     assert num_faster >= 4
 
 
@@ -153,4 +125,4 @@ def test_without_held_values_there_is_nothing_to_search() -> None:
         found = windows(profile)
         search = PricedSearch(profile, found, PeakSums(Program(profile, found)), unit_options)
         assert search.is_worthwhile == is_worthwhile
-        assert search.best(2**62) is None
+        assert list(search.known()) == []

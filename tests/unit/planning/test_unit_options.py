@@ -1,4 +1,4 @@
-"""Menus against their definition, written out: options of the hull, one value more or less, and none that another one beats."""
+"""Options of a unit against their definition, written out: the hull, one value more or less, and none that another beats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from recollect.planning.hull import Option, evaluate, unit_hull
-from recollect.planning.unit_options import every_choice, unit_options
+from recollect.planning.unit_options import unit_options
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from synthetic_step import random_step
@@ -60,25 +60,25 @@ def unbeaten(graph: UnitGraph) -> set[tuple[int, float, int]]:
 
 
 @pytest.mark.parametrize("seed", range(90))
-def test_menu_is_what_no_other_neighbour_of_the_hull_beats(seed: int) -> None:
+def test_options_are_what_no_other_neighbour_of_the_hull_beats(seed: int) -> None:
     graph = unit(seed) if seed < 60 else on_modules(unit(seed), random.Random(seed))
-    menu, hull = unit_options(graph, most_options=ALL), unit_hull(graph)
-    assert {cost(graph, option) for option in menu} == unbeaten(graph)
-    assert len({option.keep for option in menu}) == len(menu)
+    options, hull = unit_options(graph, most_options=ALL), unit_hull(graph)
+    assert {cost(graph, option) for option in options} == unbeaten(graph)
+    assert len({option.keep for option in options}) == len(options)
     # Options that cost the same are there once; of a hull that ends with one that is as fast as a leaner one, only that.
-    assert len(menu) == len(unbeaten(graph))
-    assert {cost(graph, option) for option in hull} & unbeaten(graph) <= {cost(graph, option) for option in menu}
-    assert [cost(graph, option) for option in menu] == sorted(cost(graph, option) for option in menu)
+    assert len(options) == len(unbeaten(graph))
+    assert {cost(graph, option) for option in hull} & unbeaten(graph) <= {cost(graph, option) for option in options}
+    assert [cost(graph, option) for option in options] == sorted(cost(graph, option) for option in options)
 
 
-def test_some_menus_have_what_the_hull_has_not() -> None:
+def test_some_units_have_what_the_hull_has_not() -> None:
     counts = [(len(unit_options(unit(seed), most_options=ALL)), len(unit_hull(unit(seed)))) for seed in range(60)]
-    assert sum(menu > hull for menu, hull in counts) > 20
+    assert sum(options > hull for options, hull in counts) > 20
 
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("most_options", [1, 6, 9, 14])
-def test_long_menus_are_thinned_evenly(seed: int, most_options: int) -> None:
+def test_long_lists_are_thinned_evenly(seed: int, most_options: int) -> None:
     graph = unit(seed, num_values=16)
     everything, thinned = unit_options(graph, most_options=ALL), unit_options(graph, most_options=most_options)
     hull = {option.keep for option in unit_hull(graph)}
@@ -107,23 +107,3 @@ def test_default_length() -> None:
     graph = long_chain(40)
     assert len(unit_options(graph, most_options=ALL)) > 64
     assert len(unit_options(graph)) == max(64, len(unit_hull(graph)))
-
-
-def test_every_choice_is_made_of_all_subsets_of_up_to_twelve_values() -> None:
-    assert len(every_choice(long_chain(4))) == 2**4
-    assert len(every_choice(long_chain(12))) == 2**12
-    assert every_choice(long_chain(13)) == unit_options(long_chain(13))
-    assert len(every_choice(long_chain(13))) < 2**12
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_every_choice_is_in_order_and_can_be_kept(seed: int) -> None:
-    graph = unit(seed, num_values=6)
-    choices = every_choice(graph)
-    subsets = itertools.chain.from_iterable(itertools.combinations(produced(graph), n) for n in range(7))
-    possible = {
-        option.keep for option in map(lambda keep: evaluate(graph, keep), subsets) if can_be_kept(graph, option)
-    }
-    assert {option.keep for option in choices} == possible | {option.keep for option in unit_hull(graph)}
-    order = [(option.kept_bytes, -option.recompute_s, sorted(option.keep)) for option in choices]
-    assert order == sorted(order)

@@ -1,0 +1,76 @@
+"""The contract of every solver: candidates are within the budget and cost what they say, always the same, in any order."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from recollect.planning.bound import LowerBound
+from recollect.planning.solver import SOLVERS, Solver
+from recollect.profile.profile import Profile
+from recollect.simulation.simulate import CallDecision, simulate
+from synthetic_step import random_step
+
+PERCENTS = (95, 85, 70)
+
+
+@pytest.fixture(scope="module", params=[2, 7])
+def profile(request: pytest.FixtureRequest) -> Profile:
+    return random_step(request.param, num_values=10, num_units=5)
+
+
+def plain_bytes(profile: Profile) -> int:
+    return simulate(profile, [CallDecision(frozenset())] * len(profile.calls)).peak_bytes
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_candidates_are_within_the_budget_and_cost_what_they_say(solver: type[Solver], profile: Profile) -> None:
+    solved, bound = solver(profile), LowerBound(profile)
+    num_found = 0
+    for percent in PERCENTS:
+        budget_bytes = plain_bytes(profile) * percent // 100
+        found = solved.best(budget_bytes, 0.0)
+        if found is None:
+            continue
+        num_found += 1
+        again = simulate(profile, found.decisions())
+        assert (again.peak_bytes, again.recompute_s) == (found.peak_bytes, found.recompute_s)
+        assert again.peak_bytes <= budget_bytes
+        assert again.recompute_s >= bound.recompute_s(budget_bytes) - 1e-9
+    assert num_found >= 2
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_two_solvers_say_the_same(solver: type[Solver], profile: Profile) -> None:
+    budget_bytes = plain_bytes(profile) * 85 // 100
+    first, second = solver(profile).best(budget_bytes, 0.0), solver(profile).best(budget_bytes, 0.0)
+    assert first is not None
+    assert second is not None
+    assert (first.choice, first.cost) == (second.choice, second.cost)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_what_was_asked_before_makes_nothing_worse(solver: type[Solver], profile: Profile) -> None:
+    asked, budget_bytes = solver(profile), plain_bytes(profile) * 85 // 100
+    asked.best(plain_bytes(profile) * 95 // 100, 0.0)
+    again, alone = asked.best(budget_bytes, 0.0), solver(profile).best(budget_bytes, 0.0)
+    assert again is not None
+    assert alone is not None
+    assert again.recompute_s <= alone.recompute_s
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_the_leanest_candidate_is_as_lean_as_any_other(solver: type[Solver], profile: Profile) -> None:
+    solved = solver(profile)
+    leanest = solved.leanest()
+    assert leanest is not None
+    assert solved.best(leanest.peak_bytes - 1, math.inf) is None
+    found = solved.best(leanest.peak_bytes, math.inf)
+    assert found is not None
+    assert found.peak_bytes == leanest.peak_bytes
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_no_candidate_for_a_budget_below_what_every_plan_has(solver: type[Solver], profile: Profile) -> None:
+    assert solver(profile).best(profile.persistent_bytes, math.inf) is None
