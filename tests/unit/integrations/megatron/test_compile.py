@@ -10,6 +10,7 @@ import pytest
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
 from recollect.planning.classic import classic_plan
+from recollect.plans.engines import Region
 from recollect.plans.plan import Plan
 from recollect.profile.graph import UnitCall
 from recollect.profile.profile import Profile
@@ -188,4 +189,4 @@ def test_opaque_layers_are_run_again_as_a_whole() -> None:
     graph = layer()
     opaque = replace(graph, values=tuple(replace(value, must_keep=value.saved) for value in graph.values))
     plan = full(stack(2, graph=opaque), "uniform", 1)
-    assert {unit.engine for unit in plan.units.values()} == {"region"}
+    assert {unit.engine for unit in plan.units.values()} == {Region()}
