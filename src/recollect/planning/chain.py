@@ -61,7 +61,7 @@ class Chain:
         play: returns the cost of a choice, with the peaks of these windows.
         most_probes: how many simulations may measure working sets; an option between two that were measured is taken to
             lie between them, until it is in a plan that is simulated.
-        working: what chains over other ladders of the same profile measured; this chain adds to it.
+        working: what chains over other tables of the same profile measured; this chain adds to it.
 
     Complexity: one simulation for each option that a unit has, divided by how many identical units there are; then, for
         each budget, up to six rounds of one program and one simulation.

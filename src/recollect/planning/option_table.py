@@ -51,7 +51,7 @@ class UnitRow:
 
 
 class OptionTable:
-    """The rows of a profile and their moves in order.
+    """One row of options for each unit of a profile.
 
     Args:
         profile: what to plan for.
@@ -74,9 +74,9 @@ class OptionTable:
         self.rows = _rows(profile, dropped_outputs, options_of, free_outputs)
         self._unit_plans: dict[tuple[int, tuple[Action, ...], int], UnitPlan] = {}
         self._decisions: dict[tuple[int, int, bool], tuple[CallDecision, ...]] = {}
-        rung_of = {call: index for index, row in enumerate(self.rows) for call in row.calls}
+        row_of = {call: index for index, row in enumerate(self.rows) for call in row.calls}
         self._sources = [
-            {rung_of[source] for call in row.calls for _, source, _ in profile.calls[call].origins} - {index}
+            {row_of[source] for call in row.calls for _, source, _ in profile.calls[call].origins} - {index}
             for index, row in enumerate(self.rows)
         ]
 
