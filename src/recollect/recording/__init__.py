@@ -1,1 +1,1 @@
-"""Watches one training step of a model and writes its profile."""
+"""Record one training step of a model as a profile."""

@@ -1,4 +1,4 @@
-"""Give a model fake parameters for a while: shapes without memory, arithmetic without time."""
+"""Run a model on fake tensors: shapes without memory, ops without arithmetic."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from recollect._torch_private import FakeTensorMode, tree_map
 
 
 class _FakeMode(FakeTensorMode):
-    """Fake tensors that can do two things more than PyTorch's own.
+    """PyTorch's fake tensors with two more ops.
 
-    Grouped products may have any dtype: PyTorch's fake tensors insist on bf16, its kernels do not. Numbers may be counted
-    into as many bins as the model asks for, as models count the tokens of each expert; PyTorch's refuse, since larger
-    numbers would add bins.
+    Grouped matrix products of any dtype: PyTorch's fake tensors insist on bf16, its kernels do not. And `bincount` with the
+    number of bins that the model asks for, as models count the tokens of each expert; PyTorch's fake tensors refuse it,
+    since larger numbers would add bins.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -32,7 +32,7 @@ class _FakeMode(FakeTensorMode):
 
 
 def _grouped_shape(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None) -> tuple[int, ...]:
-    """Groups stand one after the other in a matrix, along rows, columns or what is summed over, or are matrices themselves."""
+    """Return the shape of a grouped product; groups are matrices, or slices of one along rows, columns or the summed dim."""
     rows, columns = left.shape[-2], right.shape[-1]
     if left.dim() == right.dim():
         groups = left.shape[0] if left.dim() == 3 else ends.shape[0] if ends is not None else 1
@@ -42,9 +42,10 @@ def _grouped_shape(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor |
 
 @contextmanager
 def fake_tensors(model: nn.Module, device: torch.device) -> Iterator[FakeTensorMode]:
-    """Within the block the model's parameters and buffers are fake ones on `device`, and so is what is made from them.
+    """Within the block, replace the model's parameters and buffers by fake ones on `device`.
 
-    The model's own tensors, which may be on the meta device, are put back at the end. Tied parameters stay tied.
+    Everything computed from them is fake too. The model's own tensors, which may be on the meta device, come back at the
+    end. Tied parameters stay tied.
     """
     mode = _FakeMode(allow_non_fake_inputs=True)
     fakes: dict[int, Any] = {}
@@ -72,7 +73,7 @@ def fake_tensors(model: nn.Module, device: torch.device) -> Iterator[FakeTensorM
 
 
 def fake_batch(batch: Any, device: torch.device) -> Any:
-    """Return a batch with fake tensors in place of real ones; call it inside of `fake_tensors`."""
+    """Return a batch with fake tensors in place of real ones; call it within `fake_tensors`."""
     fakes: dict[int, torch.Tensor] = {}
 
     def fake_of(item: Any) -> Any:

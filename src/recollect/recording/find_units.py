@@ -1,4 +1,4 @@
-"""Find the units of a model: what the planner decides about as one."""
+"""Find the units of a model: the modules that the planner treats as one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A module that is planned as one. `is_layer`: one of the model's repeated layers, not embedding, norm or head."""
+    """A module that is planned as a whole. `is_layer`: it is a repeated layer, not embedding, norm or head."""
 
     path: str
     module: nn.Module
@@ -25,19 +25,18 @@ class Unit:
 def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Unit]:
     """Split a model into units, in the order of its module tree.
 
-    Layers are the outermost modules that stand at least twice, with the same class, among the children of one
-    `ModuleList`, `Sequential` or `ModuleDict`, wherever it hangs; where there are none, among the children of any module. So is
-    an only child of such a container that has a module of a layer's class in it (multi-token prediction of depth 1).
-    Single operations (`nn.Linear`, and anything else without children) are no layers. What is left, embedding, final norm
-    and head among it, becomes units of its own, as large as possible.
+    Layers are the outermost modules of a class that occurs at least twice among the children of one `ModuleList`,
+    `Sequential` or `ModuleDict`; if there are none, among the children of any module. An only child of such a container is a
+    layer too if it contains a module of a layer's class (multi-token prediction of depth 1). Modules without children, such
+    as `nn.Linear`, are never layers. Everything else (embedding, final norm, head) is split into units as large as possible.
 
     Args:
         model: any module.
         paths: module paths of the layers, to choose them by hand.
 
     Raises:
-        UnsupportedModelError: the model has no repeated layers and `paths` was not given.
-        UnknownNameError: one of `paths` is no module of the model, or lies inside of another one.
+        UnsupportedModelError: the model has no repeated layers and `paths` is not given.
+        UnknownNameError: one of `paths` is not a module of the model, or lies inside another one.
 
     Example:
         >>> from torch import nn
@@ -90,7 +89,7 @@ def _repeated_layers(model: nn.Module) -> set[str]:
 
 
 def _lone_layers(model: nn.Module, found: set[str]) -> set[str]:
-    """Paths of only children, outside of the layers that were found, that are built around a layer of the same class."""
+    """Return the paths of only children, outside the layers found, that contain a module of a layer's class."""
     classes = {type(model.get_submodule(path)) for path in found}
     lone: set[str] = set()
     for path, container in model.named_modules():
@@ -124,7 +123,7 @@ def _outermost_repeated(parent: nn.Module, prefix: str, parents: tuple[type[nn.M
 
 
 def _cover(module: nn.Module, path: str, layers: set[str]) -> list[Unit]:
-    """Layers, and around them the largest modules that contain none."""
+    """Return the layers, and around them the largest modules that contain none."""
     if path in layers:
         return [Unit(path, module, is_layer=True)]
     prefix = f"{path}." if path else ""

@@ -1,4 +1,4 @@
-"""Run a user's training step on the user's behalf: the batch as the model wants it, the loss, and nothing left behind."""
+"""Run a user's training step: pass the batch, find the loss, and restore the model's state afterwards."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def run_forward(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> t
     """Run the model on a batch and return the loss, a scalar that requires grad.
 
     Raises:
-        RecordError: the model rejected the batch; or there is no loss to be found, it is no scalar, or it does not depend
-            on any parameter that is trained.
+        RecordError: the model rejected the batch; there is no loss; or the loss is not a scalar, or depends on no trained
+            parameter.
     """
     name = type(model).__name__
     try:
@@ -70,7 +70,7 @@ def find_loss(output: Any, name: str) -> Any:
 
 
 def describe_batch(batch: Any) -> str:
-    """Say what is in a batch: "tokens int64[4, 512], labels int64[4, 512]"."""
+    """Describe a batch: "tokens int64[4, 512], labels int64[4, 512]"."""
     if isinstance(batch, torch.Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
     if isinstance(batch, Mapping):
@@ -81,7 +81,7 @@ def describe_batch(batch: Any) -> str:
 
 
 def device_of(model: nn.Module, batch: Any) -> torch.device:
-    """Return the device that the step runs on: that of the first parameter, or of the batch for a model on meta."""
+    """Return the device of the step: that of the first parameter, or of the batch if the model is on meta."""
     candidates = [*model.parameters(), *(t for t in tree_leaves(batch) if isinstance(t, torch.Tensor))]
     return next((t.device for t in candidates if t.device.type != "meta"), torch.device("cpu"))
 
@@ -89,7 +89,7 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
 def resident_tensors(
     model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None
 ) -> list[torch.Tensor]:
-    """Return what is in memory before a step: parameters, gradients, buffers, the batch, the optimizer's state by now."""
+    """Return the tensors in memory before a step: parameters, gradients, buffers, batch, and optimizer state so far."""
     parameters = list(model.parameters())
     state = [] if optimizer is None else tree_leaves([dict(entry) for entry in optimizer.state.values()])
     found = [*parameters, *(p.grad for p in parameters), *model.buffers(), *tree_leaves(batch), *state]
@@ -98,7 +98,7 @@ def resident_tensors(
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Within the block steps may run; afterwards gradients, buffers and random generators are what they were before."""
+    """Restore gradients, buffers and random generators after the block, in which steps may run."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     cuda_devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     try:
@@ -113,7 +113,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """After the block buffers (batch norm statistics) are what they were before."""
+    """Restore the buffers (batch norm statistics) after the block."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield

@@ -1,8 +1,8 @@
-"""What an optimizer step needs: the state it will hold, and the tensors that it makes and frees on the way.
+"""Record the memory of an optimizer step: the state it will hold, and the tensors that it makes and frees.
 
-A twin of the optimizer, on the same device and with the same settings, steps over tiny parameters. Each shape has a number
-of elements of its own, by which a tensor that the twin makes is recognised as "as large as a parameter of that shape". So
-the real optimizer is not touched, and its state is known before its first step.
+A twin of the optimizer, on the same device and with the same settings, steps over tiny parameters. Each parameter shape is
+represented by a unique number of elements, so that a tensor that the twin makes reveals whose size it has. The real optimizer
+is not touched, and its state is known before its first step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OptimizerStep:
     events: tuple[tuple[int, ...], ...]
 
     def with_room(self, nbytes: int) -> tuple[tuple[int, ...], ...]:
-        """Return the events with some bytes more alive all the time; no events stay none."""
+        """Return the events with some more bytes alive throughout; without events, none."""
         if not self.events or not nbytes:
             return self.events
         number = 1 + max(event[1] for event in self.events)
@@ -39,15 +39,15 @@ class OptimizerStep:
 
 
 def record_optimizer_step(optimizer: torch.optim.Optimizer | None, device: torch.device) -> OptimizerStep:
-    """Find out what a step of this optimizer needs.
+    """Return the memory events and the state of a step of this optimizer.
 
     Args:
         optimizer: not changed, not stepped; None for none.
         device: where the parameters are, or will be if they are fake.
 
     Warns:
-        UserWarning: the optimizer's class cannot be constructed from its parameter groups. Its present state is then
-            counted, and temporaries are taken to be as large as the largest parameter.
+        UserWarning: the optimizer's class cannot be constructed from its parameter groups. Its present state counts
+            instead, and temporaries are assumed to be as large as the largest parameter.
     """
     parameters = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
     if optimizer is None or not any(parameter.requires_grad for parameter in parameters):
@@ -56,10 +56,10 @@ def record_optimizer_step(optimizer: torch.optim.Optimizer | None, device: torch
         twin, sizes = _make_twin(optimizer, device)
         _give_gradients(twin)
         twin.step()
-    except Exception as error:  # An optimizer of somebody else's may do anything.
+    except Exception as error:  # A foreign optimizer may raise anything.
         return _from_present_state(optimizer, error)
     state = {id(t): t for t in tree_leaves([dict(s) for s in twin.state.values()]) if isinstance(t, torch.Tensor)}
-    # Some optimizers count their steps in tensors on the CPU.
+    # Some optimizers keep step counts in tensors on the CPU.
     on_device = [tensor for tensor in state.values() if tensor.device.type == device.type]
     state_bytes = sum(block_bytes(_real_bytes(tensor, sizes), device.type) for tensor in on_device)
     watcher = _Watcher(sizes)
@@ -71,17 +71,17 @@ def record_optimizer_step(optimizer: torch.optim.Optimizer | None, device: torch
 
 
 class _Code:
-    """Tiny shapes for real ones, and back: by its number of elements a tensor is known for what it stands for."""
+    """Maps parameter shapes to tiny shapes, whose numbers of elements identify them."""
 
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}
         self._shapes: dict[tuple[int, ...], list[int]] = {}
-        # Products of two different primes are no primes, so parameters, their rows and their columns cannot be confused;
+        # Products of two different primes are not prime, so parameters, their rows and their columns cannot be confused;
         # and none is 1, the size of the scalars that optimizers keep.
         self._primes = (n for n in count(2) if all(n % d for d in range(2, math.isqrt(n) + 1)))
 
     def tiny(self, shape: torch.Size) -> list[int]:
-        """Return the tiny shape that stands for a parameter's."""
+        """Return the tiny shape that represents a parameter's shape."""
         if shape not in self._shapes:
             numel = shape.numel()
             if len(shape) < 2:
@@ -134,7 +134,7 @@ def _from_present_state(optimizer: torch.optim.Optimizer, error: Exception) -> O
 
 
 class _Watcher(TorchDispatchMode):
-    """Notes the storages that a step makes, each at its real size."""
+    """Logs the storages that a step makes and frees, at their real sizes."""
 
     def __init__(self, sizes: dict[int, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The tape that records: it drops whatever it can, as lean as full recompute, and reports to a `StepRecorder`."""
+"""The recording tape: it drops whatever it can, as full recompute would, and reports to a `StepRecorder`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from recollect.recording.trackers import TrackedOther, TrackedValue, storage_of,
 
 
 class _Handle:
-    """What autograd holds for a saved value; its death is the moment when backward has no more use for it."""
+    """Stands for a saved value; it dies when backward no longer needs the value."""
 
     __slots__ = ("index", "packed", "recorder")
 
@@ -35,7 +35,7 @@ class _Handle:
 
 
 class RecordingTape(Tape):
-    """Drops everything, and tells the recorder what runs."""
+    """Drops everything and reports what runs."""
 
     def __init__(self, recorder: StepRecorder) -> None:
         super().__init__(DropAll())
@@ -46,7 +46,7 @@ class RecordingTape(Tape):
         return _RecordingMode(self, unit_path, self.recorder)
 
     def run(self, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Run a unit's forward as a call of its own."""
+        """Run a unit's forward and record it as a call."""
         recorder = self.recorder
         outer = recorder.current
         recorder.calls.append(RecordedCall(unit_path))
@@ -64,12 +64,12 @@ class RecordingTape(Tape):
         return output
 
     def op_actions(self, key: OpKey, count: int, facts: OpFacts, asks: bool) -> OpActions:
-        """Tell the recorder the name of the op that is about to run, and drop its results."""
+        """Tell the recorder the name of the next op, and drop its results."""
         self.recorder.pending_stem = value_stem(key[1], facts.name, count)
         return (Action.RECOMPUTE,) if asks and not facts.keeps else ALL_KEPT
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Note that backward asks for a value; what runs to compute it is not part of the step."""
+        """Log that backward asks for a value; leave its recompute out of the record."""
         if not isinstance(packed, _Handle):
             return super().unpack(packed)
         self.recorder.log(events.USE, packed.index)
@@ -77,7 +77,7 @@ class RecordingTape(Tape):
             return super().unpack(packed.packed)
 
     def alias(self, tensor: torch.Tensor, in_hook: bool) -> tuple[torch.Tensor, int]:
-        """Hold a copy, so that the storage dies when the model lets go of it."""
+        """Hold a copy, so that the storage dies when the model releases it."""
         storage = storage_of(tensor)
         tracker = tracker_of(storage)
         if storage is None or not isinstance(tracker, (TrackedValue, TrackedOther)):
@@ -93,7 +93,7 @@ class _RecordingMode(TapeMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = self.recorder
-        recorder.pending_stem = ""  # Ops of the tape's own (a private copy before a write) have no name.
+        recorder.pending_stem = ""  # The tape's own ops (a private copy before a write) have no name.
         index = recorder.current
         num_ops = 0 if index is None else len(recorder.calls[index].ops)
         if index is not None and not recorder.is_recomputing:
@@ -106,7 +106,7 @@ class _RecordingMode(TapeMode):
         return output
 
     def _mark_must_keep(self, call: RecordedCall, args: Any, output: Any) -> None:
-        """What the tape holds no recipe for now, it will keep under any plan."""
+        """Mark results that the tape has no recipe for: it keeps them under any plan."""
         op = call.ops[-1]
         for tensor in tree_leaves((output, args[:1])):
             storage = storage_of(tensor)
@@ -119,7 +119,7 @@ class _RecordingMode(TapeMode):
             if tensor.device.type == "cpu" and record is not None and record.base.node is not None:
                 op.state_bytes = getattr(record.base.node.call, "state_bytes", 0)
             if op.mutates and record is not None:
-                # The buffer that was filled comes back with its filler: `empty` needs no keeping.
+                # Recompute of the op that fills a buffer brings back the buffer: `empty` need not be kept.
                 call.values[op.inputs[0]].must_keep = False
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -158,11 +158,11 @@ class DropAll:
 
 
 class StepMode(TorchDispatchMode):
-    """Sees every op of the step, below the tape."""
+    """Sees every op of the step, below the tape, and runs it with the recorder's costs."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled regions run compiled, as they will in training."""
+        """Run compiled regions compiled, as in training."""
         return True
 
     def __init__(self, recorder: StepRecorder) -> None:

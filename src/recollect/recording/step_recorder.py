@@ -1,8 +1,8 @@
-"""Watches one training step and writes down its ops, values and memory events.
+"""Collect the ops, values and memory events of one training step.
 
-Two modes see every op (`recording_tape.py`): inside a unit's forward the tape's own mode first, which names values and
-drops all of them, and, around the whole step, `StepMode`, which measures ops. A storage is tracked by an object that hangs
-on it and dies with it (`trackers.py`), so that deaths are seen exactly when they happen.
+Two modes see every op (`recording_tape.py`): first, inside a unit's forward, the tape's own mode, which names all values
+and drops them; then, around the whole step, `StepMode`, which measures ops. An object attached to each storage dies with it
+(`trackers.py`), so deaths are logged exactly when they happen.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from recollect.recording.trackers import TrackedOther, TrackedValue, attach_trac
 
 
 class OpCosts(Protocol):
-    """Runs ops and knows what they cost: `MeasuredCosts` or `ModelledCosts`."""
+    """Runs ops and knows their costs: `MeasuredCosts` or `ModelledCosts`."""
 
     def run(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, *, may_repeat: bool) -> tuple[Any, OpRun]:
-        """Run an op; return its result, and what to ask for its costs with."""
+        """Run an op; return its result and the key to its costs."""
         ...
 
 
@@ -65,12 +65,12 @@ class RecordedCall:
     ops: list[RecordedOp] = field(default_factory=list)
     origins: dict[tuple[int, int], int] = field(default_factory=dict)
     outside: dict[int, int] = field(default_factory=dict)
-    # Ops that the tape sees, by module; and the modules that it watches in any case, as they write in place.
+    # Number of ops that the tape sees, by module; and modules that it always watches, since they write in place.
     seen_ops: Counter[str] = field(default_factory=Counter)
     watched_modules: set[str] = field(default_factory=set)
 
     def add_input(self, nbytes: int) -> int:
-        """Add a value that another unit, or what runs between units, made; return its index."""
+        """Add a value that was computed outside the unit; return its index."""
         name = f"input {len(self.origins) + len(self.outside)}"
         self.values.append(RecordedValue(name, nbytes, producer=None))
         return len(self.values) - 1
@@ -92,13 +92,13 @@ class StepRecorder:
         self._num_storages = 0
 
     def log(self, *event: int) -> None:
-        """Write an event down, unless the step is over."""
+        """Add an event, unless the step is over."""
         if not self.is_over:
             self.events.append(event)
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """What runs in this block is no part of the step."""
+        """Within the block, leave ops out of the record."""
         outer, self.is_recomputing = self.is_recomputing, True
         try:
             yield
@@ -106,7 +106,7 @@ class StepRecorder:
             self.is_recomputing = outer
 
     def begin_phase(self, phase: int) -> None:
-        """Mark where forward, backward or the optimizer step begins."""
+        """Log that forward, backward or the optimizer step begins."""
         self.log(events.PHASE, phase)
 
     def log_optimizer_step(self, step: Iterable[tuple[int, ...]]) -> None:
@@ -115,7 +115,7 @@ class StepRecorder:
             self.log(code, self._num_storages + number, *rest)
 
     def after_op(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any, run: OpRun) -> None:
-        """Note an op: as part of a unit's forward, or only by the storages that it makes."""
+        """Add an op of a unit's forward; of any other op, add only its cost and the storages that it makes."""
         if facts.is_view or facts.is_lazy or facts.changes_layout_only:
             return
         if self.current is None or not self.pending_stem:
@@ -129,11 +129,11 @@ class StepRecorder:
             self._note_op(self.current, facts, args, kwargs, output, run)
 
     def _note_sum(self, node: int, func: Any, args: Any, output: Any) -> bool:
-        """Autograd's engine adds gradients in place, but not while a dispatch mode watches: note that it would have.
+        """Add a sum of gradients if autograd's engine made it; return whether it did.
 
-        It is the engine that adds, and not a backward formula, if the first addend comes from another formula and the
-        one that is running has not touched it. Whether the engine could have added in place, because nobody else held
-        that addend, is seen from whether it dies now.
+        The engine adds gradients in place, except under a dispatch mode such as this recorder's. It is the engine that
+        adds, not a backward formula, if the first addend comes from another formula than the one that is running, which
+        has not used it. The engine would have added in place if the addend dies now, since then nobody else held it.
         """
         if func is not torch.ops.aten.add.Tensor or node < 0:
             return False
@@ -156,7 +156,7 @@ class StepRecorder:
         self.log(events.WORK, len(self.other_runs) - 1)
 
     def value_index(self, storage: torch.UntypedStorage) -> int | None:
-        """Return the index, in the current call, of the value that a storage holds now; None for what is no value."""
+        """Return the index, in the current call, of the value that a storage holds now; None if it holds none."""
         tracker = tracker_of(storage)
         if self.current is None:
             return None
@@ -200,7 +200,7 @@ class StepRecorder:
         self.log(events.OP, index, len(call.ops) - 1)
 
     def note_opaque(self, storage: torch.UntypedStorage) -> TrackedValue | None:
-        """Autograd saved what no op made: the result of a kernel out of sight, which can only be kept."""
+        """Add a value that autograd saved and no op computed: the result of an unseen kernel, which can only be kept."""
         if self.current is None:
             return None
         call = self.calls[self.current]
@@ -220,7 +220,7 @@ class StepRecorder:
             self._note_other(run)
             return
         old = tracker.value
-        # Before the storage goes on under the name of the result: other arguments can share it.
+        # First, as other arguments may share the storage, which holds the result from here on.
         others = self._inputs(storage_of(t) for t in tree_leaves((args[1:], kwargs)))
         call.values[old].mutated_later = True
         call.values.append(RecordedValue(self.pending_stem, target.nbytes(), producer=len(call.ops)))
@@ -248,5 +248,5 @@ class StepRecorder:
             self._num_storages += 1
 
     def close(self) -> None:
-        """Stop writing down what dies."""
+        """Stop logging deaths."""
         self.is_over = True

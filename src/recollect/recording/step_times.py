@@ -1,11 +1,11 @@
-"""How long a training step takes, and what the tape's own Python adds to it, without ever holding more than one unit's values.
+"""Time a training step without recompute, and the tape's overhead, while holding the values of one unit at a time.
 
-A step that keeps everything may not fit into memory, so it cannot simply be timed. What can be timed is the leanest step,
-and each unit alone: forward on the inputs that it gets in the model, and backward at once, with and without the tape.
+A step that keeps everything may not fit into memory, so it cannot simply be timed. The leanest step can, and so can each
+unit alone, with and without the tape: forward on the inputs that it gets in the model, followed by its backward.
 
-    plain step = leanest step - sum over units (with the tape - without)
+    step without recompute = leanest step - sum over units (with the tape - without)
 
-The difference in forward is the tape's bookkeeping; that in backward is the ops that run again, and the Python around them.
+The difference in forward is the tape's overhead; the difference in backward is recompute and the Python around it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from recollect.measuring.timing import timed
 from recollect.plans.action import Action
 from recollect.profile.profile import Profile
 from recollect.recording.recording_tape import DropAll
-from recollect.simulation.decisions import drop_all
-from recollect.simulation.simulate import simulate
+from recollect.simulation.simulate import Simulation
 
-# The same number on every rank, whatever the clock says: units may wait for each other in collectives.
+# A fixed number, since all ranks must run equally many: units may wait for each other in collectives.
 _ROUNDS = 2
-# Before these rounds, one in which the tapes learn which modules to watch.
+# In a round before these, the tapes learn which modules to watch.
 _WARM_UP_ROUNDS = 1
-# Where noise makes recompute as good as free, op times still tell ops apart.
+# Even if noise makes recompute look free, op times must still tell ops apart.
 _LEAST_SHRUNK = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class UnitTimes:
-    """Median seconds of one unit's forward and backward, alone: plainly, on a tape that drops all it can, on an idle one."""
+    """Median seconds of one unit's forward and backward: without a tape, on one that drops all it can, on an idle one."""
 
     plain_forward_s: float
     plain_backward_s: float
@@ -50,17 +49,17 @@ class UnitTimes:
 
     @property
     def added_s(self) -> float:
-        """What the tape and the ops that run again add."""
+        """Seconds that the tape and recompute add."""
         return self.tape_forward_s + self.tape_backward_s - self.plain_forward_s - self.plain_backward_s
 
     @property
     def idle_s(self) -> float:
-        """What a tape adds to forward that drops nothing; noise makes no tape faster than none."""
+        """Overhead in forward of a tape that drops nothing; 0 if noise makes it look negative."""
         return max(0.0, min(self.idle_forward_s, self.tape_forward_s) - self.plain_forward_s)
 
     @property
     def watching_s(self) -> float:
-        """What it adds to forward beyond that if it has to see every op."""
+        """Further overhead in forward if the tape has to see every op."""
         return max(0.0, self.tape_forward_s - self.plain_forward_s) - self.idle_s
 
 
@@ -70,8 +69,8 @@ class StepTimes:
 
     Attributes:
         leanest_s: forward, loss and backward with everything dropped that can be; the fastest of the rounds.
-        units: by call, in the order in which the units' forwards begin; calls within another unit, and calls without
-            anything to differentiate, are left out.
+        units: by call, in the order in which the units' forwards begin, without calls inside another unit and calls
+            without anything to differentiate.
     """
 
     leanest_s: float
@@ -90,12 +89,12 @@ def measure_step_times(
     """Time the leanest step, and each unit with and without the tape.
 
     Args:
-        model: without any plan on it.
-        paths: of its units.
+        model: without a plan.
+        paths: module paths of its units.
         forward: runs the model once.
         step: runs forward, loss and backward once.
-        device: that it runs on.
-        alike: from the number of a call to that of its graph; calls of one graph are timed together.
+        device: where it runs.
+        alike: maps the index of a call to that of its graph; calls of one graph are timed together.
     """
     leanest_s = []
     notes = _Notes()
@@ -122,18 +121,23 @@ def measure_step_times(
     )
 
 
-def with_step_times(profile: Profile, times: StepTimes, seen_ops: Mapping[int, Mapping[str, int]]) -> Profile:
-    """Return the profile with these times in place of sums of op times.
+def with_step_times(
+    profile: Profile, times: StepTimes, seen_ops: Mapping[int, Mapping[str, int]], leanest: Simulation
+) -> Profile:
+    """Return the profile with measured times in place of sums of op times.
 
-    What forward takes longer on a tape that drops everything than on an idle one is shared out to the unit's modules, by
-    how many ops the tape sees of each.
+    The overhead of a tape that drops everything, beyond that of an idle one, is divided among the unit's modules by the
+    number of ops that the tape sees of each. The tape's overhead in backward is divided equally among the recomputed ops;
+    if backward took less than their sum (ops are slower while they are recorded), all op times shrink in proportion.
 
-    What backward takes longer on the tape is more than the ops that run again: each of them gets an equal part of the
-    rest. If it is less (the ops were slower while they were recorded), all op times shrink in proportion.
+    Args:
+        profile: with op times only.
+        times: measured on the same step.
+        seen_ops: for each graph, the number of ops by module.
+        leanest: the simulated step that drops everything.
     """
     added_s = math.fsum(unit.added_s for unit in times.units.values())
     plain_s = math.fsum(unit.plain_forward_s + unit.plain_backward_s for unit in times.units.values())
-    leanest = simulate(profile, [drop_all(profile.graph_of(call)) for call in profile.calls])
     measured_s = math.fsum(unit.tape_backward_s - unit.plain_backward_s for unit in times.units.values())
     rest_s = measured_s - leanest.recompute_s
     per_op_s = max(0.0, rest_s) / max(1, leanest.recomputed_ops)
@@ -170,7 +174,7 @@ def _medians(
 
 
 class _Notes(Tape):
-    """The leanest tape, which notes which of each call's arguments require grad."""
+    """The leanest tape; notes which arguments of each call require grad."""
 
     def __init__(self) -> None:
         super().__init__(DropAll(), runs_to_settle=1)
@@ -184,7 +188,7 @@ class _Notes(Tape):
 
 
 class _UnitClock(Tape):
-    """Runs each unit forward and backward on its own, without the tape if there is no policy, and takes the time of both."""
+    """Times forward and backward of each unit alone; without a tape if there is no policy."""
 
     def __init__(
         self, modules: Mapping[str, nn.Module], notes: _Notes, device: torch.device, policy: Policy | None
@@ -199,7 +203,7 @@ class _UnitClock(Tape):
         self.samples: dict[int, list[tuple[float, float]]] = {}
 
     def run(self, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Run a unit; return its outputs without their graph, which is used up."""
+        """Run a unit; return its outputs detached, since their graph is used up."""
         call = self.num_calls
         self.num_calls += 1
         if self._is_busy:
@@ -225,7 +229,7 @@ class _UnitClock(Tape):
         ends = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
         if ends and trained:
             ones = [torch.ones_like(end) for end in ends]
-            # Not into `.grad`, which would wake up the hooks of data parallelism.
+            # Not into `.grad`, which would trigger the hooks of data parallelism.
             _, backward_s = timed(lambda: torch.autograd.grad(ends, trained, ones, allow_unused=True), self._device)
             self.samples.setdefault(call, []).append((forward_s, backward_s))
         return tree_map(lambda item: item.detach() if isinstance(item, torch.Tensor) else item, output)

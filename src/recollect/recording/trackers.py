@@ -1,4 +1,4 @@
-"""Objects that hang on a storage while a step is recorded, and report its death."""
+"""Objects attached to storages while a step is recorded, which log the storages' deaths."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from recollect.profile import events
 _TRACKER = "_recollect_tracker"
 
 Log: TypeAlias = Callable[..., None]
-"""Writes an event down: `StepRecorder.log`."""
+"""Adds an event to the record: `StepRecorder.log`."""
 
 
 def storage_of(tensor: Any) -> torch.UntypedStorage | None:
-    """Return what a tensor lies on; None for what is no tensor, or has no storage of its own."""
+    """Return the storage of a tensor; None for other objects, and for tensors without one of their own."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return None
     return tensor.untyped_storage()
 
 
 def tracker_of(storage: torch.UntypedStorage | None) -> TrackedValue | TrackedOther | Persistent | None:
-    """Return what hangs on a storage."""
+    """Return the object attached to a storage."""
     return getattr(storage, _TRACKER, None)
 
 
 def attach_tracker(storage: torch.UntypedStorage, tracker: TrackedValue | TrackedOther) -> None:
-    """Hang a tracker on a storage; it dies with it."""
+    """Attach a tracker to a storage, with which it dies."""
     setattr(storage, _TRACKER, tracker)
 
 
 class Persistent:
-    """Hangs on a storage that was there before the step: a parameter, a buffer, the batch."""
+    """Marks a storage that existed before the step: a parameter, a buffer, the batch."""
 
     __slots__ = ()
 
 
 def mark_persistent(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Mark storages as no part of the step; return them for `unmark`."""
+    """Mark the storages of some tensors as older than the step; return them for `unmark`."""
     storages = [storage for tensor in tensors if (storage := storage_of(tensor)) is not None]
     for storage in storages:
         setattr(storage, _TRACKER, Persistent())
@@ -49,18 +49,18 @@ def mark_persistent(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorag
 
 
 def unmark(storages: Iterable[torch.UntypedStorage]) -> None:
-    """Take the marks off again."""
+    """Remove the marks."""
     for storage in storages:
         vars(storage).pop(_TRACKER, None)
 
 
 class _Tracked:
-    """Hangs on a storage that was made in the step.
+    """Tracks a storage that was made in the step.
 
-    Where the tape keeps such a tensor, it gets a copy, so that the storage dies when the model lets go of it: how long a
-    plan keeps it is for the simulator to find out.
+    The tape keeps a copy of such a tensor, so that the storage dies when the model releases it: how long a plan keeps it is
+    up to the simulator.
 
-    `value`: which of its unit's values the storage holds now; -1 for what no unit made.
+    `value`: which of its unit's values the storage holds now; -1 if no unit made it.
     """
 
     __slots__ = ("_copied_content", "_copy", "log", "value")
@@ -72,7 +72,7 @@ class _Tracked:
         self._copied_content = (-1, -1)
 
     def copy_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return a tensor like this one on a copy of the storage, which is shared by all that ask while it lives."""
+        """Return the tensor on a copy of the storage; callers share the copy while it lives."""
         content = self.value, 0 if tensor.is_inference() else tensor._version
         copy = self._copy() if self._copy is not None and self._copied_content == content else None
         layout = tensor.size(), tensor.stride(), tensor.storage_offset()
@@ -86,7 +86,7 @@ class _Tracked:
 
 
 class TrackedValue(_Tracked):
-    """Hangs on a storage that a unit's forward made."""
+    """Tracks a storage that a unit's forward made."""
 
     __slots__ = ("call",)
 
@@ -99,9 +99,9 @@ class TrackedValue(_Tracked):
 
 
 class TrackedOther(_Tracked):
-    """Hangs on a storage that was made outside of the units' forward.
+    """Tracks a storage that was made outside the units' forward.
 
-    `made`, `used`: the autograd nodes in whose formula it was made, and last used.
+    `made`, `used`: the autograd nodes whose formulas made it and last used it.
     """
 
     __slots__ = ("made", "storage", "used")

@@ -16,7 +16,7 @@ from recollect.profile.profile import Profile
 from recollect.recording.model_step import call_model, run_forward
 from recollect.recording.step_times import StepTimes, UnitTimes, measure_step_times, with_step_times
 from recollect.simulation.decisions import decide, drop_all
-from recollect.simulation.simulate import simulate
+from recollect.simulation.simulate import Simulation, simulate
 from small_llama import batch_of, graph_at, llama
 from toy_profile import layer
 
@@ -87,11 +87,11 @@ def test_units_that_write_to_their_input_and_nested_ones() -> None:
 
 def test_step_is_the_leanest_one_without_what_the_tape_adds(recorded: Profile) -> None:
     bare = replace(recorded, graphs=tuple(replace(graph, tape_s=0.0, module_tape_s=()) for graph in recorded.graphs))
-    leanest = simulate(bare, [drop_all(bare.graph_of(call)) for call in bare.calls])
+    leanest = simulated_leanest(bare)
     in_backward_s = leanest.recompute_s + 0.4
     units = unit_times(bare, forward_s=0.25, backward_s=in_backward_s / 4, idle_s=0.05)
     layer_graph = next(call.graph for call in bare.calls if call.repeated)
-    timed = with_step_times(bare, StepTimes(20.0, units), {layer_graph: {"": 2, "mlp.linear_fc1": 6}})
+    timed = with_step_times(bare, StepTimes(20.0, units), {layer_graph: {"": 2, "mlp.linear_fc1": 6}}, leanest)
     assert timed.step_s == pytest.approx(20.0 - 4 * 0.25 - in_backward_s)
     assert graph_at(timed, "decoder.layers.0").tape_s == pytest.approx(0.05)
     assert dict(graph_at(timed, "decoder.layers.0").module_tape_s) == pytest.approx({"": 0.05, "mlp.linear_fc1": 0.15})
@@ -102,17 +102,19 @@ def test_step_is_the_leanest_one_without_what_the_tape_adds(recorded: Profile) -
     assert added == pytest.approx([0.4 / leanest.recomputed_ops] * len(added))
 
 
-def _all_s(profile: Profile) -> float:
-    return simulate(profile, [drop_all(profile.graph_of(call)) for call in profile.calls]).recompute_s
+def simulated_leanest(profile: Profile) -> Simulation:
+    return simulate(profile, [drop_all(profile.graph_of(call)) for call in profile.calls])
 
 
 def test_op_times_shrink_where_recompute_took_less(recorded: Profile) -> None:
     bare = replace(recorded, graphs=tuple(replace(graph, tape_s=0.0, module_tape_s=()) for graph in recorded.graphs))
-    half = with_step_times(bare, StepTimes(20.0, unit_times(bare, forward_s=-1.0, backward_s=_all_s(bare) / 8)), {})
+    leanest = simulated_leanest(bare)
+    times = unit_times(bare, forward_s=-1.0, backward_s=leanest.recompute_s / 8)
+    half = with_step_times(bare, StepTimes(20.0, times), {}, leanest)
     before, after = graph_at(bare, "decoder.layers.0"), graph_at(half, "decoder.layers.0")
     assert after.ops[3].time_s == pytest.approx(before.ops[3].time_s / 2)
     assert after.watched_s(range(len(after.values))) == 0.0, "noise makes no tape faster than none"
-    none = with_step_times(bare, StepTimes(1.0, unit_times(bare, forward_s=0.0, backward_s=-1.0)), {})
+    none = with_step_times(bare, StepTimes(1.0, unit_times(bare, forward_s=0.0, backward_s=-1.0)), {}, leanest)
     assert graph_at(none, "decoder.layers.0").ops[3].time_s == pytest.approx(before.ops[3].time_s / 10)
     assert none.step_s == 12.0, "a step takes no less than its units"
 

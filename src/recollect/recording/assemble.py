@@ -1,0 +1,93 @@
+"""Turn what the recorder saw of a step into a `Profile`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+from recollect.costs.modelled_costs import ModelledCosts
+from recollect.costs.op_costs import MeasuredCosts
+from recollect.profile import events
+from recollect.profile.events import Event, StepLog
+from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.profile import Profile
+from recollect.recording.step_recorder import RecordedCall, StepRecorder
+
+__all__ = ["Costs", "assemble"]
+
+Costs: TypeAlias = MeasuredCosts | ModelledCosts
+
+
+def assemble(recorder: StepRecorder, costs: Costs, layers: set[str], **facts: Any) -> Profile:
+    """Return the profile; calls with equal graphs share one.
+
+    Args:
+        recorder: after the step.
+        costs: that the ops ran with.
+        layers: paths of the units that are repeated layers.
+        **facts: the other fields of the profile.
+    """
+    graphs: dict[UnitGraph, int] = {}
+    graph_of_call = [graphs.setdefault(_graph(call, costs), len(graphs)) for call in recorder.calls]
+    sources = [{source for source, _ in call.origins} for call in recorder.calls]
+    calls = tuple(
+        UnitCall(
+            path=call.path,
+            graph=graph,
+            repeated=call.path in layers,
+            chained=index + 1 < len(sources) and index in sources[index + 1],
+            origins=tuple((value, source, source_value) for (source, source_value), value in call.origins.items()),
+            outside=tuple((value, storage) for storage, value in call.outside.items()),
+        )
+        for index, (call, graph) in enumerate(zip(recorder.calls, graph_of_call, strict=True))
+    )
+    forward_s = [graph.forward_s for graph in graphs]
+    step_s = math.fsum(forward_s[call.graph] for call in calls)
+    step_s += math.fsum(costs.seconds_of(run) for run in recorder.other_runs)
+    log = StepLog(blocks=(_resolved(recorder, costs),), sequence=((0, -1),))
+    return Profile(graphs=tuple(graphs), calls=calls, log=log, step_s=step_s, **facts)
+
+
+def _resolved(recorder: StepRecorder, costs: Costs) -> tuple[Event, ...]:
+    """Return the events as a step without recorder has them: with bytes and times of ops, and gradients summed in place."""
+    resolved: list[Event] = []
+    # The storage that holds a sum made in place: by the number of the sum's own storage; -1 for one that became a sum.
+    same: dict[int, int] = {}
+    recorded = recorder.events
+    for (code, *operands), following in zip(recorded, [*recorded[1:], ()], strict=True):
+        if code == events.WORK:
+            run = recorder.other_runs[operands[0]]
+            # SUM counts the memory of the sum itself.
+            is_sum = bool(following) and following[0] == events.SUM
+            resolved.append((code, 0 if is_sum else costs.working_bytes_of(run), round(1e9 * costs.seconds_of(run))))
+        elif code == events.SUM:
+            storage, addend, nbytes = operands
+            if following == (events.FREE, addend):
+                same[storage] = same.get(addend, addend)
+                same[addend] = -1
+            else:
+                resolved.append((events.ALLOC, storage, nbytes))
+        elif code == events.FREE:
+            storage = same.get(operands[0], operands[0])
+            if storage >= 0:
+                resolved.append((code, storage))
+        else:
+            resolved.append((code, *operands))
+    return tuple(resolved)
+
+
+def _graph(call: RecordedCall, costs: Costs) -> UnitGraph:
+    values = tuple(ValueRecord(**vars(value)) for value in call.values)
+    ops = tuple(
+        OpRecord(
+            name=op.name,
+            inputs=op.inputs,
+            outputs=op.outputs,
+            time_s=costs.seconds_of(op.run),
+            mutates=op.mutates,
+            state_bytes=op.state_bytes,
+            working_bytes=costs.working_bytes_of(op.run),
+        )
+        for op in call.ops
+    )
+    return UnitGraph(values, ops)
