@@ -1,4 +1,4 @@
-"""Print bytes for people: "1.5 GiB". Apart from `recollect.quantities`, because errors print bytes, too."""
+"""Print bytes for people: "1.5 GiB". Below `recollect.quantities`, because errors print bytes too."""
 
 from __future__ import annotations
 

@@ -1,32 +1,32 @@
-"""Every error and warning that recollect raises on purpose.
+"""Every error and warning that recollect raises deliberately.
 
     RecollectError (Exception)
-      QuantityError (ValueError)              a text or number that is no amount of bytes or seconds
+      QuantityError (ValueError)              a text or number that is not an amount of bytes or seconds
       PlanError (ValueError)                  a plan that cannot be used
         PlanFormatError                       malformed JSON, or JSON of a later version
         UnknownNameError                      a unit or value that the model does not have
       ProfileFormatError (ValueError)         malformed JSON, or JSON of a later version
-      ConfigError (ValueError)                settings of Megatron, ROLL or DeepSpeed that clash or cannot be
-      NotYetError (NotImplementedError)       a setting that is legal and asks for what is not built yet
+      ConfigError (ValueError)                invalid or clashing settings of Megatron, ROLL or DeepSpeed
+      NotYetError (NotImplementedError)       a valid setting for something not built yet
       BudgetTooSmallError (ValueError)        no plan fits
-      HardwareError (ValueError)              no known device, or a malformed file about one
-      UnsupportedModelError (ValueError)      no repeated layers, or nothing that could be planned
-      AlreadyAppliedError (RuntimeError)      the model, or a layer of it, is wrapped already
+      HardwareError (ValueError)              an unknown device, or a malformed file about one
+      UnsupportedModelError (ValueError)      no repeated layers, or nothing to plan
+      AlreadyAppliedError (RuntimeError)      the model, or a layer of it, is already wrapped
       RecordError (RuntimeError)              the recorded step did not run
       ChunkedLossError (RuntimeError)         the loss cannot be computed in chunks
       MeterError (RuntimeError)               memory cannot be measured here
-      MutatedValueError (RuntimeError)        a value was changed in place before it was used again
-      FreedValueError (RuntimeError)          a value's memory was freed (FSDP resharding) before it was used again
+      MutatedValueError (RuntimeError)        a value was changed in place before backward used it
+      FreedValueError (RuntimeError)          a value's memory was freed (FSDP resharding) before backward used it
       DataError (ValueError)                  training data missing, empty or malformed
       CheckpointError (RuntimeError)          training checkpoint missing, corrupt, or of another run
       BenchError (ValueError)                 a setting, or a stored result, that a benchmark cannot use
 
-    ConfigWarning (UserWarning)               a setting that has no effect, or not the one that it seems to have
+    ConfigWarning (UserWarning)               a setting without effect, or with another one than it seems
     PlanMismatchWarning (UserWarning)         a plan that does not fit the ops it meets
     ProfileMismatchWarning (UserWarning)      a plan from a profile of another version or device
 
-Errors that carry numbers or names keep them as attributes, and their text is derived from these. Each one can be
-pickled, because training programs send errors between processes.
+Errors with numbers or names keep them as attributes, from which their text is derived. All can be pickled, because
+training programs send errors between processes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _restore(cls: type[RecollectError], args: tuple[Any, ...], attributes: dict[
 
 
 class RecollectError(Exception):
-    """The base of all errors of recollect.
+    """The base of all recollect errors.
 
     Example:
         >>> from recollect.quantities import parse_bytes
@@ -89,12 +89,12 @@ class RecollectError(Exception):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The default calls the class with `args`, which fails where the constructor takes keywords.
+        # The default calls the class with `args`, which fails if the constructor takes keywords.
         return _restore, (type(self), self.args, self.__dict__)
 
 
 class QuantityError(RecollectError, ValueError):
-    """A text or number that is no amount of bytes or seconds.
+    """A text or number that is not an amount of bytes or seconds.
 
     Attributes:
         value: what was given.
@@ -150,12 +150,12 @@ def _settings_text(settings: Mapping[str, object]) -> str:
 
 
 class ConfigError(RecollectError, ValueError):
-    """Settings that clash with each other or with the model, or a value that a setting cannot have.
+    """Settings that clash with each other or with the model, or a setting with an invalid value.
 
     Attributes:
-        rule: the rule that they break, by the name that docs/megatron.md has for it; empty if it is none of that table.
-        settings: the settings concerned, and the values found.
-        reason: why this cannot be.
+        rule: name of the broken rule in docs/megatron.md; empty if that table does not have it.
+        settings: the settings concerned, with their values.
+        reason: why they are invalid.
         advice: what to change.
     """
 
@@ -169,11 +169,11 @@ class ConfigError(RecollectError, ValueError):
 
 
 class NotYetError(RecollectError, NotImplementedError):
-    """A setting that is legal, and asks for something that recollect cannot do yet.
+    """A valid setting that asks for something recollect cannot do yet.
 
     Attributes:
-        settings: the settings concerned, and the values found.
-        needs: what would have to be there.
+        settings: the settings concerned, with their values.
+        needs: what recollect would need for them.
         advice: what to do meanwhile.
     """
 
@@ -188,10 +188,10 @@ class BudgetTooSmallError(RecollectError, ValueError):
     """No plan keeps the step's peak within the budget.
 
     Attributes:
-        budget_bytes: the budget that was asked for.
-        least_peak_bytes: the least peak that any plan known to the planner reaches.
-        unit: the unit in whose forward or backward that peak lies.
-        advice: sentences that say what would help, the most promising first.
+        budget_bytes: the given budget.
+        least_peak_bytes: the least peak of all plans that the planner knows.
+        unit: the unit whose forward or backward has that peak.
+        advice: sentences on what would help, the most promising first.
     """
 
     def __init__(self, *, budget_bytes: int, least_peak_bytes: int, unit: str, advice: Sequence[str] = ()) -> None:
@@ -208,38 +208,38 @@ class BudgetTooSmallError(RecollectError, ValueError):
 
 
 class HardwareError(RecollectError, ValueError):
-    """A device that the cost model does not know, or a malformed file that should describe one."""
+    """A device unknown to the cost model, or a malformed file about one."""
 
 
 class UnsupportedModelError(RecollectError, ValueError):
-    """A model that recollect finds nothing to plan in."""
+    """A model with nothing to plan."""
 
 
 class AlreadyAppliedError(RecollectError, RuntimeError):
-    """The model, or a layer of it, recomputes already: by recollect, a checkpoint wrapper, or a flag of its library."""
+    """The model, or a layer of it, already recomputes: by recollect, a checkpoint wrapper, or a flag of its library."""
 
 
 class RecordError(RecollectError, RuntimeError):
-    """The step that was to be recorded did not run: the model rejected the batch, or the loss is no scalar."""
+    """The step to record did not run: the model rejected the batch, or the loss is not a scalar."""
 
 
 class ChunkedLossError(RecollectError, RuntimeError):
-    """The loss cannot be computed in chunks: the head, or what is between it and the loss, would not give the same."""
+    """The loss cannot be computed in chunks: the head, or code between it and the loss, would give another result."""
 
 
 class MeterError(RecollectError, RuntimeError):
-    """Memory cannot be measured in this place: another measurement or profiler runs, or the device is not known."""
+    """Memory cannot be measured here: another measurement or profiler is running, or the device is unknown."""
 
 
 class MutatedValueError(RecollectError, RuntimeError):
-    """A value that backward needs was changed in place after forward used it, so that its gradient would be wrong.
+    """A value that backward needs was changed in place after forward used it, which would make gradients wrong.
 
     Attributes:
-        unit: path of the unit in whose forward it was used.
+        unit: path of the unit whose forward used it.
         module: path of the module inside the unit; empty for the unit's own forward.
-        op: the op that used it; empty if it was saved for backward as it is.
+        op: the op that used it; empty if autograd saved the value itself.
         shape: shape of the tensor.
-        changes: how often it was written to since then.
+        changes: number of writes since then.
     """
 
     def __init__(self, *, unit: str, module: str, op: str, shape: tuple[int, ...], changes: int) -> None:
@@ -256,10 +256,10 @@ class MutatedValueError(RecollectError, RuntimeError):
 
 
 class FreedValueError(RecollectError, RuntimeError):
-    """The memory of a value that backward needs was freed after forward used it, and not filled again.
+    """The memory of a value that backward needs was freed after forward used it, and not restored.
 
     Attributes:
-        unit: path of the unit in whose forward it was used.
+        unit: path of the unit whose forward used it.
         module: path of the module inside the unit; empty for the unit's own forward.
         op: the op that used it.
         shape: shape of the tensor.
@@ -278,7 +278,7 @@ class FreedValueError(RecollectError, RuntimeError):
 
 
 class DataError(RecollectError, ValueError):
-    """Training data that is missing, empty or malformed."""
+    """Training data that are missing, empty or malformed."""
 
 
 class CheckpointError(RecollectError, RuntimeError):
@@ -286,16 +286,16 @@ class CheckpointError(RecollectError, RuntimeError):
 
 
 class BenchError(RecollectError, ValueError):
-    """A setting that cannot be read or measured, or a stored result that today's cannot be compared with."""
+    """A setting that cannot be read or measured, or a stored result that is not comparable with today's."""
 
 
 class ConfigWarning(UserWarning):
-    """A setting that has no effect, or not the one that it seems to have."""
+    """A setting without effect, or with another effect than it seems to have."""
 
 
 class PlanMismatchWarning(UserWarning):
-    """A plan does not fit the ops that it meets; what it does not name is kept."""
+    """A plan does not match the ops it meets; values that it does not name are kept."""
 
 
 class ProfileMismatchWarning(UserWarning):
-    """A plan was made from a profile that was recorded with another version of PyTorch, or on another device."""
+    """A plan comes from a profile recorded with another version of PyTorch, or on another device."""

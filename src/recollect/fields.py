@@ -1,7 +1,7 @@
-"""Reading JSON that people edit: every complaint says where it is, what was there, and what was expected.
+"""Read JSON that people edit: every error says where it is, what was found, and what was expected.
 
 `read_document` parses a text and checks its format and version. The `Field` it returns is one place in the document;
-its methods return the data there as a Python type, or raise the error class that the document's owner chose.
+its methods return the data there as a Python type, or raise the document's error class.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Field", "read_document"]
 
 
 class _JsonError(ValueError):
-    """A fact found while parsing; `read_document` turns it into the document's own error."""
+    """A problem found while parsing; `read_document` turns it into the document's error."""
 
 
 def read_document(text: str, *, format: str, version: int, error: type[Exception]) -> Field:
@@ -29,7 +29,7 @@ def read_document(text: str, *, format: str, version: int, error: type[Exception
         error: class of the exception to raise.
 
     Raises:
-        error: no JSON, a duplicate key, NaN or infinity, another format, or a later version.
+        error: not JSON, a duplicate key, NaN or infinity, another format, or a later version.
     """
     try:
         data = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
@@ -75,7 +75,7 @@ class Field:
     error: type[Exception]
 
     def fail(self, expected: str) -> NoReturn:
-        """Raise the document's error: what is here against what was expected."""
+        """Raise the document's error, with the data here and what was expected."""
         shown = json.dumps(self.data)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         raise self.error(f"{self.where}: got {shown}, expected {expected}")
@@ -86,7 +86,7 @@ class Field:
         return f"{self.where}.{key}" if self.where != "document" else key
 
     def keys(self, *, allowed: Sequence[str] | None = None) -> list[str]:
-        """Return the keys of the object here; with `allowed`, refuse others."""
+        """Return the keys of the object here; raise for keys not in `allowed`, if given."""
         if not isinstance(self.data, dict):
             self.fail("an object")
         for key in self.data:
@@ -95,13 +95,13 @@ class Field:
         return list(self.data)
 
     def get(self, key: str) -> Field:
-        """Return the place under `key`, which must be there."""
+        """Return the place under `key`; raise if it is missing."""
         if key not in self.keys():
             raise self.error(f"{self.where}: the key {key!r} is missing")
         return Field(self.data[key], self._child(key), self.error)
 
     def find(self, key: str) -> Field | None:
-        """Return the place under `key`, or None if it is not there or null."""
+        """Return the place under `key`; None if it is missing or null."""
         return self.get(key) if self.keys() and self.data.get(key) is not None else None
 
     def array(self) -> list[Field]:
@@ -124,7 +124,7 @@ class Field:
 
     def integers(self) -> tuple[int, ...]:
         """Return the array of integers here."""
-        # Checked as a whole: an event log holds hundreds of thousands of them.
+        # Checked as a whole, since an event log has hundreds of thousands of them.
         if not isinstance(self.data, list) or not all(type(item) is int for item in self.data):
             self.fail("an array of integers")
         return tuple(self.data)
@@ -136,7 +136,7 @@ class Field:
         return float(self.data)
 
     def flag(self) -> bool:
-        """Return the truth value here."""
+        """Return the bool here."""
         if not isinstance(self.data, bool):
             self.fail("true or false")
         return self.data

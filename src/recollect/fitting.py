@@ -25,25 +25,25 @@ def fit(
     accumulates_gradients: bool = False,
     loss_chunks: LossChunks = 1,
 ) -> Plan:
-    """Make the model's training step fit into a budget of bytes, with the least recompute.
+    """Fit the model's training step into a memory budget with the least recompute: record, plan and apply.
 
     Args:
-        model: any module with repeated layers; not edited, only its layers' `forward` is wrapped.
-        batch: a tensor, tuple or dict, as large as those of training.
-        budget: bytes of the whole step (parameters, gradients, optimizer state, kept values, working memory), as an int
-            or text: "16GiB", "80GB", "60%" of the peak without recompute, "90% of the device" (CUDA).
-        optimizer: counts with its state and the working memory of its step.
+        model: any module with repeated layers. It is not edited; only its layers' `forward` is wrapped.
+        batch: a tensor, tuple or dict, as large as in training.
+        budget: bytes of the whole step (parameters, gradients, optimizer state, kept values, workspaces), as an int or
+            text: "16GiB", "80GB", "60%" of the peak without recompute, "90% of the device" (CUDA).
+        optimizer: counts with its state and the workspace of its step.
         loss_fn: from the model's output to a scalar; see `record`.
         accumulates_gradients: gradients exist already when the step begins.
-        loss_chunks: parts in which output matrix and loss are computed, so that the logits of one part only are alive; see
+        loss_chunks: parts in which LM head and loss are computed, so that only one part's logits are alive; see
             `chunked_cross_entropy`. 1: as the model does, so that gradients keep their bits. "auto": as many as the fastest
             plan needs, and 1 if that is as fast; records up to four times.
 
     Returns:
-        The plan, which is on the model now. `recollect.applied_to(model)` has the handle that takes it off.
+        The plan, now applied to the model. `recollect.applied_to(model)` returns the handle that removes it.
 
     Raises:
-        BudgetTooSmallError: no plan fits; says the least possible peak and the unit that needs it.
+        BudgetTooSmallError: no plan fits; names the least possible peak and its unit.
         ChunkedLossError: the model's loss cannot be computed in chunks.
         QuantityError, UnsupportedModelError, AlreadyAppliedError, RecordError: see `plan` and `record`.
 

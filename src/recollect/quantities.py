@@ -1,6 +1,7 @@
-"""Bytes and seconds: parsed at the border, printed at the end, plain `int` and `float` in between.
+"""Parse texts such as "16GiB" or "60%" into bytes, and print seconds for people.
 
-GiB is 2**30 bytes, GB is 10**9 bytes, and so on for the other letters; a lone "G" could mean either and is rejected.
+GiB is 2**30 bytes, GB is 10**9 bytes, and so on; a lone "G" could mean either and is rejected. Inside recollect, bytes
+are plain ints and seconds plain floats.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _NUMBER_AND_SUFFIX = re.compile(rf"(?P<number>{_NUMBER})\s*(?P<suffix>\S*)", re.
 # After the number: a percentage of the peak without recompute, or of the device's memory.
 _PERCENT = re.compile(r"(?P<number>.*?)\s*%\s*(?P<of>of\s+(?:the\s+)?device)?", re.IGNORECASE | re.DOTALL)
 _EXPECTED = "write a whole number of bytes, or a text such as '16GiB' (2**30 bytes each) or '80GB' (10**9 bytes each)"
-# Larger exponents would build integers that take minutes; 10**30 bytes are beyond any machine.
+# Larger exponents would build integers that take minutes to compute; no machine has 10**30 bytes.
 _LARGEST_BYTES = 10**30
 _LONGEST_TEXT = 64
 
 
 def parse_bytes(value: str | int) -> int:
-    """Return a number of bytes given as an int or as text.
+    """Return bytes given as an int or as text.
 
     Args:
         value: an int (bytes), or text: a number, then one of B, KiB, MiB, GiB, TiB, PiB (powers of 1024) or KB, MB,
@@ -59,19 +60,19 @@ def parse_bytes(value: str | int) -> int:
 
 
 def parse_budget(value: str | int, *, reference_bytes: int, device_bytes: int | None = None) -> int:
-    """Return a budget in bytes, which may be given as a percentage of a reference or of the device's memory.
+    """Return a budget in bytes; it may be given as a percentage of a reference or of the device's memory.
 
     Args:
-        value: what `parse_bytes` takes, or a percentage such as "60%", "62.5 %" or "90% of the device".
+        value: as for `parse_bytes`, or a percentage such as "60%", "62.5 %" or "90% of the device".
         reference_bytes: the peak that a plain percentage is of, 0 or more.
-        device_bytes: size of the device's memory; None or 0 where it is not known.
+        device_bytes: size of the device's memory; None or 0 if unknown.
 
     Returns:
         Bytes, 0 or more, rounded down.
 
     Raises:
-        QuantityError: what `parse_bytes` rejects; a negative percentage or reference; a percentage of a device whose
-            memory is not known.
+        QuantityError: as `parse_bytes`; a negative percentage or reference; a percentage of a device of unknown
+            memory.
 
     Example:
         >>> parse_budget("60%", reference_bytes=1000), parse_budget("1KiB", reference_bytes=1000)
@@ -107,7 +108,7 @@ def format_seconds(seconds: float) -> str:
         seconds: finite; a difference may be negative.
 
     Returns:
-        About three digits, and the unit that suits them.
+        About three digits and a suitable unit.
 
     Raises:
         QuantityError: not a finite number.

@@ -1,18 +1,18 @@
-"""Values that can be computed again, and the loop that does it.
+"""Lazy values: what holds a dropped tensor's recipe, and the loop that recomputes it.
 
-A training step is a graph of op calls (`Node`) and what they produced (`Value`). A value that is *available* holds its
-tensor and no node; a value that was *dropped* holds the node that makes it, and nothing else. Asking for a dropped value
-runs its node, after the nodes of the arguments that are dropped themselves, each of them once.
+A training step is a graph of op calls (`Node`) and their results (`Value`). An *available* value holds its tensor and no
+node; a *dropped* value holds the node that computes it, and no tensor. Asking for a dropped value runs its node, after the
+nodes of dropped arguments, each node once.
 
 Python's reference counts are the only lifetime manager:
 
 1. a node refers to its arguments strongly and to its results weakly, a value to its node strongly;
-2. a node that ran lets go of its arguments, a value that is available lets go of its node;
-3. so an argument that nobody else needs disappears with its tensor as soon as the node has run, and one that is needed
-   later stays, already computed, until its last user is gone.
+2. a node releases its arguments once it has run, and a value releases its node once it is available;
+3. so an argument that nobody else needs is freed as soon as the node has run, and one that is needed later stays, already
+   computed, until its last user is gone.
 
-This module knows nothing of PyTorch: what a node calls and what it passes around is opaque here. The engine runs it on
-tensors, the planner's simulator on byte counts, so that what the simulator predicts is what the engine does.
+This module knows nothing of PyTorch: calls and tensors are opaque here. The engine runs it on tensors and the simulator on
+byte counts, so the engine does exactly what the simulator predicts.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Value:
     def __init__(self, *, tensor: Any = None, node: Node | None = None) -> None:
         self.tensor = tensor
         self.node = node
-        # True once another value shares this one's storage: it must not be overwritten in place any more.
+        # True once another value shares this one's storage, which must not be overwritten from then on.
         self.is_viewed = False
 
     def fetch(self) -> Any:
-        """Return the tensor of an available value; subclasses check here that it is still what it was."""
+        """Return the tensor of an available value; subclasses check here that it is unchanged."""
         return self.tensor
 
     def take(self, tensor: Any) -> None:
-        """Become available: this value's node has just made the tensor."""
+        """Become available: the node has just computed the tensor."""
         self.tensor = tensor
         self.node = None
 
@@ -54,10 +54,10 @@ class Value:
 
 
 class Node:
-    """One op call, with what is needed to run it again.
+    """One op call, with all that is needed to run it again.
 
-    `mutates`: the call writes into its first argument and returns it; it then gets a private copy, unless nobody else
-    will ever need the old content.
+    `mutates`: the call writes into its first argument and returns it; it gets a private copy of it unless nobody else needs
+    the old content.
     """
 
     __slots__ = ("call", "inputs", "mutates", "outputs")
@@ -69,11 +69,11 @@ class Node:
         self.mutates = mutates
 
     def add_output(self, value: Value | None) -> None:
-        """Name the value of the next result; None for a result that this node need not deliver."""
+        """Add the value of the next result; None for a result that nobody needs."""
         self.outputs.append(None if value is None else weakref.ref(value))
 
     def run(self) -> None:
-        """Run the call; hand its results to the values that are still alive, and let go of the arguments."""
+        """Run the call, hand its results to the values still alive, and release the arguments."""
         call = self.call
         if call is None:
             raise RuntimeError("an op was asked to run twice: this is a bug in recollect, please report it")
@@ -93,24 +93,24 @@ class Node:
         return sys.getrefcount(self.inputs[0])
 
 
-# What the count is when nobody but the node refers to the value. It differs between versions of Python.
+# The count if only the node refers to the value. It differs between versions of Python.
 _OWN_REFERENCES = Node(lambda tensors, may_overwrite_first: (), [Value()])._count_references_to_first()
 
 
 def _materialise(value: Value) -> None:
-    """Run what `value` needs, arguments first; a loop, because chains (a scan over time steps) can be thousands long."""
+    """Run the nodes that `value` needs, arguments first; a loop, since chains (a scan over time) can be thousands long."""
     if value.node is None:
         raise RuntimeError("a dropped value has neither tensor nor node: this is a bug in recollect, please report it")
     pending = [value.node]
     while pending:
         node = pending[-1]
         num_pending = len(pending)
-        # A comprehension, because a loop variable would stay behind as one more reference to an argument, and an op that
-        # writes in place would think that somebody else needs it.
+        # A comprehension, because a loop variable would remain as one more reference to an argument, and to an op that
+        # writes in place it would look as if somebody else needed it.
         pending += [v.node for v in reversed(node.inputs) if v.tensor is None and v.node is not None]
         if len(pending) > num_pending:
             continue
         pending.pop()
-        # Two consumers can have asked for the same node: it is then pending twice and has run when it comes up again.
+        # If two consumers asked for the same node, it is pending twice and has run when it comes up again.
         if node.call is not None:
             node.run()

@@ -1,1 +1,1 @@
-"""Seconds of an op: measured on a device, or modelled for fake tensors."""
+"""Costs of ops: measured on a device, or modelled for fake tensors."""

@@ -1,8 +1,8 @@
 """Measure a device and fit the cost model to it.
 
-Fitted are the parameters of `roofline.py`, those of memory and elements first, then those of matrix products: the least
-squared logarithm of modelled over measured time, under a robust loss, so that a factor of two counts the same for a long and
-for a short op, and an op that the model does not describe cannot spoil the others.
+The fit finds the parameters of `roofline.py`, first those of memory and elements, then those of matrix products. It minimises
+the squared logarithm of modelled over measured time, so that a factor of two counts the same for long and short ops, under a
+robust loss, so that an op that the model does not describe cannot spoil the others.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _RUNS_PER_EVENT = 10
 
 @dataclass(frozen=True)
 class Calibration:
-    """A fitted device and what it was fitted to.
+    """A fitted device and its measurements.
 
     Attributes:
         hardware: the device.
-        ops: what was measured.
+        ops: the measured ops.
         rounds: runs of each op; its time is their median.
-        elapsed_s: seconds that all of it took.
+        elapsed_s: seconds of measurement and fit.
     """
 
     hardware: Hardware
@@ -75,11 +75,11 @@ def calibrate(device: torch.device, *, seconds_to_spend: float = 40.0, quick: bo
 
     Args:
         device: "cpu", with the number of threads that PyTorch is set to, or a CUDA device.
-        seconds_to_spend: about how long the measurement may take; each op runs three times at least.
-        quick: smaller tensors, three runs: seconds instead of a minute, and rates far from the device's best.
+        seconds_to_spend: about how long the measurement may take; each op runs at least three times.
+        quick: smaller tensors, three runs: seconds instead of a minute, but rates far from the device's best.
 
     Raises:
-        HardwareError: another type of device, or one that is not there.
+        HardwareError: another type of device, or a missing one.
 
     Example:
         >>> import torch
@@ -101,12 +101,12 @@ def calibrate(device: torch.device, *, seconds_to_spend: float = 40.0, quick: bo
 
 
 def _measure(ops: Sequence[MeasuredOp], device: torch.device, *, until: float) -> int:
-    """Run all ops in turns, so that a slow moment of the machine hits each of them a little and none of them much."""
+    """Run all ops in turn, so that a slow moment of the machine affects each of them a little and none much."""
     time_op = _cuda_seconds if device.type == "cuda" else _cpu_seconds
     rounds = 0
     with below_autograd():
         for op in ops:
-            time_op(op.run)  # not counted: the first run loads kernels
+            time_op(op.run)  # does not count: the first run loads kernels
         while rounds < _FEWEST_ROUNDS or (rounds < _MOST_ROUNDS and time.perf_counter() < until):
             for op in ops:
                 op.seconds.append(time_op(op.run))
@@ -115,7 +115,7 @@ def _measure(ops: Sequence[MeasuredOp], device: torch.device, *, until: float) -
 
 
 def _cpu_seconds(run: Callable[[], None]) -> float:
-    # With one thread, its processor time, which leaves out when other programs had the core.
+    # With one thread, its processor time, which excludes time when other programs had the core.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     begin = clock()
     run()
@@ -133,7 +133,7 @@ def _cuda_seconds(run: Callable[[], None]) -> float:
 
 
 def _blank(device: torch.device) -> Hardware:
-    """Return the device with rates that mean nothing yet."""
+    """Return the device with placeholder rates."""
     return Hardware(
         name=_device_name(device),
         device=device.type,
@@ -146,12 +146,12 @@ def _blank(device: torch.device) -> Hardware:
 
 
 def fit(start: Hardware, ops: Sequence[MeasuredOp], known: Hardware | None) -> Hardware:
-    """Return the hardware that fits what was measured.
+    """Return the hardware that fits the measurements.
 
     Args:
         start: the device, with a rate for each dtype to fit.
         ops: ops of every kind with their times; matrix products of each dtype.
-        known: the device's entry in the table, if it has one: efficiencies are fractions of the peaks that this says.
+        known: the device's entry in the table, if any; efficiencies are then fractions of its peaks.
     """
     simple = [op for op in ops if not op.work.flops]
     fitted = _least_errors(simple, _memory_ranges(simple), partial(_with_memory, start))
@@ -162,9 +162,9 @@ def fit(start: Hardware, ops: Sequence[MeasuredOp], known: Hardware | None) -> H
 
 
 def _memory_ranges(ops: Sequence[MeasuredOp]) -> list[_Range]:
-    """Where launch, bandwidth, rate and size of the cache, and the rates of elements may lie.
+    """Return the ranges of launch time, bandwidth, rate and size of the cache, and rates of elements.
 
-    What is larger than the cache has to be among what was measured, or its rate could be anything.
+    Some measured ops have to exceed the cache, or the bandwidth would be undetermined.
     """
     most_bytes = max(op.work.traffic_bytes for op in ops)
     shortest_s, launch_s = min(op.median_s for op in ops), statistics.median(op.median_s for op in ops if op.is_tiny)
@@ -183,7 +183,7 @@ def _memory_ranges(ops: Sequence[MeasuredOp]) -> list[_Range]:
 
 
 def _rate_ranges(ops: Sequence[MeasuredOp]) -> list[_Range]:
-    """Where the rates of products and attention may lie: a little above the best that was seen, not at any height."""
+    """Return the ranges of the rates of products and attention: at most a little above the best measured."""
     ranges = []
     for kind in _PRODUCT_KINDS:
         fastest = max(op.work.flops / op.median_s for op in ops if op.work.kind == kind)
@@ -217,7 +217,7 @@ def _with_rate(hardware: Hardware, dtype: str, numbers: Sequence[float]) -> Hard
 def _least_errors(
     ops: Sequence[MeasuredOp], ranges: Sequence[_Range], hardware_of: Callable[[Sequence[float]], Hardware]
 ) -> Hardware:
-    """Return the hardware with the least squared logarithms of modelled over measured time."""
+    """Return the hardware that minimises the squared logarithms of modelled over measured time."""
 
     def residuals(logarithms: NDArray[np.float64]) -> list[float]:
         hardware = hardware_of([math.exp(number) for number in logarithms])
@@ -229,7 +229,7 @@ def _least_errors(
 
 
 def _against_peaks(fitted: Hardware, known: Hardware) -> Hardware:
-    """Say what was measured as fractions of a data sheet's peaks, and keep its dtypes that were not measured."""
+    """Express measured rates as fractions of a data sheet's peaks, and keep its dtypes that were not measured."""
     measured = {rate.dtype: rate for rate in fitted.rates}
     rates = []
     for rate in known.rates:

@@ -1,7 +1,7 @@
-"""The ops that `recollect calibrate` measures: plain PyTorch code is run once, and the ops below it are noted.
+"""Collect the ops that `recollect calibrate` measures, by running plain PyTorch code once.
 
-So what is measured are the kernels that training on this device runs, attention's forward and backward among them, and
-the cost model reads their work off the same arguments as it does for a model.
+So calibration measures the kernels that training on this device runs, attention's forward and backward included, and the
+cost model derives their work from the same arguments as it does for a model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from recollect.engine.facts import facts_of
 
 __all__ = ["MeasuredOp", "Sizes", "calibration_ops"]
 
-# Of the rows that are normalised and looked up, and of attention: as in models.
+# Width of normalised and looked-up rows, and sizes of attention: as in models.
 _WIDTH = 256
 _HEADS, _HEAD_WIDTH = 8, 64
 _TINY_BYTES = 1024
@@ -30,12 +30,12 @@ _TINY_BYTES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large the measured tensors are.
+    """Sizes of the measured tensors.
 
     Attributes:
-        elements: of the tensors of elementwise ops and the like; the first so few that only the launch counts.
-        products: [m, n, k] of matrix products, large and thin ones.
-        tokens: length of the sequences that attend to each other.
+        elements: of the tensors of elementwise and similar ops; the first so few that only the launch counts.
+        products: (m, n, k) of matrix products, large and thin ones.
+        tokens: sequence lengths of attention.
     """
 
     elements: tuple[int, ...]
@@ -44,17 +44,17 @@ class Sizes:
 
     @classmethod
     def of(cls, device: torch.device, *, quick: bool) -> Sizes:
-        """Return sizes that take milliseconds each on a device of this type; `quick`: less, for a rough answer."""
+        """Return sizes for ops of some milliseconds on this type of device; `quick`: smaller ones, for a rough answer."""
         if quick:
             return cls((64, 1 << 14, 1 << 18), ((64, 64, 64), (256, 256, 256), (256, 16, 256)), (64, 128))
         if device.type == "cuda":
-            # The largest are beyond any cache; all arguments are alive at once, about 8 GB.
+            # The largest exceed any cache; all arguments are alive at once, about 8 GB.
             return cls((64, 1 << 18, 1 << 21, 1 << 25), _products(4096), (1024, 4096))
         return cls((64, 1 << 14, 1 << 17, 1 << 20, 1 << 23), _products(512), (256, 1024))
 
 
 def _products(width: int) -> tuple[tuple[int, int, int], ...]:
-    """Square products around a width, and some that are short in one dimension."""
+    """Return square products around a width, and some that are short in one dimension."""
     half, double, thin = width // 2, 2 * width, width // 8
     squares = ((half, half, half), (width, width, width), (double, double, width))
     return (*squares, (width, thin, width), (thin, width, width), (width, width, thin), (width, thin // 8, width))
@@ -62,7 +62,7 @@ def _products(width: int) -> tuple[tuple[int, int, int], ...]:
 
 @dataclass(slots=True)
 class MeasuredOp:
-    """One op with its arguments, its work, and the seconds of its runs; `is_tiny`: hardly anything but its launch."""
+    """One op with its arguments, its work, and the seconds of its runs; `is_tiny`: its launch dominates."""
 
     name: str
     work: Work
@@ -99,11 +99,11 @@ class _Noting(TorchDispatchMode):
 
 
 def calibration_ops(device: torch.device, dtypes: Sequence[torch.dtype], sizes: Sizes) -> list[MeasuredOp]:
-    """Run the programs once and return the ops below them.
+    """Run some programs once and return the ops that they dispatch.
 
     Args:
         device: where they run.
-        dtypes: of matrix products and attention; all else runs in fp32, as its speed hangs on bytes.
+        dtypes: of matrix products and attention; all else runs in fp32, since its speed depends on bytes.
         sizes: of their tensors.
     """
     noting = _Noting()

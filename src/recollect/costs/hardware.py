@@ -1,7 +1,7 @@
-"""What a device can do, as frozen data: rates, bandwidths, and the part of them that real kernels reach.
+"""The speed of a device, as frozen data: rates, bandwidths, and the fractions of them that real kernels reach.
 
-The cost model (`roofline.py`) reads it; `hardware_table.py` has it for devices by name, and `recollect calibrate` measures
-it. Nothing here imports torch.
+The cost model (`roofline.py`) reads it, `hardware_table.py` lists devices by name, and `recollect calibrate` measures your
+own. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from recollect.fields import Field, read_document
 
 __all__ = ["KINDS", "ArithmeticRate", "ElementRate", "Hardware", "Kind"]
 
-# What an op is limited by, apart from memory.
+# What limits an op, apart from memory.
 Kind = Literal[
     "matmul",
     "attention",
@@ -48,10 +48,10 @@ class ArithmeticRate:
         peak_flops_per_s: dense peak (no structured sparsity), a multiply-add counted as two.
         matmul_efficiency: fraction of it that large matrix products reach.
         attention_efficiency, attention_backward_efficiency: fraction that fused attention kernels reach on long sequences.
-        half_rate_outputs: elements of the product at which a matrix product reaches half its rate, for want of work for
-            all cores: half of what the device computes at a time (half a wave of tiles).
-        half_rate_depth: inner dimension at which a matrix product reaches half its rate, because loads and stores of
-            a tile are not yet hidden.
+        half_rate_outputs: elements of the result at which a matrix product reaches half its rate, since smaller ones do
+            not occupy all cores: half of what the device computes at a time (half a wave of tiles).
+        half_rate_depth: inner dimension at which a matrix product reaches half its rate, since smaller ones do not hide
+            loads and stores of a tile.
     """
 
     dtype: str
@@ -72,11 +72,11 @@ class ArithmeticRate:
 
 @dataclass(frozen=True, slots=True)
 class ElementRate:
-    """Elements a second that a device gets through in one kind of op, where that and not memory is the limit.
+    """Elements per second of one kind of op, where that is the limit and not memory.
 
     Attributes:
         kind: one of `KINDS`, such as "transcendental".
-        elements_per_s: elements of the largest tensor of the op, a second.
+        elements_per_s: elements of the op's largest tensor, per second.
     """
 
     kind: str
@@ -90,22 +90,22 @@ class ElementRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One device, or one processor with a number of threads.
+    """One GPU, or one CPU with some number of threads.
 
     Attributes:
-        name: what people call it, such as "NVIDIA H100 SXM".
+        name: such as "NVIDIA H100 SXM".
         device: its torch device type, "cuda" or "cpu".
         memory_bytes: size of its memory.
-        bandwidth_bytes_per_s: peak of reading and writing that memory.
+        bandwidth_bytes_per_s: peak rate of reads and writes of that memory.
         traffic_efficiency: fraction of it that elementwise ops, copies and reductions reach.
         launch_s: seconds that the smallest op takes.
-        rates: by dtype; "fp32" must be there and stands in for dtypes that are not.
-        cache_bytes, cache_bytes_per_s: what an op touches up to this size moves at this rate; 0 to leave the cache out.
-        elements: kinds of ops that are limited by something else than memory.
+        rates: one for each dtype; "fp32" is required and stands in for missing ones.
+        cache_bytes, cache_bytes_per_s: the first so many bytes that an op touches move at this rate; 0 for no cache.
+        elements: kinds of ops that are limited by something other than memory.
 
     Raises:
-        ValueError: a number that is not finite or not positive, an efficiency above 1, a dtype or kind that is there
-            twice, no rate for "fp32".
+        ValueError: a number that is not finite or not positive, an efficiency above 1, a duplicate dtype or kind, no
+            rate for "fp32".
 
     Example:
         >>> hardware = Hardware(
@@ -151,12 +151,12 @@ class Hardware:
             )
 
     def rate(self, dtype: str) -> ArithmeticRate:
-        """Return the rate of a dtype; that of "fp32" for a dtype that the device has no rate for."""
+        """Return the rate of a dtype; that of "fp32" if the device has none for it."""
         by_dtype = {rate.dtype: rate for rate in self.rates}
         return by_dtype.get(dtype, by_dtype[_BASE_DTYPE])
 
     def to_json(self) -> str:
-        """Return the hardware as JSON text, which `from_json` reads back to an equal one."""
+        """Return the hardware as JSON text; `from_json` reads it back as an equal one."""
         document = {"format": _FORMAT, "version": _VERSION}
         document |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("rates", "elements")}
         document["rates"] = {

@@ -1,4 +1,4 @@
-"""Devices by name. Rates are dense: data sheets with an asterisk at their tensor-core figures double them for sparsity.
+"""Devices by name. Rates are dense; data sheets with an asterisk at tensor-core figures double them for sparsity.
 
 | name | fp32 | tf32 | fp16, bf16 | fp8 | TFLOP/s; memory | bandwidth | source |
 |---|--:|--:|--:|--:|--:|--:|---|
@@ -14,18 +14,18 @@
 | RTX 4090 | 82.6 | 82.6 | 165.2 | 330.3 | 24 GB | 1.008 TB/s | NVIDIA, "Ada GPU Architecture" white paper, appendix A |
 | MI300X | 163.4 | 653.7 | 1307.4 | 2614.9 | 192 GB | 5.3 TB/s | AMD, "Instinct MI300X Accelerator" data sheet, 2023 |
 
-`cpu` is one thread of a virtual AMD EPYC (Zen 5), as `recollect calibrate` measured it with torch 2.13: no other CPU is like
-it, so calibrate your own.
+`cpu` is one thread of a virtual AMD EPYC (Zen 5), measured by `recollect calibrate` with torch 2.13; other CPUs differ, so
+calibrate your own.
 
-The RTX 4090's tensor cores are twice as fast where they add up in fp16, which PyTorch does not do unless told to.
+The RTX 4090's tensor cores are twice as fast if they accumulate in fp16, which PyTorch does not do by default.
 A GB of memory is 2**30 bytes on these sheets.
 
-The fraction of the peak that bf16 products reach is measured by S. Bekman, "Machine Learning Engineering", chapter
+The fraction of the peak that bf16 matrix products reach was measured by S. Bekman, "Machine Learning Engineering", chapter
 "Accelerators", table "Maximum Achievable Matmul FLOPS": 80 % (H100 and H200 SXM), 86 % (A100 SXM), 82 % (A100 PCIe), 78 %
 (B200), 60 % (MI300X); 80 % is assumed for the others. Attention: Dao, "FlashAttention-2", 2023, figures 5 and 6 (A100:
 up to 73 % forward, 63 % backward), and Shah et al., "FlashAttention-3", 2024 (its predecessor reaches 35 % on the
-H100); assumed for the others. 85 % of the bandwidth, 5 us a launch, and half a wave of tiles of 128 x 128 (a
-tile for each multiprocessor, at a depth of 64) are assumptions, and have not been measured here on any GPU.
+H100); assumed for the others. 85 % of the bandwidth, 5 us per launch, and half a wave of tiles of 128 x 128 (one
+tile per multiprocessor, at a depth of 64) are assumptions, not measured here on any GPU.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ _DEVICE_NAMES = {
 
 
 def hardware_of_device(device_name: str) -> Hardware | None:
-    """Return the table's entry for a device, by the name that `torch.cuda.get_device_name()` gives; None if there is none.
+    """Return the table's entry for a device, by its `torch.cuda.get_device_name()`; None if there is none.
 
     Example:
         >>> hardware_of_device("NVIDIA A100-SXM4-80GB").name
@@ -232,11 +232,11 @@ def find_hardware(which: str | os.PathLike[str] | Hardware) -> Hardware:
     """Return the device that a user means.
 
     Args:
-        which: a name of the table, in any case and with or without spaces; a device's own name; the path of a JSON file
+        which: a name in the table, in any case and with or without spaces; a device's own name; the path of a JSON file
             that `recollect calibrate` wrote; or a `Hardware`.
 
     Raises:
-        HardwareError: an unknown name, with the names that there are; a file that cannot be read or is malformed.
+        HardwareError: an unknown name (lists the known ones); an unreadable or malformed file.
 
     Example:
         >>> find_hardware("rtx4090").name
@@ -264,8 +264,8 @@ def choose_hardware(which: str | os.PathLike[str] | Hardware | None, *, own_devi
     """Return the device that times are modelled for.
 
     Args:
-        which: what the user asked for, as for `find_hardware`; None for nothing.
-        own_device: name of this machine's GPU, used then if it is in the table; empty if there is none.
+        which: the user's choice, as for `find_hardware`; None for no choice.
+        own_device: name of this machine's GPU, the default if it is in the table; empty if there is none.
 
     Raises:
         HardwareError: as `find_hardware`.

@@ -1,6 +1,6 @@
-"""What an op costs where nothing can be measured, because its tensors are fake: a cost model.
+"""Model the costs of ops on fake tensors, where nothing can be measured.
 
-See `op_costs.py` for ops that really run, `op_work.py` for what an op does, `roofline.py` for how long that takes.
+See `op_costs.py` for ops that really run, `op_work.py` for the work of an op, `roofline.py` for its time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from recollect.engine.facts import OpFacts
 
 
 class ModelledCosts:
-    """Runs ops on fake tensors and says how long they would take on some hardware."""
+    """Runs ops on fake tensors and models their times on some hardware."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware
@@ -25,11 +25,11 @@ class ModelledCosts:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Nothing has to be switched on."""
+        """Do nothing: there is nothing to measure."""
         yield
 
     def run(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, *, may_repeat: bool) -> tuple[Any, OpRun]:
-        """Run an op on fake tensors; return its result, and what to ask for its costs with."""
+        """Run an op on fake tensors; return its result and the key to its costs."""
         output = func(*args, **kwargs)
         key = key_of(func, args, kwargs)
         if key not in self._seconds:
@@ -37,9 +37,9 @@ class ModelledCosts:
         return output, OpRun(key, 0)
 
     def seconds_of(self, run: OpRun | None) -> float:
-        """Return the modelled time of an op; 0 for one that was not seen to run."""
+        """Return the modelled time of an op; 0 for an unseen one."""
         return self._seconds[run.key] if run is not None else 0.0
 
     def working_bytes_of(self, run: OpRun | None) -> int:
-        """Fake tensors have no kernels, so no workspaces: only the results count, and those are known anyway."""
+        """Return 0: without kernels there are no workspaces, and the results count anyway."""
         return 0

@@ -1,7 +1,7 @@
-"""What an op costs: measured while a step is recorded. Fake tensors have `modelled_costs.py` instead.
+"""Measure the costs of ops while a step is recorded; `modelled_costs.py` is the counterpart for fake tensors.
 
-Ops with the same name and the same argument shapes are one op here. With identical layers every op is thus measured once
-a layer for free, and the median is taken; an op that ran too seldom for a median is run again on the spot.
+Ops with the same name and the same argument layouts count as one op. With identical layers this gives a sample per layer,
+of which the median is taken; an op with too few samples for a median runs again at once.
 """
 
 from __future__ import annotations
@@ -16,53 +16,53 @@ import torch
 
 from recollect._torch_private import keep_busy
 from recollect.engine.facts import OpFacts
+from recollect.measuring.op_peaks import CpuOpPeaks, CudaOpPeaks
 from recollect.measuring.timing import timed, timed_by_events
-from recollect.measuring.working_memory import CpuWorkingMemory, CudaWorkingMemory
 
 T = TypeVar("T")
 Key = tuple[Any, ...]
 
-# A median of fewer samples is at the mercy of a page fault; more make recording slow.
+# With fewer samples, one page fault decides the median; more make recording slow.
 _LEAST_SAMPLES = 3
-# An op as long as this is not run again: it is far above the noise, and somebody waits.
+# An op as long as this does not run again: it is far above the noise, and the user waits.
 _LONG_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class OpRun:
-    """One run of an op: which op it was (`key`), and which run of the step, from 0."""
+    """One run of an op: `key` identifies the op, `number` is the position among the step's runs, from 0."""
 
     key: Key
     number: int
 
 
 class MeasuredCosts:
-    """Times each op as it runs, and measures the memory that it works in."""
+    """Times each op as it runs, and measures its peak growth of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._seconds: dict[Key, list[float]] = {}
         self._numbers: dict[Key, list[int]] = {}
         self._num_runs = 0
         self._device = device
-        self._memory = CudaWorkingMemory(device) if device.type == "cuda" else CpuWorkingMemory()
+        self._memory = CudaOpPeaks(device) if device.type == "cuda" else CpuOpPeaks()
         self._working_bytes: dict[Key, int] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Everything between is one step."""
+        """Record the block as one step."""
         with self._memory.recording():
             yield
         peaks_bytes = self._memory.peaks_bytes()
-        # A first call may set up what stays; the higher median of all calls is what the op takes.
+        # The first call may allocate what stays, so the higher median of all calls counts.
         self._working_bytes = {
             key: statistics.median_high(peaks_bytes[number] for number in numbers)
             for key, numbers in self._numbers.items()
         }
 
     def run(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, *, may_repeat: bool) -> tuple[Any, OpRun]:
-        """Run an op; return its result, and what to ask for its costs with.
+        """Run an op; return its result and the key to its costs.
 
-        `may_repeat`: running it some more times disturbs nothing (it does when the peak is near).
+        `may_repeat`: further runs do no harm (near the peak of memory they would).
         """
         key = key_of(func, args, kwargs)
         samples = self._seconds.setdefault(key, [])
@@ -78,11 +78,11 @@ class MeasuredCosts:
         return output, OpRun(key, number)
 
     def seconds_of(self, run: OpRun | None) -> float:
-        """Return the median time of an op; 0 for one that was not seen to run."""
+        """Return the median time of an op; 0 for an unseen one."""
         return statistics.median(self._seconds[run.key]) if run is not None else 0.0
 
     def working_bytes_of(self, run: OpRun | None) -> int:
-        """Return the most bytes that the op adds while it runs, its results among them; 0 for one that was not seen."""
+        """Return the peak growth of an op in bytes, its results included; 0 for an unseen one."""
         return self._working_bytes[run.key] if run is not None else 0
 
     def _run_once(self, func: Any, args: Any, kwargs: Any, samples: list[float]) -> Any:
@@ -94,8 +94,8 @@ class MeasuredCosts:
 def timed_alone(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
     """Run one op; return its result and the seconds that its kernels take.
 
-    In a step the CPU is ahead of a CUDA device, so what it takes to launch a kernel is hidden behind the kernels before. Here
-    the device is given something to do first, so that it is hidden as well.
+    In a step the CPU runs ahead of a CUDA device, so earlier kernels hide the time to launch a kernel. Here the device gets
+    other work first, to hide it as well.
     """
     if device.type != "cuda":
         return timed(run, device)
@@ -104,7 +104,7 @@ def timed_alone(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
 
 
 def key_of(func: Any, args: Any, kwargs: Any) -> Key:
-    """Return what two runs of the same op on tensors of the same layout have in common."""
+    """Return a key that is equal for two runs of an op on tensors of the same layouts."""
     return (func, *(_signature(a) for a in args), *(_signature(a) for a in kwargs.values()))
 
 

@@ -1,7 +1,7 @@
-"""What an op has to do, read off its schema and the shapes, strides and dtypes of its tensors.
+"""Derive the work of an op from its schema and the shapes, strides and dtypes of its tensors.
 
-Traffic counts what is really touched: an expanded tensor is read once, a lookup reads the rows that it returns and not the
-whole table, an op in place that overwrites does not read what it overwrites, views and `empty` touch nothing.
+Traffic counts what the op really touches: it reads an expanded tensor once; a lookup reads the rows that it returns, not
+the whole table; an op that overwrites in place does not read the old content; views and `empty` touch nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES = {
     torch.float8_e5m2fnuz: "fp8",
 }
 
-# Ops that read only some rows of their first argument: as many elements as they return, or as they are told to look up.
+# Ops that read only some rows of their first argument: as many elements as they return or are told to look up.
 _LOOKUPS = frozenset({"embedding", "index", "_unsafe_index", "index_select", "gather", "take", "nll_loss_forward"})
 # Ops that write only some rows of their first argument.
 _SCATTERS = frozenset(
@@ -57,7 +57,7 @@ def work_of(func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> W
 
     Args:
         func: the op overload.
-        facts: what `recollect.engine.facts.facts_of(func)` says.
+        facts: `recollect.engine.facts.facts_of(func)`.
         args: its positional arguments.
         kwargs: its keyword arguments.
         output: its result.
@@ -86,7 +86,7 @@ def work_of(func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> W
 
 
 def _distinct(values: Any) -> list[torch.Tensor]:
-    """Return the tensors among arguments or results, one that is there twice once."""
+    """Return the distinct tensors among arguments or results."""
     found: dict[int, torch.Tensor] = {}
     for leaf in tree_leaves(values):
         if isinstance(leaf, torch.Tensor):
@@ -113,7 +113,7 @@ def _kind(func: Any, name: str) -> Kind:
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's distinct elements: what is expanded along a dimension is there once.
+    """Return the bytes of a tensor's distinct elements: expanded dimensions count once.
 
     Example:
         >>> touched_bytes(torch.zeros(3, 1).expand(3, 1000))
@@ -141,7 +141,7 @@ def _traffic_bytes(
         looked_up = max((t.numel() for t in (*results, *tensors) if t is not first), default=0)
         return read_bytes + written_bytes + min(touched_bytes(first), looked_up * first.element_size())
     if name in _SCATTERS and facts.writes:
-        # The rows that are added to are read and written.
+        # Rows are read, added to, and written.
         return read_bytes + 2 * min(touched_bytes(first), _source_bytes(tensors, first))
     if facts.writes:
         return read_bytes + touched_bytes(first) * (1 if facts.overwrites else 2)
@@ -149,14 +149,14 @@ def _traffic_bytes(
 
 
 def _source_bytes(tensors: list[torch.Tensor], target: torch.Tensor) -> int:
-    """Bytes of what is scattered into a target: the tensor of its dtype, not the indices."""
+    """Return the bytes scattered into a target: of the tensor of its dtype, not of the indices."""
     return max((touched_bytes(t) for t in tensors if t is not target and t.dtype == target.dtype), default=0)
 
 
 def _multiplied_dtype(name: str, tensors: list[torch.Tensor]) -> str:
     dtype = next((DTYPES[t.dtype] for t in tensors if t.dtype in DTYPES), "fp32")
     if dtype == "fp32" and "attention" not in name:
-        # What PyTorch is told to do with fp32 on tensor cores; convolutions have a switch of their own.
+        # PyTorch's setting for fp32 on tensor cores; convolutions have a separate one.
         cudnn: Any = torch.backends.cudnn  # whose `conv` has no type information
         precision = cudnn.conv.fp32_precision if "conv" in name else torch.backends.cuda.matmul.fp32_precision
         return "tf32" if precision == "tf32" else dtype
@@ -164,7 +164,7 @@ def _multiplied_dtype(name: str, tensors: list[torch.Tensor]) -> str:
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, output: Any) -> float:
-    """Return the floating-point operations of the matrix products in one run of an op; 0 for one that has none.
+    """Return the floating-point operations of an op's matrix products; 0 for an op without any.
 
     As PyTorch's flop counter, but for causal attention, of which half is computed, and kernels that it does not know.
 
@@ -183,7 +183,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, output: Any) -> float:
 
 
 def _attention_flops(func: Any, name: str, args: Any, kwargs: Any) -> float:
-    """Two products in forward, five in backward (scores again, and a product for each of dV, dP, dQ, dK).
+    """Count two products in forward, five in backward (the scores again, and one each for dV, dP, dQ, dK).
 
     PyTorch's flop counter has no entry for the CPU's kernel, and none of its entries halves causal attention.
     """
@@ -200,7 +200,7 @@ def _attention_flops(func: Any, name: str, args: Any, kwargs: Any) -> float:
 
 
 def _grouped_flops(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Every row of `left` is multiplied with the matrix of its group; with two matrices, the groups split the depth."""
+    """Count the products of each row of `left` with its group's matrix; with two matrices, groups split the depth."""
     depth = left.shape[-1]
     rows = left.numel() // max(1, depth)
     return 2.0 * rows * depth * int(right.shape[-1])

@@ -1,13 +1,13 @@
-"""Seconds from work: the roofline with a launch and a law for small matrix products.
+"""Model the time of an op from its work: a roofline with launch time and a law for small matrix products.
 
     time = launches * launch + max(arithmetic, traffic, elements)
     arithmetic = flops / (peak * efficiency) * (1 + half_rate_outputs / outputs) * (1 + half_rate_depth / depth)
     traffic    = bytes within the cache / its rate + the others / (bandwidth * efficiency)
     elements   = elements / (rate of that kind of op), where the device has one
 
-A product of [m, k] and [k, n] has m * n `outputs` and the `depth` k. The first factor is half a wave of tiles that is
-computed for nothing on average, the second one the time before the first multiply-add and after the last: each is
-the mean of a sawtooth, as a model that follows the teeth would have to know which kernel the library picks.
+A product of [m, k] and [k, n] has m * n `outputs` and `depth` k. The first factor stands for half a wave of tiles, wasted on
+average; the second for the time before the first multiply-add and after the last. Each is the mean of a sawtooth, since a
+model that follows the teeth would have to know which kernel the library picks.
 
 References:
     S. Williams, A. Waterman, D. Patterson, "Roofline: An Insightful Visual Performance Model for Multicore
@@ -26,16 +26,16 @@ __all__ = ["FREE", "Work", "seconds"]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one run of an op has to do.
+    """The work of one run of an op.
 
     Attributes:
-        kind: what the op is limited by, apart from memory.
+        kind: what limits the op, apart from memory.
         traffic_bytes: bytes that it reads and writes, each once.
         elements: elements of its largest tensor.
         dtype: of the multiplications, as in `ArithmeticRate`.
         flops: floating-point operations of matrix products; 0 for other ops.
         outputs: elements that the matrix products compute.
-        launches: kernels; 0 for an op that only makes another tensor object.
+        launches: number of kernels; 0 for an op that only creates a tensor object.
     """
 
     kind: Kind
@@ -51,7 +51,7 @@ FREE = Work("copy", 0.0, 0.0, launches=0)
 
 
 def seconds(work: Work, hardware: Hardware) -> float:
-    """Return how long an op should take.
+    """Return the modelled time of an op, in seconds.
 
     Example:
         >>> from recollect.costs.hardware_table import find_hardware

@@ -1,1 +1,1 @@
-"""Bytes and seconds of what runs: the peak of a callable, the workspace of an op, time on a device."""
+"""Measure bytes and seconds: the peak of a callable, the peak of each op, time on a device."""

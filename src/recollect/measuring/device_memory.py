@@ -1,8 +1,8 @@
-"""What a CUDA device holds besides the tensors of a step, which the budget of the step has to hold as well.
+"""Measure what a CUDA device holds besides a step's tensors, since it counts toward the step's budget.
 
-The peak that counts there is `torch.cuda.max_memory_allocated`, and it counts everything that this process has on the device:
-models that are no part of the step, the workspaces that cuBLAS takes through PyTorch's allocator when a thread first
-multiplies matrices, and the rounding of each block. On the CPU nobody counts, and all of this is 0.
+The peak on CUDA is `torch.cuda.max_memory_allocated`, which counts everything that this process has on the device: models
+outside the step, the workspaces that cuBLAS allocates through PyTorch when a thread first multiplies matrices, and the
+rounding of each block. On the CPU nothing is counted, and all of this is 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Return what this process has on a CUDA device, garbage collected before; 0 for other devices."""
+    """Return the bytes of this process on a CUDA device, after garbage collection; 0 for other devices."""
     if device.type != "cuda":
         return 0
     gc.collect()
@@ -31,27 +31,27 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def other_bytes(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
-    """Return what this process has on a CUDA device besides some tensors; 0 for other devices."""
+    """Return the bytes of this process on a CUDA device, minus those of some tensors; 0 for other devices."""
     if device.type != "cuda":
         return 0
     return max(0, allocated_bytes(device) - storage_bytes(t for t in tensors if t.device == device))
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give cached blocks back to the device, so that what is reserved afterwards is reserved for what runs then."""
+    """Return cached blocks to the device, so that later reserved bytes are due to what runs later."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
 
 
 class OtherAllocations:
-    """Finds out what a CUDA device holds besides the tensors of a step while the step runs.
+    """Measures what a CUDA device holds besides a step's tensors while the step runs.
 
-    That is what it held besides them before the first run, and what runs leave behind, as libraries' workspaces.
+    That is what it held before the first run, plus what runs leave behind, such as the workspaces of libraries.
 
     Args:
         device: where the step runs.
-        tensors: all tensors of the step that are there before it: parameters, gradients, buffers, optimizer state, batch.
+        tensors: the step's tensors that exist before it: parameters, gradients, buffers, optimizer state, batch.
     """
 
     def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
@@ -60,7 +60,7 @@ class OtherAllocations:
         self._first_bytes: int | None = None
 
     def before_step(self) -> int:
-        """Return the bytes; call it just before each run of the step, with the same tensors in memory each time."""
+        """Return the bytes; call this just before each run of the step, always with the same tensors in memory."""
         now_bytes = allocated_bytes(self._device)
         if self._first_bytes is None:
             self._first_bytes = now_bytes

@@ -1,12 +1,12 @@
-"""The measured peak of a callable, in bytes.
+"""Measure the peak of a callable, in bytes.
 
-On a CUDA device the caching allocator counts, and this module only reads its counters. On the CPU nothing counts unless
-asked to: there the allocator's own events are recorded while the callable runs and added up afterwards, which is exact
-to the byte, unlike the process's resident set, which the C library's heap and the kernel's pages blur.
+On CUDA the caching allocator counts, and this module reads its counters. The CPU allocator does not count: its events are
+recorded while the callable runs and added up afterwards. That is exact to the byte, unlike the resident set size, which the
+C library's heap and the kernel's pages blur.
 
-The allocator reports a free only of memory that it saw allocated, so a tensor from before the measurement would seem to
-live on for ever. Such tensors are found at the start, and a weak reference to each one's storage notes its death. To
-place the death among the allocator's events, the callback allocates a byte, whose own event marks the place.
+The CPU allocator reports frees only of memory that it saw allocated, so a tensor from before the measurement would seem to
+live forever. Such tensors are found at the start, and a weak reference to each storage reports its death. To place the death
+among the allocator's events, the callback allocates one byte, whose event marks the place.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class PeakMeasurement(Generic[T]):
         start_bytes: bytes alive when the callable was called.
         peak_bytes: most bytes alive at any moment of the call, those of the start included.
         end_bytes: bytes alive when it had returned, its result included.
-        peak_requested_bytes: on CUDA, most bytes that were asked for, before the caching allocator rounded them up; None on
-            the CPU, where these are the bytes that count.
+        peak_requested_bytes: on CUDA, most bytes requested, before the caching allocator rounded up; None on the CPU,
+            where `peak_bytes` are the requested bytes.
         peak_reserved_bytes: on CUDA, most bytes that the caching allocator held, free blocks included; None on the CPU.
-        fragmentation_bytes: on CUDA, how much more that is than the most bytes that were alive: blocks that were free, but
-            too small or in the wrong place, and what was cached before the call; None on the CPU.
-        num_events: on the CPU, the number of allocations, and of frees of what was allocated within; None on CUDA.
+        fragmentation_bytes: on CUDA, `peak_reserved_bytes` minus the most bytes alive: free blocks that were too small or in
+            the wrong place, and blocks cached before the call; None on the CPU.
+        num_events: on the CPU, the number of allocations in the call and of their frees; None on CUDA.
         result: what the callable returned.
     """
 
@@ -68,7 +68,7 @@ class PeakMeasurement(Generic[T]):
 
     @property
     def peak_growth_bytes(self) -> int:
-        """How far the peak lies above the start, 0 or more."""
+        """The peak minus the bytes at the start, 0 or more."""
         return self.peak_bytes - self.start_bytes
 
     def __str__(self) -> str:
@@ -85,11 +85,11 @@ class PeakMeasurement(Generic[T]):
 def measure_peak(
     fn: Callable[[], T], *, device: str | torch.device | None = None, baseline_bytes: int | None = None
 ) -> PeakMeasurement[T]:
-    """Call `fn` and measure the most bytes of tensors that are alive on a device at any moment of the call.
+    """Call `fn` and measure the most bytes alive on a device at any moment of the call.
 
-    On the CPU exact to the byte: every allocation of PyTorch's CPU allocator counts as requested, be it a tensor or the
-    working memory of an op, in forward and in backward. On CUDA it is what the caching allocator counts, which rounds
-    each block up (usually to 512 bytes).
+    On the CPU this is exact to the byte: every allocation of PyTorch's CPU allocator counts as requested, be it a tensor or
+    an op's workspace, in forward and in backward. On CUDA the caching allocator counts, which rounds each block up (usually
+    to 512 bytes).
 
     Args:
         fn: a callable without arguments, such as one training step. It is called once.
@@ -98,11 +98,11 @@ def measure_peak(
             storages of all tensors that Python can reach.
 
     Returns:
-        The peak, what was alive before and after, and what `fn` returned.
+        The peak, the bytes alive before and after, and what `fn` returned.
 
     Raises:
         MeterError: inside another measurement; on the CPU, under another profiler; another kind of device.
-        QuantityError: `baseline_bytes` is no number of bytes.
+        QuantityError: `baseline_bytes` is not a number of bytes.
 
     Complexity: on the CPU about 10 microseconds per allocation or free, most of it after `fn` has returned; do not time
         `fn` in the same call.
@@ -113,10 +113,10 @@ def measure_peak(
         >>> found.peak_bytes, found.end_bytes
         (8000, 4)
 
-    Limitations: on the CPU, not counted are memory that libraries take without PyTorch's allocator (oneDNN's scratch
-        space, NumPy arrays), and what threads that `fn` starts allocate or free. Bytes from before the call that only
-        C++ holds (what a graph from before the call saved) are not found, nor is their free; a storage from before
-        the call that is resized within it counts at its old size until it dies. Both can only raise the growth.
+    Limitations: on the CPU, memory that libraries allocate without PyTorch (oneDNN's scratch space, NumPy arrays) and
+        memory of threads that `fn` starts does not count. Bytes from before the call that only C++ holds (saved by an
+        earlier graph) are not found, nor are their frees; a storage from before the call that `fn` resizes counts at its
+        old size until it dies. Both can only raise the growth.
     """
     where = _device_of(device)
     if baseline_bytes is not None:
@@ -138,7 +138,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Add up the bytes of the distinct storages behind some tensors.
 
     Args:
-        tensors: of any device, shape and strided layout; tensors that wrap others (DTensor) count what they wrap.
+        tensors: strided, of any device and shape; for tensors that wrap others (DTensor), the wrapped ones count.
 
     Returns:
         Bytes. Views of one storage count it once, and whole.
@@ -242,15 +242,15 @@ def _measure_cpu(fn: Callable[[], T], baseline_bytes: int | None) -> PeakMeasure
 
 
 class _StorageReference(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that still knows its storage's size when the storage is gone."""
+    """A weak reference that remembers the size of its storage."""
 
     num_bytes: int
 
 
 class _Watch:
-    """Notes the deaths of storages that were alive at the start.
+    """Records the deaths of storages that were alive at the start.
 
-    `deaths`: bytes that died, by the address of the allocation that marks the moment.
+    `deaths`: bytes freed, by the address of the allocation that marks the moment.
     """
 
     def __init__(self) -> None:
@@ -265,18 +265,18 @@ class _Watch:
         self.start_bytes = sum(reference.num_bytes for reference in self._references)
 
     def _note_death(self, reference: _StorageReference) -> None:
-        # Made directly, not by an op, so that no dispatch mode of the measured program gets to see it.
+        # Made directly, not by an op, so that dispatch modes of the measured program do not see it.
         mark = torch.UntypedStorage(1, device="cpu")
         self._marks.append(mark)
         self.deaths[mark.data_ptr()] = reference.num_bytes
 
     def stop(self) -> None:
-        """Note no more deaths."""
+        """Record no more deaths."""
         self._references.clear()
 
 
 def _reachable_storages() -> list[torch.UntypedStorage]:
-    """The CPU storages of all tensors that Python's garbage collector knows, and of their gradients."""
+    """Return the CPU storages of all tensors known to the garbage collector, and of their gradients."""
     storages: dict[int, torch.UntypedStorage] = {}
     with disable_torch_function():
         for thing in gc.get_objects():
@@ -297,7 +297,7 @@ def _reachable_storages() -> list[torch.UntypedStorage]:
 
 
 def _add_up(events: list[tuple[int, int]], deaths: dict[int, int]) -> tuple[int, int, int]:
-    """Return the highest and the last sum of bytes, relative to the start, and how many events were added up."""
+    """Return the peak and the final bytes, relative to the start, and the number of events counted."""
     # The last allocation at a mark's address is the mark, because marks live on to the end of the trace.
     last = {address: at for at, (address, num_bytes) in enumerate(events) if num_bytes == 1 and address in deaths}
     died_bytes = {at: deaths[address] for address, at in last.items()}
@@ -307,7 +307,7 @@ def _add_up(events: list[tuple[int, int]], deaths: dict[int, int]) -> tuple[int,
         if at in died_bytes:
             total_bytes -= died_bytes[at]
         elif num_bytes > 0:
-            # An address that is handed out again was freed, though on a thread that is not traced.
+            # An address allocated again was freed, though on a thread that is not traced.
             total_bytes += num_bytes - alive.get(address, 0)
             alive[address] = num_bytes
             peak_bytes = max(peak_bytes, total_bytes)
@@ -315,5 +315,5 @@ def _add_up(events: list[tuple[int, int]], deaths: dict[int, int]) -> tuple[int,
         elif address in alive:
             total_bytes -= alive.pop(address)
             num_events += 1
-        # Else memory from before the trace, at an address that an earlier trace remembers, perhaps at another size.
+        # Otherwise memory from before the trace, at an address known from an earlier trace, perhaps at another size.
     return peak_bytes, total_bytes, num_events

@@ -1,4 +1,4 @@
-"""Seconds that a device takes for what it was given."""
+"""Time what runs on a device."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ T = TypeVar("T")
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a device has done all that it was given to do; the CPU is never behind."""
+    """Wait until a device has finished all its work; the CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
-    """Run something, and return what it returns and the seconds until the device had done all of it, and nothing else.
+    """Run something on an idle device; return its result and the seconds until the device had finished it.
 
-    On CUDA between two events of the current stream: from when the device could have begun until it was done.
+    On CUDA the time is between two events of the current stream: from when the device could have begun until it finished.
     """
     wait_for(device)
     if device.type == "cuda":
@@ -33,9 +33,9 @@ def timed(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
 
 
 def timed_by_events(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
-    """Run something on CUDA; return what it returns and the seconds between events before and after it.
+    """Run something on CUDA; return its result and the seconds between events before and after it.
 
-    What the device was given before counts if it is not done yet; see `timed`.
+    Earlier work counts if the device has not finished it yet; see `timed`.
     """
     with torch.cuda.device(device):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

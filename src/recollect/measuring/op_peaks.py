@@ -1,4 +1,4 @@
-"""The memory that each op takes while it runs, results and the kernel's workspace together."""
+"""Measure the peak growth of memory in each op of a step: its results and the kernel's workspace together."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from recollect._torch_private import AllocatorTrace, profiler_is_active, quiet_a
 from recollect.errors import MeterError
 
 
-class CpuWorkingMemory:
-    """Cuts the allocator's own record of the whole step at marks: allocations of one byte before and after each op."""
+class CpuOpPeaks:
+    """Splits the allocator's events of the whole step at marks: allocations of one byte before and after each op."""
 
     def __init__(self) -> None:
-        # Kept to the end, so that no other allocation can have the address of a mark.
+        # Kept to the end, so that no other allocation can get the address of a mark.
         self._marks: list[torch.UntypedStorage] = []
         self._events: list[tuple[int, int]] = []
 
@@ -33,7 +33,7 @@ class CpuWorkingMemory:
                 self._events = trace.stop()
 
     def begin(self) -> None:
-        """Mark the begin of an op."""
+        """Mark the start of an op."""
         self._mark()
 
     def end(self) -> None:
@@ -41,7 +41,7 @@ class CpuWorkingMemory:
         self._mark()
 
     def peaks_bytes(self) -> list[int]:
-        """Return the peak of each op, by running sums between its marks."""
+        """Return the peak growth of each op, from running sums between its marks."""
         addresses = {mark.data_ptr() for mark in self._marks}
         positions = {a: at for at, (a, num_bytes) in enumerate(self._events) if num_bytes == 1 and a in addresses}
         # A kernel's own thread may write its events late, so marks are looked up by address, not counted.
@@ -57,11 +57,11 @@ class CpuWorkingMemory:
         return peaks
 
     def _mark(self) -> None:
-        # Made directly, not by an op, so that no dispatch mode gets to see it.
+        # Made directly, not by an op, so that dispatch modes do not see it.
         self._marks.append(torch.UntypedStorage(1, device="cpu"))
 
 
-class CudaWorkingMemory:
+class CudaOpPeaks:
     """Reads the caching allocator's counters around each op."""
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class CudaWorkingMemory:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Nothing has to be switched on."""
+        """Do nothing: the allocator always counts."""
         yield
 
     def begin(self) -> None:
@@ -80,9 +80,9 @@ class CudaWorkingMemory:
         self._start_bytes = torch.cuda.memory_allocated(self._device)
 
     def end(self) -> None:
-        """Read it."""
+        """Read the counter."""
         self._peaks_bytes.append(torch.cuda.max_memory_allocated(self._device) - self._start_bytes)
 
     def peaks_bytes(self) -> list[int]:
-        """Return what was read."""
+        """Return the peak growth of each op."""
         return self._peaks_bytes
