@@ -1,1 +1,1 @@
-"""Output matrix and cross entropy in chunks of tokens, so that the logits of one chunk only are ever alive."""
+"""LM head and cross entropy in chunks of tokens, so that only one chunk's logits are ever alive."""

@@ -1,19 +1,19 @@
-"""The cross entropy of a language model's head, computed in chunks of tokens.
+"""Compute LM head and cross entropy in chunks of tokens.
 
-The logits of N tokens over V words are often the largest tensors of a step: the model holds them in its own dtype, in fp32,
-as log-probabilities, and as gradients of each. Here they exist for one chunk at a time. The gradients of a chunk are
-computed right after its loss, in forward, while its logits are there; so nothing is computed twice, and backward only
+The logits of N tokens over a vocabulary of V are often the largest tensors of a step: the model holds them in its own dtype,
+in fp32, as log-probabilities, and as gradients of each. Here they exist for one chunk at a time. Forward computes the
+gradients of a chunk right after its loss, while the logits are alive; so nothing is computed twice, and backward only
 multiplies. The idea is that of Liger-Kernel's fused linear cross entropy (P.-L. Hsu et al., "Liger Kernel: Efficient Triton
 Kernels for LLM Training", 2024, section 3.2, https://arxiv.org/abs/2410.10989).
 
-With p the softmax of a token's logits, y its label, and n the number of tokens that count:
+With p the softmax of a token's logits, y its label, and n the number of tokens not ignored:
     loss = -log p[y] / n        d loss / d logits = (p - onehot(y)) / n
 
 NOTE [ Rounding ]
 1. The loss and the gradient of the logits are computed in fp32 (fp64 for fp64), whatever the dtype of the matrices.
-2. The gradient of the logits is rounded to the dtype of the matrix products, as it is without chunks, after the division
-   by n. Under fp16, where p / n would underflow, the division comes last, together with the gradient scaler's factor.
-3. Gradients of weight and bias are added up over chunks in fp32 and rounded once, in backward: a bf16 sum would lose bits
+2. The gradient of the logits is rounded to the dtype of the matrix products after the division by n, as without chunks.
+   Under fp16, where p / n would underflow, the division comes last, together with the gradient scaler's factor.
+3. Gradients of weight and bias are summed over chunks in fp32 and rounded once, in backward: a bf16 sum would lose bits
    with each chunk.
 """
 
@@ -32,8 +32,8 @@ from recollect.errors import ChunkedLossError
 
 __all__ = ["chunked_cross_entropy"]
 
-# Rows of the weight's gradient that are computed at once where the product has another dtype than the sum: enough for a
-# matrix product to run at full speed, few enough for the product to need no memory worth a mention.
+# Rows of the weight's gradient computed at once if the product has another dtype than the sum: enough for a matrix product
+# at full speed, few enough for its memory to be negligible.
 _ROWS_AT_ONCE = 8192
 
 Transform = Callable[[Tensor], Tensor]
@@ -54,28 +54,28 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Compute `cross_entropy(linear(hidden, weight, bias), labels)` without ever holding all logits.
 
-    Gradients are exact: they differ from those of the two calls by the order of sums only. Under autocast the products run
-    in its dtype; else in the dtype of `hidden`, to which `weight` is cast. Compiled code calls it as it is, with a graph
-    break.
+    Gradients are exact: they differ from those of the two calls only by the order of sums. Under autocast the products run
+    in its dtype, otherwise in the dtype of `hidden`, to which `weight` is cast. Compiled code calls this uncompiled, with a
+    graph break.
 
     Args:
-        hidden: [..., D], what the output matrix is applied to.
-        weight: [V, D], the output matrix; tied to the embedding or frozen if need be.
-        labels: [...] int64, one word for each row of `hidden`.
-        num_chunks: parts that the tokens are split into, of equal size but for the last; more parts than tokens are as
-            many as tokens. Working memory is 4 to 8 bytes times V times the tokens of one part.
+        hidden: [..., D], input of the LM head.
+        weight: [V, D], the LM head; may be tied to the embedding or frozen.
+        labels: [...] int64, one token id for each row of `hidden`.
+        num_chunks: parts that the tokens are split into, of equal size except the last; at most as many as tokens. The
+            workspace is 4 to 8 bytes times V times the tokens of one part.
         bias: [V], added to the logits.
-        ignore_index: the label of tokens that do not count.
-        reduction: "mean" over the tokens that count (nan if there are none, as PyTorch has it), or "sum".
+        ignore_index: the label of ignored tokens.
+        reduction: "mean" over the tokens not ignored (nan if there are none, as in PyTorch), or "sum".
         label_smoothing: weight of the uniform distribution in the target, 0 to 1.
-        transform: maps the logits [tokens, V] of some tokens to what the softmax sees, each element on its own, such as
+        transform: elementwise map from logits [tokens, V] to the input of the softmax, such as
             `lambda logits: 30 * torch.tanh(logits / 30)`.
 
     Returns:
         The loss, a scalar: fp32, or fp64 if the products are.
 
     Raises:
-        ChunkedLossError: shapes that do not fit, another reduction, a DTensor or a sharded weight, or, in backward,
+        ChunkedLossError: mismatched shapes, another reduction, a DTensor or a sharded weight; in backward,
             `create_graph=True`.
 
     Example:
@@ -163,7 +163,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         *gradients, divisor = ctx.saved_tensors
         if ctx.divides_last:
             factor = factor / divisor
-        # What is saved may be used up, unless another backward will want it.
+        # Saved gradients may be overwritten unless another backward follows.
         is_last = not keeps_graph()
         scaled = [
             None if gradient is None else (gradient.mul_(factor) if is_last else gradient * factor).to(dtype)
@@ -173,7 +173,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class _Run:
-    """One forward: the matrices in the dtype of the products, and the gradients as they grow."""
+    """One forward: the matrices in the dtype of the products, and the gradients accumulated so far."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool], settings: _Settings
@@ -190,7 +190,7 @@ class _Run:
         self.bias_gradient = weight.new_zeros(weight.shape[0], dtype=settings.wide_dtype) if wants_bias else None
 
     def chunk(self, begin: int, end: int, labels: Tensor, counts: Tensor, divisor: Tensor) -> Tensor:
-        """Add the gradients of some tokens, and return the sum of their losses."""
+        """Accumulate the gradients of some tokens; return the sum of their losses."""
         hidden = self.hidden[begin:end]
         raw = F.linear(hidden, self.weight, self.bias)
         logits, seen = self._transformed(raw)
@@ -213,7 +213,7 @@ class _Run:
         return loss
 
     def _transformed(self, raw: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return what the softmax sees, in a tensor that may be overwritten, and the end of the transform's graph."""
+        """Return the input of the softmax, in a tensor that may be overwritten, and the output of the transform's graph."""
         wide = self.settings.wide_dtype
         if self.settings.transform is None:
             return raw.to(wide), None
@@ -222,7 +222,7 @@ class _Run:
         return seen.detach().to(wide, copy=True), seen
 
     def _add_to_weight_gradient(self, gradient_T: Tensor, hidden: Tensor) -> None:
-        """Add [V, tokens] times [tokens, D]."""
+        """Accumulate [V, tokens] times [tokens, D]."""
         wide = self.settings.wide_dtype
         if self.weight_gradient is None and (self.settings.num_chunks == 1 or hidden.dtype is wide):
             self.weight_gradient = torch.mm(gradient_T, hidden)
@@ -240,7 +240,7 @@ class _Run:
 def _loss_and_gradient(
     logits: Tensor, labels: Tensor, counts: Tensor, divisor: Tensor, settings: _Settings, *, wants_gradient: bool
 ) -> Tensor:
-    """Return the sum of the losses of some tokens; `logits` become their gradient, in place."""
+    """Return the sum of the losses of some tokens; overwrite `logits` with their gradient."""
     target = torch.where(counts, labels, 0).unsqueeze(1)
     smoothing = settings.label_smoothing
     vocab_size = logits.shape[1]

@@ -1,9 +1,9 @@
-"""Logits that are not there: they stand for `linear(hidden, weight)` between a model's head and its loss.
+"""Deferred logits: a tensor subclass that stands for `linear(hidden, weight)` between a model's LM head and its loss.
 
-The model's own code between the two runs as it is written. What it does to the logits is noted: a cast, a factor, a tanh
-(softcapping) is applied to each chunk; a reshape, or a cut along the tokens, is applied to the hidden states. When
-`cross_entropy` gets them, the loss is computed in chunks. Anything else would need the logits, and is refused: the loss is
-the model's own, or there is an error.
+The model's own code between the two runs unchanged. What it does to the logits is recorded: casts, factors and tanh
+(softcapping) are later applied to each chunk; reshapes and slices of tokens are applied to the hidden states. When
+`cross_entropy` gets deferred logits, it computes the loss in chunks. Anything else would need the logits and raises: either
+the loss is exactly the model's, or there is an error.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ _ELEMENTWISE: dict[str, Any] = {
     "tanh": torch.tanh,
 }
 _RESHAPES = ("view", "reshape", "flatten", "contiguous", "__getitem__")
-# What can be asked of any tensor without looking into it.
+# Facts that need no content of the tensor.
 _FACTS = {"size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "__len__"}
 _PROPERTIES = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta", "is_leaf"}
 
 
 @dataclass
 class LossCall:
-    """One forward of a model: in how many chunks its loss runs, and how far it came.
+    """One forward of a model with a chunked loss, and its progress.
 
     Attributes:
         model_name: for messages.
         num_chunks: parts of the loss.
-        has_logits, has_loss: the head was called; `cross_entropy` got what it returned.
+        has_logits: the head was called.
+        has_loss: `cross_entropy` got the head's result.
     """
 
     model_name: str
@@ -60,7 +61,7 @@ class LossCall:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How to make the logits: the head's arguments, and what the model did to its result."""
+    """How to compute the logits: the head's arguments, and what the model did to the result."""
 
     call: LossCall
     hidden: Tensor
@@ -81,7 +82,7 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def __new__(cls, recipe: _Recipe) -> DeferredLogits:
-        """Make a tensor without memory that has the shape and dtype of the logits."""
+        """Return a tensor without memory, with the shape and dtype of the logits."""
         made: DeferredLogits = Tensor._make_wrapper_subclass(
             cls, recipe.shape, dtype=recipe.dtype, device=recipe.hidden.device
         )
@@ -90,7 +91,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def of_head(cls, call: LossCall, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
-        """Stand in for `linear(hidden, weight, bias)`."""
+        """Return a stand-in for `linear(hidden, weight, bias)`."""
         call.has_logits = True
         dtype = hidden.dtype
         if torch.is_autocast_enabled(hidden.device.type) and dtype is not torch.float64:
@@ -99,7 +100,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note what is done to the logits, or refuse it."""
+        """Record what is done to the logits, or raise."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if func is F.cross_entropy:
@@ -124,7 +125,7 @@ class DeferredLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse what comes past `__torch_function__`."""
+        """Raise: ops that bypass `__torch_function__` are not supported."""
         raise refusal(None, f"calls {func} on the logits")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -132,7 +133,7 @@ class DeferredLogits(Tensor):
 
 
 def refusal(call: LossCall | None, what: str) -> ChunkedLossError:
-    """Return the error for what cannot be done without the logits."""
+    """Return the error for what needs the logits themselves."""
     name, chunks = ("the model", "chunks") if call is None else (call.model_name, f"{call.num_chunks} chunks")
     return ChunkedLossError(
         f"cannot compute the loss of {name} in {chunks}: its code {what}, expected a cast, a product with or a quotient by a "
@@ -172,7 +173,7 @@ def _loss(
         transform=_composed(recipe.steps) if recipe.steps else None,
     )
     call.has_loss = True
-    # Autocast runs cross_entropy in fp32; else its result has the dtype of what it gets.
+    # Autocast runs cross_entropy in fp32; otherwise its result has the dtype of its input.
     return loss if torch.is_autocast_enabled(recipe.hidden.device.type) else loss.to(recipe.dtype)
 
 
@@ -217,14 +218,14 @@ def _elementwise(recipe: _Recipe, function: Callable[..., Tensor], args: Any, kw
     dtype = recipe.dtype
 
     def step(logits: Tensor) -> Tensor:
-        # A cast to a wider dtype in front of the first step was not noted as one.
+        # A cast to a wider dtype before the first step was not recorded as a step.
         return function(*(logits.to(dtype) if isinstance(item, DeferredLogits) else item for item in args))
 
     return replace(recipe, steps=(*recipe.steps, step))
 
 
 def _reshape(recipe: _Recipe, name: str, args: Any, kwargs: Any) -> _Recipe | None:
-    """Apply to the hidden states what happens to the logits, if it leaves the last dimension as it is."""
+    """Apply a reshape of the logits to the hidden states, if it leaves the last dimension as it is."""
     if name == "contiguous":
         return recipe
     if name == "__getitem__":

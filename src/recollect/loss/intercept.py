@@ -1,7 +1,7 @@
-"""Have a model compute its loss in chunks, without an edit to it, and take that back.
+"""Make a model compute its loss in chunks, without editing it, and undo that.
 
-Two kinds of models can: those with an integer attribute `loss_chunks`, which they follow themselves (recollect's own), and
-Hugging Face's causal language models, whose head returns `DeferredLogits` while a forward with labels runs.
+This works for two kinds of models: those with an integer attribute `loss_chunks` that they follow themselves (recollect's own),
+and Hugging Face's causal language models, whose head returns `DeferredLogits` during a forward with labels.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_
 
 @contextmanager
 def loss_in_chunks(model: nn.Module, num_chunks: int, *, without_gradients: bool = False) -> Iterator[None]:
-    """Within the block the model computes its loss in chunks.
+    """Within the block, make the model compute its loss in chunks.
 
     Args:
         model: see `loss_forwards`.
         num_chunks: parts of the loss; 1 changes nothing.
-        without_gradients: under `no_grad` too, where there are usually logits to be looked at.
+        without_gradients: also under `no_grad`, where callers usually want the logits.
 
     Raises:
         ChunkedLossError, AlreadyAppliedError: see `loss_forwards`.
@@ -49,17 +49,17 @@ def loss_in_chunks(model: nn.Module, num_chunks: int, *, without_gradients: bool
 
 
 def loss_forwards(model: nn.Module, num_chunks: int, *, without_gradients: bool = False) -> list[PlacedForward]:
-    """Return what has to be placed on a model, after all else, so that it computes its loss in chunks.
+    """Return the forwards to place on a model, after all others, so that it computes its loss in chunks.
 
     Args:
-        model: it, or a module in it, has an integer attribute `loss_chunks`, or a head (`get_output_embeddings()`, a plain
-            `nn.Linear`) and a `forward` with `labels`. Forwards without labels run as before.
+        model: the model or a module in it has an integer attribute `loss_chunks`, or has a head (`get_output_embeddings()`,
+            a plain `nn.Linear`) and a `forward` with `labels`. Forwards without labels run as before.
         num_chunks: parts of the loss; 1: nothing to place.
-        without_gradients: under `no_grad` too.
+        without_gradients: also under `no_grad`.
 
     Raises:
         ChunkedLossError: the model is of neither kind, or its head does more than a matrix product.
-        AlreadyAppliedError: the model computes its loss in chunks already.
+        AlreadyAppliedError: the model already computes its loss in chunks.
     """
     if num_chunks == 1:
         return []
@@ -88,7 +88,7 @@ def loss_forwards(model: nn.Module, num_chunks: int, *, without_gradients: bool 
 
 
 class _ChunksForward(PlacedForward):
-    """Sets a model's own attribute; its forward runs as it is."""
+    """Sets the model's own attribute; its forward runs unchanged."""
 
     def __init__(self, module: nn.Module, num_chunks: int) -> None:
         super().__init__(module)
@@ -101,7 +101,7 @@ class _ChunksForward(PlacedForward):
         vars(self.module)["loss_chunks"] = self.num_chunks
 
     def take_off(self) -> None:
-        """Set the attribute back."""
+        """Restore the attribute."""
         vars(self.module)["loss_chunks"] = self.own_chunks
         super().take_off()
 
@@ -110,7 +110,7 @@ class _ChunksForward(PlacedForward):
 
 
 class _LossForward(PlacedForward):
-    """The forward of a language model: with labels, its head is told to defer the logits."""
+    """The forward of a language model; with labels, it makes the head defer the logits."""
 
     def __init__(self, module: nn.Module, num_chunks: int, *, without_gradients: bool) -> None:
         super().__init__(module)
@@ -146,7 +146,7 @@ class _LossForward(PlacedForward):
 
 
 class _HeadForward(PlacedForward):
-    """The forward of the output matrix."""
+    """The forward of the LM head."""
 
     def __init__(self, module: nn.Module, loss: _LossForward) -> None:
         super().__init__(module)
@@ -183,7 +183,7 @@ def _check_head(head: nn.Module, name: str, num_chunks: int) -> None:
 
 
 def _own_forward(head: nn.Module) -> Any:
-    """Return a module's forward without what plans have placed around it."""
+    """Return a module's forward without the forwards that plans placed around it."""
     forward: Any = head.forward
     while isinstance(forward, PlacedForward):
         forward = forward.forward
@@ -200,7 +200,7 @@ def _check_hooks(head: nn.Module, name: str, num_chunks: int) -> None:
 
 
 def _without_logits(output: Any) -> Any:
-    """Put None in place of deferred logits."""
+    """Replace deferred logits by None."""
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
         found = [f.name for f in dataclasses.fields(output) if isinstance(getattr(output, f.name), DeferredLogits)]
         return dataclasses.replace(output, **dict.fromkeys(found)) if found else output

@@ -126,7 +126,7 @@ def _from_present_state(optimizer: torch.optim.Optimizer, error: Exception) -> O
     largest_bytes = max((p.numel() * p.element_size() for p in parameters), default=0)
     warnings.warn(
         f"cannot try out a step of {type(optimizer).__name__} ({type(error).__name__}: {error}). Counted the "
-        f"{state_bytes} bytes of state that it has now and {largest_bytes} bytes of working memory; if it has not stepped "
+        f"{state_bytes} bytes of state that it has now and {largest_bytes} bytes of workspace; if it has not stepped "
         "yet, take one step before recording.",
         stacklevel=4,
     )

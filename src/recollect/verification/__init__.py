@@ -1,1 +1,1 @@
-"""Compares the step under a plan with the plain one: gradients bit for bit, the peak with its prediction."""
+"""Verify a plan on the real model: gradients bit for bit, peak and slowdown against their predictions."""

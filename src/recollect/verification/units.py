@@ -22,20 +22,20 @@ Difference = tuple[str, float]
 def compare_units(
     model: nn.Module, plan: Plan, forward: Callable[[], object]
 ) -> tuple[Difference | None, Difference | None, int]:
-    """Run the model forward without gradients and, with the inputs that each planned unit gets, compare that unit alone.
+    """Run the model forward without gradients, and compare each planned unit alone, on the inputs that it gets.
 
-    Compared are the gradients of the unit's parameters and inputs under an all-ones gradient of its outputs, and the
-    outputs. Only one unit's values are held at a time. A unit whose output the plan drops is compared with the output
-    kept, because the unit that would compute it again is not running.
+    The comparison covers the unit's outputs, and the gradients of its parameters and inputs for an all-ones gradient of its
+    outputs. Only one unit's values are held at a time. If the plan drops a unit's output, the comparison keeps it, because
+    the unit that would recompute it is not running.
 
     Args:
-        model: without any plan on it.
+        model: without a plan.
         plan: the plan to check.
         forward: runs the model once.
 
     Returns:
-        The first difference, as ("unit: parameter", largest absolute difference), or None; the same of that unit against
-        itself, without the plan both times, where it differs at all; and the number of gradients that were compared.
+        The first difference, as ("unit: parameter", largest absolute difference), or None; the same for two runs of that unit
+        without the plan, or None if they agree; and the number of gradients compared.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     comparison = _Comparison(plan)
@@ -87,7 +87,7 @@ class _Comparison:
 
 
 def first_difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> Difference | None:
-    """Return the first name whose bits differ, or that only one has, and the largest absolute difference.
+    """Return the first name whose bits differ, or that only one side has, and the largest absolute difference.
 
     None if all are equal.
     """
@@ -101,7 +101,7 @@ def first_difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Ten
 
 
 def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors agree in every bit: NaN is equal to itself, and -0.0 is not 0.0.
+    """Return whether two tensors agree in every bit: NaN equals itself, and -0.0 differs from 0.0.
 
     Sparse tensors are compared after their entries have been added up.
 
@@ -126,7 +126,7 @@ def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def _gradients(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Run a unit forward and backward on private copies of its inputs; leave no gradient behind."""
+    """Run a unit forward and backward on private copies of its inputs; leave no gradients behind."""
     args, kwargs = tree_map(_private, (args, kwargs))
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
     devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
@@ -149,7 +149,7 @@ def _run(
 
 
 def _private(item: Any) -> Any:
-    """Copy what a unit might write to: its tensors, and objects such as a key-value cache."""
+    """Copy what a unit might write to: tensors, and objects such as a key-value cache."""
     if isinstance(item, torch.Tensor):
         return item.detach().clone().requires_grad_(item.is_floating_point())
     return copy.deepcopy(item)

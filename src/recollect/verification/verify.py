@@ -1,4 +1,4 @@
-"""Check a plan on the real model: the same gradients? the predicted peak? the predicted slowdown?"""
+"""Check a plan on the real model: gradients, peak and slowdown."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ class Report:
 
     Attributes:
         compared: "step" if the whole step ran with and without the plan; "units" if the plain step does not fit, so that
-            each unit was compared on its own, with the inputs that it gets in the step.
-        gradients_equal: every gradient has the same bits with and without the plan; so has the loss. Where the plan's loss
-            is in chunks, "without the plan" means with these chunks and nothing recomputed.
+            each unit was compared alone, on the inputs that it gets in the step.
+        gradients_equal: every gradient has the same bits with and without the plan, and so has the loss. If the plan chunks
+            the loss, "without the plan" means with the same chunks but without recompute.
         first_difference: name of the first parameter (or unit, or "the loss") that differs, and the largest absolute
             difference; None if there is none.
-        plain_difference: the same between two steps (or runs of that unit) without the plan, where they differ: the model's
-            kernels are not deterministic then, and a difference need not be the plan's.
-        num_compared: number of gradients that were compared.
-        plain_peak_bytes, plan_peak_bytes: measured peaks of forward and backward, with parameters, buffers, batch and
-            optimizer state counted; None where the plain step did not run.
+        plain_difference: the same between two steps (or two runs of that unit) without the plan, if they differ. Kernels are
+            not deterministic then, and the plan need not be the cause of a difference.
+        num_compared: number of gradients compared.
+        plain_peak_bytes, plan_peak_bytes: measured peaks of forward and backward, including parameters, buffers, batch and
+            optimizer state; None if the plain step did not run.
         plan_reserved_bytes, plan_fragmentation_bytes: on CUDA, the most bytes that the caching allocator held in the step
-            with the plan, and how much of it was not in use; they are not in the prediction. None on the CPU.
-        predicted_peak_bytes, predicted_slowdown: what the plan says.
-        measured_slowdown: median time with the plan over median time without recompute (the loss in the plan's chunks in
-            both, as in the prediction), less one; runs alternate.
-        loss_chunks: parts of the plan's loss; with more than one, sums are taken in another order than the model's.
-        unchunked_difference: the gradient (or "the loss") that is furthest from the model's own, in one piece, and how far:
-            the norm of the difference over the norm; None with one chunk, or where the plain step did not run.
+            with the plan, and how many of them were unused; the prediction excludes them. None on the CPU.
+        predicted_peak_bytes, predicted_slowdown: the plan's predictions.
+        measured_slowdown: median of the ratio of times with the plan and without recompute (both with the plan's loss chunks,
+            as in the prediction), minus one; runs alternate.
+        loss_chunks: parts of the plan's loss; with more than one, sums have another order than the model's.
+        unchunked_difference: the gradient (or "the loss") furthest from that of the unchunked model, and its distance: the norm
+            of the difference over the norm; None with one chunk, or if the plain step did not run.
     """
 
     compared: Literal["step", "units"]
@@ -119,20 +119,20 @@ def verify(
 ) -> Report:
     """Run the step with and without the plan, from the same random state on the same data, and compare.
 
-    Parameters, gradients, buffers and random generators are left as they were found; the optimizer does not step. A plan
-    that is on the model already is taken off for the plain runs and put back.
+    Parameters, gradients, buffers and random generators are restored; the optimizer does not step. A plan that is already
+    applied is suspended meanwhile.
 
     Args:
         model: the model that the plan is for.
         batch: a tensor, tuple or dict, passed to the model as `record` does.
         plan: the plan to check.
-        optimizer: counts with its state; it does not step.
+        optimizer: its state counts; it does not step.
         loss_fn: from the model's output to a scalar; see `record`.
         compare: "step" runs the whole step without the plan; "units" compares unit by unit, which needs no more memory
-            than full recompute; "auto" tries the step and turns to units if it runs out of memory.
+            than full recompute; "auto" tries the step, and the units if the step runs out of memory.
 
     Returns:
-        What was found; `print(report)` shows it in four lines, or five where the loss is in chunks.
+        The findings; `print(report)` shows them in four lines, or five if the loss is chunked.
 
     Raises:
         UnknownNameError, RecordError: see `apply` and `record`.
@@ -201,14 +201,14 @@ class _Check:
         )
 
     def _again(self, plan: Plan) -> dict[str, torch.Tensor]:
-        """Run the step that the plan is compared with once more."""
+        """Run the reference step once more."""
         with loss_in_chunks(self.model, plan.loss_chunks):
             return self._gradients()
 
     def by_unit(self, plan: Plan) -> Report:
         with apply(self.model, plan):
             peak = self._peak()
-        # Logits that did not fit would not fit here either.
+        # Whole logits did not fit, so they would not fit here either.
         with loss_in_chunks(self.model, plan.loss_chunks, without_gradients=True):
             found = compare_units(self.model, plan, lambda: call_model(self.model, self.batch))
         difference, plain_difference, num_compared = found
@@ -267,9 +267,9 @@ class _Check:
         return {"the loss": loss, **gradients}
 
     def _peak(self) -> PeakMeasurement[Any]:
-        """Measure the step, what is there before it counted as the budget counts it: the optimizer's state in any case."""
+        """Measure the step, with a baseline that includes the optimizer's state, as in a budget."""
         self.clear()
-        # What parameters had as gradients before is set aside, and no part of the step.
+        # Gradients from before are set aside and do not count.
         resident = (t for t in resident_tensors(self.model, self.batch) if t.device == self.device)
         resident_bytes = storage_bytes(resident) + self.optimizer_bytes
         with restored_buffers(self.model):
@@ -286,7 +286,7 @@ class _Check:
                 plain_s.append(self._seconds())
             with apply(self.model, plan):
                 plan_s.append(self._seconds())
-        # The ratio of neighbours, so that a machine that gets slower meanwhile does not count against either.
+        # The ratio of neighbours, so that a machine that slows down favours neither.
         return statistics.median(b / a for a, b in zip(plain_s, plan_s, strict=True)) - 1
 
     def _seconds(self) -> float:
@@ -296,7 +296,7 @@ class _Check:
 
 
 def _largest_difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> tuple[str, float]:
-    """Return the name of the tensor that is furthest off, and the norm of the difference over the norm."""
+    """Return the name of the most different tensor, and the norm of the difference over the norm."""
     far = {}
     for name, tensor in expected.items():
         exact, other = tensor.double(), got[name].double()
