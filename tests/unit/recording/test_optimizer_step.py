@@ -251,7 +251,7 @@ def test_optimizer_that_cannot_be_constructed_is_counted_as_it_is() -> None:
     largest_bytes = 4 * 96 * 160
     message = (
         rf"^cannot try out a step of Named \(TypeError: .*\)\. Counted the {state_bytes} bytes of state that it has now and "
-        rf"{largest_bytes} bytes of working memory; if it has not stepped yet, take one step before recording\.$"
+        rf"{largest_bytes} bytes of workspace; if it has not stepped yet, take one step before recording\.$"
     )
     with pytest.warns(UserWarning, match=message):
         found = record_optimizer_step(optimizer, CPU)
