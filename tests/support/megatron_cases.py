@@ -34,14 +34,10 @@ class Broken:
 
 
 ALONE = [
-    Broken(
-        "types", {"cpu_offloading": "false"}, "cpu_offloading='false': str is of the wrong type. Set it to True", {}
-    ),
-    Broken("types", {"moe_paged_stash_page_size": 64.0}, "float is of the wrong type. Set it to a whole number", {}),
-    Broken("types", {"activation_offload_fraction": None}, "NoneType is of the wrong type. Set it to a number", {}),
-    Broken(
-        "types", {"mhc_recompute_layer_num": True}, "bool is of the wrong type. Set it to a whole number or None", {}
-    ),
+    Broken("types", {"cpu_offloading": "false"}, "cpu_offloading='false': str is the wrong type. Set it to True", {}),
+    Broken("types", {"moe_paged_stash_page_size": 64.0}, "float is the wrong type. Set it to a whole number", {}),
+    Broken("types", {"activation_offload_fraction": None}, "NoneType is the wrong type. Set it to a number", {}),
+    Broken("types", {"mhc_recompute_layer_num": True}, "bool is the wrong type. Set it to a whole number or None", {}),
     Broken(
         "granularity", {"recompute_granularity": "selectiv"}, "no such granularity. Did you mean 'selective'?", FULL
     ),
@@ -52,10 +48,14 @@ ALONE = [
         "recompute_method='recompute': no such method. Set it to 'uniform' or 'block'",
         FULL,
     ),
-    Broken("num-layers-positive", {**FULL, "recompute_num_layers": 0}, "recompute_num_layers=0: no number of", FULL),
-    Broken("num-layers-positive", {**FULL, "recompute_num_layers": -1}, "recompute_num_layers=-1: no number of", FULL),
-    Broken("num-layers-positive", {**FULL, "recompute_num_layers": True}, "=True: no number of layers. Set it", FULL),
-    Broken("num-layers-positive", {**FULL, "recompute_num_layers": 1.0}, "=1.0: no number of layers. Set it", FULL),
+    Broken("num-layers-positive", {**FULL, "recompute_num_layers": 0}, "recompute_num_layers=0: not a number of", FULL),
+    Broken(
+        "num-layers-positive", {**FULL, "recompute_num_layers": -1}, "recompute_num_layers=-1: not a number of", FULL
+    ),
+    Broken(
+        "num-layers-positive", {**FULL, "recompute_num_layers": True}, "=True: not a number of layers. Set it", FULL
+    ),
+    Broken("num-layers-positive", {**FULL, "recompute_num_layers": 1.0}, "=1.0: not a number of layers. Set it", FULL),
     Broken(
         "full-needs-method",
         {**FULL, "recompute_method": None},
@@ -103,10 +103,10 @@ ALONE = [
     Broken(
         "list-of-modules",
         {"recompute_granularity": "selective", "recompute_modules": "core_attn,mlp"},
-        "recompute_modules='core_attn,mlp': a text, not a list. Write ['core_attn', 'mlp'].",
+        "recompute_modules='core_attn,mlp': a string, not a list. Write ['core_attn', 'mlp'].",
         selective("mlp"),
     ),
-    Broken("list-of-modules", {"offload_modules": {"mlp"}}, "offload_modules={'mlp'}: no list of names", {}),
+    Broken("list-of-modules", {"offload_modules": {"mlp"}}, "offload_modules={'mlp'}: not a list of names", {}),
     Broken("known-modules", selective("mpl"), "nothing is called 'mpl'. Did you mean 'mlp'? Choose", selective("mlp")),
     Broken("empty-modules", selective(), "an empty list, so nothing is recomputed. Leave out", selective("mlp")),
     Broken(
@@ -116,7 +116,10 @@ ALONE = [
         {"recompute_discard_outputs": ["mlp"]},
     ),
     Broken(
-        "offload-num-layers-type", {**LAYER_OFFLOAD, "cpu_offloading_num_layers": -1}, "=-1: no number", LAYER_OFFLOAD
+        "offload-num-layers-type",
+        {**LAYER_OFFLOAD, "cpu_offloading_num_layers": -1},
+        "=-1: not a number",
+        LAYER_OFFLOAD,
     ),
     Broken(
         "offload-layers-without-switch",
@@ -128,7 +131,7 @@ ALONE = [
     Broken(
         "offload-and-recompute",
         {**LAYER_OFFLOAD, **selective("mlp")},
-        "one says to bring back what the other drops. Leave out one of them",
+        "one brings back what the other drops. Leave out one of them",
         {"recompute_granularity": None, "recompute_modules": None},
     ),
     Broken(
@@ -184,7 +187,7 @@ ALONE = [
     Broken(
         "offload-fused-or-parts",
         offload("fused_group_mlp", "moe_act"),
-        "the whole of which the others are parts. Leave out moe_act",
+        "fused_group_mlp includes the others. Leave out moe_act",
         offload("moe_act"),
     ),
     Broken(
@@ -200,13 +203,13 @@ ALONE = [
     Broken(
         "mhc-num-layers",
         {**selective("mhc"), "mhc_recompute_layer_num": 0},
-        "=0: no number of layers. Set it to 1",
+        "=0: not a number of layers. Set it to 1",
         {"mhc_recompute_layer_num": 1},
     ),
     Broken(
         "mhc-and-offload",
         {**selective("mhc"), **offload("core_attn")},
-        "before what it needs is back",
+        "before its inputs are back",
         selective("mlp"),
     ),
     Broken(
@@ -234,7 +237,7 @@ WITHIN = [
     Broken(
         "distribute-with-sequence-parallel",
         {**FULL, "distribute_saved_activations": True},
-        "sequence parallelism has split",
+        "sequence parallelism has already split",
         {"sequence_parallel": False},
         {"sequence_parallel": True, "tensor_model_parallel_size": 2},
     ),
@@ -244,7 +247,7 @@ WITHIN = [
     Broken(
         "mla-up-proj-needs-mla",
         selective("mla_up_proj"),
-        "multi_latent_attention=False: there is no projection up",
+        "multi_latent_attention=False: the model has no up-projection",
         {"multi_latent_attention": True},
     ),
     Broken(
@@ -277,7 +280,7 @@ WITHIN = [
     Broken(
         "offload-transformer-engine",
         offload("core_attn"),
-        "transformer_impl='local': modules are offloaded in Transformer Engine",
+        "transformer_impl='local': modules are offloaded only in Transformer Engine",
         {"transformer_impl": "transformer_engine"},
         {"transformer_impl": "local"},
     ),
@@ -297,7 +300,7 @@ WITHIN = [
     Broken(
         "graph-impl",
         {},
-        "cuda_graph_impl='triton': no such way to capture",
+        "cuda_graph_impl='triton': unknown way to capture",
         {"cuda_graph_impl": "none"},
         {"cuda_graph_impl": "triton"},
     ),
@@ -325,7 +328,7 @@ WITHIN = [
     Broken(
         "graph-attention-dropout",
         selective("core_attn"),
-        "attention_dropout=0.1, cuda_graph_impl='local', cuda_graph_modules=('attn',): what a graph recomputes",
+        "attention_dropout=0.1, cuda_graph_impl='local', cuda_graph_modules=('attn',): recomputed code in a graph",
         {"cuda_graph_modules": ("mlp",)},
         graph("local", "attn"),
     ),
@@ -346,7 +349,7 @@ WITHIN = [
     Broken(
         "graph-hidden-dropout",
         selective("moe"),
-        "leave moe out of the one or the other",
+        "leave moe out on one side",
         {"cuda_graph_modules": ("attn",)},
         graph("local", "moe"),
     ),
@@ -388,14 +391,14 @@ WITHIN = [
     Broken(
         "graph-fine-grained",
         offload("moe_act"),
-        "cuda_graph_warmup_steps=0: what is offloaded is learned",
+        "cuda_graph_warmup_steps=0: a step before the capture learns",
         {"cuda_graph_warmup_steps": 1},
         graph("local", "attn", cuda_graph_warmup_steps=0),
     ),
     Broken(
         "graph-fine-grained",
         offload("moe_act"),
-        "how many copies may be under way",
+        "a limit on the copies in flight",
         {"cuda_graph_impl": "none"},
         graph("full_iteration"),
     ),
@@ -430,7 +433,7 @@ WITHIN = [
     Broken(
         "fp8-delayed",
         selective("layernorm"),
-        "fp8='hybrid', fp8_recipe='delayed': delayed scaling counts",
+        "fp8='hybrid', fp8_recipe='delayed': delayed scaling records",
         {"fp8_recipe": "mxfp8"},
         {"fp8": "hybrid", "transformer_engine_version": "2.6.0"},
     ),
@@ -450,7 +453,7 @@ WITHIN = [
     Broken(
         "mhc-without-recompute",
         {},
-        "several residual streams a layer. Consider recompute_modules with mhc",
+        "several residual streams per layer. Consider recompute_modules with mhc",
         {"enable_mhc_connections": False},
         {"enable_mhc_connections": True},
     ),
@@ -464,14 +467,14 @@ WITHIN = [
     Broken(
         "mhc-and-pipeline",
         selective("mhc"),
-        "stages would hand on several residual streams",
+        "stages would pass on several residual streams",
         {"pipeline_model_parallel_size": 1},
         {"enable_mhc_connections": True, "pipeline_model_parallel_size": 2},
     ),
     Broken(
         "mhc-and-mtp",
         selective("mhc"),
-        "the layers for further tokens expect one residual stream",
+        "multi-token prediction layers expect one residual stream",
         {"mtp_num_layers": None},
         {"enable_mhc_connections": True, "mtp_num_layers": 1},
     ),

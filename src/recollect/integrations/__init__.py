@@ -1,1 +1,1 @@
-"""Settings of other libraries, as plans."""
+"""Turn settings of other libraries into plans."""

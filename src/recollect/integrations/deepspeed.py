@@ -1,9 +1,9 @@
-"""DeepSpeed's section `activation_checkpointing`, as a plan.
+"""Turn DeepSpeed's section `activation_checkpointing` into a plan.
 
 In DeepSpeed the section does not say what to recompute: it configures `deepspeed.checkpointing.checkpoint`, which a model
-calls on what it wants recomputed, each layer as a rule. So a section means: each layer, or each few
-(`activation_checkpoint_interval` of its pipelines). Models of Hugging Face do not call that function, and nothing of the
-section reaches them there.
+calls on what it wants recomputed, usually each layer. So the section means: each layer, or every few layers
+(`activation_checkpoint_interval` of its pipelines). Hugging Face's models do not call that function, so in DeepSpeed the
+section does not affect them.
 
 | setting | here |
 |---|---|
@@ -36,7 +36,7 @@ __all__ = ["ActivationCheckpointing", "deepspeed_plan"]
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing:
-    """The section, with DeepSpeed's names and defaults; the table above says what each setting means here.
+    """The section, with DeepSpeed's names and defaults; the table above says what each setting does here.
 
     Raises:
         ConfigError: a value of the wrong type, or settings that clash.
@@ -91,7 +91,7 @@ class ActivationCheckpointing:
             None if it has no such section.
 
         Raises:
-            ConfigError: a setting that DeepSpeed does not have; also as the class itself.
+            ConfigError: a setting that DeepSpeed does not have, or as raised by the class.
 
         Example:
             >>> ActivationCheckpointing.of({"train_batch_size": 8}) is None
@@ -118,19 +118,19 @@ def deepspeed_plan(
     *,
     activation_checkpoint_interval: int = 1,
 ) -> Plan:
-    """Return what DeepSpeed's section keeps and drops, as a plan.
+    """Return the plan of a DeepSpeed section.
 
     Args:
         profile: the recorded step.
         section: None recomputes nothing.
-        activation_checkpoint_interval: layers in a region, as `PipelineModule` has it; 0 recomputes nothing.
+        activation_checkpoint_interval: layers per region, as in `PipelineModule`; 0 recomputes nothing.
 
     Returns:
         A plan without a budget.
 
     Raises:
         NotYetError: values split among ranks, or in host memory.
-        ConfigError: an interval that is no number of layers, or above those of the model.
+        ConfigError: an invalid interval, or one above the model's number of layers.
 
     Example:
         >>> from recollect.profile.events import StepLog
@@ -141,7 +141,7 @@ def deepspeed_plan(
     if type(activation_checkpoint_interval) is not int or activation_checkpoint_interval < 0:
         raise ConfigError(
             settings={"activation_checkpoint_interval": activation_checkpoint_interval},
-            reason="no number of layers",
+            reason="not a number of layers",
             advice="Set it to 1 or more, or to 0 to recompute nothing.",
         )
     if section is None or activation_checkpoint_interval == 0:

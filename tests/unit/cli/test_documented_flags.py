@@ -20,7 +20,7 @@ REFUSED = {
     "--fp8-format": r"got --fp8-format=hybrid: not yet: models that compute in 8 or 4 bits\. Leave it out; --bf16 is there",
     "--context-parallel-size": r"got --context-parallel-size=4: not yet: more than one device\. Set it to 1, or leave it out",
     "selective --recompute-method": r"recompute_granularity='selective', recompute_method='uniform'",
-    "mla_up_proj": r"multi_latent_attention=False: there is no projection up from latents",
+    "mla_up_proj": r"multi_latent_attention=False: the model has no up-projection from latents",
 }
 # Lines that say nothing of the model, which Megatron refuses without the rest of a command line.
 NEEDS = {

@@ -108,6 +108,6 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize("interval", [-1, 1.0, True])
 def test_intervals_that_cannot_be(interval: Any) -> None:
     with pytest.raises(
-        ConfigError, match=f"activation_checkpoint_interval={interval}: no number of layers. Set it to 1"
+        ConfigError, match=f"activation_checkpoint_interval={interval}: not a number of layers. Set it to 1"
     ):
         deepspeed_plan(stack(3), section(), activation_checkpoint_interval=interval)

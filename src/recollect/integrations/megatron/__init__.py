@@ -1,6 +1,6 @@
-"""Megatron's words for recompute, as plans.
+"""Turn Megatron's recompute settings into plans.
 
-The names below are imported on first use: none of them needs PyTorch.
+The names below are imported on first use; none of them needs PyTorch.
 """
 
 from __future__ import annotations

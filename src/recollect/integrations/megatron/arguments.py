@@ -1,7 +1,7 @@
-"""Command lines of Megatron's `pretrain_gpt`, made ready for recollect's own flags. Imports no torch.
+"""Read command lines of Megatron's `pretrain_gpt`, up to recollect's own flags. Imports no torch.
 
-Flags that mean the same are names of one setting, in `recollect.lab.train`. Here is what is left: flags that change nothing,
-flags that are not there yet, settings that exclude each other, and Megatron's defaults.
+Flags with the same meaning are names of one setting, in `recollect.lab.train`. This file handles the rest: flags without
+effect, flags for missing features, and settings that exclude each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _RECOMPUTE = (
     *("--recompute-activations", "--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
     *("--recompute-modules", "--moe-layer-recompute"),
 )
-# Settings of which one decides what the other would; each pair in the words of both programs, or of one.
+# Pairs of settings that decide the same thing, by the flags of both programs, or of one.
 _EITHER_OR = (
     ("--global-batch-size", "--accumulation"),
     ("--train-samples", "--steps"),
@@ -41,8 +41,8 @@ class Arguments:
     """A command line without foreign flags.
 
     Attributes:
-        rest: what recollect's own flags are read from.
-        without_effect: flags that were taken off because they change nothing, with the reason.
+        rest: recollect's own flags.
+        without_effect: removed flags that change nothing, with the reason.
     """
 
     rest: list[str]
@@ -50,16 +50,16 @@ class Arguments:
 
 
 def read_arguments(args: Sequence[str]) -> Arguments:
-    """Take flags off a command line that recollect has no setting for, or refuse them.
+    """Remove the flags from a command line that recollect has no setting for, or raise.
 
     Args:
-        args: flags and values, as the shell gives them.
+        args: flags and values, as from the shell.
 
     Returns:
-        What is left, and what was taken off.
+        What is left, and what was removed.
 
     Raises:
-        NotYetError: a flag asks for what recollect cannot do yet.
+        NotYetError: a flag asks for a feature that recollect lacks.
         ConfigError: two flags that exclude each other, or a flag without its value.
 
     Example:
@@ -93,7 +93,7 @@ def read_arguments(args: Sequence[str]) -> Arguments:
 
 
 def describes_model(args: Sequence[str]) -> bool:
-    """Tell whether a command line describes a model as for `pretrain_gpt`: by its dimensions, without a name.
+    """Return whether a command line describes a model as for `pretrain_gpt`: by its dimensions, not by name.
 
     Example:
         >>> describes_model(["--num-layers", "2", "--hidden-size=64"]), describes_model(["--num-layers", "2"])
@@ -104,9 +104,9 @@ def describes_model(args: Sequence[str]) -> bool:
 
 
 def _flags(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each flag, with dashes, and the words up to the next one, first the flag itself as it was written.
+    """Yield each flag, with dashes, and the words up to the next flag, beginning with the flag as it was written.
 
-    Words before the first flag come with an empty name.
+    Words before the first flag have an empty name.
     """
     words: list[str] = []
     name = ""
@@ -121,7 +121,7 @@ def _flags(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _own(name: str, words: list[str]) -> list[str]:
-    # A guide of the field writes the switch with a value: `--recompute-activations selective`, which is what it means.
+    # A widespread guide gives the switch a value, `--recompute-activations selective`, which is what the switch means.
     if name == "--recompute-activations" and len(words) > 1:
         if words[1:] != ["selective"]:
             raise ConfigError(
@@ -134,7 +134,7 @@ def _own(name: str, words: list[str]) -> list[str]:
 
 
 def _values(flag: ForeignFlag, words: list[str]) -> tuple[list[str], list[str]]:
-    """Split what follows a flag into its values and words that are not its own."""
+    """Split what follows a flag into its values and other words."""
     inline = words[0].partition("=")[2]
     values = [*([inline] if inline else []), *words[1:]]
     count = len(values) if flag.arity == "any" else flag.arity
@@ -161,7 +161,7 @@ def _is_same(values: list[str], allowed: str) -> bool:
 
 
 class _Words(str):
-    """What stood on a command line; in errors as it stood there, without quotes."""
+    """Words of a command line; errors print them without quotes."""
 
     __slots__ = ()
 

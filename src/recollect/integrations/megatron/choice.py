@@ -1,4 +1,4 @@
-"""What a checked configuration asks for: one of four things, none of which can be written wrongly.
+"""The recompute that a checked configuration asks for: one of four types, none of which can be inconsistent.
 
 | Megatron's settings | here |
 |---|---|
@@ -7,7 +7,7 @@
 | full, block, n | `BlockFull(n)` |
 | selective, modules | `Selective({module: what happens to its output})` |
 
-The planner reads these, so that no combination of settings that means nothing can reach it.
+The compiler reads these, so that no meaningless combination of settings can reach it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class UniformFull:
     """Keep the input of every `num_layers`th layer of a model chunk, and nothing else of its layers.
 
     Raises:
-        ValueError: no whole number, or less than 1.
+        ValueError: not a whole number, or less than 1.
     """
 
     num_layers: int
@@ -59,7 +59,7 @@ class BlockFull:
     """Keep only the inputs of the first `num_layers` layers of each model chunk, and everything of the rest.
 
     Raises:
-        ValueError: no whole number, or less than 1.
+        ValueError: not a whole number, or less than 1.
     """
 
     num_layers: int
@@ -73,7 +73,7 @@ class BlockFull:
 
 @dataclass(frozen=True, init=False)
 class Selective:
-    """Drop what certain modules compute inside; `outputs` says for each whether its output is kept or dropped as well.
+    """Drop what some modules compute; `outputs` says for each whether its output is kept or dropped too.
 
     It is made from actions or their words.
 

@@ -1,8 +1,7 @@
-"""Megatron's settings as a plan: which values of which layers a configuration drops.
+"""Compile Megatron's settings into a plan: which values of which layers a configuration drops.
 
-The layers of a model stand in blocks, as they do in Megatron: those of one `ModuleList` are a block, cut into model chunks
-where there is a pipeline. Layers that predict several tokens ahead (`mtp`) are counted apart: with `uniform` each of them is a
-region, with `block` none is recomputed, as in Megatron.
+The layers of one `ModuleList` form a block, as in Megatron, which a pipeline cuts into model chunks. Multi-token prediction
+layers (`mtp`) count separately: with `uniform` each of them is a region, with `block` none is recomputed, as in Megatron.
 """
 
 from __future__ import annotations
@@ -42,24 +41,24 @@ def megatron_plan(
     config: RecomputeConfig,
     setting: TrainingSetting | None = None,
 ) -> Plan:
-    """Return what a Megatron configuration keeps and drops, as a plan with its predicted peak and slowdown.
+    """Return the plan of a Megatron configuration, with its predicted peak and slowdown.
 
-    Full recompute drops everything that can be computed again, and between the layers of one region of `uniform` their
-    outputs too. Selective recompute drops what the named modules compute inside; their outputs are kept or dropped as in
-    Megatron (`MEGATRON_OUTPUT` in `modules.py`), unless `recompute_discard_outputs` says otherwise. What cannot be computed
-    again (the choices of a router) is always kept.
+    Full recompute drops everything that can be recomputed, and outputs between the layers of one `uniform` region too.
+    Selective recompute drops what the named modules compute; their outputs are kept or dropped as in Megatron
+    (`MEGATRON_OUTPUT` in `modules.py`), unless `recompute_discard_outputs` says otherwise. What cannot be recomputed (a
+    router's choices) is always kept.
 
     Args:
         profile: the recorded step, of the whole model.
         config: Megatron's settings.
-        setting: what else Megatron's rules look at; its pipeline sizes say what a model chunk is. None: one chunk, and
-            only the configuration itself and the model are checked.
+        setting: what else Megatron's rules consider; its pipeline sizes define the model chunks. None: one chunk, and only
+            the configuration and the model are checked.
 
     Returns:
         A plan without a budget.
 
     Raises:
-        ConfigError: settings that clash with each other or with the model; modules of which the model has none.
+        ConfigError: settings that clash with each other or with the model; the model has none of the named modules.
         NotYetError: a setting for something that recollect cannot do yet.
 
     Warns:
@@ -115,12 +114,12 @@ def _units(profile: Profile, choice: Choice, chunks: Chunks, heads: Sequence[str
 
 
 def _prediction_heads(profile: Profile) -> list[str]:
-    """Return the units that predict several tokens ahead."""
+    """Return the multi-token prediction layers."""
     return list(dict.fromkeys(call.path for call in profile.calls if _MTP in call.path.split(".")))
 
 
 def _chunks(profile: Profile, setting: TrainingSetting | None) -> Chunks:
-    """Return the layers of each model chunk: those of one parent module, cut where a pipeline is."""
+    """Return the layers of each model chunk: those of one parent module, cut by the pipeline."""
     blocks: dict[str, list[str]] = {}
     for path in dict.fromkeys(call.path for call in profile.calls if call.repeated):
         if _MTP in path.split("."):

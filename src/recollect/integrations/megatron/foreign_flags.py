@@ -1,4 +1,4 @@
-"""Flags of Megatron's `pretrain_gpt` that no setting of recollect answers to: what they mean here, or why not yet.
+"""Flags of Megatron's `pretrain_gpt` without a setting in recollect: why they have no effect, or what they would need.
 
 Imports no torch. `docs/megatron_flags.md` has the table; a test compares the two.
 """
@@ -15,14 +15,14 @@ Arity = Literal[0, 1, "any"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignFlag:
-    """A flag that is taken off the command line before recollect's own are read.
+    """A flag that is removed from the command line before recollect reads its own.
 
     Attributes:
-        name: with its dashes.
-        arity: how many values follow it.
-        allowed: values with which it changes nothing here; None: any. A flag of arity 0 is allowed unless `needs` is set.
-        why: why it changes nothing.
-        needs: what would have to be there for other values; empty: nothing, every value is allowed.
+        name: with dashes.
+        arity: number of values that follow it.
+        allowed: values without effect here; None: any. A flag of arity 0 is allowed unless `needs` is set.
+        why: why it has no effect.
+        needs: what recollect would need for other values; empty: every value is allowed.
         advice: what to do meanwhile.
     """
 

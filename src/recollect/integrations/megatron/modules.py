@@ -1,4 +1,4 @@
-"""The names that Megatron has for parts of a layer, and what it does with the output of each.
+"""Megatron's names for the modules of a layer, and what it does with the output of each.
 
 Read in Megatron-LM main at d98e8a64 (`TransformerConfig.recompute_modules`, `offload_modules`).
 """

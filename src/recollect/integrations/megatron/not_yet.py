@@ -1,4 +1,4 @@
-"""Settings that are legal and ask for what recollect cannot do yet. `docs/megatron.md` has the table made from them."""
+"""Valid settings for features that recollect lacks. `docs/megatron.md` has the table generated from them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _Of: TypeAlias = Callable[[Any], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """Something that is not built yet.
+    """A missing feature.
 
     Attributes:
-        settings: what asks for it, by name.
-        needs: what would have to be there.
+        settings: names of the settings that ask for it.
+        needs: what recollect would need.
         advice: what to do meanwhile.
-        is_config: whether the settings are those of `RecomputeConfig`; else of `TrainingSetting`.
-        asks: whether they ask for it; by default, whether the first differs from None, False and 0.
+        is_config: whether the settings are those of `RecomputeConfig`, else of `TrainingSetting`.
+        asks: whether they ask for it; by default, whether the first is not None, False or 0.
     """
 
     settings: tuple[str, ...]
@@ -35,7 +35,7 @@ class Missing:
     asks: _Of | None = None
 
     def values(self, source: object) -> Mapping[str, object] | None:
-        """Return the settings with their values if they ask for what is missing."""
+        """Return the settings with their values if they ask for the feature, else None."""
         is_asked = self.asks(source) if self.asks is not None else bool(getattr(source, self.settings[0]))
         return found(source, *self.settings) if is_asked else None
 
@@ -103,7 +103,7 @@ NOT_YET = (
 
 
 def refuse_not_yet(config: RecomputeSettings, setting: TrainingSetting | None) -> None:
-    """Raise NotYetError if a setting asks for what is not built."""
+    """Raise NotYetError if a setting asks for a missing feature."""
     for missing in NOT_YET:
         source = config if missing.is_config else setting
         if source is not None and (values := missing.values(source)) is not None:

@@ -1,7 +1,7 @@
-"""Which values of a layer each of Megatron's module names stands for.
+"""Find the values of a layer that each of Megatron's module names stands for.
 
-A value's name begins with the path of the module that made it, so most parts are modules, found by name anywhere on the
-path: the reference models have Megatron's names, Hugging Face's models have their own.
+A value's name begins with the path of the module that computed it, so most parts are modules, found by name anywhere on that
+path: the reference models use Megatron's names, Hugging Face's models their own.
 
 | part | reference models | Hugging Face (Llama, Mixtral, DeepSeek-V3, GPT-2 and their like) |
 |---|---|---|
@@ -34,7 +34,7 @@ _SHARED_EXPERTS = frozenset({"shared_experts", "shared_expert"})
 _ACTIVATIONS = frozenset({"act_fn", "activation_func", "act"})
 _DROPOUTS = frozenset({"dropout", "resid_dropout", "hidden_dropout"})
 _NORMS = frozenset({"input_layernorm", "pre_mlp_layernorm", "pre_feedforward_layernorm", "ln_1", "ln_2"})
-# With a norm of its own before the MLP (Gemma), this one is behind the attention, and no input of anything recomputed.
+# In models with another norm before the MLP (Gemma), this one follows the attention, and is no input of a recomputed module.
 _NORM_BEFORE_MLP = "post_attention_layernorm"
 _LATENT_UP = frozenset({"q_b_proj", "kv_b_proj", "linear_q_up_proj", "linear_kv_up_proj"})
 # Ops that attention kernels, or what they decompose into, begin with.
@@ -45,7 +45,7 @@ _BEFORE_CORE = frozenset({"cat", "add", "sub", "copy_", "index_put_", "index_cop
 
 @dataclass(frozen=True, slots=True)
 class _LayerOp:
-    """An op with the path of its module, as components, and its name without the number of its call."""
+    """An op with the components of its module path, and its name without the call number."""
 
     module: tuple[str, ...]
     name: str
@@ -82,7 +82,7 @@ class LayerOps:
 
     @cached_property
     def attention(self) -> tuple[str, ...]:
-        """Path of the module that holds the attention; () if there is none."""
+        """Path of the attention module; () if there is none."""
         for op in self.ops:
             for depth, component in enumerate(op.module):
                 if component in _ATTENTIONS:
@@ -91,7 +91,7 @@ class LayerOps:
 
     @cached_property
     def core(self) -> tuple[int, int]:
-        """First and last op, as indices, of an attention that the attention module itself computes; (0, -1) if none is."""
+        """Indices of the first and last op of attention that the attention module itself computes; (0, -1) if none."""
         own = [index for index, op in enumerate(self.ops) if self.attention and self.is_attentions_own(op)]
         kernels = [index for index in own if any(word in self.ops[index].name for word in _CORE)]
         if not kernels:
@@ -112,7 +112,7 @@ class LayerOps:
         return frozenset(v for index, op in enumerate(self.ops) if is_part(index, op) for v in op.outputs)
 
     def outputs_of(self, inside: frozenset[int]) -> frozenset[int]:
-        """Return those of some values that other ops than theirs read, or that the layer returns."""
+        """Return those of some values that other ops read, or that the layer returns."""
         read = {v for op in self.ops if inside.isdisjoint(op.outputs) for v in op.inputs}
         returned = {index for index, value in enumerate(self.graph.values) if value.is_output}
         return inside & (read | returned)
@@ -124,7 +124,7 @@ def _layer_op(name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> _
 
 
 def part_of(layer: LayerOps, name: ModuleName) -> frozenset[int]:
-    """Return the values, as indices, that one of Megatron's modules computes in a layer; none if it has no such part."""
+    """Return the indices of the values that a Megatron module computes in a layer; none if the layer lacks it."""
     find = _PARTS.get(name)
     return frozenset(find(layer)) if find is not None else frozenset()
 

@@ -1,6 +1,6 @@
-"""Which layers each model chunk has: a pipeline stage, or a virtual one where stages are interleaved.
+"""The layers of each model chunk: a pipeline stage, or a virtual one if stages are interleaved.
 
-Megatron counts `recompute_num_layers` in each chunk, because each is a block of layers of its own there.
+Megatron counts `recompute_num_layers` in each chunk, because each chunk is a separate block of layers there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def model_chunks(setting: TrainingSetting, num_layers: int) -> tuple[range, ...]
     """Return the layers of each model chunk, in the order of the model.
 
     Args:
-        setting: its pipeline sizes count.
+        setting: gives the pipeline sizes.
         num_layers: of the whole model.
 
     Raises:
@@ -34,7 +34,7 @@ def model_chunks(setting: TrainingSetting, num_layers: int) -> tuple[range, ...]
 
 
 def chunk_sizes(setting: TrainingSetting, num_layers: int) -> list[int]:
-    """Return how many layers each model chunk has: virtual stage by virtual stage, each on all ranks in turn."""
+    """Return the number of layers of each model chunk: virtual stage by virtual stage, each on all ranks in turn."""
     num_stages = setting.pipeline_model_parallel_size
     num_virtual = setting.virtual_pipeline_model_parallel_size or 1
     first, last = setting.num_layers_in_first_pipeline_stage, setting.num_layers_in_last_pipeline_stage

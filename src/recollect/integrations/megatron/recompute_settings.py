@@ -17,7 +17,7 @@ __all__ = ["RecomputeSettings"]
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeSettings:
-    """What the rules look at. `RecomputeConfig`, which describes each setting, is these settings checked by the rules."""
+    """The settings that the rules check. `RecomputeConfig` describes each of them, and is these settings once checked."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
     recompute_method: Literal["uniform", "block"] | None = None
@@ -50,12 +50,12 @@ class RecomputeSettings:
 
     @property
     def is_selective(self) -> bool:
-        """Whether modules inside of layers are recomputed."""
+        """Whether modules inside layers are recomputed."""
         return self.recompute_granularity == "selective" or self.moe_layer_recompute
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules that are recomputed, Megatron's default and its deprecated setting worked in; () if not selective."""
+        """The modules to recompute, including Megatron's default and its deprecated setting; () if not selective."""
         if not self.is_selective:
             return ()
         named = ("core_attn",) if self.recompute_modules is None else tuple(self.recompute_modules)
@@ -63,7 +63,7 @@ class RecomputeSettings:
 
     @property
     def choice(self) -> Choice:
-        """What is asked for, as one of four things."""
+        """The requested recompute, as one of four types."""
         if self.is_selective:
             outputs = {cast(ModuleName, name): self._output_of(cast(ModuleName, name)) for name in self.modules}
             return Selective(outputs) if outputs else NoRecompute()

@@ -1,4 +1,4 @@
-"""ROLL's settings for recompute: those of its Megatron strategies, and its two switches for Hugging Face's models.
+"""Read ROLL's recompute settings: those of its Megatron strategies, and its two switches for Hugging Face models.
 
 Read in ROLL main at 8eb27cc2 (`mcore_adapter/.../training_args.py`, `model_config.py`, `roll/configs/model_args.py`,
 `roll/models/model_providers.py`).
@@ -36,14 +36,14 @@ _MOE_FIELDS = (
 def roll_recompute_config(settings: Mapping[str, Any]) -> RecomputeConfig:
     """Read the recompute settings of a ROLL strategy for Megatron.
 
-    Modules may stand in one text, separated by commas. "full" without method and number of layers means "uniform" and 1.
-    What is in `additional_configs` counts as if it stood beside the others. Settings about other things are passed over.
+    Modules may be one text, separated by commas. "full" without method and number of layers means "uniform" and 1.
+    `additional_configs` count like the other settings. Settings about other things are ignored.
 
     Args:
         settings: `strategy_config` of a `megatron_train` strategy.
 
     Returns:
-        The configuration in Megatron's words.
+        The configuration in Megatron's terms.
 
     Raises:
         ConfigError: as `RecomputeConfig`; also a name that looks like one of these settings and is none, or `recompute_method:
@@ -107,7 +107,7 @@ class RollCheckpointing:
             if value is not None and type(value) is not bool:
                 raise ConfigError(
                     settings={field.name: value},
-                    reason=f"{type(value).__name__} is of the wrong type",
+                    reason=f"{type(value).__name__} is the wrong type",
                     advice="Set it to True, False or None.",
                 )
 

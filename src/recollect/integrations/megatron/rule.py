@@ -1,6 +1,6 @@
-"""A rule about settings: what may not stand together, Megatron's answer to it, ours, and why.
+"""A rule about settings: which ones clash, how Megatron answers, how recollect answers, and why.
 
-The rules stand in the files `rules_*.py` by topic; `docs/megatron.md` has the table made from them.
+The rules are in the files `rules_*.py`, by topic; `docs/megatron.md` has the table generated from them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from recollect.integrations.megatron.training_setting import TrainingSetting
 __all__ = ["Answer", "Clash", "Rule", "did_you_mean", "found"]
 
 Answer = Literal["error", "warning", "free", "same", "not yet"]
-"""What recollect does: refuses; warns; has no such limit; does what Megatron does without a word; refuses for want of the part
-that it concerns."""
+"""How recollect answers: raises; warns; has no such limit; does silently what Megatron does; lacks the feature."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """What a rule found: the settings with their values, why they cannot stand so, and what to change."""
+    """A broken rule: the settings with their values, why they are invalid, and what to change."""
 
     settings: Mapping[str, object]
     reason: str
@@ -38,13 +37,13 @@ class Rule:
     """One rule.
 
     Attributes:
-        name: how errors and the table call it.
-        when: the settings concerned, in words.
+        name: as in errors and in the table.
+        when: the settings that break it, in words.
         megatron: Megatron's answer, in words.
-        ours: what kind of answer recollect gives.
-        why: the reason for ours.
-        alone: finds a clash in the configuration by itself.
-        within: finds a clash with the rest of the settings.
+        ours: recollect's answer.
+        why: the reason for it.
+        alone: finds a clash within the configuration.
+        within: finds a clash with the rest of the training's settings.
     """
 
     name: str
@@ -57,11 +56,11 @@ class Rule:
 
 
 def found(source: object, *names: str) -> dict[str, object]:
-    """Return settings with their values, for an error."""
+    """Return settings with their values, for errors."""
     return {name: getattr(source, name) for name in names}
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return "Did you mean ...? " if a known name looks like this one, else ""."""
+    """Return "Did you mean ...? " if a known name is similar, else ""."""
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f"Did you mean {close[0]!r}? " if close else ""

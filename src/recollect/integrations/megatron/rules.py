@@ -1,4 +1,4 @@
-"""All rules together, and the two moments at which they are asked: a configuration by itself, and within a training."""
+"""All rules, and the two checks that apply them: of a configuration alone, and of one within a training."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ RULES: tuple[Rule, ...] = (
     *CUDA_GRAPH_RULES,
     *OTHER_RULES,
 )
-"""In the order in which they are asked: those about single values first."""
+"""In the order in which they are checked: rules about single values first."""
 
 
 def check_config(config: RecomputeSettings) -> None:
-    """Ask the rules that need nothing but the configuration."""
+    """Check the rules that need only the configuration."""
     for rule in RULES:
         if rule.alone is not None and (clash := rule.alone(config)) is not None:
             _report(rule, clash)
 
 
 def check_setting(config: RecomputeSettings, setting: TrainingSetting) -> None:
-    """Ask the rules that compare with other settings."""
+    """Check the rules that compare with other settings."""
     for rule in RULES:
         if rule.within is not None and (clash := rule.within(config, setting)) is not None:
             _report(rule, clash)
 
 
 def report_num_layers(config: RecomputeSettings, sizes: list[int]) -> None:
-    """Ask whether a model with chunks of so many layers has as many as are to be recomputed."""
+    """Check that a model with chunks of these sizes has as many layers as should be recomputed."""
     if (clash := num_layers_clash(config, sizes)) is not None:
         _report(_rule("num-layers-range"), clash)
 
 
 def report_mtp_block(config: RecomputeSettings, num_heads: int) -> None:
-    """Say that a model's layers for further tokens are not recomputed."""
+    """Warn that a model's multi-token prediction layers are not recomputed."""
     _report(_rule("mtp-block"), mtp_block_clash(config, num_heads))
 
 
@@ -60,7 +60,7 @@ def _rule(name: str) -> Rule:
 
 
 def _report(rule: Rule, clash: Clash) -> None:
-    """Raise or warn, as the rule says."""
+    """Raise or warn, according to the rule."""
     error = ConfigError(rule=rule.name, settings=clash.settings, reason=clash.reason, advice=clash.advice)
     if rule.ours == "error":
         raise error

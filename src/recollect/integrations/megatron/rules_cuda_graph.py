@@ -1,4 +1,4 @@
-"""Rules about CUDA graphs. recollect captures none yet, so what these let pass is refused as not built."""
+"""Rules about CUDA graphs. recollect captures none yet, so settings that pass these rules still raise NotYetError."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NO_GRAPH = "Set cuda_graph_impl to 'none'"
 def _impl(_: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
     if setting.cuda_graph_impl in ("none", *_PER_LAYER, "full_iteration"):
         return None
-    return Clash(found(setting, "cuda_graph_impl"), "no such way to capture", f"{_NO_GRAPH}, or one of {_PER_LAYER}.")
+    return Clash(found(setting, "cuda_graph_impl"), "unknown way to capture", f"{_NO_GRAPH}, or one of {_PER_LAYER}.")
 
 
 def _captures(setting: TrainingSetting, *modules: str) -> bool:
-    """Whether a graph holds one of these modules."""
+    """Return whether a graph captures one of these modules."""
     if setting.cuda_graph_impl == "none":
         return False
     if setting.cuda_graph_impl == "full_iteration" or not setting.cuda_graph_modules:
@@ -64,7 +64,7 @@ def _moe_router(config: RecomputeSettings, setting: TrainingSetting) -> Clash | 
         return None
     return Clash(
         _modules(config, setting),
-        "the graph of the router lies inside of what is recomputed",
+        "the graph of the router lies inside recomputed code",
         "Leave out moe, or moe_router.",
     )
 
@@ -74,7 +74,7 @@ def _attention_dropout(config: RecomputeSettings, setting: TrainingSetting) -> C
         return None
     return Clash(
         _modules(config, setting, "attention_dropout"),
-        "what a graph recomputes must not draw random numbers",
+        "recomputed code in a graph must not draw random numbers",
         "Set attention_dropout to 0, or leave core_attn or the graph of attn out.",
     )
 
@@ -86,8 +86,8 @@ def _hidden_dropout(config: RecomputeSettings, setting: TrainingSetting) -> Clas
         if module in config.modules and _captures(setting, module):
             return Clash(
                 _modules(config, setting, "hidden_dropout"),
-                "what a graph recomputes must not draw random numbers",
-                f"Set hidden_dropout to 0, or leave {module} out of the one or the other.",
+                "recomputed code in a graph must not draw random numbers",
+                f"Set hidden_dropout to 0, or leave {module} out on one side.",
             )
     return None
 
@@ -97,8 +97,8 @@ def _jitter(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None
         return None
     return Clash(
         _modules(config, setting, "moe_input_jitter_eps"),
-        "what a graph recomputes must not draw random numbers",
-        "Leave out moe_input_jitter_eps, or moe of the one or the other.",
+        "recomputed code in a graph must not draw random numbers",
+        "Leave out moe_input_jitter_eps, or moe on one side.",
     )
 
 
@@ -118,7 +118,7 @@ def _gtp(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
 
 
 def _fine_grained(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    """Four limits of offloading inside of graphs, the first one that is met."""
+    """Return the first broken one of the limits of offloading in graphs."""
     if not config.fine_grained_activation_offloading or setting.cuda_graph_impl == "none":
         return None
     offloaded = frozenset(config.offload_modules)
@@ -137,13 +137,13 @@ def _fine_grained(config: RecomputeSettings, setting: TrainingSetting) -> Clash 
     if setting.cuda_graph_warmup_steps < 1:
         return Clash(
             {**settings, **found(setting, "cuda_graph_warmup_steps")},
-            "what is offloaded is learned in a step before the capture",
+            "a step before the capture learns what to offload",
             "Set cuda_graph_warmup_steps to 1 or more.",
         )
     if setting.cuda_graph_impl == "full_iteration" and config.fine_grained_offloading_max_inflight_offloads is None:
         return Clash(
             {**settings, **found(config, "fine_grained_offloading_max_inflight_offloads")},
-            "a graph of the whole step needs to know how many copies may be under way",
+            "a graph of the whole step needs a limit on the copies in flight",
             "Set fine_grained_offloading_max_inflight_offloads to 0 or more.",
         )
     return None
@@ -179,7 +179,7 @@ def _norm_in_graph(config: RecomputeSettings, setting: TrainingSetting) -> Clash
 
 
 def _offload_norm(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    """Norms whose inputs are those of a graph."""
+    """Return the clash of a norm whose input is that of a graph."""
     if not config.fine_grained_activation_offloading or setting.cuda_graph_impl != "transformer_engine":
         return None
     at_edge = {"attn_norm": ("attn",), "mlp_norm": ("mlp", "moe", "moe_router")}
@@ -187,7 +187,7 @@ def _offload_norm(config: RecomputeSettings, setting: TrainingSetting) -> Clash 
         if norm in config.offload_modules and _captures(setting, *captured):
             return Clash(
                 _graph(config, setting, "offload_modules"),
-                f"the input of {norm} belongs to the graph, and would silently stay",
+                f"the input of {norm} belongs to the graph, and would silently stay on the device",
                 f"Leave out {norm}, or the graph.",
             )
     return None
@@ -198,10 +198,10 @@ _LATER = "nothing here can show yet that it works"
 CUDA_GRAPH_RULES = (
     Rule(
         name="graph-impl",
-        when="`cuda_graph_impl` is none of its four values",
+        when="`cuda_graph_impl` is not one of its four values",
         megatron="AssertionError",
         ours="error",
-        why="no meaning",
+        why="meaningless",
         within=_impl,
     ),
     Rule(
@@ -225,7 +225,7 @@ CUDA_GRAPH_RULES = (
         when="`moe` with a graph of `moe_router` by Transformer Engine",
         megatron="AssertionError",
         ours="error",
-        why="a graph cannot lie inside of what is recomputed",
+        why="a graph cannot lie inside recomputed code",
         within=_moe_router,
     ),
     Rule(
@@ -282,7 +282,7 @@ CUDA_GRAPH_RULES = (
         when="`layernorm` with a graph of `moe_router` at whose edge the norm lies",
         megatron="warning when the model is built; the norm is kept",
         ours="error",
-        why="what was asked for would not happen",
+        why="the request would silently not be met",
         within=_norm_in_graph,
     ),
     Rule(
@@ -290,7 +290,7 @@ CUDA_GRAPH_RULES = (
         when="offload of `attn_norm` or `mlp_norm` with a graph that takes the same input",
         megatron="warning when the model is built; the input stays",
         ours="error",
-        why="what was asked for would not happen",
+        why="the request would silently not be met",
         within=_offload_norm,
     ),
 )

@@ -14,9 +14,9 @@ def _is_a_list(config: RecomputeSettings) -> Clash | None:
     for name in ("recompute_modules", "recompute_discard_outputs", "offload_modules"):
         value = getattr(config, name)
         if isinstance(value, str):
-            return Clash({name: value}, "a text, not a list", f"Write {[part for part in value.split(',') if part]}.")
+            return Clash({name: value}, "a string, not a list", f"Write {[part for part in value.split(',') if part]}.")
         if value is not None and not (isinstance(value, tuple) and all(isinstance(part, str) for part in value)):
-            return Clash({name: value}, "no list of names", "Write a list such as ['core_attn', 'mlp'].")
+            return Clash({name: value}, "not a list of names", "Write a list such as ['core_attn', 'mlp'].")
     return None
 
 
@@ -65,7 +65,7 @@ def _mla_up_proj_needs_mla(config: RecomputeSettings, setting: TrainingSetting) 
         return None
     return Clash(
         {"recompute_modules": config.modules, **found(setting, "multi_latent_attention")},
-        "there is no projection up from latents",
+        "the model has no up-projection from latents",
         "Leave out mla_up_proj, or set multi_latent_attention.",
     )
 
@@ -85,10 +85,10 @@ def _gdn_needs_gdn(config: RecomputeSettings, setting: TrainingSetting) -> Clash
 MODULE_RULES = (
     Rule(
         name="list-of-modules",
-        when="a text in place of a list of modules",
+        when="a string instead of a list of modules",
         megatron="AssertionError about single letters",
         ours="error",
-        why="`core_attn,mlp` in one text is ROLL's spelling, which `recollect.integrations.megatron.roll` reads",
+        why="the string `core_attn,mlp` is ROLL's spelling, which `recollect.integrations.megatron.roll` reads",
         alone=_is_a_list,
     ),
     Rule(
@@ -96,7 +96,7 @@ MODULE_RULES = (
         when="an unknown name in `recompute_modules`",
         megatron="AssertionError if selective, else nothing",
         ours="error",
-        why="ours says which name is close",
+        why="recollect suggests the closest name",
         alone=_known,
     ),
     Rule(
@@ -112,29 +112,29 @@ MODULE_RULES = (
         when="`recompute_discard_outputs` names a module that is not recomputed",
         megatron="has no such setting",
         ours="error",
-        why="the name would do nothing",
+        why="the name would have no effect",
         alone=_discarded_is_recomputed,
     ),
     Rule(
         name="modules-not-there",
         when="a module that no layer of the model has",
-        megatron="nothing; it is ignored, if no other rule speaks",
+        megatron="nothing; it is ignored unless another rule applies",
         ours="error",
-        why="if no layer has any of the set; a warning where some of it is there, as `mlp` and `moe` are in turn",
+        why="if no layer has any of the modules; a warning if layers have some of them, as with alternating `mlp` and `moe`",
     ),
     Rule(
         name="core-attn-fused",
         when="`core_attn`",
-        megatron="warning: fused attention may make it needless",
+        megatron="warning: fused attention may make it unnecessary",
         ours="same",
-        why="without the warning: `layer_usage` says what it saves, in bytes",
+        why="without the warning: `layer_usage` reports the bytes that it saves",
     ),
     Rule(
         name="moe-act-needs-experts",
         when="`moe_act` in a model without experts",
-        megatron="ValueError, by way of the next rule",
+        megatron="ValueError, through the next rule",
         ours="error",
-        why="there is no such part",
+        why="the model has no such module",
         within=_moe_act_needs_grouped_gemm,
     ),
     Rule(
@@ -142,14 +142,14 @@ MODULE_RULES = (
         when="`moe_act` without `moe_grouped_gemm`",
         megatron="ValueError",
         ours="free",
-        why="the tape sees the activation of one expert after the other as well",
+        why="the tape also sees the activations of experts that run one after the other",
     ),
     Rule(
         name="mla-up-proj-needs-mla",
         when="`mla_up_proj` without `multi_latent_attention`",
         megatron="ValueError",
         ours="error",
-        why="there is no such part",
+        why="the model has no such module",
         within=_mla_up_proj_needs_mla,
     ),
     Rule(
@@ -157,7 +157,7 @@ MODULE_RULES = (
         when="`gdn_norm_out` without a gated delta net",
         megatron="ValueError",
         ours="error",
-        why="there is no such part",
+        why="the model has no such module",
         within=_gdn_needs_gdn,
     ),
     Rule(
@@ -165,6 +165,6 @@ MODULE_RULES = (
         when="`shared_experts` with `moe_shared_expert_overlap`",
         megatron="ValueError",
         ours="free",
-        why="values are recomputed, not a region of Python that has to be called in one piece",
+        why="single values are recomputed, not a region of Python that has to run in one piece",
     ),
 )

@@ -1,7 +1,7 @@
 """Rules about offloading whole layers, or the inputs of modules.
 
-recollect offloads nothing yet. What is wrong in any engine is an error all the same; so is what only Megatron's engine cannot
-do, as long as there is nothing here to show that it works.
+recollect offloads nothing yet. Settings that are wrong in any engine are errors anyway; so are those that only Megatron's
+engine cannot do, until something here shows that they work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["OFFLOAD_RULES", "version_of"]
 
 
 def version_of(text: str | None) -> tuple[int, int]:
-    """Return major and minor version; (0, 0) for what is not installed."""
+    """Return the major and minor version; (0, 0) if not installed."""
     parts = [int(digits) for part in (text or "").split(".")[:2] if (digits := "".join(filter(str.isdigit, part)))]
     return (parts[0], parts[1]) if len(parts) == 2 else (0, 0)
 
@@ -39,7 +39,7 @@ def _num_layers_type(config: RecomputeSettings) -> Clash | None:
     if type(value) is int and value >= 0:
         return None
     return Clash(
-        found(config, "cpu_offloading_num_layers"), "no number of layers", "Set it to a whole number, 0 or more."
+        found(config, "cpu_offloading_num_layers"), "not a number of layers", "Set it to a whole number, 0 or more."
     )
 
 
@@ -78,7 +78,7 @@ def _layers_and_recompute(config: RecomputeSettings) -> Clash | None:
         return None
     return Clash(
         found(config, "cpu_offloading", "recompute_granularity", "moe_layer_recompute"),
-        "one says to bring back what the other drops",
+        "one brings back what the other drops",
         "Leave out one of them.",
     )
 
@@ -184,7 +184,7 @@ def _fused_or_parts(config: RecomputeSettings) -> Clash | None:
         return None
     return Clash(
         found(config, "offload_modules"),
-        "fused_group_mlp is the whole of which the others are parts",
+        "fused_group_mlp includes the others",
         f"Leave out {' and '.join(parts)}, or fused_group_mlp.",
     )
 
@@ -194,7 +194,7 @@ def _transformer_engine(config: RecomputeSettings, setting: TrainingSetting) -> 
         return None
     return Clash(
         {**found(config, "fine_grained_activation_offloading"), **found(setting, "transformer_impl")},
-        "modules are offloaded in Transformer Engine's layers only",
+        "modules are offloaded only in Transformer Engine's layers",
         "Set transformer_impl to 'transformer_engine'.",
     )
 
@@ -207,12 +207,12 @@ def _version_1(config: RecomputeSettings, setting: TrainingSetting) -> Clash | N
         return None
     return Clash(
         {**found(config, "fine_grained_activation_offloading"), "transformer_engine_version": version},
-        "from 2.10 on it needs the older of its two ways to offload",
+        "from 2.10 on, this needs the older of its two offload paths",
         "Set the environment variable NVTE_CPU_OFFLOAD_V1 to 1.",
     )
 
 
-_LATER = "nothing here can show yet that it works; the tape itself has no such limit"
+_LATER = "nothing here can show yet that it works; the tape has no such limit"
 
 OFFLOAD_RULES = (
     Rule(
@@ -220,15 +220,15 @@ OFFLOAD_RULES = (
         when="`cpu_offloading` with `cpu_offloading_num_layers` not below `num_layers`",
         megatron="ValueError",
         ours="error",
-        why="the last layer's values are needed as soon as they are made",
+        why="the last layer's values are needed at once",
         within=_num_layers,
     ),
     Rule(
         name="offload-num-layers-type",
-        when="`cpu_offloading_num_layers` negative or no whole number",
+        when="`cpu_offloading_num_layers` negative or not a whole number",
         megatron="ValueError for negative numbers if `cpu_offloading`, else nothing",
         ours="error",
-        why="no meaning",
+        why="meaningless",
         alone=_num_layers_type,
     ),
     Rule(
@@ -236,7 +236,7 @@ OFFLOAD_RULES = (
         when="`cpu_offloading` with no layers",
         megatron="nothing; Bridge's harness did so by accident (issue 2992)",
         ours="warning",
-        why="it does nothing",
+        why="it has no effect",
         alone=_no_layers,
     ),
     Rule(
@@ -244,7 +244,7 @@ OFFLOAD_RULES = (
         when="`cpu_offloading_num_layers` without `cpu_offloading`",
         megatron="nothing in the configuration object; its command line sets `cpu_offloading`",
         ours="warning",
-        why="it does nothing; `recollect train` sets it too",
+        why="it has no effect; `recollect train` sets it too",
         alone=_layers_without_switch,
     ),
     Rule(
@@ -268,15 +268,15 @@ OFFLOAD_RULES = (
         when="`fine_grained_activation_offloading` with `cpu_offloading`",
         megatron="AssertionError",
         ours="error",
-        why="they would take the same values",
+        why="both would take the same values",
         alone=_fine_and_layers,
     ),
     Rule(
         name="offload-modules-empty",
         when="`fine_grained_activation_offloading` without `offload_modules`",
-        megatron="AssertionError without a text",
+        megatron="AssertionError without a message",
         ours="error",
-        why="it would do nothing",
+        why="it would have no effect",
         alone=_names_no_module,
     ),
     Rule(
@@ -284,7 +284,7 @@ OFFLOAD_RULES = (
         when="an unknown name in `offload_modules`",
         megatron="AssertionError if `fine_grained_activation_offloading`, else nothing",
         ours="error",
-        why="ours says which name is close",
+        why="recollect suggests the closest name",
         alone=_known,
     ),
     Rule(
@@ -292,7 +292,7 @@ OFFLOAD_RULES = (
         when="`offload_modules` without `fine_grained_activation_offloading`",
         megatron="nothing; they are ignored",
         ours="warning",
-        why="it does nothing",
+        why="it has no effect",
         alone=_not_on,
     ),
     Rule(
@@ -300,7 +300,7 @@ OFFLOAD_RULES = (
         when="offload of `attn_proj` without `core_attn`",
         megatron="ValueError",
         ours="error",
-        why="its input would stay on the device all the same",
+        why="its input would stay on the device anyway",
         alone=_attn_proj,
     ),
     Rule(
@@ -321,10 +321,10 @@ OFFLOAD_RULES = (
     ),
     Rule(
         name="offload-numbers",
-        when="a negative size, or a fraction outside of 0 to 1, among the companions of `offload_modules`",
+        when="a negative size, or a fraction outside 0 to 1, among the companions of `offload_modules`",
         megatron="AssertionError if `fine_grained_activation_offloading`; `..._max_inflight_offloads` with graphs only",
         ours="error",
-        why="no meaning",
+        why="meaningless",
         alone=_numbers,
     ),
     Rule(
@@ -332,7 +332,7 @@ OFFLOAD_RULES = (
         when="offload of `fused_group_mlp` without `use_transformer_engine_op_fuser`",
         megatron="ValueError",
         ours="error",
-        why="there is no such part",
+        why="the model has no such module",
         within=_fused_needs_fuser,
     ),
     Rule(

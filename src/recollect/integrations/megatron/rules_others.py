@@ -1,4 +1,4 @@
-"""Rules about 8-bit precision, hyper-connections, delta nets, overlapped experts, and multi-token prediction."""
+"""Rules about 8-bit precision, hyper-connections, delta nets, expert overlap, and multi-token prediction."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _fp8_delayed(config: RecomputeSettings, setting: TrainingSetting) -> Clash |
         return None
     return Clash(
         _modules(config, setting, "fp8", "fp8_recipe"),
-        "delayed scaling counts what it has seen, and recompute would show it everything twice",
+        "delayed scaling records what it sees, and recompute would show it everything twice",
         "Choose another fp8_recipe, or leave out moe_act and layernorm.",
     )
 
@@ -36,7 +36,7 @@ def _fp8_version(config: RecomputeSettings, setting: TrainingSetting) -> Clash |
         return None
     return Clash(
         _modules(config, setting, "fp8", "transformer_engine_version"),
-        "the layer after them has to keep its input in 16 bits, which Transformer Engine can from 2.6 on",
+        "the layer after them has to keep its input in 16 bits, which Transformer Engine supports from 2.6 on",
         "Update it, or leave out moe_act and layernorm.",
     )
 
@@ -62,7 +62,7 @@ def _mhc_num_layers(config: RecomputeSettings) -> Clash | None:
     if "mhc" not in config.modules or value is None or value >= 1:
         return None
     return Clash(
-        found(config, "mhc_recompute_layer_num"), "no number of layers", "Set it to 1 or more, or None for all."
+        found(config, "mhc_recompute_layer_num"), "not a number of layers", "Set it to 1 or more, or None for all."
     )
 
 
@@ -71,7 +71,7 @@ def _mhc_and_offload(config: RecomputeSettings) -> Clash | None:
         return None
     return Clash(
         {"recompute_modules": config.modules, **found(config, "fine_grained_activation_offloading")},
-        "mhc would be recomputed before what it needs is back",
+        "mhc would be recomputed before its inputs are back",
         "Leave out one of them.",
     )
 
@@ -81,7 +81,7 @@ def _mhc_without_recompute(config: RecomputeSettings, setting: TrainingSetting) 
         return None
     return Clash(
         {**found(setting, "enable_mhc_connections"), "recompute_modules": config.modules},
-        "hyper-connections keep several residual streams a layer",
+        "hyper-connections keep several residual streams per layer",
         "Consider recompute_modules with mhc.",
     )
 
@@ -101,7 +101,7 @@ def _mhc_and_pipeline(_: RecomputeSettings, setting: TrainingSetting) -> Clash |
         return None
     return Clash(
         found(setting, "enable_mhc_connections", "pipeline_model_parallel_size"),
-        "stages would hand on several residual streams",
+        "stages would pass on several residual streams",
         "Set pipeline_model_parallel_size to 1.",
     )
 
@@ -111,7 +111,7 @@ def _mhc_and_mtp(_: RecomputeSettings, setting: TrainingSetting) -> Clash | None
         return None
     return Clash(
         found(setting, "enable_mhc_connections", "mtp_num_layers"),
-        "the layers for further tokens expect one residual stream",
+        "multi-token prediction layers expect one residual stream",
         "Leave out one of them.",
     )
 
@@ -132,7 +132,7 @@ def _overlap(config: RecomputeSettings, setting: TrainingSetting) -> Clash | Non
     concerned = found(config, *names) if "moe" not in config.modules else {"recompute_modules": config.modules}
     return Clash(
         {**concerned, **found(setting, "overlap_moe_expert_parallel_comm")},
-        "a micro-batch's forward runs between the parts of another one's layer, which recompute would run in one piece",
+        "a micro-batch's forward runs between parts of another's layer, which recompute would run in one piece",
         "Recompute other modules than moe, or leave out overlap_moe_expert_parallel_comm.",
     )
 
@@ -155,10 +155,10 @@ def _mtp_block(config: RecomputeSettings, setting: TrainingSetting) -> Clash | N
 
 
 def mtp_block_clash(config: RecomputeSettings, num_heads: int) -> Clash:
-    """Return what is to be said of a model with layers for further tokens under `block`."""
+    """Return the clash of multi-token prediction layers with `block`."""
     return Clash(
         {"mtp_num_layers": num_heads, **found(config, "recompute_method")},
-        "the layers for further tokens stand behind those of the last stage, and block recomputes the first ones",
+        "multi-token prediction layers come after those of the last stage, and block recomputes the first ones",
         "Set recompute_method to 'uniform' to recompute them too.",
     )
 
@@ -185,14 +185,14 @@ OTHER_RULES = (
         when="`fp8` or `fp4` with `mla_up_proj` in an absorbed latent attention",
         megatron="AssertionError when the model is built",
         ours="not yet",
-        why="`fp8` and `fp4` are",
+        why="nor are `fp8` and `fp4`",
     ),
     Rule(
         name="mhc-needs-mhc",
         when="`mhc` without `enable_mhc_connections`",
         megatron="ValueError",
         ours="error",
-        why="there is no such part",
+        why="the model has no such module",
         within=_mhc_enabled,
     ),
     Rule(
@@ -208,7 +208,7 @@ OTHER_RULES = (
         when="`mhc` with `mhc_recompute_layer_num` below 1",
         megatron="ValueError",
         ours="error",
-        why="no meaning",
+        why="meaningless",
         alone=_mhc_num_layers,
     ),
     Rule(
@@ -224,7 +224,7 @@ OTHER_RULES = (
         when="`enable_mhc_connections` without recompute of `mhc`",
         megatron="warning",
         ours="warning",
-        why="they keep much",
+        why="hyper-connections keep many values",
         within=_mhc_without_recompute,
     ),
     Rule(
@@ -260,10 +260,10 @@ OTHER_RULES = (
     ),
     Rule(
         name="gdp-range",
-        when="`gdp_num_chunk_states_to_recompute` outside of 0 to 64",
+        when="`gdp_num_chunk_states_to_recompute` outside 0 to 64",
         megatron="AssertionError if `gdp_cutedsl_kernel`, else nothing",
         ours="error",
-        why="no meaning",
+        why="meaningless",
         alone=_gdp_range,
     ),
     Rule(

@@ -72,7 +72,7 @@ def _num_layers_positive(config: RecomputeSettings) -> Clash | None:
         return None
     return Clash(
         found(config, "recompute_num_layers"),
-        "no number of layers",
+        "not a number of layers",
         "Set it to a whole number, 1 or more; to recompute nothing, leave out recompute_granularity.",
     )
 
@@ -82,7 +82,7 @@ def _num_layers_in_range(config: RecomputeSettings, setting: TrainingSetting) ->
 
 
 def num_layers_clash(config: RecomputeSettings, sizes: list[int]) -> Clash | None:
-    """Return what is wrong if more layers are to be recomputed than the largest model chunk has."""
+    """Return the clash if more layers should be recomputed than the largest model chunk has."""
     value = config.recompute_num_layers
     if config.recompute_granularity != "full" or value is None or value <= max(sizes):
         return None
@@ -144,7 +144,7 @@ def _distribute_with_sequence_parallel(config: RecomputeSettings, setting: Train
         return None
     return Clash(
         {**found(config, "distribute_saved_activations"), **found(setting, "sequence_parallel")},
-        "sequence parallelism has split what is kept already",
+        "sequence parallelism has already split the kept values",
         "Leave out distribute_saved_activations.",
     )
 
@@ -175,7 +175,7 @@ RECOMPUTE_RULES = (
         when="`recompute_granularity` is not None, `full` or `selective`",
         megatron="ValueError",
         ours="error",
-        why="no meaning; ours says which word is close",
+        why="meaningless; recollect suggests the closest word",
         alone=_granularity,
     ),
     Rule(
@@ -183,15 +183,15 @@ RECOMPUTE_RULES = (
         when="`recompute_method` is not None, `uniform` or `block`",
         megatron="ValueError if there is a granularity, else nothing",
         ours="error",
-        why="no meaning",
+        why="meaningless",
         alone=_method,
     ),
     Rule(
         name="num-layers-positive",
-        when="`recompute_num_layers` is 0, negative, a bool or no whole number",
+        when="`recompute_num_layers` is 0, negative, a bool or not a whole number",
         megatron="nothing; `uniform` with 0 never ends",
         ours="error",
-        why="no meaning",
+        why="meaningless",
         alone=_num_layers_positive,
     ),
     Rule(
@@ -230,7 +230,7 @@ RECOMPUTE_RULES = (
         when="`selective` with `recompute_num_layers`",
         megatron="ValueError",
         ours="error",
-        why="it would do nothing; Megatron-Bridge's `-rl` beside `--recompute_modules` ends here",
+        why="it would have no effect; Megatron-Bridge's `-rl` beside `--recompute_modules` ends here",
         alone=_selective_has_no_num_layers,
     ),
     Rule(
@@ -238,7 +238,7 @@ RECOMPUTE_RULES = (
         when="`selective` with `recompute_method`",
         megatron="AssertionError on the command line; the configuration object ignores it",
         ours="error",
-        why="it would do nothing",
+        why="it would have no effect",
         alone=_selective_has_no_method,
     ),
     Rule(
@@ -246,7 +246,7 @@ RECOMPUTE_RULES = (
         when="method, number of layers or modules without `recompute_granularity`",
         megatron="nothing; they are ignored",
         ours="warning",
-        why="recipes have such leftovers, and whoever wrote them may believe that something is recomputed",
+        why="recipes have such leftovers, and their authors may believe that something is recomputed",
         alone=_without_granularity,
     ),
     Rule(
@@ -260,7 +260,7 @@ RECOMPUTE_RULES = (
     Rule(
         name="moe-layer-recompute",
         when="`moe_layer_recompute`",
-        megatron="warning that names a module `moe_layer`, which there is not",
+        megatron="warning that names a nonexistent module `moe_layer`",
         ours="warning",
         why="it is selective recompute with `moe` added to the other modules, core_attn among them by default",
         alone=_moe_layer_recompute,
@@ -270,7 +270,7 @@ RECOMPUTE_RULES = (
         when="`moe_layer_recompute` with `full`",
         megatron="ValueError",
         ours="error",
-        why="they say two things",
+        why="they contradict each other",
         alone=_moe_layer_recompute_with_full,
     ),
     Rule(
@@ -278,7 +278,7 @@ RECOMPUTE_RULES = (
         when="`distribute_saved_activations` without `full`",
         megatron="AssertionError on the command line; ignored by the configuration object, though its guide shows it",
         ours="error",
-        why="it would do nothing",
+        why="it would have no effect",
         alone=_distribute_needs_full,
     ),
     Rule(
@@ -286,7 +286,7 @@ RECOMPUTE_RULES = (
         when="`distribute_saved_activations` with `tensor_model_parallel_size` 1",
         megatron="AssertionError on the command line; nothing in the configuration object",
         ours="error",
-        why="it would do nothing",
+        why="it would have no effect",
         within=_distribute_needs_tensor_parallel,
     ),
     Rule(
@@ -294,7 +294,7 @@ RECOMPUTE_RULES = (
         when="`distribute_saved_activations` with `sequence_parallel`",
         megatron="ValueError",
         ours="error",
-        why="what is kept is split already",
+        why="the kept values are already split",
         within=_distribute_with_sequence_parallel,
     ),
 )

@@ -10,7 +10,7 @@ __all__ = ["STASH_RULES", "offloaded_inside_moe"]
 
 
 def offloaded_inside_moe(config: RecomputeSettings) -> tuple[str, ...]:
-    """Return what is offloaded of the experts."""
+    """Return the offloaded modules of the experts."""
     return tuple(name for name in ("moe_act", "expert_fc1", "fused_group_mlp") if name in config.offload_modules)
 
 
@@ -49,7 +49,7 @@ STASH_RULES = (
         when="`moe_paged_stash` with `cpu_offloading`",
         megatron="ValueError",
         ours="error",
-        why="they would take the same values",
+        why="both would take the same values",
         alone=_stash_and_layers,
     ),
     Rule(
@@ -57,7 +57,7 @@ STASH_RULES = (
         when="`moe_paged_stash` without `moe_expert_rank_capacity_factor`",
         megatron="ValueError",
         ours="error",
-        why="it would do nothing",
+        why="it would have no effect",
         within=_stash_needs_capacity,
     ),
     Rule(
@@ -65,7 +65,7 @@ STASH_RULES = (
         when="`moe_paged_stash` with offload of `expert_fc1`, `moe_act` or `fused_group_mlp`",
         megatron="ValueError",
         ours="error",
-        why="they would take the same values",
+        why="both would take the same values",
         alone=_stash_or_offload,
     ),
 )

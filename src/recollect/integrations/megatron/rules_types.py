@@ -1,4 +1,4 @@
-"""One rule about every setting: it is of the kind that it should be."""
+"""The rule about the type of every setting."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def _types(config: RecomputeSettings) -> Clash | None:
         else:
             continue
         if not is_right:
-            return Clash({field.name: value}, f"{type(value).__name__} is of the wrong type", f"Set it to {expected}.")
+            return Clash({field.name: value}, f"{type(value).__name__} is the wrong type", f"Set it to {expected}.")
     return None
 
 
 TYPE_RULES = (
     Rule(
         name="types",
-        when="a value of another type than the setting's, such as the text `'false'`",
-        megatron="nothing; the text is true",
+        when="a value of another type than the setting's, such as the string `'false'`",
+        megatron="nothing; the string is true",
         ours="error",
-        why="no meaning",
+        why="meaningless",
         alone=_types,
     ),
 )

@@ -1,6 +1,6 @@
-"""What Megatron's rules look at besides recompute and offload: model, parallelism, precision, graphs.
+"""The settings that Megatron's rules consider besides recompute and offload: model, parallelism, precision, graphs.
 
-Names and defaults are Megatron's (main at d98e8a64), but for what a default of 0 or "unknown" means there: None here.
+Names and defaults are Megatron's (main at d98e8a64), except that a default of 0 or "unknown" there is None here.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ CUDA_GRAPH_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mam
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetting:
-    """Facts about a training run that the rules for recompute and offload compare with.
+    """Facts about a training run that the rules for recompute and offload refer to.
 
     Attributes:
-        num_layers: of the whole model, without those of multi-token prediction; None: not known.
-        num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage: where stages are uneven.
-        transformer_engine_version: such as "2.6.0"; None: not installed, or not known.
-        cuda_graph_modules: what is captured with a graph for each layer; () is the whole layer. "full" means the same.
-        cuda_graph_scope: the old name of `cuda_graph_modules`, in which "full_iteration" stands for that `cuda_graph_impl`.
+        num_layers: of the whole model, without multi-token prediction; None if unknown.
+        num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage: for uneven stages.
+        transformer_engine_version: such as "2.6.0"; None if unknown or not installed.
+        cuda_graph_modules: what the graph of each layer captures; () or "full" is the whole layer.
+        cuda_graph_scope: the old name of `cuda_graph_modules`, where "full_iteration" means that `cuda_graph_impl`.
 
     All others are as in Megatron.
 
@@ -100,14 +100,14 @@ class TrainingSetting:
 
     @classmethod
     def of(cls, model_config: Any, **others: Any) -> TrainingSetting:
-        """Read the settings that a model's configuration has under the same names.
+        """Read the settings that a model's configuration has by the same names.
 
         Args:
             model_config: `recollect.lab.models.config.TransformerConfig`, or any object with Megatron's attributes.
-            **others: settings that it has not, or that differ.
+            **others: settings that it lacks, or that differ.
 
         Returns:
-            The setting; what neither has is at its default.
+            The settings, with defaults for those given by neither.
 
         Example:
             >>> from types import SimpleNamespace

@@ -88,11 +88,9 @@ def test_the_automatic_rule(model_config: object, expected: bool) -> None:
 
 
 def test_switches_are_true_false_or_none() -> None:
-    with pytest.raises(
-        ConfigError, match="gradient_checkpointing_use_reentrant='auto': str is of the wrong type. Set it"
-    ):
+    with pytest.raises(ConfigError, match="gradient_checkpointing_use_reentrant='auto': str is the wrong type. Set it"):
         RollCheckpointing(gradient_checkpointing_use_reentrant="auto")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="disable_gradient_checkpointing=1: int is of the wrong type"):
+    with pytest.raises(ConfigError, match="disable_gradient_checkpointing=1: int is the wrong type"):
         RollCheckpointing(disable_gradient_checkpointing=1)  # type: ignore[arg-type]
 
 
