@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from recollect.plans.action import Action
-from recollect.plans.engines import Region
+from recollect.plans.engines import Region, Tape
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
@@ -53,14 +53,14 @@ def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallDecision:
     """Return what one call drops under its unit's plan; names that the plan does not have are kept."""
     if unit is None:
         return CallDecision(recompute=frozenset(), keep_output=True, is_planned=False)
+    if type(unit.engine) is not Tape:
+        return CallDecision(recompute=frozenset(), engine=unit.engine)
     dropped = frozenset(
         index
         for index, value in enumerate(graph.values)
         if value.producer is not None
-        and (
-            isinstance(unit.engine, Region)
-            or (not value.must_keep and unit.actions.get(value.name, Action.KEEP) == Action.RECOMPUTE)
-        )
+        and not value.must_keep
+        and unit.actions.get(value.name, Action.KEEP) == Action.RECOMPUTE
     )
     return CallDecision(recompute=dropped, keep_output=unit.output == Action.KEEP)
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from recollect.plans.plan import Plan
 from recollect.profile.events import BACKWARD
-from recollect.profile.graph import UnitGraph
+from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
-from recollect.simulation.program import Program, ProgramOp
-from recollect.simulation.simulate import GENERATOR, CallDecision, Owner, Playback, Rerun, Token, calls_on_tape
+from recollect.simulation.program import Program
+from recollect.simulation.simulate import GENERATOR, CallDecision, Owner, Playback, Token, calls_on_tape
 
 __all__ = ["LayerUsage", "layer_usage"]
 
@@ -135,30 +134,18 @@ class _OwnedToken(Token):
         self.counting.add(self.owner, -self.nbytes)
 
 
-class _CountedRerun(Rerun):
-    """Writes down which op runs again, and for which call."""
-
-    __slots__ = ("counting",)
-
-    def __init__(self, playback: _CountingPlayback, run: ProgramOp, sizes: Sequence[int]) -> None:
-        super().__init__(playback, run, sizes)
-        self.counting = playback
-
-    def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
-        count = self.counting.counts[self.results[0][0][0]]
-        count.recomputed.append(self.op.name)
-        count.recompute_s += self.op.time_s
-        return super().__call__(tensors, may_overwrite_first)
-
-
 class _CountingPlayback(Playback):
     token_type = _OwnedToken
-    rerun_type = _CountedRerun
 
     def __init__(self, program: Program, decisions: Sequence[CallDecision]) -> None:
         self.counts = [_Count() for _ in program.profile.calls]
         self.has_begun_backward = False
         super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
+
+    def runs_again(self, call: int, op: OpRecord) -> None:
+        super().runs_again(call, op)
+        self.counts[call].recomputed.append(op.name)
+        self.counts[call].recompute_s += op.time_s
 
     def add(self, owner: Owner, nbytes: int) -> None:
         """Count bytes that forward makes or frees; those of the loss and of parameters belong to no unit."""

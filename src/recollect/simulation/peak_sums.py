@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.profile.events import DIES, OP, OPTIMIZER, RETURN, SAVE
+from recollect.plans.engines import EngineChoice, Tape
+from recollect.profile.events import ALLOC, DIES, OP, OPTIMIZER, RETURN, SAVE
 from recollect.simulation.call_groups import OUTSIDE, Division, Group
 from recollect.simulation.program import BULK, Instruction, Key, Program, ProgramOp
 from recollect.simulation.simulate import CallDecision, Playback, Simulation, Token, added_s, calls_on_tape
@@ -28,8 +29,8 @@ __all__ = ["Peaks", "PeakSums", "checked"]
 
 _NEVER = 2**62
 
-_Choice = tuple[frozenset[int], bool, bool]
-"""What a call drops, whether its output is kept, and whether it is on the tape."""
+_Choice = tuple[frozenset[int], bool, bool, EngineChoice]
+"""What a call drops, whether its output is kept, whether it is on the tape, and its engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class PeakSums:
         self._division = Division(program)
         self._forms = _Forms(self._division)
         self._layouts: dict[Group, _Layout] = {}
-        self._traces: dict[tuple[Any, tuple[_Choice, ...]], _Trace] = {}
+        self._traces: dict[tuple[Any, tuple[_Choice, ...], tuple[int, ...]], _Trace] = {}
         self._placed: dict[tuple[Group, tuple[_Choice, ...]], _Placed] = {}
         starts = np.array(self._division.window_starts, dtype=np.int64)
         self._starts, self._nothing = starts, np.zeros(len(starts), dtype=np.int64)
@@ -114,9 +115,10 @@ class PeakSums:
         """Return what `simulate` does, without the place of the peak."""
         on_tape = calls_on_tape(decisions)
         choices: dict[int, _Choice] = {
-            call: (decision.recompute, decision.keep_output, call in on_tape) for call, decision in enumerate(decisions)
+            call: (decision.recompute, decision.keep_output, call in on_tape, decision.engine)
+            for call, decision in enumerate(decisions)
         }
-        choices[OUTSIDE] = (frozenset(), True, False)
+        choices[OUTSIDE] = (frozenset(), True, False, Tape())
         placed = [
             self._placed_trace(group, tuple([choices[call] for call in group]))
             for group in self._division.groups(decisions)
@@ -155,9 +157,10 @@ class PeakSums:
             if group not in self._layouts:
                 self._layouts[group] = _Layout(self._division, self._forms, group)
             layout = self._layouts[group]
-            if (layout.shape, choices) not in self._traces:
-                self._traces[layout.shape, choices] = _PartPlayback(self._division, layout, choices).trace()
-            trace = self._traces[layout.shape, choices]
+            key = layout.shape, choices, self._sizes_inside(group, choices)
+            if key not in self._traces:
+                self._traces[key] = _PartPlayback(self._division, layout, choices).trace()
+            trace = self._traces[key]
             positions = layout.run_positions[trace.runs]
             ends = tuple(
                 (layout.keys[number], _NEVER if piece < 0 else int(positions[piece]), piece)
@@ -165,6 +168,12 @@ class PeakSums:
             )
             placed = self._placed[group, choices] = _Placed(positions, trace, ends)
         return placed
+
+    def _sizes_inside(self, group: Group, choices: tuple[_Choice, ...]) -> tuple[int, ...]:
+        """Return the sizes of what calls allocate without an op of theirs: engines that run it again make it again."""
+        calls = [call for call, choice in zip(group, choices, strict=True) if type(choice[3]) is not Tape]
+        forwards = [self._script.forwards[call] for call in calls]
+        return tuple([operands[1] for forward in forwards for code, operands in forward if code == ALLOC])
 
 
 class _Forms:
@@ -297,8 +306,8 @@ class _PartPlayback(Playback):
 
     def __init__(self, division: Division, layout: _Layout, choices: Sequence[_Choice]) -> None:
         decisions = {
-            call: CallDecision(dropped, keep_output)
-            for call, (dropped, keep_output, _) in zip(layout.group, choices, strict=True)
+            call: CallDecision(dropped, keep_output, engine=engine)
+            for call, (dropped, keep_output, _, engine) in zip(layout.group, choices, strict=True)
             if call != OUTSIDE
         }
         on_tape = {call for call, choice in zip(layout.group, choices, strict=True) if choice[2]}
@@ -315,7 +324,7 @@ class _PartPlayback(Playback):
 
     def trace(self) -> _Trace:
         """Play the group."""
-        play = self.actions()
+        play = self.plays()
         changes = iter([*self._layout.changes, (_NEVER, 0, True)])
         change = next(changes)
         for run, instructions in enumerate(self._layout.runs):

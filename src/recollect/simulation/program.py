@@ -7,12 +7,14 @@ in the end (`BULK`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from recollect.profile.allocator_blocks import block_bytes
-from recollect.profile.events import ALLOC, DIES, FREE, OP, SAVE, WORK, Event
+from recollect.profile.events import ALLOC, DIES, FORWARD, FREE, OP, PHASE, RETURN, SAVE, WORK, Event
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.windows import Window
@@ -23,6 +25,8 @@ BULK: Final = -1
 """`(BULK, most_bytes, change_bytes)`: memory rises by `most_bytes` at most, and by `change_bytes` in the end."""
 WINDOW: Final = -2
 """`(WINDOW,)`: the next window begins."""
+
+_OF_FORWARD = frozenset({ALLOC, BULK, DIES, FREE, OP, SAVE, WORK})
 
 Instruction = tuple[int, tuple[Any, ...]]
 Key = tuple[int, int]
@@ -91,6 +95,31 @@ class Program:
         self.instructions = list(self._instructions())
         self._counted: dict[tuple[int, frozenset[int]], frozenset[int]] = {}
         self._tape_s: dict[tuple[int, frozenset[int]], float] = {}
+
+    @cached_property
+    def forwards(self) -> Mapping[int, Sequence[Instruction]]:
+        """The instructions of each call's forward, in order.
+
+        What is allocated there without an op of the unit (inside of custom autograd Functions) belongs to the call whose op
+        ran last.
+        """
+        found: defaultdict[int, list[Instruction]] = defaultdict(list)
+        running = -1
+        for code, operands in self.instructions:
+            call = running
+            if code == PHASE and operands[0] != FORWARD:
+                break
+            if code == OP:
+                call = running = operands[0]
+            elif code == SAVE:
+                call = operands[3]
+            elif code == DIES:
+                call = operands[0][0]
+            elif code == RETURN:
+                running = -1
+            if code in _OF_FORWARD:
+                found[call].append((code, operands))
+        return found
 
     def counted(self, call: int, dropped: frozenset[int]) -> frozenset[int]:
         """Return the values of a call that only have to be counted: nobody but the model's own code holds them."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
+from recollect.plans.engines import EngineChoice, Tape
 from recollect.profile.events import (
     ALLOC,
     BACKWARD,
@@ -34,6 +35,9 @@ from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.replay import Node, Value
 from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp, rounded_bytes
+from recollect.simulation.rerun import Rerun
+from recollect.simulation.schedule import Actions, Saved
+from recollect.simulation.schedules import with_schedules
 from recollect.simulation.windows import Window
 
 Owner: TypeAlias = tuple[int, int]
@@ -46,12 +50,14 @@ GENERATOR = -2
 class CallDecision:
     """What a plan does with one unit call: which values (by index in its graph) are dropped, and the fate of its output.
 
-    `is_planned`: the plan names the unit, if only to keep everything.
+    `is_planned`: the plan names the unit, if only to keep everything. `engine`: what carries the plan out; one other than the
+    tape plays the call by a schedule of its own (`recollect.simulation.schedules`), and drops nothing value by value.
     """
 
     recompute: frozenset[int]
     keep_output: bool = True
     is_planned: bool = True
+    engine: EngineChoice = Tape()
 
 
 _Decisions: TypeAlias = Mapping[int, CallDecision] | Sequence[CallDecision]
@@ -113,7 +119,9 @@ def calls_on_tape(decisions: Sequence[CallDecision]) -> frozenset[int]:
     """Return the calls whose unit `apply` wraps: where outputs are dropped, any that the plan names."""
     drops_outputs = any(not decision.keep_output for decision in decisions)
     return frozenset(
-        call for call, d in enumerate(decisions) if d.recompute or not d.keep_output or (drops_outputs and d.is_planned)
+        call
+        for call, d in enumerate(decisions)
+        if type(d.engine) is Tape and (d.recompute or not d.keep_output or (drops_outputs and d.is_planned))
     )
 
 
@@ -139,43 +147,6 @@ class Token:
         self.playback.alive_bytes -= self.nbytes
 
 
-class Rerun:
-    """Runs an op again: makes its results' bytes anew and counts its time."""
-
-    __slots__ = ("op", "playback", "results", "sizes", "state")
-
-    def __init__(self, playback: Playback, run: ProgramOp, sizes: Sequence[int]) -> None:
-        self.playback = playback
-        self.op = run.op
-        self.results = run.results
-        self.sizes = sizes
-        self.state = self._new_state()
-
-    def _new_state(self) -> Token | None:
-        if not self.op.state_bytes:
-            return None
-        return self.playback.token(self.op.state_bytes, (GENERATOR, self.results[0][0][0]))
-
-    def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
-        """Run it, as `recollect.replay` asks."""
-        playback = self.playback
-        playback.rerun_s.append(self.op.time_s)
-        playback.is_recomputing = self.op.name
-        # The generator's present state is put aside while the op runs from the old one.
-        present_state = self._new_state()
-        results = self._results(tensors, may_overwrite_first)
-        del present_state
-        return results
-
-    def _results(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
-        playback = self.playback
-        playback.work(self.op)
-        if self.op.mutates and may_overwrite_first:
-            return (tensors[0],)
-        results = zip(self.results, self.sizes, strict=True)
-        return tuple([playback.token_type(playback, nbytes, key) for (key, _), nbytes in results])
-
-
 class Playback:
     """Plays a step back, with a decision for each call.
 
@@ -183,7 +154,6 @@ class Playback:
     """
 
     token_type: Callable[[Any, int, Owner], Token] = Token
-    rerun_type: Callable[[Any, ProgramOp, Sequence[int]], Rerun] = Rerun
 
     def __init__(self, program: Program, decisions: Mapping[int, CallDecision], on_tape: Collection[int]) -> None:
         self.program = program
@@ -208,17 +178,23 @@ class Playback:
         self.dropped: dict[Key, Value] = {}
         # Values that hold a tensor which an op will write to: they get a private copy then.
         self.leaves: dict[Key, list[weakref.ref[Value]]] = {}
-        self.handles: dict[int, tuple[Value, int]] = {}
+        self.handles: dict[int, tuple[Saved, int]] = {}
 
     def run(self) -> Simulation:
         """Play everything back."""
-        play = self.actions()
+        play = self.plays()
         for code, operands in self.program.instructions:
             play[code](*operands)
         return self._finished()
 
+    def plays(self) -> Actions:
+        """Return what to do for each code of the program: for each call, what its engine does."""
+        return with_schedules(
+            self.actions(), self, {call: decision.engine for call, decision in self.decisions.items()}
+        )
+
     def actions(self) -> dict[int, Callable[..., None]]:
-        """Return what to do for each code of the program."""
+        """Return what to do for each code of the program on the tape."""
         return {
             BULK: self._bulk,
             WINDOW: self._end_window,
@@ -275,9 +251,18 @@ class Playback:
         self.window_peaks.append(self.window_peak_bytes)
         self.window_peak_bytes = self.alive_bytes
 
-    def token(self, nbytes: int, owner: Owner) -> Token:
-        """Return what holds so many bytes."""
-        return self.token_type(self, rounded_bytes(self.profile, nbytes), owner)
+    def make(self, key: Key, nbytes: int) -> Token:
+        """Return what holds the bytes of a value."""
+        return self.token_type(self, nbytes, key)
+
+    def generator_state(self, call: int, nbytes: int) -> Token:
+        """Return what holds the state of a random generator for a call."""
+        return self.token_type(self, rounded_bytes(self.profile, nbytes), (GENERATOR, call))
+
+    def runs_again(self, call: int, op: OpRecord) -> None:
+        """Count an op that runs a second time."""
+        self.rerun_s.append(op.time_s)
+        self.is_recomputing = op.name
 
     def _alloc(self, key: Key, nbytes: int) -> None:
         self.tensors[key] = self.token_type(self, nbytes, key)
@@ -299,7 +284,7 @@ class Playback:
                 self.tensors[key] = self.token_type(self, nbytes, key)
         if drops.isdisjoint(op.outputs):
             return
-        node = Node(self.rerun_type(self, run, run.sizes), self._values(run.inputs))
+        node = Node(Rerun(self, run, run.sizes), self._values(run.inputs))
         for value in op.outputs:
             self._record(call, value, node if value in drops else None, node)
 
@@ -315,7 +300,7 @@ class Playback:
                 leaf.tensor = self.token_type(self, token.nbytes, old)
         node = None
         if new[1] in drops and old in self.dropped:
-            node = Node(self.rerun_type(self, run, (token.nbytes,)), self._values(run.inputs), mutates=True)
+            node = Node(Rerun(self, run, (token.nbytes,)), self._values(run.inputs), mutates=True)
         self.dropped.pop(old, None)
         self.tensors[new] = token
         if node is not None:

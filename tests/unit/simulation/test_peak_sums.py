@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from recollect.planning.chain_solver import ChainSolver
+from recollect.plans.engines import Region
 from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, RETURN, SAVE, USE, StepLog
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
@@ -23,13 +24,16 @@ DROP_OUTPUTS = (0.0, 0.3, 0.7)
 
 
 def random_decisions(profile: Profile, rng: random.Random) -> list[CallDecision]:
-    """A coin for each value, the same for some of the calls, and for each output."""
+    """A coin for each value, the same for some of the calls, for each output, and for each call's engine."""
     share, drop_output = rng.choice((0.0, 0.2, 0.5, 0.9, 1.0)), rng.choice(DROP_OUTPUTS)
+    region_share = rng.choice((0.0, 0.3, 1.0))
     made: list[CallDecision] = []
     for call in profile.calls:
         values = enumerate(profile.graph_of(call).values)
         dropped = frozenset(i for i, v in values if v.producer is not None and not v.must_keep and rng.random() < share)
         own = CallDecision(dropped, keep_output=rng.random() >= drop_output, is_planned=rng.random() < 0.8)
+        if rng.random() < region_share:
+            own = CallDecision(frozenset(), engine=Region())
         made.append(rng.choice([*made, own]) if rng.random() < 0.4 else own)
     return made
 

@@ -1,0 +1,156 @@
+"""How a region is played: forward keeps its inputs only, and backward runs it again as a whole.
+
+`torch.utils.checkpoint`, non-reentrant, holds what the module was called with and the state of the random generators. The
+first time that backward asks for something which the module saved, its forward runs again, op by op, and values die as
+they do in forward; only what autograd saved stays, each until backward has used it. The run stops at the last saved
+value. When backward needs nothing of the module any more, inputs and state go as well.
+
+Limitations: autograd saves parameters too, of which a profile says nothing. Where the last thing saved is a parameter alone
+(a frozen matrix), the run goes on for some ops more than here. What a custom autograd Function makes as the first op of
+a unit counts as an input.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final
+
+from recollect.profile.events import ALLOC, DIES, FREE, OP, RETURN, SAVE
+from recollect.simulation.program import BULK, Instruction, Key, ProgramOp
+from recollect.simulation.schedule import Actions, PlayedStep
+
+__all__ = ["CPU_GENERATOR_BYTES", "RegionSchedule"]
+
+CPU_GENERATOR_BYTES: Final = 5056
+"""Size of the state of PyTorch's random generator in host memory; those of other devices are held there too, and are small."""
+
+
+class RegionSchedule:
+    """Plays the calls that are re-run as a whole.
+
+    Args:
+        step: what is played.
+        calls: which calls these are.
+    """
+
+    def __init__(self, step: PlayedStep, calls: Collection[int]) -> None:
+        self._step = step
+        self._calls = frozenset(calls)
+        # The calls that are running.
+        self._regions: dict[int, _Region] = {}
+
+    def actions(self, play: Actions) -> Actions:
+        """Return the actions with those for regions in place."""
+        self._play = play
+        return {**play, OP: self._op, SAVE: self._save, RETURN: self._return}
+
+    def _op(self, call: int, run: ProgramOp) -> None:
+        if call in self._calls:
+            self._region(call).hold(run.inputs)
+        self._play[OP](call, run)
+
+    def _save(self, call: int, key: Key, handle: int, saver: int) -> None:
+        if saver not in self._calls:
+            self._play[SAVE](call, key, handle, saver)
+            return
+        region = self._region(saver)
+        region.hold([key])
+        self._step.handles[handle] = region.saves(handle), saver
+
+    def _return(self, call: int) -> None:
+        self._play[RETURN](call)
+        self._regions.pop(call, None)
+
+    def _region(self, call: int) -> _Region:
+        if call not in self._regions:
+            self._regions[call] = _Region(self._step, call, self._play)
+        return self._regions[call]
+
+
+class _SavedByRegion:
+    """Stands for a value that a region saved; holds the region, and once that ran again, the value's bytes."""
+
+    __slots__ = ("__weakref__", "bytes", "region")
+
+    def __init__(self, region: _Region) -> None:
+        self.region = region
+        self.bytes: Any = None
+
+    def get(self) -> Any:
+        """Run the region again, if it has not."""
+        self.region.run_again()
+        return self.bytes
+
+
+class _Region:
+    """One call; it is there as long as it runs, or as backward may ask for something that it saved."""
+
+    def __init__(self, step: PlayedStep, call: int, play: Actions) -> None:
+        self._step = step
+        self._call = call
+        self._play = play
+        self._forward = _until_last_save(step.program.forwards[call])
+        self._makes = {operands[0] for code, operands in step.program.forwards[call] if code == ALLOC}
+        self._inputs: dict[Key, Any] = {}
+        self._state = self._generator_state()
+        self._saved: weakref.WeakValueDictionary[int, _SavedByRegion] = weakref.WeakValueDictionary()
+        self._ran_again = False
+
+    def hold(self, keys: Iterable[Key]) -> None:
+        """Hold what others made of these values: the region was called with them."""
+        for key in keys:
+            if key[0] != self._call and key not in self._makes:
+                self._inputs.setdefault(key, self._step.tensors.get(key))
+
+    def saves(self, handle: int) -> _SavedByRegion:
+        """Return what autograd holds for something that the region saves."""
+        saved = self._saved[handle] = _SavedByRegion(self)
+        return saved
+
+    def run_again(self) -> None:
+        """Run forward once more, and store what it saved; does nothing the second time."""
+        if self._ran_again:
+            return
+        self._ran_again = True
+        present_state = self._generator_state()
+        present: dict[Key, Any] = {}
+        change_bytes = 0
+        for code, operands in self._forward:
+            if code == OP:
+                self._op_again(operands[1], present)
+            elif code == ALLOC:
+                present[operands[0]] = self._step.make(*operands)
+            elif code in (FREE, DIES):
+                present.pop(operands[0], None)
+            elif code == SAVE:
+                self._store(operands[2], present.get(operands[1]))
+            else:
+                self._play[code](*operands)
+                change_bytes += operands[1] if code == BULK else 0
+        # What is left of these goes with the run.
+        self._play[BULK](0, -change_bytes)
+        del present_state
+
+    def _op_again(self, run: ProgramOp, present: dict[Key, Any]) -> None:
+        self._step.runs_again(self._call, run.op)
+        self._step.work(run.op)
+        if not run.op.mutates:
+            present.update({key: self._step.make(key, nbytes) for key, nbytes in run.results})
+        elif (written := present.pop((self._call, run.op.inputs[0]), None)) is not None:
+            present[run.results[0][0]] = written
+
+    def _store(self, handle: int, found: Any) -> None:
+        saved = self._saved.get(handle)
+        if saved is not None:
+            saved.bytes = found
+
+    def _generator_state(self) -> Any:
+        if self._step.profile.device != "cpu":
+            return None
+        return self._step.generator_state(self._call, CPU_GENERATOR_BYTES)
+
+
+def _until_last_save(forward: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    last = max((position for position, (code, _) in enumerate(forward) if code == SAVE), default=-1)
+    return tuple(forward[: last + 1])
