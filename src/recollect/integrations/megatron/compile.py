@@ -13,9 +13,9 @@ from itertools import chain
 from recollect.errors import ConfigError, ConfigWarning
 from recollect.integrations.megatron.choice import BlockFull, Choice, NoRecompute, Selective, UniformFull
 from recollect.integrations.megatron.config import RecomputeConfig
+from recollect.integrations.megatron.module_values import LayerOps, values_of_module
 from recollect.integrations.megatron.modules import ModuleName
 from recollect.integrations.megatron.not_yet import refuse_not_yet
-from recollect.integrations.megatron.parts import LayerOps, part_of
 from recollect.integrations.megatron.pipeline import model_chunks
 from recollect.integrations.megatron.rules import report_mtp_block, report_num_layers
 from recollect.integrations.megatron.training_setting import TrainingSetting
@@ -152,7 +152,7 @@ def _selective_units(layers: dict[str, UnitGraph], choice: Selective) -> dict[st
     for path, graph in layers.items():
         if id(graph) not in made:
             layer = LayerOps(graph)
-            parts = {name: part for name in choice.outputs if (part := part_of(layer, name))}
+            parts = {name: part for name in choice.outputs if (part := values_of_module(layer, name))}
             matched.update(parts)
             made[id(graph)] = _unit(layer, choice, parts)
         units[path] = made[id(graph)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recollect.integrations.megatron import parts
+from recollect.integrations.megatron import module_values
 from recollect.integrations.megatron.tables import not_yet_table, rules_table
 
 PAGE = (Path(__file__).parents[4] / "docs" / "megatron.md").read_text(encoding="utf-8")
@@ -18,6 +18,6 @@ def test_the_page_has_the_table(table: str) -> None:
 
 
 def test_the_page_says_which_paths_each_part_has() -> None:
-    rows = [line.partition(" | ")[2] for line in (parts.__doc__ or "").splitlines() if line.startswith("| ")]
+    rows = [line.partition(" | ")[2] for line in (module_values.__doc__ or "").splitlines() if line.startswith("| ")]
     assert len(rows) == 8
     assert all(row in PAGE for row in rows)

@@ -25,7 +25,7 @@ from functools import cached_property
 from recollect.integrations.megatron.modules import ModuleName
 from recollect.profile.graph import UnitGraph
 
-__all__ = ["LayerOps", "part_of"]
+__all__ = ["LayerOps", "values_of_module"]
 
 _ATTENTIONS = frozenset({"self_attn", "attn", "self_attention", "attention"})
 _MLPS = frozenset({"mlp", "block_sparse_moe", "feed_forward"})
@@ -67,7 +67,7 @@ class LayerOps:
         ...     ValueRecord("mlp.act.silu", 8, producer=0, is_output=True),
         ... )
         >>> layer = LayerOps(UnitGraph(values, (OpRecord("mlp.act.silu", (0,), (1,), 0.0),)))
-        >>> sorted(part_of(layer, "mlp")), sorted(part_of(layer, "moe"))
+        >>> sorted(values_of_module(layer, "mlp")), sorted(values_of_module(layer, "moe"))
         ([1], [])
     """
 
@@ -123,7 +123,7 @@ def _layer_op(name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> _
     return _LayerOp(tuple(module), call.partition("#")[0], inputs, outputs)
 
 
-def part_of(layer: LayerOps, name: ModuleName) -> frozenset[int]:
+def values_of_module(layer: LayerOps, name: ModuleName) -> frozenset[int]:
     """Return the indices of the values that a Megatron module computes in a layer; none if the layer lacks it."""
     find = _PARTS.get(name)
     return frozenset(find(layer)) if find is not None else frozenset()
