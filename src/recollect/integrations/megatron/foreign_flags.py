@@ -180,7 +180,7 @@ _FIXED = (
 
 _FP8 = "models that compute in 8 or 4 bits"
 _BF16 = "Leave it out; --bf16 is there."
-_SCALING = "scaling of losses, without which small gradients vanish in fp16"
+_SCALING = "loss scaling, without which small gradients vanish in fp16"
 _TOKENIZER = "Give a tokenizer.json of the tokenizers library with --tokenizer."
 _MASK = "masks from token ids"
 _PLAIN = "Leave it out."

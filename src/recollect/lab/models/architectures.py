@@ -1,4 +1,8 @@
-"""What makes a transformer a GPT, a Llama, a Mixtral or a DeepSeek-V3, apart from its dimensions. Imports no torch."""
+"""Defaults that make a transformer a GPT, a Llama, a Mixtral or a DeepSeek-V3, apart from its dimensions. Imports no torch.
+
+The functions take any fields of `TransformerConfig`, which override their defaults. They raise ValueError for fields that clash
+and TypeError for missing or unknown ones.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,6 @@ __all__ = ["deepseek_v3_config", "gpt_config", "llama_config", "mixtral_config"]
 
 def gpt_config(**fields: Any) -> TransformerConfig:
     """Describe a GPT-2 or GPT-3: LayerNorm, GELU, learned positions, biases, dropout, tied embeddings.
-
-    Args:
-        **fields: fields of `TransformerConfig`; they go before what makes it a GPT.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        ValueError: fields that do not fit together.
-        TypeError: a field that is missing or that there is not.
 
     Example:
         >>> gpt_config(num_layers=12, hidden_size=768, num_attention_heads=12, vocab_size=50_257).activation_func
@@ -36,16 +30,7 @@ def gpt_config(**fields: Any) -> TransformerConfig:
 def llama_config(**fields: Any) -> TransformerConfig:
     """Describe a Llama: RMSNorm, SwiGLU, rotary positions, neither biases nor dropout.
 
-    Args:
-        **fields: fields of `TransformerConfig`; they go before what makes it a Llama. Without `ffn_hidden_size`, 8/3 of
-            `hidden_size`, up to a multiple of 64.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        ValueError: fields that do not fit together.
-        TypeError: a field that is missing or that there is not.
+    Without `ffn_hidden_size`, the MLP's width is 8/3 of `hidden_size`, rounded up to a multiple of 64.
 
     Example:
         >>> llama_config(num_layers=2, hidden_size=4096, num_attention_heads=32, vocab_size=256).ffn_hidden_size
@@ -68,17 +53,7 @@ def llama_config(**fields: Any) -> TransformerConfig:
 
 
 def mixtral_config(**fields: Any) -> TransformerConfig:
-    """Describe a Mixtral: a Llama whose MLPs are two of several experts, chosen by a softmax router.
-
-    Args:
-        **fields: fields of `TransformerConfig`; they go before what makes it a Mixtral.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        ValueError: fields that do not fit together.
-        TypeError: a field that is missing or that there is not.
+    """Describe a Mixtral: a Llama with routed experts instead of MLPs, two per token, chosen by a softmax router.
 
     Example:
         >>> mixtral_config(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=256).num_moe_experts
@@ -93,16 +68,6 @@ def mixtral_config(**fields: Any) -> TransformerConfig:
 
 def deepseek_v3_config(**fields: Any) -> TransformerConfig:
     """Describe a DeepSeek-V3: latent attention, shared and routed experts, sigmoid routing, multi-token prediction.
-
-    Args:
-        **fields: fields of `TransformerConfig`; they go before what makes it a DeepSeek-V3.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        ValueError: fields that do not fit together.
-        TypeError: a field that is missing or that there is not.
 
     Example:
         >>> deepseek_v3_config(

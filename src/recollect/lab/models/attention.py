@@ -16,7 +16,7 @@ __all__ = ["SelfAttention"]
 
 
 class SelfAttention(nn.Module):
-    """Attention whose queries, keys and values come from one matrix product, in that order.
+    """Attention with one matrix product for queries, keys and values, in that order.
 
     Args:
         config: the model.
@@ -42,7 +42,7 @@ class SelfAttention(nn.Module):
         q_BTHC, k_BTKC, v_BTKC = (part.unflatten(-1, (-1, self.kv_channels)) for part in parts)
         if rotary is not None and self.is_rotary:
             q_BTHC, k_BTKC = rotate(q_BTHC, rotary), rotate(k_BTKC, rotary)
-            # A copy, so that backward, which needs neither query nor key as they were, does not hold them with the value.
+            # Copy: as a view, the value would keep the unrotated queries and keys alive, which backward does not need.
             v_BTKC = v_BTKC.contiguous()
         out_BTD: Tensor = self.linear_proj(self.core_attention(q_BTHC, k_BTKC, v_BTKC))
         return out_BTD

@@ -1,11 +1,10 @@
-"""Which fields of a `TransformerConfig` fit together, and what to change where they do not. Imports no torch."""
+"""Check the fields of a transformer configuration, and say what to change. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-if TYPE_CHECKING:
-    from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.config_fields import TransformerFields
 
 __all__ = ["check"]
 
@@ -22,15 +21,15 @@ _NOT_NEGATIVE = ("init_method_std", "moe_router_bias_update_rate", "moe_aux_loss
 _POSITIVE = ("rotary_base", "layernorm_epsilon")
 
 
-def check(config: TransformerConfig, *, has_own_kv_channels: bool) -> None:
-    """Refuse a configuration that no model can be built from.
+def check(config: TransformerFields, *, has_own_kv_channels: bool) -> None:
+    """Check that a model can be built from a configuration.
 
     Args:
         config: the configuration, with derived fields filled in.
         has_own_kv_channels: whether `kv_channels` was given, not derived.
 
     Raises:
-        ValueError: names the field, what it is, what it may be and what to change.
+        ValueError: names the field, its value, the values allowed and what to change.
     """
     _check_ranges(config)
     if config.hidden_size % config.num_attention_heads and not has_own_kv_channels:
@@ -40,7 +39,7 @@ def check(config: TransformerConfig, *, has_own_kv_channels: bool) -> None:
     _check_experts(config)
 
 
-def _choices(config_type: type[TransformerConfig]) -> dict[str, tuple[str, ...]]:
+def _choices(config_type: type[TransformerFields]) -> dict[str, tuple[str, ...]]:
     hints = get_type_hints(config_type)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
@@ -49,7 +48,7 @@ def _refuse(name: str, got: Any, expected: str) -> None:
     raise ValueError(f"TransformerConfig.{name}: got {got!r}, expected {expected}.")
 
 
-def _check_ranges(config: TransformerConfig) -> None:
+def _check_ranges(config: TransformerFields) -> None:
     for name, choices in _choices(type(config)).items():
         if getattr(config, name) not in choices:
             _refuse(name, getattr(config, name), f"one of {', '.join(choices)}")
@@ -72,7 +71,7 @@ def _check_ranges(config: TransformerConfig) -> None:
             _refuse(name, getattr(config, name), "a probability from 0 up to, but not including, 1")
 
 
-def _check_attention(config: TransformerConfig) -> None:
+def _check_attention(config: TransformerFields) -> None:
     heads = config.num_attention_heads
     if heads % config.num_query_groups:
         _refuse("num_query_groups", config.num_query_groups, f"a divisor of num_attention_heads = {heads}")
@@ -83,20 +82,18 @@ def _check_attention(config: TransformerConfig) -> None:
             )
             _refuse("num_query_groups", config.num_query_groups, expected)
         if config.qk_pos_emb_head_dim % 2:
-            _refuse("qk_pos_emb_head_dim", config.qk_pos_emb_head_dim, "an even number: rotary positions turn pairs")
+            _refuse("qk_pos_emb_head_dim", config.qk_pos_emb_head_dim, "an even number: rotary positions rotate pairs")
     elif config.position_embedding_type == "rope" and config.kv_channels % 2:
-        expected = (
-            "an even number, because rotary positions turn pairs of channels (it is hidden_size / num_attention_heads)"
-        )
+        expected = "an even number, because rotary positions rotate pairs of channels (it is hidden_size / num_attention_heads)"
         _refuse("kv_channels", config.kv_channels, expected)
 
 
-def _check_experts(config: TransformerConfig) -> None:
+def _check_experts(config: TransformerFields) -> None:
     experts = config.num_moe_experts
     if experts is None:
         for name in ("moe_shared_expert_intermediate_size", "moe_router_num_groups", "moe_router_group_topk"):
             if getattr(config, name) is not None:
-                _refuse(name, getattr(config, name), "None where num_moe_experts is None; set num_moe_experts too")
+                _refuse(name, getattr(config, name), "None if num_moe_experts is None; set num_moe_experts too")
         return
     if config.moe_router_topk > experts:
         _refuse("moe_router_topk", config.moe_router_topk, f"at most num_moe_experts = {experts}")
@@ -112,7 +109,7 @@ def _check_experts(config: TransformerConfig) -> None:
             _refuse(name, getattr(config, name), expected)
 
 
-def _check_layer_pattern(config: TransformerConfig) -> None:
+def _check_layer_pattern(config: TransformerFields) -> None:
     pattern = config.moe_layer_freq
     if isinstance(pattern, int):
         if pattern < 1:
@@ -124,7 +121,7 @@ def _check_layer_pattern(config: TransformerConfig) -> None:
         _refuse("moe_layer_freq", pattern, "1 (experts) or 0 (dense) for each layer")
 
 
-def _check_groups(config: TransformerConfig, experts: int) -> None:
+def _check_groups(config: TransformerFields, experts: int) -> None:
     groups, chosen = config.moe_router_num_groups, config.moe_router_group_topk
     if groups is None and chosen is None:
         return

@@ -1,8 +1,8 @@
-"""The heart of attention, softmax(QK^T / sqrt(C)) V, with every later position masked: in one kernel, or op by op.
+"""Causal core attention, softmax(QK^T / sqrt(C)) V with later positions masked: in one kernel, or op by op.
 
-Both are modules without parameters, so that what they compute can be told by its path. Megatron recomputes it under the
-name `core_attn`: softmax, dropout mask and dropped probabilities are 5 bytes a head and pair of positions in bf16
-(Korthikanti et al. 2022, arXiv 2205.05198, section 4.1), unless the kernel never holds them.
+Both are modules without parameters, so that their ops have a module path. Megatron recomputes them as `core_attn`: softmax,
+dropout mask and dropped probabilities take 5 bytes per head and pair of positions in bf16 (Korthikanti et al. 2022, arXiv
+2205.05198, section 4.1), unless the kernel never stores them.
 
 Shape legend: B batch   T, S positions of queries and keys   H query heads   K key and value heads   G = H / K
     C channels of a query and key head   E channels of a value head   X = G * T   N = B * K
@@ -20,9 +20,9 @@ __all__ = ["FusedCoreAttention", "UnfusedCoreAttention", "build_core_attention"]
 
 
 class FusedCoreAttention(nn.Module):
-    """Attention by `scaled_dot_product_attention`: PyTorch takes the best kernel that it has.
+    """Attention by `scaled_dot_product_attention`; PyTorch chooses the kernel by device, dtype and dropout.
 
-    Which one depends on device, dtype and dropout: on a CPU there is none for dropout, and PyTorch computes op by op.
+    On a CPU no kernel supports dropout, and PyTorch computes op by op.
     """
 
     def __init__(self, dropout: float) -> None:
@@ -43,7 +43,7 @@ class FusedCoreAttention(nn.Module):
 
 
 class UnfusedCoreAttention(nn.Module):
-    """Attention op by op; scores, probabilities and dropped probabilities are values of T * S each."""
+    """Attention op by op; scores, probabilities and dropped probabilities are separate values of size T * S."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -52,9 +52,9 @@ class UnfusedCoreAttention(nn.Module):
     def forward(self, q_BTHC: Tensor, k_BTKC: Tensor, v_BTKE: Tensor) -> Tensor:
         """Mix the values of positions 0..t for each position t, into [B, T, H * E]."""
         num_positions, groups = q_BTHC.shape[1], k_BTKC.shape[2]
-        # The G heads of a group stand one after the other in one matrix, so that no key or value is copied for them.
+        # The G heads of a group form one matrix, so that no key or value is copied for them.
         q_BKXC = q_BTHC.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        # One op that scales, multiplies and masks: recompute runs it again, and no unmasked scores are ever alive.
+        # One op scales, multiplies and masks: unmasked scores never exist, and recompute runs a single op.
         scores_NXS = torch.baddbmm(
             _later_positions(q_BKXC, num_positions),
             q_BKXC.flatten(0, 1),
@@ -70,19 +70,19 @@ class UnfusedCoreAttention(nn.Module):
 
 
 def _later_positions(q_BKXC: Tensor, num_positions: int) -> Tensor:
-    """[X, S] of the least number where the key stands after the query, else zero: X = G * T queries that share keys.
+    """Return [X, S] with the least finite number where the key is later than the query, else zero; X = G * T queries.
 
-    Made of ops that a plan can drop; a triangle of `torch.full` would be kept, as constants are.
+    A plan can recompute these ops; a triangle made with `torch.full` would be kept, as constants are.
     """
     position = torch.arange(num_positions, device=q_BKXC.device)
-    # In fp32, into which PyTorch turns the truth values, until the last op.
+    # In fp32 until the last op: PyTorch converts the booleans to fp32.
     least = max(torch.finfo(q_BKXC.dtype).min, torch.finfo(torch.float32).min)
     mask_TS = (position > position.unsqueeze(1)) * least
     return mask_TS.to(q_BKXC.dtype).expand(q_BKXC.shape[2] // num_positions, -1, -1).flatten(0, 1)
 
 
 def build_core_attention(config: TransformerConfig) -> FusedCoreAttention | UnfusedCoreAttention:
-    """Make the core attention that a model asks for.
+    """Return the core attention of a model.
 
     Args:
         config: the model.

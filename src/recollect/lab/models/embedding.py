@@ -1,4 +1,4 @@
-"""From token ids to the residual stream."""
+"""Map token ids to the residual stream: word embedding, learned positions, dropout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LanguageModelEmbedding"]
 
 
 class LanguageModelEmbedding(nn.Module):
-    """Word embeddings, with learned positions added to them where the model has such, then dropout.
+    """Word embeddings plus learned positions, if the model has them, then dropout.
 
     Args:
         config: the model.
@@ -34,7 +34,7 @@ class LanguageModelEmbedding(nn.Module):
         """Map token ids [B, T] to [B, T, D] in `dtype`; None: that of the weights.
 
         Raises:
-            DataError: more positions than are learned.
+            DataError: more positions than the model has learned.
         """
         x_BTD: Tensor = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
@@ -42,7 +42,7 @@ class LanguageModelEmbedding(nn.Module):
             if num_positions > self.max_positions:
                 raise DataError(
                     f"tokens: got {num_positions} positions, expected at most max_position_embeddings = "
-                    f"{self.max_positions}, because positions are learned. Shorten the sequences, or make a model with more."
+                    f"{self.max_positions}, because positions are learned. Shorten the sequences, or build a model with more."
                 )
             x_BTD = x_BTD + self.position_embeddings(torch.arange(num_positions, device=tokens.device))
         x_BTD = x_BTD.to(dtype or x_BTD.dtype)

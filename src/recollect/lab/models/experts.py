@@ -1,10 +1,10 @@
-"""Routed experts: every expert's matrix products in one, on rows that are sorted by expert. No token is dropped.
+"""Routed experts as grouped matrix products over rows sorted by expert. No token is dropped.
 
-The rows of one expert stand together, and `ends` says where each expert's rows end. So no shape depends on where the
-router sends the tokens: a step can be recorded on fake tensors, and nothing waits for the device.
+Each expert's rows are contiguous, and `ends` gives their ends. No shape depends on the routing, so a step can be recorded on
+fake tensors, and nothing waits for the device.
 
-Shape legend: E experts   S rows, one for each token and expert it goes to   D hidden_size   F width inside an expert
-    I, O channels into a product and out of it
+Shape legend: E experts   S rows, one for each token and chosen expert   D hidden_size   F width inside an expert
+    I, O input and output channels of a product
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["Experts", "GroupedLinear"]
 
 
 class GroupedLinear(nn.Module):
-    """One matrix product for each group of rows, each group with a matrix of its own.
+    """A matrix product for groups of rows, with one matrix per group.
 
-    Both ways to compute it give the same bits on a CPU. The loop has to know how many rows each group has, so it waits
-    for the device, and cannot run on fake tensors.
+    The grouped kernel and the loop give the same bits on a CPU. The loop needs the number of rows of each group, so it waits
+    for the device and cannot run on fake tensors.
 
     Args:
         num_groups: E.
@@ -33,8 +33,8 @@ class GroupedLinear(nn.Module):
         out_features: O.
         bias: whether each group has a bias, zero at first.
         init_std: standard deviation of new weights.
-        is_grouped: one grouped kernel, whose rows must start at multiples of 16 bytes; else, and in fp64, which the kernel
-            does not know, a loop over the groups.
+        is_grouped: use one grouped kernel, whose rows must start at multiples of 16 bytes, instead of a loop over the groups;
+            fp64 always uses the loop, as the kernel does not support it.
 
     Example:
         >>> linear = GroupedLinear(2, 8, 8, bias=False, init_std=0.02, is_grouped=True)
@@ -59,7 +59,7 @@ class GroupedLinear(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x_SI: Tensor, ends_E: Tensor) -> Tensor:
-        """Map [S, I] to [S, O], without the bias; group e has the rows up to `ends_E[e]` (int32) that no earlier one has."""
+        """Map [S, I] to [S, O], without the bias; group e has the rows from `ends_E[e - 1]` to `ends_E[e]` (int32)."""
         weight_EOI = self.weight.to(x_SI.dtype)
         if self.is_grouped and x_SI.dtype != torch.float64:
             return F.grouped_mm(x_SI, weight_EOI.transpose(1, 2), offs=ends_E)
@@ -69,15 +69,15 @@ class GroupedLinear(nn.Module):
         return torch.cat([F.linear(rows, weight_OI) for rows, weight_OI in groups])
 
     def bias_of(self, group_S: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the bias [S, O] of each row, given its group; None where there is none."""
+        """Return the bias [S, O] of each row, given its group; None without bias."""
         return None if self.bias is None else F.embedding(group_S, self.bias.to(dtype))
 
 
 class ExpertActivation(Activation):
-    """What stands between an expert's two products, weighted with the router's probability.
+    """Activation between an expert's two products, multiplied by the router's probability.
 
-    Weighted here, where a row is F wide, and not after the second product: its result, D wide, is then needed by nobody in
-    backward. The product with the probability is computed in fp32, as the router's numbers are.
+    Multiplied here and not after the second product, so that backward does not need that product's result. The multiplication
+    is in fp32, like the router.
     """
 
     def forward(self, x_SF: Tensor, probabilities_S: Tensor | None = None) -> Tensor:
@@ -89,10 +89,10 @@ class ExpertActivation(Activation):
 
 
 class Experts(nn.Module):
-    """MLPs, each for the rows that are sent to it.
+    """The MLPs of all experts, each applied to the rows routed to it.
 
     Args:
-        config: the model; it has experts.
+        config: a model with experts.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -114,16 +114,13 @@ class Experts(nn.Module):
         )
 
     def forward(self, x_SD: Tensor, probabilities_S: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-        """Map rows to rows, already weighted.
+        """Return `probability * expert(row)` of each row, [S, D].
 
         Args:
             x_SD: rows sorted by expert.
             probabilities_S: weight of each row's result.
             expert_S: the expert of each row.
             ends_E: where the rows of each expert end, int32.
-
-        Returns:
-            [S, D], `probability * expert(row)`.
         """
         inside_SF = self.linear_fc1(x_SD, ends_E)
         bias_SF = self.linear_fc1.bias_of(expert_S, x_SD.dtype)

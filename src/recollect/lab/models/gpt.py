@@ -1,4 +1,4 @@
-"""The decoder-only transformer of all models here, under Megatron's names.
+"""The decoder-only transformer behind all reference models, with Megatron's module names.
 
 Shape legend, used as suffixes in this folder:
     B batch   T positions   D hidden_size   V vocab_size
@@ -28,13 +28,13 @@ IGNORE_INDEX = -100
 
 
 class GPTOutput(NamedTuple):
-    """What a forward returns.
+    """Result of a forward.
 
     Attributes:
         logits: [B, T, V] in the compute dtype; None if the loss was computed in chunks.
-        loss: what to train on, an fp32 scalar; None without labels. In training mode it has the auxiliary losses of the
-            routers and the loss of multi-token prediction in it.
-        lm_loss: the mean cross entropy of the next token alone; None without labels.
+        loss: the loss to train on, an fp32 scalar; None without labels. In training mode it includes the routers' auxiliary
+            losses and the loss of multi-token prediction.
+        lm_loss: mean cross entropy of the next token alone; None without labels.
     """
 
     logits: Tensor | None
@@ -43,7 +43,7 @@ class GPTOutput(NamedTuple):
 
 
 class TransformerBlock(nn.Module):
-    """The layers, and the norm after the last one.
+    """All layers and the final norm.
 
     Args:
         config: the model.
@@ -55,24 +55,24 @@ class TransformerBlock(nn.Module):
         self.final_layernorm = build_norm(config, config.hidden_size)
 
     def forward(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, list[RouterStatistics | None]]:
-        """Return the residual stream after the last layer, normalised, and what the routers tell."""
+        """Return the normalised residual stream after the last layer, and the routers' statistics."""
         statistics = []
         for layer in self.layers:
-            x_BTD, told = layer(x_BTD, rotary)
-            statistics.append(told)
+            x_BTD, layer_statistics = layer(x_BTD, rotary)
+            statistics.append(layer_statistics)
         return self.final_layernorm(x_BTD), statistics
 
 
 class GPTModel(nn.Module):
-    """A language model: GPT, Llama, Mixtral, DeepSeek-V3, or what a configuration makes of their parts.
+    """A language model: GPT, Llama, Mixtral, DeepSeek-V3, or any combination of their parts.
 
     Args:
-        config: dimensions and parts; `recollect.lab.models.sizes` has the published ones by name.
+        config: dimensions and parts; `recollect.lab.models.sizes` has published models by name.
         compute_dtype: dtype of activations and of the weights inside matrix products; None: the dtype of the weights.
 
     Attributes:
-        loss_chunks: parts in which output matrix and loss are computed where there are labels; with more than one the
-            logits are not there as a whole, and the output has None. A plan sets it.
+        loss_chunks: number of chunks in which LM head and loss are computed if there are labels; with more than one, the output
+            has no logits. A plan sets it.
 
     Example:
         >>> from recollect.lab.models.sizes import NAMED_CONFIGS
@@ -102,15 +102,15 @@ class GPTModel(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Number of trainable parameters; a tied matrix counts once."""
+        """Number of parameters; a tied matrix counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def update_expert_bias(self) -> None:
-        """Move the biases that balance the experts' load; call it after each optimizer step. Nothing without such biases.
+        """Update the biases that balance the experts' load, if the model has any; call it after each optimizer step.
 
-        Tokens are counted in training mode, by every forward since the last call, so gradients may be accumulated.
+        Every forward in training mode since the last call counts its tokens, so gradients may be accumulated.
 
-        Limitations: counts the tokens of this process.
+        Limitations: counts only the tokens of this process.
         """
         for router in self._routers():
             router.update_expert_bias()
@@ -120,10 +120,10 @@ class GPTModel(nn.Module):
 
         Args:
             tokens: [B, T] token ids, int64.
-            labels: [B, T]; `labels[b, t]` is the token after `tokens[b, t]` (already shifted), -100 where none counts.
+            labels: [B, T]; `labels[b, t]` is the token after `tokens[b, t]` (already shifted), or -100 to ignore the position.
 
         Returns:
-            Logits [B, T, V], None with labels and more than one of `loss_chunks`; with labels, the losses in fp32.
+            Logits [B, T, V], or None with labels and `loss_chunks` above 1; with labels, the losses in fp32.
 
         Raises:
             DataError: more positions than the model has learned.
@@ -138,15 +138,15 @@ class GPTModel(nn.Module):
         if self.training and self.mtp is not None:
             mtp_loss, mtp_statistics = self._mtp_loss(self.mtp, x_BTD, tokens, labels, rotary)
             loss, statistics = loss + mtp_loss, statistics + mtp_statistics
-        for told in statistics:
-            if told is not None and told.aux_loss is not None:
-                loss = loss + told.aux_loss
+        for one in statistics:
+            if one is not None and one.aux_loss is not None:
+                loss = loss + one.aux_loss
         if self.training and torch.is_grad_enabled():
             self._count(statistics)
         return GPTOutput(logits_BTV, loss, lm_loss)
 
     def _predict(self, x_BTD: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Logits, None if the loss is computed in chunks, and the mean cross entropy."""
+        """Return the logits, or None if the loss is computed in chunks, and the mean cross entropy."""
         if self.loss_chunks > 1:
             weight = self.output_layer.weight
             return None, chunked_cross_entropy(
@@ -159,7 +159,7 @@ class GPTModel(nn.Module):
     def _mtp_loss(
         self, mtp: MultiTokenPrediction, x_BTD: Tensor, tokens: Tensor, labels: Tensor, rotary: Rotary | None
     ) -> tuple[Tensor, list[RouterStatistics | None]]:
-        """The weighted mean of the losses of all depths (arXiv 2412.19437, equation 25), and what their routers tell."""
+        """Return the weighted mean loss of all depths (arXiv 2412.19437, equation 25), and their routers' statistics."""
         depths = range(1, len(mtp.layers) + 1)
         embedded_BTD = [self.embedding(shifted(tokens, depth, fill=0), self.compute_dtype) for depth in depths]
         outputs, statistics = mtp(x_BTD, embedded_BTD, rotary)
@@ -167,7 +167,7 @@ class GPTModel(nn.Module):
         for depth, output_BTD in zip(depths, outputs, strict=True):
             targets = shifted(labels, depth, fill=IGNORE_INDEX)
             _, loss = self._predict(output_BTD, targets)
-            # The mean over no labels is nan: a sequence may have labels for the next token alone.
+            # The mean over no labels is nan; a sequence may have labels for the next token only.
             losses.append(torch.where((targets != IGNORE_INDEX).any(), loss, torch.zeros_like(loss)))
         return self.config.mtp_loss_scaling_factor * torch.stack(losses).mean(), statistics
 
@@ -175,5 +175,5 @@ class GPTModel(nn.Module):
         return [module for module in self.modules() if isinstance(module, TopKRouter)]
 
     def _count(self, statistics: list[RouterStatistics | None]) -> None:
-        for router, told in zip(self._routers(), (told for told in statistics if told is not None), strict=True):
-            router.count(told)
+        for router, one in zip(self._routers(), (one for one in statistics if one is not None), strict=True):
+            router.count(one)

@@ -1,14 +1,13 @@
-"""Weights of the reference models from Hugging Face's checkpoints, and back: a folder with `config.json` and safetensors.
+"""Load and save Hugging Face checkpoints of the reference models: a folder with `config.json` and safetensors.
 
-Tensors go one by one, so that nothing is in memory twice but the tensor that is on its way.
+Tensors are converted one by one, so that only one tensor at a time is in memory twice.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,24 +20,11 @@ from torch import Tensor
 from recollect.errors import CheckpointError, UnsupportedModelError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.models.hugging_face_deepseek_v3 import (
-    deepseek_v3_from_hugging_face,
-    deepseek_v3_rules,
-    deepseek_v3_to_hugging_face,
-)
-from recollect.lab.models.hugging_face_gpt2 import (
-    GPT2_IGNORED,
-    gpt2_from_hugging_face,
-    gpt2_rules,
-    gpt2_to_hugging_face,
-)
-from recollect.lab.models.hugging_face_llama import (
-    LLAMA_IGNORED,
-    llama_from_hugging_face,
-    llama_rules,
-    llama_to_hugging_face,
-)
-from recollect.lab.models.hugging_face_mixtral import mixtral_from_hugging_face, mixtral_rules, mixtral_to_hugging_face
+from recollect.lab.models.hugging_face_architecture import Architecture
+from recollect.lab.models.hugging_face_deepseek_v3 import DEEPSEEK_V3
+from recollect.lab.models.hugging_face_gpt2 import GPT2
+from recollect.lab.models.hugging_face_llama import LLAMA
+from recollect.lab.models.hugging_face_mixtral import MIXTRAL
 from recollect.lab.models.weight_rules import WeightRule, convert, convert_back
 
 __all__ = ["ARCHITECTURES", "load_hugging_face", "read_config", "save_hugging_face"]
@@ -47,44 +33,21 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """What there is to know about one of Hugging Face's architectures.
-
-    Attributes:
-        from_hugging_face: from the content of `config.json` to our configuration.
-        to_hugging_face: back.
-        rules: where each tensor of ours stands in their checkpoint.
-        ignored: a pattern of names of tensors that say nothing about the model.
-    """
-
-    from_hugging_face: Callable[[Mapping[str, Any]], TransformerConfig]
-    to_hugging_face: Callable[[TransformerConfig], dict[str, Any]]
-    rules: Callable[[TransformerConfig], Iterable[WeightRule]]
-    ignored: str = ""
-
-
-# By `model_type`.
-ARCHITECTURES: dict[str, Architecture] = {
-    "gpt2": Architecture(gpt2_from_hugging_face, gpt2_to_hugging_face, gpt2_rules, GPT2_IGNORED),
-    "llama": Architecture(llama_from_hugging_face, llama_to_hugging_face, llama_rules, LLAMA_IGNORED),
-    "mixtral": Architecture(mixtral_from_hugging_face, mixtral_to_hugging_face, mixtral_rules),
-    "deepseek_v3": Architecture(deepseek_v3_from_hugging_face, deepseek_v3_to_hugging_face, deepseek_v3_rules),
-}
+ARCHITECTURES = {architecture.model_type: architecture for architecture in (GPT2, LLAMA, MIXTRAL, DEEPSEEK_V3)}
 
 
 def read_config(folder: str | Path) -> tuple[str, TransformerConfig]:
     """Read the `config.json` of a checkpoint.
 
     Args:
-        folder: where it stands.
+        folder: the checkpoint.
 
     Returns:
         The `model_type`, and our configuration.
 
     Raises:
-        CheckpointError: there is none, or it is no JSON.
-        UnsupportedModelError: another architecture, or a field asks for something that no model of ours does.
+        CheckpointError: the file is missing or not JSON.
+        UnsupportedModelError: an unknown architecture, or a field asks for something that our models do not support.
     """
     path = Path(folder) / "config.json"
     try:
@@ -96,9 +59,9 @@ def read_config(folder: str | Path) -> tuple[str, TransformerConfig]:
     model_type = fields.get("model_type")
     if fields.get("quantization_config") is not None:
         raise UnsupportedModelError(
-            f"{path}: the weights are quantized (quantization_config), expected plain ones. Convert them to bf16 first."
+            f"{path}: the weights are quantized (quantization_config), expected unquantized ones. Convert them to bf16 first."
         )
-    return model_type, _architecture(model_type).from_hugging_face(fields)
+    return model_type, _architecture(model_type).read(fields)
 
 
 def load_hugging_face(folder: str | Path, *, compute_dtype: torch.dtype | None = None) -> GPTModel:
@@ -109,10 +72,10 @@ def load_hugging_face(folder: str | Path, *, compute_dtype: torch.dtype | None =
         compute_dtype: as for `GPTModel`.
 
     Returns:
-        The model; its logits are those of Hugging Face's model up to rounding.
+        The model; its logits equal those of Hugging Face's model up to rounding.
 
     Raises:
-        CheckpointError: a file or tensor is missing, damaged, of another shape, or of no part of the model.
+        CheckpointError: a file or tensor is missing, damaged, of the wrong shape, or belongs to no part of the model.
         UnsupportedModelError: see `read_config`.
 
     Example:
@@ -132,7 +95,7 @@ def load_hugging_face(folder: str | Path, *, compute_dtype: torch.dtype | None =
         for name, tensor in convert(rules, theirs):
             if state[name].shape != tensor.shape:
                 raise CheckpointError(
-                    f"checkpoint in {folder}: {name!r} is made of {list(tensor.shape)} numbers, expected "
+                    f"checkpoint in {folder}: {name!r} has shape {list(tensor.shape)}, expected "
                     f"{list(state[name].shape)} by its config.json."
                 )
             state[name].copy_(tensor)
@@ -151,10 +114,10 @@ def save_hugging_face(
 
     Args:
         model: the model.
-        model_type: theirs: a key of `ARCHITECTURES`.
-        folder: is made where there is none; what has the same names is replaced.
-        shard_bytes: no file gets larger, unless it holds one tensor only.
-        dtype: of the numbers in the files; None: that of the weights.
+        model_type: a key of `ARCHITECTURES`.
+        folder: created if missing; files of the same names are replaced.
+        shard_bytes: largest file, unless it holds a single tensor.
+        dtype: dtype in the files; None: that of the weights.
 
     Raises:
         UnsupportedModelError: their architecture cannot be this model.
@@ -168,7 +131,7 @@ def save_hugging_face(
         ['config.json', 'model.safetensors']
     """
     architecture = _architecture(model_type)
-    fields = architecture.to_hugging_face(model.config)
+    fields = architecture.write(model.config)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     fields["torch_dtype"] = str(dtype or model.output_layer.weight.dtype).removeprefix("torch.")
@@ -189,28 +152,28 @@ def save_hugging_face(
 
 
 def _without_weights(config: TransformerConfig, compute_dtype: torch.dtype | None) -> GPTModel:
-    """Make a model whose weights are yet to come: what is read need not be drawn first."""
+    """Return a model with uninitialised weights: those to be read need no random values first."""
     with torch.device("meta"):
         model = GPTModel(config, compute_dtype=compute_dtype)
     model = model.to_empty(device=torch.get_default_device())
     if config.share_embeddings_and_output_weights:
         model.output_layer.weight = model.embedding.word_embeddings.weight
     for buffer in model.buffers():
-        buffer.zero_()  # as they are in a new model; not all of them stand in a checkpoint
+        buffer.zero_()  # as in a new model; a checkpoint need not hold them
     return model
 
 
 def _check_names(
     theirs: Iterable[str], rules: list[WeightRule], config: TransformerConfig, ignored: str, folder: str | Path
 ) -> None:
-    """Refuse tensors that no part of the model takes: they would be left out without a word."""
+    """Check that every tensor belongs to the model; others would be dropped silently."""
     known = {name for rule in rules for name in rule.their_names()}
     if config.share_embeddings_and_output_weights:
-        known.add("lm_head.weight")  # some write the tied matrix twice
+        known.add("lm_head.weight")  # some checkpoints hold the tied matrix twice
     unknown = sorted(name for name in theirs if name not in known and not re.fullmatch(ignored, name))
     if unknown:
         raise CheckpointError(
-            f"checkpoint in {folder}: no part of the model takes {len(unknown)} of its tensors, such as {unknown[0]!r}; "
+            f"checkpoint in {folder}: {len(unknown)} of its tensors belong to no part of the model, such as {unknown[0]!r}; "
             "expected those of its config.json. Is one of the two from another model?"
         )
 
@@ -241,12 +204,12 @@ def _read_index(path: Path) -> dict[str, str]:
         return {str(name): str(file) for name, file in index["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise CheckpointError(
-            f'{path}: cannot be read ({problem!r}), expected {{"weight_map": {{name of a tensor: name of a file}}}}.'
+            f'{path}: cannot be read ({problem!r}), expected {{"weight_map": {{tensor name: file name}}}}.'
         ) from None
 
 
 class _Tensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, each read when it is looked up."""
+    """The tensors of a checkpoint by name, read on lookup."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,7 +1,7 @@
-"""Multi-head latent attention: keys and values of all heads are made from one small vector for each position.
+"""Multi-head latent attention: project one small vector per position up to the keys and values of all heads.
 
 Shape legend: B batch   T positions   D hidden_size   H heads   Q q_lora_rank (D without one)   L kv_lora_rank
-    C channels of a query and key head: qk_head_dim without position, then qk_pos_emb_head_dim that are turned (R)
+    C channels of a query and key head: qk_head_dim without position, then R = qk_pos_emb_head_dim rotated ones
     E channels of a value head
 """
 
@@ -20,7 +20,7 @@ __all__ = ["LatentAttention", "UpProjection"]
 
 
 class UpProjection(nn.Module):
-    """From the latent vectors to the queries, keys and values of all heads: what Megatron recomputes as `mla_up_proj`.
+    """Project latent vectors to the queries, keys and values of all heads; Megatron recomputes it as `mla_up_proj`.
 
     Args:
         config: the model.
@@ -43,8 +43,8 @@ class UpProjection(nn.Module):
         Args:
             q_BTQ: latent vectors of the queries.
             kv_BTL: latent vectors of keys and values.
-            k_BTR: the part of the keys that is turned, one for all heads.
-            rotary: how far each position is turned.
+            k_BTR: the rotated part of the keys, shared by all heads.
+            rotary: the rotation of each position.
         """
         q_BTHC = self.linear_q_up_proj(q_BTQ).unflatten(-1, (self.heads, -1))
         still_BTHC, turned_BTHR = q_BTHC.split(self.query_sizes, dim=-1)
@@ -53,23 +53,23 @@ class UpProjection(nn.Module):
             self.linear_kv_up_proj(kv_BTL).unflatten(-1, (self.heads, -1)).split(self.key_value_sizes, dim=-1)
         )
         turned_BTHR = rotate(k_BTR.unsqueeze(2), rotary).expand(-1, -1, self.heads, -1)
-        # Values of their own: as a part of the product they would keep all of it in memory.
+        # Copy the values: as views they would keep the whole product in memory.
         v_BTHE = v_BTHE.transpose(1, 2).contiguous().transpose(1, 2)
         return q_BTHC, _heads_first(still_BTHC, turned_BTHR), v_BTHE
 
 
 def _heads_first(*parts_BTHC: Tensor) -> Tensor:
-    """Join parts of heads, in memory one head after the other, as attention wants them: it saves these, and no copies."""
+    """Concatenate parts of heads, contiguous per head as attention expects, so that it saves these and no copies."""
     return torch.cat([part.transpose(1, 2) for part in parts_BTHC], dim=-1).transpose(1, 2)
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention over queries, keys and values that are projected down and up again.
+    """Causal self-attention whose queries, keys and values are projected down and up again.
 
     Only `linear_proj` may have a bias, as in Megatron.
 
     Args:
-        config: the model; it has `multi_latent_attention`.
+        config: a model with `multi_latent_attention`.
 
     References:
         DeepSeek-AI 2024, "DeepSeek-V2", arXiv 2405.04434, section 2.1, equations 9 to 19.

@@ -1,4 +1,4 @@
-"""A transformer layer, and the one place that picks its parts."""
+"""A transformer layer; chooses its attention and its MLP or experts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def _build_attention(config: TransformerConfig) -> nn.Module:
 
 
 class TransformerLayer(nn.Module):
-    """Attention and MLP, each on a normalised copy and added to the residual stream.
+    """Attention and MLP, each applied to the normalised residual stream and added to it.
 
     Args:
         config: the model.
-        layer: which one it is, from 0; those of multi-token prediction come after those of the decoder.
+        layer: number of the layer, from 0; the layers of multi-token prediction follow those of the decoder.
     """
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
@@ -38,7 +38,7 @@ class TransformerLayer(nn.Module):
         self.mlp: nn.Module = MoELayer(config) if config.is_moe_layer(layer) else MLP(config)
 
     def forward(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, RouterStatistics | None]:
-        """Return the residual stream after this layer, and what the router tells if the layer has experts."""
+        """Return the residual stream after this layer, and the router's statistics if the layer has experts."""
         x_BTD = x_BTD + self._dropped(self.self_attention(self.input_layernorm(x_BTD), rotary))
         out = self.mlp(self.pre_mlp_layernorm(x_BTD))
         out_BTD, statistics = out if isinstance(out, tuple) else (out, None)

@@ -1,8 +1,8 @@
-"""Matrix product and embedding that cast their weights to the dtype they compute in, and draw them as a model wants.
+"""Linear layer and embedding with a given initialisation, and weights cast to the compute dtype.
 
-Weights keep their own dtype; each product casts them to the dtype of its input. A model with fp32 weights and bf16
-activations therefore trains as under autocast, but without its global state and without its cache that holds all bf16
-copies until the end of forward: a copy is one more value that a plan can drop.
+Weights keep their own dtype; each product casts them to the dtype of its input. A model with fp32 weights and bf16 activations
+thus trains as under autocast, but without autocast's global state and without its cache, which holds all bf16 copies until the
+end of forward: here, a copy is one more value that a plan can recompute.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Embedding", "Linear"]
 
 
 class Linear(nn.Linear):
-    """A matrix product, with a bias or without.
+    """A matrix product with an optional bias.
 
     Args:
         in_features: channels of the input.

@@ -1,6 +1,6 @@
-"""Models as Megatron-Bridge's users configure them: set fields on a provider, then let it build the model.
+"""Model providers in the style of Megatron-Bridge: set fields on a provider, then let it build and plan the model.
 
-Only `provide`, `plan` and `apply` need PyTorch, and import it when they are called.
+Only `provide`, `plan` and `apply` import PyTorch.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _PARALLEL = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
     *("context_parallel_size", "expert_tensor_parallel_size"),
 )
-# Of the provider itself, with Megatron-Bridge's defaults but for the padding of the vocabulary (128 there).
+# Fields of the provider itself, with Megatron-Bridge's defaults except for the padding of the vocabulary (128 there).
 _OWN: dict[str, Any] = {"seq_length": 1024, "make_vocab_size_divisible_by": 1, "bf16": False, "fp16": False}
 _OWN |= {"context_parallel_size": 1, "expert_tensor_parallel_size": 1}
-# Choices among kernels and dtypes, which configurations of Megatron-Bridge set; PyTorch's kernels are used either way.
+# Kernels and dtypes that configurations of Megatron-Bridge choose; here PyTorch's kernels are used in any case.
 _WITHOUT_EFFECT = (
     *(
         "masked_softmax_fusion",
@@ -62,18 +62,18 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
 class GPTModelProvider:
-    """A model, what to recompute in it, and the rest of the setting, under the field names of Megatron-Bridge.
+    """A model, its recompute settings and its training setting, with the field names of Megatron-Bridge.
 
     Fields are those of `TransformerConfig`, `RecomputeConfig` and `TrainingSetting`, and `seq_length`,
-    `make_vocab_size_divisible_by` and `bf16`. They can be set one by one, in any order; what fits together is checked by
-    `finalize`, which `provide` and `plan` call. A name that there is not is an error at once, where Megatron-Bridge would
-    take a misspelt setting and ignore it. A subclass sets defaults as attributes of its class.
+    `make_vocab_size_divisible_by` and `bf16`. Set them in any order; `finalize`, which `provide` and `plan` call, checks that
+    they fit together. Unknown fields raise, where Megatron-Bridge would silently ignore a misspelt one. Subclasses set defaults
+    as class attributes.
 
     Args:
         **settings: fields and their values.
 
     Raises:
-        AttributeError: a field that there is not.
+        AttributeError: an unknown field.
 
     Example:
         >>> import torch
@@ -104,7 +104,7 @@ class GPTModelProvider:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in vars(self):
             near = difflib.get_close_matches(name, vars(self), n=1)
-            hint = f"Did you mean {near[0]}?" if near else "docs/megatron_flags.md names them."
+            hint = f"Did you mean {near[0]}?" if near else "docs/megatron_flags.md lists them."
             raise AttributeError(
                 f"{type(self).__name__}.{name}: got {value!r}, but there is no such field. {hint}", name=name, obj=self
             )
@@ -113,7 +113,7 @@ class GPTModelProvider:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Fields are made in `__init__`, out of three dataclasses."""
+            """Return a field; `__init__` sets them from three dataclasses."""
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and vars(other) == vars(self)
@@ -128,8 +128,8 @@ class GPTModelProvider:
         """Return the model's configuration.
 
         Raises:
-            ConfigError: a dimension that was not set.
-            ValueError: fields that do not fit together.
+            ConfigError: a required dimension is not set.
+            ValueError: fields clash.
         """
         missing = [name for name in _REQUIRED if getattr(self, name) is None]
         if missing:
@@ -139,35 +139,35 @@ class GPTModelProvider:
         values = {name: getattr(self, name) for name in _names(TransformerConfig)}
         step = self.make_vocab_size_divisible_by
         values["vocab_size"] = -(-self.vocab_size // step) * step
-        # Megatron has a function here; its name is the one that counts.
+        # Megatron's field holds a function; use its name.
         values["activation_func"] = getattr(self.activation_func, "__name__", self.activation_func)
         if values["activation_func"] == "fast_gelu":
             values["activation_func"] = "gelu_tanh"
         return TransformerConfig(**values)
 
     def recompute_config(self) -> RecomputeConfig:
-        """Return what is recomputed and offloaded.
+        """Return the settings for recompute and offload.
 
         Raises:
-            ConfigError: settings that clash.
+            ConfigError: settings clash.
         """
         return RecomputeConfig(**{name: getattr(self, name) for name in _names(RecomputeConfig)})
 
     def training_setting(self) -> TrainingSetting:
-        """Return what the rules for recompute look at besides.
+        """Return the other settings that the rules for recompute depend on.
 
         Raises:
-            ConfigError: a value that a setting cannot have.
+            ConfigError: a setting has an invalid value.
         """
         return TrainingSetting(**{name: getattr(self, name) for name in _names(TrainingSetting)})
 
     def finalize(self) -> None:
-        """Check all fields together; changing them afterwards is allowed, and they are checked again.
+        """Check all fields together; they may still be changed afterwards, and are then checked again.
 
         Raises:
-            ConfigError: fields that clash, or a dimension that was not set.
-            ValueError: dimensions that do not fit together.
-            NotYetError: a field asks for what recollect cannot do yet.
+            ConfigError: fields clash, or a required dimension is not set.
+            ValueError: dimensions clash.
+            NotYetError: a field asks for something recollect cannot do yet.
         """
         config = self.transformer_config()
         if config.position_embedding_type == "learned_absolute" and self.seq_length > config.max_position_embeddings:
@@ -177,21 +177,19 @@ class GPTModelProvider:
                 advice="Lower seq_length or raise max_position_embeddings.",
             )
         if self.fp16:
-            raise NotYetError(settings={"fp16": True}, needs="scaling of losses", advice="Set bf16 instead.")
+            raise NotYetError(settings={"fp16": True}, needs="loss scaling", advice="Set bf16 instead.")
         ignored = [name for name in _WITHOUT_EFFECT if getattr(self, name) is not None]
         if ignored:
-            warnings.warn(
-                f"without effect here: {', '.join(ignored)}; kernels are PyTorch's.", ConfigWarning, stacklevel=2
-            )
+            warnings.warn(f"without effect here: {', '.join(ignored)}; kernels are PyTorch's.", ConfigWarning, stacklevel=2)
         recompute, setting = self.recompute_config(), self.training_setting()
         recompute.check(setting)
         refuse_not_yet(recompute, setting)
 
     def provide(self) -> GPTModel:
-        """Build the model on the current default device, with fp32 weights and, with `bf16`, activations in bf16.
+        """Build the model on the default device, with fp32 weights, and bf16 activations if `bf16` is set.
 
         Raises:
-            NotYetError: more than one device, or see `finalize`.
+            NotYetError: the model needs more than one device, or see `finalize`.
             ConfigError, ValueError: see `finalize`.
         """
         import torch
@@ -207,19 +205,19 @@ class GPTModelProvider:
     def plan(
         self, model: nn.Module, batch: Any, *, budget: int | str | None = None, optimizer: Optimizer | None = None
     ) -> Plan:
-        """Record one step and return what is kept and recomputed in it.
+        """Record one step and return its plan: by the provider's recompute settings, or by a memory budget.
 
         Args:
-            model: what `provide` returned, on any device.
+            model: the model from `provide`, on any device.
             batch: one micro-batch, as for `recollect.record`.
-            budget: bound on the peak of the step, which then chooses, instead of the provider's settings.
+            budget: bound on the peak of the step, instead of the provider's recompute settings.
             optimizer: counted in the predicted peak.
 
         Returns:
             The plan, with its predicted peak and slowdown.
 
         Raises:
-            ConfigError: settings that clash, with each other or with a budget; or see `finalize`.
+            ConfigError: settings clash, with each other or with a budget; or see `finalize`.
             BudgetTooSmallError: no plan fits the budget.
         """
         import recollect
@@ -229,8 +227,8 @@ class GPTModelProvider:
         if budget is not None and recompute.changed():
             raise ConfigError(
                 settings={"budget": budget, **recompute.changed()},
-                reason="a budget chooses what to recompute by itself, expected one of them",
-                advice="Leave out the budget, or set recompute_granularity and the like back to None.",
+                reason="a budget already decides what to recompute, expected one of them",
+                advice="Remove the budget, or set recompute_granularity and the like back to None.",
             )
         profile = recollect.record(model, batch, optimizer=optimizer)
         if budget is not None:
@@ -240,7 +238,7 @@ class GPTModelProvider:
     def apply(
         self, model: nn.Module, batch: Any, *, budget: int | str | None = None, optimizer: Optimizer | None = None
     ) -> Applied:
-        """Make the plan and have the model follow it from the next forward on.
+        """Make the plan, as `plan` does, and apply it to the model from the next forward on.
 
         Args:
             model: as for `plan`.
@@ -249,7 +247,7 @@ class GPTModelProvider:
             optimizer: as for `plan`.
 
         Returns:
-            A handle that takes the plan off again; also a context manager.
+            A handle that removes the plan; also a context manager.
 
         Raises:
             ConfigError, BudgetTooSmallError: see `plan`.
@@ -276,7 +274,7 @@ class GPTModelProvider:
 
 
 class LlamaModelProvider(GPTModelProvider):
-    """A Llama whose dimensions are to be set."""
+    """A Llama; set its dimensions."""
 
     normalization = "RMSNorm"
     activation_func = "silu"

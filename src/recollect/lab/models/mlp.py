@@ -1,6 +1,6 @@
-"""The feed-forward part of a layer, and its activation.
+"""The MLP of a layer, and its activation.
 
-Shape legend: F width inside, 2F where a gate stands before it
+Shape legend: F width inside, 2F before a gated activation
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Activation(nn.Module):
-    """What stands between the two products of an MLP or an expert: f(x), or with a gate f(first half) * second half.
+    """Activation of an MLP or an expert: f(x), or with a gate f(first half) * second half.
 
     Args:
         config: the model.
@@ -45,7 +45,7 @@ class Activation(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two products with an activation between them, for each position on its own.
+    """Two matrix products with an activation between them, applied to each position.
 
     Args:
         config: the model.

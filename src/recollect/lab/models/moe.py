@@ -1,7 +1,7 @@
-"""A mixture of experts in the place of an MLP: router, routed experts, and an expert that every token passes.
+"""A mixture of experts in place of an MLP: router, routed experts, and a shared expert.
 
-Shape legend: B batch   T positions   D hidden_size   N = B * T tokens   E experts   J experts that a token goes to
-    S = N * J rows, one for each token and expert it goes to
+Shape legend: B batch   T positions   D hidden_size   N = B * T tokens   E experts   J experts per token
+    S = N * J rows, one for each token and chosen expert
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["MoELayer"]
 
 
 class MoELayer(nn.Module):
-    """Each token goes through `moe_router_topk` experts; their results are weighted and added up. No token is dropped.
+    """Send each token through `moe_router_topk` experts and return the weighted sum. No token is dropped.
 
-    Rows are gathered both ways, never added up at random places, so that a GPU gives the same bits every time.
+    Rows are gathered in both directions, never scattered with atomic additions, so that a GPU gives the same bits every time.
 
     Args:
-        config: the model; it has experts.
+        config: a model with experts.
 
     Example:
         >>> from recollect.lab.models.sizes import NAMED_CONFIGS
@@ -41,13 +41,10 @@ class MoELayer(nn.Module):
             self.shared_experts = MLP(config, config.moe_shared_expert_intermediate_size)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, RouterStatistics]:
-        """Map each position on its own.
+        """Return the output for the residual stream, and the router's statistics.
 
         Args:
             x_BTD: the normalised residual stream.
-
-        Returns:
-            What is added to the residual stream, and what the router tells.
         """
         routing: Routing = self.router(x_BTD)
         out_BTD = self._routed(x_BTD.flatten(0, 1), routing).view_as(x_BTD)
@@ -61,7 +58,7 @@ class MoELayer(nn.Module):
         ends_E = routing.statistics.tokens_per_expert.cumsum(0, dtype=torch.int32)
         rows_SD = x_ND[order_S // num_choices]
         rows_SD = self.experts(rows_SD, routing.probabilities_NJ.flatten()[order_S], expert_S, ends_E)
-        # Where each choice's row went: the inverse of a permutation is its argsort.
+        # Undo the sort: the inverse of a permutation is its argsort.
         rows_SD = rows_SD[order_S.argsort()]
         out_ND: Tensor = rows_SD.unflatten(0, (-1, num_choices)).sum(dim=1)
         return out_ND

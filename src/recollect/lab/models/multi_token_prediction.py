@@ -1,4 +1,4 @@
-"""Multi-token prediction: further layers that predict the tokens after the next one, for training only.
+"""Multi-token prediction: extra layers that predict the tokens after the next one, in training only.
 
 Shape legend: B batch   T positions   D hidden_size
 """
@@ -21,7 +21,7 @@ __all__ = ["MultiTokenPrediction", "shifted"]
 
 
 def shifted(tokens_BT: Tensor, places: int, fill: int) -> Tensor:
-    """Move every sequence to the left by `places`, and put `fill` where it ends.
+    """Shift every sequence left by `places`, and append `fill`.
 
     Example:
         >>> shifted(torch.tensor([[1, 2, 3]]), 1, fill=0)
@@ -31,7 +31,7 @@ def shifted(tokens_BT: Tensor, places: int, fill: int) -> Tensor:
 
 
 class MultiTokenPredictionLayer(nn.Module):
-    """One depth: joins what is known of position t with the token k places after it, and runs a layer over that.
+    """One depth: combine the state of position t with the token k places later, and apply a layer.
 
     Args:
         config: the model.
@@ -50,23 +50,22 @@ class MultiTokenPredictionLayer(nn.Module):
     def forward(
         self, x_BTD: Tensor, embedded_BTD: Tensor, rotary: Rotary | None
     ) -> tuple[Tensor, RouterStatistics | None]:
-        """Return what the output layer and the next depth go on from, and what the router tells."""
+        """Return the input of the LM head and the next depth, and the router's statistics."""
         both = torch.cat((self.enorm(embedded_BTD), self.hnorm(x_BTD)), dim=-1)
         x_BTD, statistics = self.transformer_layer(self.eh_proj(both), rotary)
         return self.final_layernorm(x_BTD), statistics
 
 
 class MultiTokenPrediction(nn.Module):
-    """Depths 1 to `mtp_num_layers`, each going on from the one before; embedding and output layer are those of the model.
+    """Depths 1 to `mtp_num_layers`, each building on the previous one, with the embedding and LM head of the model.
 
-    The tokens that a depth would need beyond the end of a sequence are none: its last positions compute something, and no
-    loss counts it.
+    The last positions of a sequence lack the tokens that a depth needs; their outputs are computed but excluded from the loss.
 
     Args:
-        config: the model; it has `mtp_num_layers`.
+        config: a model with `mtp_num_layers`.
 
     References:
-        DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437, section 2.2, equations 21 to 25. The embedding stands first in the
+        DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437, section 2.2, equations 21 to 25. The embedding comes first in the
         concatenation and the residual stream is normalised once more before it, as in the released weights and in Megatron.
     """
 
@@ -81,16 +80,16 @@ class MultiTokenPrediction(nn.Module):
         """Run every depth.
 
         Args:
-            x_BTD: what the decoder returned, normalised.
-            embedded_BTD: for depth k from 1, the embeddings of the tokens k places on.
-            rotary: how far each position is turned.
+            x_BTD: the normalised output of the decoder.
+            embedded_BTD: for each depth k from 1, the embeddings of the tokens k places later.
+            rotary: the rotation of each position.
 
         Returns:
-            For each depth what the output layer goes on from, [B, T, D], and what its router tells.
+            For each depth the input of the LM head, [B, T, D], and its router's statistics.
         """
         outputs, statistics = [], []
         for layer, embedded in zip(self.layers, embedded_BTD, strict=True):
-            x_BTD, told = layer(x_BTD, embedded, rotary)
+            x_BTD, layer_statistics = layer(x_BTD, embedded, rotary)
             outputs.append(x_BTD)
-            statistics.append(told)
+            statistics.append(layer_statistics)
         return outputs, statistics

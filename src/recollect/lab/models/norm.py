@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, computed in the dtype of their input, in fp32 inside."""
+"""LayerNorm and RMSNorm in the dtype of their input, with fp32 arithmetic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Norm to mean zero and variance one, then a scale and a shift."""
+    """Normalise to mean 0 and variance 1, then scale and shift."""
 
     def __init__(self, channels: int, epsilon: float) -> None:
         super().__init__()
@@ -39,14 +39,6 @@ class LayerNorm(nn.Module):
 
 
 def build_norm(config: TransformerConfig, channels: int) -> LayerNorm | RMSNorm:
-    """Make the kind of norm that a model has.
-
-    Args:
-        config: the model.
-        channels: size of the dimension that is normalised.
-
-    Returns:
-        The norm, as the identity but for the normalisation.
-    """
+    """Return a new norm of the model's kind over so many channels, with scale 1 and shift 0."""
     kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
     return kind(channels, config.layernorm_epsilon)

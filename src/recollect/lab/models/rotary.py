@@ -1,6 +1,6 @@
-"""Rotary positions (Su et al. 2021, arXiv 2104.09864): channel pairs of queries and keys are turned by their position.
+"""Rotary positions (Su et al. 2021, arXiv 2104.09864): rotate pairs of query and key channels by their position.
 
-Shape legend: B batch   T positions   H heads   C channels that are turned
+Shape legend: B batch   T positions   H heads   C rotated channels
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["Rotary", "RotaryEmbedding", "rotate"]
 
 
 class Rotary(NamedTuple):
-    """How far each position is turned, shared by all layers of a forward.
+    """The rotation of each position, shared by all layers of a forward.
 
     Attributes:
-        cos_T1C: [T, 1, C], each angle twice, in the layout of the channels.
-        sin_T1C: the same for the sine.
+        cos_T1C: cosines, [T, 1, C], each angle twice, in the layout of the channels.
+        sin_T1C: sines, likewise.
         is_interleaved: whether channels 2i and 2i + 1 are a pair, instead of i and i + C / 2.
     """
 
@@ -30,7 +30,7 @@ class Rotary(NamedTuple):
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of the rotary positions, computed once a forward."""
+    """Cosines and sines of the rotary positions, computed once per forward."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class RotaryEmbedding(nn.Module):
         self.is_interleaved = config.rotary_interleaved
 
     def forward(self, x_BTD: Tensor) -> Rotary:
-        """Return the angles of all positions of `x_BTD`, in its dtype and on its device."""
-        # Derived each time: `model.bfloat16()` would cast a buffer too, and bf16 cannot tell large angles apart.
+        """Return the rotation of all positions of `x_BTD`, in its dtype and on its device."""
+        # Computed each time: `model.bfloat16()` would cast a buffer, and bf16 cannot tell large angles apart.
         channel = torch.arange(0, self.channels, 2, device=x_BTD.device, dtype=torch.float32)
         position = torch.arange(x_BTD.shape[1], device=x_BTD.device, dtype=torch.float32)
         angle = torch.outer(position, self.base ** (-channel / self.channels))
@@ -50,7 +50,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x_BTHC: Tensor, rotary: Rotary) -> Tensor:
-    """Turn each pair of channels of `x_BTHC` by the angle of its position."""
+    """Rotate each pair of channels of `x_BTHC` by the angle of its position."""
     if rotary.is_interleaved:
         even, odd = x_BTHC.unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((-odd, even), dim=-1).flatten(-2)

@@ -1,8 +1,8 @@
-"""Which experts a token goes to, with which weights, and what keeps their load even.
+"""Route tokens to experts: choose the experts, weight their outputs, balance their load.
 
-A choice is made once: `topk` is always kept by a plan, so that backward sees the experts that forward chose.
+Plans always keep the result of `topk`, so that backward sees the experts that forward chose.
 
-Shape legend: B batch   T positions   N = B * T tokens   E experts   J experts that a token goes to   G groups of experts
+Shape legend: B batch   T positions   N = B * T tokens   E experts   J experts per token   G groups of experts
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from recollect.lab.models.config import TransformerConfig
 
 __all__ = ["RouterStatistics", "Routing", "TopKRouter"]
 
-# Keeps the division of sigmoids by their sum finite where all of them are 0.
+# Keeps sigmoids divided by their sum finite if all of them are 0.
 _LEAST_SUM = 1e-20
 
 
 class RouterStatistics(NamedTuple):
-    """What a layer's router tells about one forward.
+    """Statistics of a layer's router in one forward.
 
-    They are returned, not stored, so that a layer may run again, or several times before a backward.
+    Returned, not stored, so that a layer may run again, or several times before a backward.
 
     Attributes:
-        tokens_per_expert: [E], how many tokens went to each expert, int64.
-        aux_loss: what unevenness costs, weighted, an fp32 scalar; None where there is no such loss, or no training.
+        tokens_per_expert: [E], number of tokens sent to each expert, int64.
+        aux_loss: weighted load-balancing loss, an fp32 scalar; None without such a loss or outside of training.
     """
 
     tokens_per_expert: Tensor
@@ -41,7 +41,7 @@ class Routing(NamedTuple):
 
     Attributes:
         experts_NJ: the chosen experts, int64.
-        probabilities_NJ: weights of their results, fp32.
+        probabilities_NJ: weights of their outputs, fp32.
         statistics: see `RouterStatistics`.
     """
 
@@ -51,23 +51,23 @@ class Routing(NamedTuple):
 
 
 class TopKRouter(nn.Module):
-    """Scores all experts for a token and chooses the best ones.
+    """Score all experts for each token and choose the best ones.
 
     With "softmax" the weights are a softmax over the chosen experts' logits, or with `moe_router_pre_softmax` the chosen part
     of a softmax over all. With "sigmoid" they are the chosen sigmoids divided by their sum. `moe_router_num_groups` limits the
     choice to the groups whose best experts have the largest sum of scores.
 
     Args:
-        config: the model; it has experts.
+        config: a model with experts.
 
     Attributes:
-        expert_bias: [E], fp32 whatever the model is cast to; added to the scores when experts are chosen, not to their weights.
-            None without `moe_router_enable_expert_bias`.
+        expert_bias: [E], fp32 even if the model is cast; added to the scores to choose experts, but not to their weights. None
+            without `moe_router_enable_expert_bias`.
         tokens_per_expert: [E], int64; tokens counted since the last `update_expert_bias`. None without a bias.
 
     References:
         Fedus et al. 2021, "Switch Transformers", arXiv 2101.03961, equations 4 to 6: the auxiliary loss, here divided by J, so
-            that it is 1 where the load is even.
+            that it is 1 for an even load.
         DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437, section 2.1.2: sigmoids, groups, bias (equation 16) and the loss
             for each sequence (equations 17 to 20).
     """
@@ -88,7 +88,7 @@ class TopKRouter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new weights; no bias, nothing counted."""
+        """Draw new weights; reset biases and counts to zero."""
         nn.init.normal_(self.weight, std=self.config.init_method_std)
         for buffer in self.buffers():
             nn.init.zeros_(buffer)
@@ -116,15 +116,15 @@ class TopKRouter(nn.Module):
         return Routing(experts_NJ, probabilities_NJ, RouterStatistics(tokens_per_expert, aux_loss))
 
     def count(self, statistics: RouterStatistics) -> None:
-        """Add the tokens of a forward to those that the next `update_expert_bias` goes by."""
+        """Count the tokens of a forward for the next `update_expert_bias`."""
         if self.tokens_per_expert is not None:
             self.tokens_per_expert += statistics.tokens_per_expert
 
     @torch.no_grad()
     def update_expert_bias(self) -> None:
-        """Raise the bias of each expert that got fewer tokens than the mean, lower that of the others; count from zero again.
+        """Raise the bias of experts with fewer tokens than the mean, lower the others, and reset the counts.
 
-        Call it after each optimizer step, however many forwards that had.
+        Call it once after each optimizer step, however many forwards the step had.
         """
         if self.expert_bias is None or self.tokens_per_expert is None:
             return
@@ -138,7 +138,7 @@ class TopKRouter(nn.Module):
         return F.linear(x_ND, self.weight.to(x_ND.dtype))
 
     def _choose(self, scores_NE: Tensor) -> Tensor:
-        """The chosen experts [N, J]; no gradient flows through a choice."""
+        """Return the chosen experts [N, J]; no gradient flows through the choice."""
         scores_NE = scores_NE.detach()
         if self.expert_bias is not None:
             scores_NE = scores_NE + self.expert_bias
@@ -147,7 +147,7 @@ class TopKRouter(nn.Module):
         return scores_NE.topk(self.config.moe_router_topk, dim=-1).indices
 
     def _is_out_of_reach(self, scores_NE: Tensor) -> Tensor:
-        """Where an expert is in none of the groups that the token may choose from."""
+        """Return whether an expert is outside of the groups that a token may choose from, [N, E]."""
         groups, reach = self.config.moe_router_num_groups or 1, self.config.moe_router_group_topk or 1
         scores_NGE = scores_NE.unflatten(-1, (groups, -1))
         best = max(1, self.config.moe_router_topk // reach)
@@ -162,13 +162,13 @@ class TopKRouter(nn.Module):
         return torch.zeros(shape, dtype=torch.bool, device=experts_NJ.device).scatter(1, experts_NJ, True)
 
     def _aux_loss(self, scores_BTE: Tensor, experts_NJ: Tensor) -> Tensor | None:
-        """E * sum over experts of (share of choices) * (mean score), over all tokens or over each sequence, then weighted."""
+        """Return E * sum over experts of (share of choices) * (mean score), weighted, over all tokens or per sequence."""
         kind, weight = self.config.moe_router_load_balancing_type, self.config.moe_aux_loss_coeff
         if kind == "none" or not weight or not self.training or not torch.is_grad_enabled():
             return None
         topk = self.config.moe_router_topk
         if self.expert_bias is not None or self.config.moe_router_num_groups is not None:
-            # The loss goes by what the scores alone would choose.
+            # The loss counts what the scores alone would choose.
             experts_NJ = scores_BTE.detach().flatten(0, 1).topk(topk, dim=-1).indices
         is_chosen_BTE = self._is_chosen(experts_NJ).unflatten(0, scores_BTE.shape[:2])
         if kind == "aux_loss":
@@ -178,7 +178,7 @@ class TopKRouter(nn.Module):
         return loss
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        """Keep the bias in fp32 under `.bfloat16()` and its kin: its steps would be lost beside it."""
+        """Keep the bias in fp32 under `.bfloat16()` and the like, where its small updates would be rounded away."""
         before = self.expert_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         after = self.expert_bias

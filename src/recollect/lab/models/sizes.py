@@ -1,4 +1,4 @@
-"""Transformers by name: those that are published, and small ones that train here. Imports no torch: `--help` must be quick."""
+"""Named model sizes: published ones, and small ones that train on a CPU. Imports no torch: `--help` must be quick."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _gpt(layers: int, hidden: int, heads: int, **fields: Any) -> TransformerConf
     return gpt_config(**{**sizes, **fields})
 
 
-# What is published, with its source. A sequence length is not part of a size, except where it is the point of one.
+# Published models, with their sources. The sequence length is part of a size only for "7b-32k".
 _PUBLISHED: dict[str, TransformerConfig] = {
     "160m": _llama(12, 768, 3072, 12, 12),  # JackFram/llama-160m
     "1b": _llama(22, 2048, 5632, 32, 4),  # TinyLlama-1.1B
@@ -68,7 +68,7 @@ _PUBLISHED: dict[str, TransformerConfig] = {
     ),
 }
 
-# Ours: bytes as tokens, small enough for tests and for two CPU cores.
+# Our own: bytes as tokens, small enough for tests and for two CPU cores.
 _SMALL: dict[str, TransformerConfig] = {
     "demo": _llama(8, 256, 704, 4, 2, vocab_size=256),
     "tiny": _llama(2, 64, 192, 4, 2, vocab_size=256),

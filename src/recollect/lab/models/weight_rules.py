@@ -1,7 +1,6 @@
-"""How the tensors of one checkpoint are made from those of another: the same numbers under other names, cut and stacked.
+"""Rules that convert tensors between two checkpoint formats: renamed, split, stacked or transposed, never changed.
 
-A rule makes one tensor of ours. It reads only what it needs, when it is asked to, so that a model may be larger than memory
-as long as one of its tensors is not.
+Each rule makes one of our tensors and reads only what it needs, so a checkpoint may be larger than memory.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ __all__ = ["Layout", "WeightRule", "convert", "convert_back", "rename"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way in which a checkpoint holds a tensor of ours.
+    """One way a checkpoint may hold one of our tensors.
 
     Attributes:
-        parts: names of the tensors that follow one another along its rows; with `num_experts`, of each expert's, with "{}" for
-            its number.
-        num_experts: of how many such tensors ours is a stack; 0: it is no stack.
+        parts: names of the tensors whose rows, concatenated, give ours; with `num_experts`, "{}" stands for the expert.
+        num_experts: how many such tensors ours stacks; 0: it is no stack.
         is_transposed: their columns are our rows.
     """
 
@@ -41,13 +39,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """Where one tensor of ours stands in a checkpoint.
+    """How a checkpoint holds one of our tensors.
 
     Attributes:
         ours: its name here.
-        layouts: ways to hold it; all are read, the first is written.
-        rows: rows of each part; () where there is one.
-        is_extra: the checkpoint holds it a second time; it is written, and not read.
+        layouts: all can be read, the first is written.
+        rows: rows of each part; () if there is only one.
+        is_extra: a second copy in the checkpoint: written, but not read.
 
     Example:
         >>> rule = WeightRule("fc1.weight", (Layout(("gate", "up")),), rows=(2, 1))
@@ -63,25 +61,22 @@ class WeightRule:
     is_extra: bool = False
 
     def read(self, theirs: Mapping[str, Tensor]) -> Tensor:
-        """Make our tensor.
+        """Return our tensor, or theirs itself if nothing has to change.
 
         Args:
-            theirs: the checkpoint; only looked up, so it may read a file.
-
-        Returns:
-            The tensor; theirs itself where it is the same.
+            theirs: the checkpoint; lookups may read files.
 
         Raises:
-            CheckpointError: the checkpoint has it in none of the known layouts.
+            CheckpointError: the checkpoint has the tensor in none of the known layouts.
         """
         for layout in self.layouts:
             if layout.names()[0][0] in theirs:
-                experts = [self._joined([_found(theirs, name) for name in names]) for names in layout.names()]
+                experts = [_joined([_found(theirs, name) for name in names]) for names in layout.names()]
                 found = torch.stack(experts) if layout.num_experts else experts[0]
                 return found.mT if layout.is_transposed else found
         known = " or ".join(repr(layout.names()[0][0]) for layout in self.layouts)
         raise CheckpointError(
-            f"checkpoint: has no {known}, expected it for {self.ours!r}. Is it of another architecture?"
+            f"checkpoint: has no {known}, expected it for {self.ours!r}. Is it from another architecture?"
         )
 
     def write(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -100,18 +95,19 @@ class WeightRule:
             for names in layout.names():
                 yield from names
 
-    def _joined(self, parts: list[Tensor]) -> Tensor:
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _found(theirs: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in theirs:
-        raise CheckpointError(f"checkpoint: has no {name!r}, expected it beside others of its kind. Is it complete?")
+        raise CheckpointError(f"checkpoint: has no {name!r}, expected it beside the related tensors. Is it complete?")
     return theirs[name]
 
 
 def rename(ours: str, *theirs: str, is_extra: bool = False) -> WeightRule:
-    """Describe a tensor that has only another name; several: checkpoints differ, and the first one is written.
+    """Return the rule of a tensor that is only renamed; of several names all can be read, the first is written.
 
     Example:
         >>> rename("output_layer.weight", "lm_head.weight").ours
@@ -121,14 +117,11 @@ def rename(ours: str, *theirs: str, is_extra: bool = False) -> WeightRule:
 
 
 def convert(rules: Iterable[WeightRule], theirs: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of ours that a checkpoint of theirs holds, one by one.
+    """Yield our tensors from their checkpoint one by one, with our names.
 
     Args:
-        rules: of the architecture.
-        theirs: their tensors by name; only looked up.
-
-    Yields:
-        Name and tensor.
+        rules: the rules of the architecture.
+        theirs: their tensors by name; lookups may read files.
 
     Raises:
         CheckpointError: a tensor is missing.
@@ -143,14 +136,11 @@ def convert(rules: Iterable[WeightRule], theirs: Mapping[str, Tensor]) -> Iterat
 
 
 def convert_back(rules: Iterable[WeightRule], ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a checkpoint of theirs, one by one.
+    """Yield the tensors of their checkpoint one by one, with their names, as views of ours.
 
     Args:
-        rules: of the architecture.
-        ours: the state of a model of ours.
-
-    Yields:
-        Name and tensor, a view of ours.
+        rules: the rules of the architecture.
+        ours: the state of our model.
 
     Example:
         >>> dict(convert_back([rename("a", "b")], {"a": torch.tensor(1)}))

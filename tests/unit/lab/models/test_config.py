@@ -109,7 +109,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_query_groups": 3}, "num_query_groups: got 3, expected a divisor of num_attention_heads = 4."),
     (
         {"position_embedding_type": "rope", "kv_channels": 15},
-        "kv_channels: got 15, expected an even number, because rotary positions turn pairs of channels",
+        "kv_channels: got 15, expected an even number, because rotary positions rotate pairs of channels",
     ),
     (
         {"multi_latent_attention": True, "num_query_groups": 2},
@@ -121,7 +121,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"moe_shared_expert_intermediate_size": 64},
-        "moe_shared_expert_intermediate_size: got 64, expected None where num_moe_experts is None",
+        "moe_shared_expert_intermediate_size: got 64, expected None if num_moe_experts is None",
     ),
     ({"num_moe_experts": 4, "moe_router_topk": 5}, "moe_router_topk: got 5, expected at most num_moe_experts = 4."),
     (

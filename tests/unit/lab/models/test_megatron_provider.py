@@ -70,7 +70,7 @@ def test_a_budget_instead() -> None:
     assert cfg.plan(model, batch(), budget="90%").budget_bytes is not None
     cfg.recompute_granularity = "selective"
     with pytest.raises(
-        ConfigError, match=r"got budget='90%', recompute_granularity='selective': a budget chooses what"
+        ConfigError, match=r"got budget='90%', recompute_granularity='selective': a budget already decides what"
     ):
         cfg.plan(model, batch(), budget="90%")
 
@@ -132,7 +132,7 @@ def test_a_misspelt_field_is_an_error_at_once() -> None:
         AttributeError, match=r"recompute_granularty: got 'full', but there is no .* Did you mean recompute_gr"
     ):
         small().recompute_granularty = "full"
-    with pytest.raises(AttributeError, match=r"GPTModelProvider\.wings: got 2, .* docs/megatron_flags\.md names them"):
+    with pytest.raises(AttributeError, match=r"GPTModelProvider\.wings: got 2, .* docs/megatron_flags\.md lists them"):
         GPTModelProvider(wings=2)
 
 
@@ -151,7 +151,7 @@ def test_a_misspelt_field_is_an_error_at_once() -> None:
         ),
         ({"recompute_granularity": "full"}, ConfigError, "full recompute needs a method"),
         ({"num_attention_heads": 5}, ValueError, r"TransformerConfig\.hidden_size: got 64, expected a multiple of"),
-        ({"fp16": True}, NotYetError, "fp16=True: not yet: scaling of losses. Set bf16 instead"),
+        ({"fp16": True}, NotYetError, "fp16=True: not yet: loss scaling. Set bf16 instead"),
         ({"fp8": "hybrid"}, NotYetError, "fp8='hybrid'.*not yet"),
         (
             {"tensor_model_parallel_size": 2},

@@ -1,0 +1,165 @@
+"""What differs between Hugging Face's architectures, in one record each, and how `config.json` is read and written by it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from recollect.errors import UnsupportedModelError
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.weight_rules import WeightRule
+
+__all__ = ["DECODER_DEFAULTS", "DECODER_FIELDS", "Architecture", "require"]
+
+# The fields that Llama and its successors share: their name by ours.
+DECODER_FIELDS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "layernorm_epsilon": "rms_norm_eps",
+    "attention_dropout": "attention_dropout",
+    "init_method_std": "initializer_range",
+    "share_embeddings_and_output_weights": "tie_word_embeddings",
+}
+DECODER_DEFAULTS = {"attention_dropout": 0.0, "initializer_range": 0.02, "tie_word_embeddings": False}
+
+# How a model is trained, not what it computes: `config.json` has no such fields.
+_NOT_IN_FILE = frozenset(
+    {"hidden_dropout", "core_attention", "moe_grouped_gemm", "moe_aux_loss_coeff", "moe_router_load_balancing_type"}
+    | {"moe_router_bias_update_rate", "mtp_loss_scaling_factor", "moe_router_dtype"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One of Hugging Face's architectures, such as Llama.
+
+    Attributes:
+        name: for messages.
+        model_type: as in `config.json`.
+        class_name: their class of the whole model.
+        build: makes our configuration from its fields, such as `llama_config`.
+        rules: yields a rule for each tensor, in the order of the layers.
+        same: their field by ours, where both mean the same.
+        defaults: values of these fields, by their names, where the file leaves them out.
+        fixed: fields of theirs, and the only value that our models support.
+        repeated: fields of theirs that must equal one of ours, given by its name.
+        activation: their field for the activation, and its default.
+        words: our activations by their words; of two words for one, the first is written.
+        rotary_base: default base of the rotary frequencies; None without rotary positions.
+        read_more: reads what no table above can, from their fields and ours so far.
+        write_more: the reverse.
+        ignored: a pattern for tensors that a checkpoint may hold and that no part of a model needs.
+    """
+
+    name: str
+    model_type: str
+    class_name: str
+    build: Callable[..., TransformerConfig]
+    rules: Callable[[TransformerConfig], Iterator[WeightRule]]
+    same: Mapping[str, str]
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    repeated: Mapping[str, str] = field(default_factory=dict)
+    activation: tuple[str, str] | None = None
+    words: Mapping[str, str] = field(default_factory=dict)
+    rotary_base: float | None = None
+    read_more: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]] = lambda _fields, _ours: {}
+    write_more: Callable[[TransformerConfig], dict[str, Any]] = lambda _config: {}
+    ignored: str = ""
+
+    def read(self, fields: Mapping[str, Any]) -> TransformerConfig:
+        """Return our configuration of a model.
+
+        Args:
+            fields: the content of its `config.json`.
+
+        Raises:
+            UnsupportedModelError: a field asks for something that our models do not support.
+        """
+        require(fields, self.fixed)
+        given = {**self.defaults, **fields}
+        ours = {name: given[theirs] for name, theirs in self.same.items()}
+        require(fields, {theirs: ours[name] for theirs, name in self.repeated.items()})
+        if self.activation is not None:
+            theirs, default = self.activation
+            ours["activation_func"] = _translate(theirs, fields.get(theirs, default), self.words)
+        if self.rotary_base is not None:
+            ours["rotary_base"] = _rotary_base(fields, self.rotary_base)
+        return self.build(**ours, **self.read_more(fields, ours))
+
+    def write(self, config: TransformerConfig) -> dict[str, Any]:
+        """Return the content of `config.json` for a model.
+
+        Args:
+            config: the model.
+
+        Raises:
+            UnsupportedModelError: their architecture cannot be this model; names the first field that differs.
+        """
+        fields: dict[str, Any] = {theirs: getattr(config, name) for name, theirs in self.same.items()}
+        fields |= {"model_type": self.model_type, "architectures": [self.class_name], **self.fixed}
+        fields |= {theirs: getattr(config, name) for theirs, name in self.repeated.items()}
+        if self.activation is not None:
+            by_ours = {ours: theirs for theirs, ours in reversed(self.words.items())}
+            fields[self.activation[0]] = by_ours[config.activation_func]
+        if self.rotary_base is not None:
+            fields["rope_theta"] = config.rotary_base
+        fields |= self.write_more(config)
+        self._check_reads_back(config, fields)
+        return fields
+
+    def _check_reads_back(self, config: TransformerConfig, fields: Mapping[str, Any]) -> None:
+        read = self.read(fields)
+        for name in (one.name for one in dataclasses.fields(config) if one.name not in _NOT_IN_FILE):
+            ours, theirs = getattr(config, name), getattr(read, name)
+            if ours != theirs:
+                raise UnsupportedModelError(
+                    f"TransformerConfig.{name}: got {ours!r}, expected {theirs!r}, because Hugging Face's {self.name} "
+                    "has no other."
+                )
+
+
+def require(fields: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Check that fields have the only value that our models support.
+
+    Args:
+        fields: the content of `config.json`; a field it leaves out is fine.
+        values: the supported values.
+
+    Raises:
+        UnsupportedModelError: names the first field with another value.
+
+    Example:
+        >>> require({"hidden_act": "silu"}, {"hidden_act": "silu", "attention_bias": False})
+    """
+    for name, value in values.items():
+        if name in fields and fields[name] != value:
+            raise UnsupportedModelError(
+                f"config.json: {name} is {fields[name]!r}, expected {value!r}, the only value that the reference models "
+                "support."
+            )
+
+
+def _translate(name: str, value: Any, words: Mapping[str, str]) -> str:
+    if value not in words:
+        raise UnsupportedModelError(f"config.json: {name} is {value!r}, expected one of {', '.join(sorted(words))}.")
+    return words[value]
+
+
+def _rotary_base(fields: Mapping[str, Any], default: float) -> float:
+    """Return the base of the rotary frequencies; transformers 5 keeps it in a dictionary."""
+    parameters = fields.get("rope_parameters") or {}
+    scaling = fields.get("rope_scaling") or {}
+    kind = {**scaling, **parameters}.get("rope_type", scaling.get("type", "default"))
+    if kind != "default":
+        raise UnsupportedModelError(
+            f"config.json: the rotary frequencies are scaled ({kind!r}), expected 'default': the reference models train on "
+            "sequences no longer than the frequencies were made for. Remove the field to load the weights as they are."
+        )
+    return float(parameters.get("rope_theta", fields.get("rope_theta", default)))
