@@ -29,7 +29,7 @@ from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.measuring.meter import storage_bytes
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recompute import Nothing, OnTape
+from recompute import Nothing, SwitchablePlan
 from results_csv import Number, append
 from subject import Step, StepFlags
 from tables import markdown
@@ -213,7 +213,7 @@ def measured(flags: Flags, model: Model) -> list[Result]:
     contestants = [Contestant(name="none", recompute=Nothing())]
     for setting in model.settings:
         applied = recollect.apply(step.model, plan_of(profile, setting))
-        contestants.append(Contestant(name=setting, recompute=OnTape(applied)))
+        contestants.append(Contestant(name=setting, recompute=SwitchablePlan(applied)))
     for one in contestants:
         with one.recompute.on():
             step.run()

@@ -14,7 +14,7 @@ from peers import Peer, layer_peers
 from recollect import Plan, apply
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
-from recompute import Nothing, OnTape
+from recompute import Nothing, SwitchablePlan
 from subject import Step, StepFlags, first_difference, largest_difference
 
 FRACTIONS = (0.75, 0.5, 0.35, 0.25, 0.15)
@@ -162,7 +162,7 @@ class Comparison:
         if key not in self._of_plan:
             applied = apply(self.step.model, plan)
             name = f"recollect {plan.predicted_peak_bytes}"
-            contestant = self._measured(Contestant(name=name, recompute=OnTape(applied), plan=plan))
+            contestant = self._measured(Contestant(name=name, recompute=SwitchablePlan(applied), plan=plan))
             self._of_plan[key] = contestant
         found = self._of_plan[key]
         if found.peak_bytes > budget_bytes:

@@ -32,7 +32,7 @@ from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError
 from recollect.lab.bench.machine import few_objects, keep_freed_memory
 from recollect.planning.choose import Planner
-from recompute import Nothing, OnTape, Replaced, Together
+from recompute import Nothing, Replaced, SwitchablePlan, Together
 from results_csv import Number, RowsFile
 from subject import Step, StepFlags, largest_difference
 from tables import markdown
@@ -94,7 +94,7 @@ class EagerPlans:
         plan = self._planner.plan(budget_bytes)
         key = repr(sorted((path, sorted(unit.actions.items()), unit.output) for path, unit in plan.units.items()))
         if key not in self._made:
-            recompute = OnTape(apply(self._step.model, plan))
+            recompute = SwitchablePlan(apply(self._step.model, plan))
             name = f"{self.name} {plan.predicted_peak_bytes}"
             self._made[key] = self._measured(Contestant(name=name, recompute=recompute, plan=plan))
         return self._made[key]
@@ -132,7 +132,7 @@ class RerunBlocks:
         rerun = UnitPlan({}, engine="region")
         plan = Plan(dict.fromkeys(list(self._step.layers)[:number], rerun))
         with self._blocks.on():
-            on_tape = OnTape(apply(self._step.model, plan))
+            on_tape = SwitchablePlan(apply(self._step.model, plan))
         name = f"{self.name}, {number} re-run"
         return Contestant(name=name, recompute=Together([self._blocks, on_tape]), plan=plan)
 

@@ -31,7 +31,7 @@ from recollect.byte_format import format_bytes
 from recollect.lab.bench.machine import keep_freed_memory
 from recollect.measuring.timing import timed
 from recollect.plans.plan import Plan
-from recompute import Nothing, OnTape
+from recompute import Nothing, SwitchablePlan
 from results_csv import Number, append, machine_name
 from subject import Step, StepFlags, largest_difference
 
@@ -85,7 +85,7 @@ def measure_steps(flags: Flags, vocab_size: int, console: Console) -> tuple[Tabl
     contestants = [one]
     for count in flags.chunks:
         contestant = Contestant(
-            name=str(count), recompute=OnTape(recollect.apply(step.model, Plan({}, loss_chunks=count)))
+            name=str(count), recompute=SwitchablePlan(recollect.apply(step.model, Plan({}, loss_chunks=count)))
         )
         with contestant.recompute.on():
             contestant.peak_bytes = step.peak_bytes()

@@ -26,7 +26,7 @@ from peers import full, selective
 from recollect.applying import apply_policy
 from recollect.lab.bench.machine import keep_freed_memory
 from recollect.plans.action import Action
-from recompute import Nothing, OnTape, Replaced
+from recompute import Nothing, Replaced, SwitchablePlan
 from results_csv import Number, append, machine_name
 from subject import Step, StepFlags, first_difference, largest_difference
 
@@ -104,7 +104,7 @@ def ops_per_layer(step: Step) -> int:
 
 def on_tape(step: Step, name: str, drops_op: Callable[[str], bool]) -> Contestant:
     """Put the layers on the tape."""
-    return Contestant(name=name, recompute=OnTape(apply_policy(step.model, step.layers, Drops(drops_op))))
+    return Contestant(name=name, recompute=SwitchablePlan(apply_policy(step.model, step.layers, Drops(drops_op))))
 
 
 def tiny_contestants(step: Step) -> list[Contestant]:

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from recollect.lab.bench.on_tape import OnTape
+from recollect.lab.bench.switchable_plan import SwitchablePlan
 
-__all__ = ["Forward", "Forwards", "HuggingFace", "Nothing", "OnTape", "Recompute", "Replaced", "Together"]
+__all__ = ["Forward", "Forwards", "HuggingFace", "Nothing", "SwitchablePlan", "Recompute", "Replaced", "Together"]
 
 Forward = Callable[..., Any]
 Forwards = Mapping[nn.Module, Forward]

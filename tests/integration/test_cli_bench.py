@@ -113,7 +113,7 @@ def test_golden_results_of_another_model_are_refused(tmp_path: Path, capsys: pyt
     capsys.readouterr()
     assert main([*QUICK, "--num-layers", "3", "--golden", str(golden)]) == 2
     error = capsys.readouterr().err
-    assert f"Error: golden results {golden}: of another model or step (" in error
+    assert f"Error: golden results {golden}: from another model or step (" in error
     assert "config.num_layers: stored 4, now 3" in error
     data = document(golden)
     data["machine"]["device"] = "another one"
@@ -224,7 +224,7 @@ def test_a_hugging_face_model_is_counted(tmp_path: Path) -> None:
         (["--golden", "{folder}/none.json"], "golden results {folder}/none.json: cannot be read"),
         (["--out", "{folder}/none/t.md"], "{folder}/none/t.md: cannot be written (no folder"),
         (["--memory-limit", "lots"], "'lots': "),
-        (["--setting", "none", "--setting", "none"], "setting 'none': is there twice"),
+        (["--setting", "none", "--setting", "none"], "setting 'none': given twice"),
     ],
 )
 def test_errors_are_one_line_and_come_first(

@@ -94,7 +94,7 @@ def test_a_file_of_bridge_is_explained(tmp_path: Path, capsys: pytest.CaptureFix
     out = tmp_path / "explanation.json"
     assert main(["explain", "--yaml", str(path), "--fake", "--hardware", "H100", "--names", "--json", str(out)]) == 0
     output = capsys.readouterr().out
-    assert "not looked at: optimizer, global_batch_size" in output
+    assert "ignored: optimizer, global_batch_size" in output
     assert "tokens int64[3, 32]" in output
     assert "modelled for NVIDIA H100" in output
     assert "a budget of the same peak" in output
@@ -166,7 +166,7 @@ def test_a_hugging_face_model_is_explained(tmp_path: Path, capsys: pytest.Captur
     [
         ("- a list", "config.yaml: got a list, expected a mapping of Megatron's names."),
         ("a: [", "config.yaml: not YAML"),
-        ("{num_layers: 2, model: {num_layers: 3}}", "num_layers is there twice, with 2 and 3; remove one."),
+        ("{num_layers: 2, model: {num_layers: 3}}", "num_layers is given twice, as 2 and 3; remove one."),
         (json.dumps({**SIZES, "num_attention_heads": 3}), "config.yaml: "),
         (json.dumps({**SIZES, "recompute_granularity": "full"}), "full recompute needs"),
         (json.dumps({**SIZES, "recompute_granularity": "some"}), "recompute_granularity='some'"),

@@ -55,7 +55,10 @@ def test_hugging_face_config_is_planned(tmp_path: Path) -> None:
         (["plan", *STEP, "--memory-budget", "lots"], "'lots': "),
         (["plan", *STEP, "--memory-budget", "70%", "--out", "{folder}/none/p.json"], "none/p.json: cannot be written"),
         (["plan", "--hf-config", "{folder}/none.json", "--memory-budget", "1GiB"], "none.json: no such file"),
-        (["plan", "--hf-config", "{folder}/broken.json", "--memory-budget", "1GiB"], "transformers cannot build it"),
+        (
+            ["plan", "--hf-config", "{folder}/broken.json", "--memory-budget", "1GiB"],
+            "transformers cannot build the model",
+        ),
         (
             ["plan", *STEP, "--fake", "--hardware", "A10", "--memory-budget", "70%"],
             "hardware: got 'A10', expected one of",

@@ -150,4 +150,4 @@ def test_sources_that_clash(changes: dict[str, object], message: str) -> None:
 def test_written_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = write_dataset(tmp_path)
     assert main(["tokenize", "--output-prefix", str(prefix)]) == 2
-    assert "the files are there already, expected new ones. Remove them" in capsys.readouterr().err
+    assert "the files already exist, expected new ones. Remove them" in capsys.readouterr().err

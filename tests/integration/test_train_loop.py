@@ -18,10 +18,10 @@ from recollect.lab.train.loop import train
 from recollect.lab.train.memory import measure_step, resident_bytes
 from recollect.lab.train.metrics import MetricsFile
 from recollect.lab.train.optim import build_optimizer, learning_rate_at
+from recollect.lab.train.optimizer_step import build_model, train_step
 from recollect.lab.train.records import Baseline, Outcome, StepRecord
 from recollect.lab.train.report import report_lines, report_table
 from recollect.lab.train.session import open_session
-from recollect.lab.train.step import build_model, train_step
 from training_runs import config, losses, run
 
 pytestmark = pytest.mark.integration

@@ -12,7 +12,7 @@ from gradients import same_bits
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.train.checkpoint import list_checkpoints, read_checkpoint
-from recollect.lab.train.step import train_step, validation_loss
+from recollect.lab.train.optimizer_step import train_step, validation_loss
 from training_runs import kill_after, losses, run, start, write_text
 
 pytestmark = pytest.mark.integration

@@ -1,4 +1,4 @@
-"""The command line: parses, calls, prints. `main` is the entry point of the `recollect` script."""
+"""The command line: parse flags, call the library, print results. `main` is the entry point of the `recollect` script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m recollect.cli` is the `recollect` script."""
+"""Run the `recollect` script by `python -m recollect.cli`."""
 
 from __future__ import annotations
 

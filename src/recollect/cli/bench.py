@@ -1,4 +1,4 @@
-"""`recollect bench`."""
+"""`recollect bench`: measure recompute settings side by side and compare them with stored results."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from rich.console import Console
 
 from recollect import __version__
 from recollect.cli.bench_flags import Bench
-from recollect.cli.step import build_step
-from recollect.errors import RecollectError
+from recollect.cli.output import check_folder, print_line, wide_console, write_file
+from recollect.cli.recorded_step import build_step
 from recollect.lab.bench.golden import check_comparable, compared, warn_of_versions
 from recollect.lab.bench.machine import few_objects, keep_freed_memory, processor_name
 from recollect.lab.bench.measure import measure
 from recollect.lab.bench.model_flops import model_flops
 from recollect.lab.bench.report import as_csv, as_markdown, notes, result_table, title
 from recollect.lab.bench.results import BenchResults
-from recollect.lab.bench.settings import MegatronWords, Setting, named_settings, parse_setting, read_settings
+from recollect.lab.bench.settings import MegatronSetting, Setting, named_settings, parse_setting, read_settings
 from recollect.lab.bench.subject import Subject
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.train.files import write_text
-from recollect.lab.train.step import resolve_device
+from recollect.lab.train.optimizer_step import resolve_device
 from recollect.quantities import parse_bytes
 
 _SEED = 0
-_WIDEST = 240
+_TABLE_WIDTH = 240
 
 
 def run_bench(command: Bench, console: Console) -> int:
-    """Measure, compare, print and write.
+    """Measure settings, compare them with golden results, print and write them.
 
     Args:
         command: the flags.
@@ -43,12 +42,13 @@ def run_bench(command: Bench, console: Console) -> int:
         1 if there is a regression, else 0.
 
     Raises:
-        RecollectError: settings, golden results or files that cannot be used; what recording and planning raise.
+        RecollectError: settings, golden results or files cannot be used, or recording or planning fails.
     """
     settings = settings_of(command)
     golden = None if command.golden is None else BenchResults.load(command.golden)
     _limit_bytes(command)
-    _check_writable(command)
+    for path in _files(command):
+        check_folder(path)
     device = resolve_device(command.step.device)
     if device.type == "cpu":
         keep_freed_memory()
@@ -73,7 +73,7 @@ def _run(
         model_flops=_model_flops(command, subject),
         rounds=command.rounds,
         memory_limit_bytes=limit_bytes,
-        report=lambda text: console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True),
+        report=lambda text: print_line(console, text, style="dim"),
     )
     results = BenchResults(
         workload=workload,
@@ -96,20 +96,20 @@ def _limit_bytes(command: Bench) -> int | None:
 
 
 def settings_of(command: Bench) -> list[Setting]:
-    """Return the settings that the flags name, no recompute first.
+    """Return the settings given by the flags, after "no recompute".
 
     Raises:
-        BenchError: a setting that cannot be read, or two of one name.
+        BenchError: a setting cannot be read, or two have the same name.
     """
     words = command.recompute.fields()
-    found: list[Setting] = [MegatronWords(words)] if words else []
+    found: list[Setting] = [MegatronSetting(words)] if words else []
     found += [parse_setting(text) for text in command.setting]
     found += [] if command.settings is None else read_settings(command.settings)
     return named_settings(found)
 
 
 def build_subject(command: Bench, device: torch.device) -> Subject:
-    """Build the model and its step, on random tokens: routers send them to all experts."""
+    """Build the model and its step, on random tokens, so that routers use all experts."""
     torch.manual_seed(_SEED)
     built = build_step(command.step, device)
     tokens = next(iter(built.batch.values()))
@@ -126,7 +126,7 @@ def build_subject(command: Bench, device: torch.device) -> Subject:
 
 
 def _model_flops(command: Bench, subject: Subject) -> float:
-    """Return the FLOPs that a step has to compute: by formula, or for other models three times those of forward."""
+    """Return a step's model FLOPs: by formula, or for Hugging Face models three times those of forward."""
     if command.step.hf_config is not None:
         return 3 * subject.forward_flops()
     num_sequences = command.step.batch_size * command.num_microbatches
@@ -159,21 +159,10 @@ def _versions() -> dict[str, str]:
 
 
 def _show(results: BenchResults, console: Console) -> None:
-    console.print(title(results), markup=False, highlight=False, soft_wrap=True)
-    # Where nobody looks at a terminal of some width, no column has to be broken.
-    wide = console if console.is_terminal else Console(width=_WIDEST, file=console.file)
-    wide.print(result_table(results))
+    print_line(console, title(results))
+    wide_console(console, _TABLE_WIDTH).print(result_table(results))
     for note in notes(results):
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
-
-
-def _check_writable(command: Bench) -> None:
-    """Look at the files before the work begins."""
-    for path in _files(command):
-        if not path.parent.is_dir():
-            raise RecollectError(
-                f"{path}: cannot be written (no folder {path.parent}), expected a file in a writable folder."
-            )
+        print_line(console, note)
 
 
 def _files(command: Bench) -> list[Path]:
@@ -185,10 +174,4 @@ def _write(command: Bench, results: BenchResults, console: Console) -> None:
     for path in _files(command):
         is_golden = path == command.save_golden
         text = results.to_json() + "\n" if is_golden or path.suffix == ".json" else writers[path.suffix](results)
-        try:
-            write_text(path, text)
-        except OSError as problem:
-            raise RecollectError(
-                f"{path}: cannot be written ({problem.strerror}), expected a file in a writable folder."
-            ) from None
-        console.print(f"Written to {path}.", markup=False, soft_wrap=True)
+        write_file(path, text, console)

@@ -19,34 +19,34 @@ _SUFFIXES = (".csv", ".json", ".md")
 class Bench:
     """Measure recompute settings side by side: TFLOP/s, step time, tokens/s and peak memory; compare with stored results.
 
-    The exit status is 1 if a setting is slower or larger than its golden result allows, or does not fit any more.
+    The exit status is 1 if a setting is slower or larger than its golden result allows, or no longer fits.
     """
 
     step: OmitArgPrefixes[ModelStep] = field(default_factory=ModelStep)
     """The training step."""
     recompute: OmitArgPrefixes[RecomputeFlags] = field(default_factory=RecomputeFlags)
-    """One setting, in Megatron's words."""
+    """One setting, as Megatron's flags."""
     setting: UseAppendAction[tuple[str, ...]] = ()
-    """A setting in a few words, such as "selective core_attn,layernorm", "full uniform 4", "memory_budget 60%"; may be given
-    several times."""
+    """A setting in a few words, such as "selective core_attn,layernorm", "full uniform 4", "memory_budget 60%"; may be
+    repeated."""
     settings: Path | None = None
-    """A YAML file with a list of settings: in a few words, or as mappings of Megatron's names."""
+    """A YAML file with a list of settings, each in a few words or as a mapping of Megatron's names."""
     num_microbatches: int = 1
-    """Micro-batches in a step, whose gradients are added up."""
+    """Micro-batches per step, with accumulated gradients."""
     rounds: int = 8
     """Rounds in which all settings take turns."""
     memory_limit: str | None = None
-    """A peak above this, such as 16GiB, counts as out of memory; what is predicted to have one does not run."""
+    """A peak above this, such as 16GiB, counts as out of memory; settings predicted to exceed it do not run."""
     threads: int | None = None
-    """Threads of PyTorch on a CPU; default: as many as it chooses."""
+    """Threads of PyTorch on a CPU; default: PyTorch's choice."""
     golden: Path | None = None
-    """Results of before, to compare with."""
+    """Stored results to compare with."""
     threshold: float = 0.05
-    """How far TFLOP/s may be below the golden ones, or a peak above, until it is a regression."""
+    """Relative loss of TFLOP/s, or growth of a peak, that counts as a regression."""
     save_golden: Path | None = None
-    """Store the results here, to compare with later."""
+    """Store the results in this file, for --golden."""
     out: tuple[Path, ...] = ()
-    """Files for the results, by their suffix: .md (the table), .csv and .json (all numbers)."""
+    """Files for the results, by suffix: .md (the table), .csv and .json (all numbers)."""
     debug: bool = False
     """Show the traceback of an error."""
 

@@ -1,4 +1,4 @@
-"""`recollect calibrate`."""
+"""`recollect calibrate`: measure this device and write a file for `--hardware`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from rich.table import Table
 
 from recollect.byte_format import format_bytes
 from recollect.cli.commands import Calibrate
+from recollect.cli.output import write_file
 from recollect.costs.calibrate import Calibration, calibrate
 from recollect.costs.hardware import KINDS
-from recollect.errors import RecollectError
-from recollect.lab.train.files import write_text
-from recollect.lab.train.step import resolve_device
+from recollect.lab.train.optimizer_step import resolve_device
 
 
 def run_calibrate(command: Calibrate, console: Console) -> None:
-    """Measure, print what came out and how well the model fits, and write it.
+    """Measure the device, print its rates and how well the cost model fits, and write them.
 
     Args:
         command: the flags.
@@ -29,17 +28,12 @@ def run_calibrate(command: Calibrate, console: Console) -> None:
     measured = calibrate(resolve_device(command.device), quick=command.quick)
     console.print(rates_table(measured))
     console.print(fit_table(measured))
-    try:
-        write_text(command.out, measured.hardware.to_json())
-    except OSError as problem:
-        raise RecollectError(
-            f"--out {command.out}: cannot be written ({problem.strerror}), expected a file in a writable folder."
-        ) from None
-    console.print(f"Written to {command.out}, for --hardware {command.out}.", markup=False, soft_wrap=True)
+    note = f", for --hardware {command.out}"
+    write_file(command.out, measured.hardware.to_json(), console, flag="--out", note=note)
 
 
 def rates_table(measured: Calibration) -> Table:
-    """Return what the device does a second."""
+    """Return the device's measured rates."""
     hardware = measured.hardware
     table = Table(title=hardware.name, title_justify="left")
     table.add_column("what")
@@ -61,8 +55,8 @@ def rates_table(measured: Calibration) -> Table:
 
 
 def fit_table(measured: Calibration) -> Table:
-    """Return how far the model is from what was measured, by kind of op: the median of the larger over the smaller time."""
-    title = f"Modelled against measured, {measured.rounds} rounds in {measured.elapsed_s:.0f} s"
+    """Return the error of the cost model by kind of op: the median ratio of the larger to the smaller time."""
+    title = f"Modelled vs measured, {measured.rounds} rounds in {measured.elapsed_s:.0f} s"
     table = Table(title=title, title_justify="left")
     table.add_column("kind")
     for column in ("ops", "modelled / measured", "off by a factor of"):

@@ -1,4 +1,4 @@
-"""The commands' flags, as dataclasses that tyro reads. Imports no torch, so that `--help` is quick."""
+"""The flags of the commands, as dataclasses for tyro. Imports no torch, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Train:
     """Train a language model within a memory budget; Megatron's pretrain_gpt flags work (docs/megatron_flags.md)."""
 
     demo: bool = False
-    """Use the settings of the demonstration (about three minutes on two CPU cores); other flags change them."""
+    """Use the settings of the demo (about three minutes on two CPU cores); other flags override them."""
     config: OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
-    """What to train, on what, and how."""
+    """Model, data, optimizer and run."""
     recompute: OmitArgPrefixes[RecomputeFlags] = field(default_factory=RecomputeFlags)
-    """What to recompute, in Megatron's words, instead of --memory-budget."""
+    """What to recompute, as Megatron's flags, instead of --memory-budget."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -31,9 +31,9 @@ class ModelStep:
     """A training step: AdamW on one micro-batch of a language model."""
 
     model: OmitArgPrefixes[ModelFlags] = field(default_factory=ModelFlags)
-    """A model of recollect's own."""
+    """One of recollect's own models."""
     hf_config: Path | None = None
-    """A Hugging Face config.json of a causal language model, used instead; needs transformers."""
+    """Use the causal language model of a Hugging Face config.json instead; needs transformers."""
     batch_size: Annotated[int, arg(aliases=("--micro-batch-size",))] = 1
     """Sequences in the micro-batch."""
     seq_length: int = 256
@@ -41,7 +41,7 @@ class ModelStep:
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of weights and activations."""
     device: str = "auto"
-    """A torch device; auto is cuda where there is one, else cpu."""
+    """A torch device; auto is cuda if available, else cpu."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "seq_length"):
@@ -51,13 +51,13 @@ class ModelStep:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep(ModelStep):
-    """The training step that is looked at, on tensors or without them."""
+    """The training step to record, on real or fake tensors."""
 
     fake: bool = False
-    """Record on fake tensors: any size in seconds and without its memory; times come from a cost model."""
+    """Record on fake tensors: any model in seconds, without its memory; times come from a cost model."""
     hardware: str | None = None
-    """With --fake: what the times are for, such as H100, B200, RTX 4090, or a file that recollect calibrate wrote; default:
-    this machine's GPU if it is known, else H100."""
+    """With --fake: the hardware to model, such as H100, B200, RTX 4090, or a file written by recollect calibrate; default: this
+    machine's GPU if it is known, else H100."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +69,13 @@ class MakePlan:
     memory_budget: str
     """Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the peak without recompute."""
     loss_chunks: Literal["auto"] | int = 1
-    """Parts in which output matrix and loss are computed; 1 is as the model does, auto as many as the fastest plan needs."""
+    """Chunks in which LM head and loss are computed; 1: as in the model, auto: as many as the fastest plan needs."""
     out: Path = Path("plan.json")
-    """Where to write the plan."""
+    """File for the plan."""
     png: Path | None = None
     """Draw the memory of the step under the plan to this file; needs matplotlib."""
     html: Path | None = None
-    """The same as a page for a browser, in which one can hover and read; needs plotly."""
+    """Likewise, as an interactive page for a browser; needs plotly."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -87,25 +87,25 @@ class DrawFrontier:
     step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
     """The training step."""
     loss_chunks: int = 1
-    """Parts in which output matrix and loss are computed; 1 is as the model does."""
+    """Chunks in which LM head and loss are computed; 1: as in the model."""
     png: Path | None = None
-    """Draw it to this file; needs matplotlib."""
+    """Draw the frontier to this file; needs matplotlib."""
     html: Path | None = None
-    """Write a page for a browser, with the memory of each plan over time; needs plotly."""
+    """Write an interactive page for a browser, with the memory of each plan over time; needs plotly."""
     debug: bool = False
     """Show the traceback of an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate:
-    """Measure this device in about a minute and write a file for --hardware, which models times on it."""
+    """Measure this device in about a minute and write a file for --hardware, to model times on it."""
 
     device: str = "auto"
-    """A torch device; auto is cuda where there is one, else cpu, with as many threads as PyTorch uses."""
+    """A torch device; auto is cuda if available, else cpu, with as many threads as PyTorch uses."""
     out: Path = Path("hardware.json")
-    """Where to write what was measured."""
+    """File for the measurements."""
     quick: bool = False
-    """Small tensors and three runs of each: seconds, and a rough answer."""
+    """Use small tensors and three runs each: takes seconds and gives a rough answer."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -117,10 +117,10 @@ class Tokenize:
     data: tuple[Path, ...] = ()
     """Text files, JSONL files or folders of them; none: the Python standard library's source on this machine."""
     text_field: str = "text"
-    """Field of a JSONL record that holds its text."""
+    """JSONL field with the text."""
     tokenizer: Path | None = None
     """A `tokenizer.json` of the `tokenizers` library; none: one token per byte."""
     output_prefix: Path
-    """Where to write, without .bin and .idx."""
+    """Path of the dataset, without .bin and .idx."""
     debug: bool = False
     """Show the traceback of an error."""

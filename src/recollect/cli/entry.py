@@ -1,4 +1,4 @@
-"""Entry point: choose the command, run it, turn an error into one line."""
+"""Entry point: parse the command, run it, and report errors in one line."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        args: the command and its flags; default: those of the program.
+        args: the command and its flags; default: those of the process.
 
     Returns:
-        The exit status: 0, 1 where `bench` found a regression, 2 after an error of recollect (with one line about it on
-        stderr), 130 after Ctrl-C.
+        The exit status: 0, 1 if `bench` found a regression, 2 after an error (described in one line on stderr),
+        130 after Ctrl-C.
 
     Raises:
-        RecollectError: with `--debug`, instead of the line.
-        SystemExit: after `--help` (0) and after flags that do not parse (2).
+        RecollectError: with `--debug`, instead of the line on stderr.
+        SystemExit: after `--help` (0), and for flags that do not parse (2).
     """
     words = sys.argv[1:] if args is None else list(args)
-    errors = Console(stderr=True)
+    errors = Console(stderr=True)  # printed with soft_wrap: one line stays one line, so that it can be searched for
     if args is None and "--help" in words and hasattr(signal, "SIGPIPE"):
-        # `recollect train --help | head` ends quietly when head has read enough.
+        # `recollect train --help | head` shall end quietly when head exits.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         with warnings.catch_warnings():
@@ -66,7 +66,6 @@ def main(args: Sequence[str] | None = None) -> int:
     except RecollectError as error:
         if "--debug" in words:
             raise
-        # soft_wrap: one line stays one line, so that it can be searched for.
         errors.print(f"Error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return _EXIT_ERROR
     except KeyboardInterrupt:
@@ -75,11 +74,11 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _parse(args: list[str]) -> Command:
-    """Return the command with its flags. Each is parsed on its own: in a union, tyro's errors name its internals."""
+    """Return the command with its flags, parsed without the others: for a union, tyro's errors name its internals."""
     name = args[0] if args else ""
     parsed: Command
     if name not in _COMMANDS:
-        parsed = tyro.cli(_EVERY_COMMAND, prog="recollect", args=args)  # prints help, or what is wrong, and exits
+        parsed = tyro.cli(_EVERY_COMMAND, prog="recollect", args=args)  # prints help or an error, and exits
     elif name == "train":
         parsed = parse_train(args[1:])
     else:
@@ -88,11 +87,11 @@ def _parse(args: list[str]) -> Command:
 
 
 def parse_train(args: list[str]) -> Train:
-    """Return `recollect train` with its flags, recollect's own and Megatron's.
+    """Parse the flags of `recollect train`, its own and Megatron's.
 
     Raises:
-        NotYetError, ConfigError: a flag of Megatron that cannot be done yet, or two flags that exclude each other.
-        SystemExit: flags that do not parse, or `--help`.
+        NotYetError, ConfigError: a flag of Megatron is not supported yet, or two flags exclude each other.
+        SystemExit: the flags do not parse, or `--help`.
     """
     default = Train()
     if "--demo" in args:
@@ -108,7 +107,7 @@ def parse_train(args: list[str]) -> Train:
 
 def _run(command: Command) -> int:
     """Run a command and return the exit status."""
-    # Imported here: torch takes seconds, and `--help` should not.
+    # Imports stand here because torch takes seconds to import, and `--help` should not.
     console = Console()
     if isinstance(command, Train):
         from recollect.cli.train import run_train

@@ -1,4 +1,4 @@
-"""`recollect explain`."""
+"""`recollect explain`: show layer by layer what a Megatron configuration keeps and recomputes."""
 
 from __future__ import annotations
 
@@ -10,60 +10,48 @@ from rich.table import Table
 from recollect.byte_format import format_bytes
 from recollect.cli.explain_flags import Explain
 from recollect.cli.megatron_yaml import MegatronFile, read_megatron_file
-from recollect.cli.step import step_recorder
-from recollect.errors import RecollectError
+from recollect.cli.output import check_folder, print_line, wide_console, write_file
+from recollect.cli.recorded_step import step_recorder
 from recollect.integrations.megatron import TrainingSetting, megatron_plan
-from recollect.lab.bench.settings import MegatronWords
-from recollect.lab.train.files import write_text
+from recollect.lab.bench.settings import MegatronSetting
 from recollect.planning.explain import Explained, Explanation, LayerGroup, explain_plan
 from recollect.profile.profile import Profile
 from recollect.quantities import format_seconds
 
-_WIDEST = 140
+_TABLE_WIDTH = 140
 _NONE = "-"
 
 
 def run_explain(command: Explain, console: Console) -> None:
-    """Record, plan twice, print both plans layer by layer, and write the numbers.
+    """Record a step, plan it as configured and by budget, print both plans layer by layer, and write the numbers.
 
     Args:
         command: the flags.
         console: where the tables go.
 
     Raises:
-        RecollectError: a configuration that cannot be read, or that clashes; what recording raises.
+        RecollectError: the configuration cannot be read or clashes, or recording fails.
     """
-    if command.json is not None and not command.json.parent.is_dir():
-        raise RecollectError(
-            f"--json {command.json}: cannot be written (no folder {command.json.parent}), expected a file in a writable folder."
-        )
+    if command.json is not None:
+        check_folder(command.json, "--json")
     file = None if command.yaml is None else read_megatron_file(command.yaml)
     words = {**(file.recompute if file else {}), **command.recompute.fields()}
-    config = MegatronWords(words).config
+    config = MegatronSetting(words).config
     profile, setting = _recorded(command, file, console)
     explanation = explain_plan(profile, megatron_plan(profile, config, setting))
     show(explanation, profile, console, with_names=command.names)
     if command.json is not None:
         data = {"configuration": dict(words), "hardware": profile.device_name, **explanation.to_data()}
-        try:
-            write_text(command.json, json.dumps(data, indent=2) + "\n")
-        except OSError as problem:
-            raise RecollectError(
-                f"--json {command.json}: cannot be written ({problem.strerror}), expected a file in a writable folder."
-            ) from None
-        console.print(f"Written to {command.json}.", markup=False, soft_wrap=True)
+        write_file(command.json, json.dumps(data, indent=2) + "\n", console, flag="--json")
 
 
 def _recorded(command: Explain, file: MegatronFile | None, console: Console) -> tuple[Profile, TrainingSetting | None]:
-    """Record the step that flags and file describe; without a file only the model itself is compared with the settings."""
+    """Record the step given by flags and file, and return the file's training setting."""
     has_buffer = not command.new_gradients
     if file is None:
         return step_recorder(command.step, accumulates_gradients=has_buffer)(1), None
     if file.ignored:
-        names = ", ".join(file.ignored)
-        console.print(
-            f"{file.path}: not looked at: {names}", style="dim", markup=False, highlight=False, soft_wrap=True
-        )
+        print_line(console, f"{file.path}: ignored: {', '.join(file.ignored)}", style="dim")
     flags = file.step_flags(command.step)
     if flags.hf_config is not None:
         return step_recorder(flags, accumulates_gradients=has_buffer)(1), TrainingSetting(**file.setting)
@@ -72,11 +60,10 @@ def _recorded(command: Explain, file: MegatronFile | None, console: Console) -> 
 
 
 def show(explanation: Explanation, profile: Profile, console: Console, *, with_names: bool) -> None:
-    """Print the totals side by side, and then each plan layer by layer."""
-    wide = console if console.is_terminal else Console(width=_WIDEST, file=console.file)
+    """Print the totals side by side, then each plan layer by layer."""
+    wide = wide_console(console, _TABLE_WIDTH)
     times = f"times {'modelled for' if profile.fake else 'measured on'} {profile.device_name}"
-    where = f"{profile.model_class}, {profile.batch}; {times}"
-    wide.print(where, markup=False, highlight=False, soft_wrap=True)
+    print_line(wide, f"{profile.model_class}, {profile.batch}; {times}")
     wide.print(totals_table(explanation))
     plans = {explanation.given.plan.note or "given": explanation.given}
     if explanation.budget is not None:
@@ -86,13 +73,13 @@ def show(explanation: Explanation, profile: Profile, console: Console, *, with_n
         if with_names:
             for group in explained.groups:
                 for line in name_lines(group):
-                    wide.print(line, markup=False, highlight=False, soft_wrap=True)
+                    print_line(wide, line)
     if explanation.problem:
-        wide.print(f"No plan of a budget: {explanation.problem}", markup=False, highlight=False, soft_wrap=True)
+        print_line(wide, f"No plan for a budget: {explanation.problem}")
 
 
 def totals_table(explanation: Explanation) -> Table:
-    """Return the step as a whole: without recompute, as given, and with a budget of the same peak."""
+    """Return the whole step without recompute, as configured, and with a budget of the same peak."""
     table = Table(title="The whole step", title_justify="left")
     table.add_column("")
     columns = {"no recompute": explanation.plain, explanation.given.plan.note or "given": explanation.given}
@@ -102,7 +89,7 @@ def totals_table(explanation: Explanation) -> Table:
         table.add_column(name, justify="right")
     plans = list(columns.values())
     table.add_row("predicted peak", *(format_bytes(plan.peak_bytes) for plan in plans))
-    table.add_row("of it through the whole step", *[format_bytes(sum(explanation.persistent.values()))] * len(plans))
+    table.add_row("alive through the whole step", *[format_bytes(sum(explanation.persistent.values()))] * len(plans))
     table.add_row("kept for backward", *(format_bytes(plan.kept_bytes) for plan in plans))
     table.add_row("ops recomputed", *(f"{plan.recomputed_ops:,}" for plan in plans))
     table.add_row("time of recompute", *(_seconds(plan.recompute_s) for plan in plans))
@@ -115,7 +102,7 @@ def totals_table(explanation: Explanation) -> Table:
 
 
 def layers_table(name: str, explained: Explained) -> Table:
-    """Return a plan layer by layer; bytes, ops and seconds are of one layer."""
+    """Return a plan layer by layer; bytes, ops and seconds are per layer."""
     table = Table(title=name, title_justify="left")
     table.add_column("layers")
     for head in ("number", "keeps, each", "values", "recomputes, each", "time, each"):
@@ -137,7 +124,7 @@ def layers_table(name: str, explained: Explained) -> Table:
 
 
 def name_lines(group: LayerGroup) -> list[str]:
-    """Return what a group of layers keeps and recomputes, by name."""
+    """List what a group of layers keeps and recomputes."""
     kept = [f"{name} {format_bytes(nbytes)}" for name, nbytes in group.kept.items()]
     if group.generator_bytes:
         kept.append(f"states of the random generator {format_bytes(group.generator_bytes)}")

@@ -20,14 +20,14 @@ class Explain:
     step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
     """The training step."""
     recompute: OmitArgPrefixes[RecomputeFlags] = field(default_factory=RecomputeFlags)
-    """What Megatron would recompute."""
+    """What to recompute, as Megatron's flags."""
     yaml: Path | None = None
-    """A configuration with Megatron's names, also under `model` as in Megatron-Bridge; flags replace its settings."""
+    """A YAML configuration with Megatron's names, also under `model` as in Megatron-Bridge; flags override it."""
     json: Path | None = None
     """Write all numbers to this file."""
     new_gradients: bool = False
-    """Gradients come into being in backward, as in PyTorch with one micro-batch a step. Without it they are there all the time,
-    as Megatron's gradient buffer is."""
+    """Allocate gradients in backward, as PyTorch does with one micro-batch per step. By default they exist all the time, like
+    Megatron's gradient buffer."""
     names: bool = False
     """Also list what is kept and recomputed by name."""
     debug: bool = False

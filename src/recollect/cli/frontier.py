@@ -1,4 +1,4 @@
-"""`recollect frontier`."""
+"""`recollect frontier`: show predicted peak and slowdown for every budget."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from rich.table import Table
 import recollect
 from recollect.byte_format import format_bytes
 from recollect.cli.commands import DrawFrontier
+from recollect.cli.output import print_line
 from recollect.cli.pictures import check_pictures
-from recollect.cli.step import step_recorder
+from recollect.cli.recorded_step import step_recorder
 from recollect.pictures.page import write_frontier_page
 from recollect.pictures.png import draw_frontier
 from recollect.pictures.words import percent
@@ -17,14 +18,14 @@ from recollect.planning.frontier import Frontier
 
 
 def run_frontier(command: DrawFrontier, console: Console) -> None:
-    """Record, compute the frontier, print it as a table and draw it.
+    """Record a step, compute the frontier, print it as a table and draw it.
 
     Args:
         command: the flags.
         console: where the table goes.
 
     Raises:
-        RecollectError: a package for a picture is missing, or a file cannot be written; what recording raises.
+        RecollectError: a package for a picture is missing, a file cannot be written, or recording fails.
     """
     check_pictures(command.png, command.html)
     profile = step_recorder(command.step)(command.loss_chunks)
@@ -32,15 +33,15 @@ def run_frontier(command: DrawFrontier, console: Console) -> None:
     console.print(frontier_table(frontier))
     if command.png is not None:
         draw_frontier(profile, frontier, command.png)
-        console.print(f"Drawn to {command.png}.", markup=False, soft_wrap=True)
+        print_line(console, f"Drawn to {command.png}.")
     if command.html is not None:
         write_frontier_page(profile, frontier, command.html)
-        console.print(f"Page written to {command.html}.", markup=False, soft_wrap=True)
+        print_line(console, f"Page written to {command.html}.")
 
 
 def frontier_table(frontier: Frontier) -> Table:
-    """Return the frontier and the classic plans as a table, the leanest first."""
-    table = Table(title="Predicted peak against slowdown", title_justify="left")
+    """Return the frontier and the classic plans as a table, by increasing peak."""
+    table = Table(title="Predicted peak and slowdown", title_justify="left")
     for name in ("peak", "slowdown", "no plan below"):
         table.add_column(name, justify="right")
     table.add_column("plan")

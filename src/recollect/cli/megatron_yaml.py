@@ -1,4 +1,4 @@
-"""A configuration file with Megatron's names, of Megatron-LM or of Megatron-Bridge. Imports no torch."""
+"""Read a YAML configuration of Megatron-LM or Megatron-Bridge. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from recollect.lab.models.config import TransformerConfig
 
 __all__ = ["MegatronFile", "read_megatron_file"]
 
-# Where the names stand: at the top, or in these parts of a Bridge configuration and of Megatron-LM's own YAML.
+# Names stand at the top level, or in these sections of a Bridge configuration and of Megatron-LM's own YAML.
 _SECTIONS = ("model", "language_model", "model_parallel", "train", "training", "dataset")
 _DIMENSIONS = ("num_layers", "hidden_size", "num_attention_heads")
-# What a step is called there, and in the flags here.
+# Our flags of the step by Megatron's names.
 _STEP = {"seq_length": "seq_length", "sequence_length": "seq_length", "micro_batch_size": "batch_size"}
 _VOCABULARY = ("padded_vocab_size", "vocab_size")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronFile:
-    """What a configuration file says, by what it is about; names without a value (null) are left out.
+    """The content of a configuration file, by topic; names without a value (null) are left out.
 
     Attributes:
-        path: of the file.
+        path: the file.
         recompute: fields of `RecomputeConfig`.
         model: fields of `TransformerConfig`.
         setting: fields of `TrainingSetting` that are not the model's.
         step: flags of the recorded step.
-        ignored: names that are none of these.
+        ignored: unknown names.
     """
 
     path: Path
@@ -45,16 +45,16 @@ class MegatronFile:
     ignored: tuple[str, ...] = ()
 
     def step_flags(self, flags: RecordedStep) -> RecordedStep:
-        """Return the flags of the step; what the file says stands where a flag was left at its default."""
+        """Return the flags of the step, with the file's values for flags left at their defaults."""
         defaults = {f.name: f.default for f in dataclasses.fields(flags)}
         changes = {name: value for name, value in self.step.items() if getattr(flags, name) == defaults[name]}
         return dataclasses.replace(flags, **changes)
 
     def model_config(self, flags: RecordedStep) -> TransformerConfig:
-        """Return the model: that of the file if it has the dimensions, else the named one with the file's changes.
+        """Return the file's model if the file has its dimensions, else the named model with the file's changes.
 
         Raises:
-            RecollectError: fields that do not fit together.
+            RecollectError: fields clash.
         """
         named = flags.model.dimensions(seq_length=flags.seq_length)
         changes = {**self.model, **flags.model.changes()}
@@ -66,7 +66,7 @@ class MegatronFile:
             raise RecollectError(f"--yaml {self.path}: {problem}") from None
 
     def training_setting(self, config: TransformerConfig) -> TrainingSetting:
-        """Return what Megatron's rules look at besides recompute."""
+        """Return the other settings that Megatron's rules for recompute depend on."""
         return TrainingSetting.of(config, **self.setting)
 
 
@@ -74,7 +74,7 @@ def read_megatron_file(path: Path) -> MegatronFile:
     """Read a configuration.
 
     Raises:
-        RecollectError: the file cannot be read, is no mapping, or says two things of one name.
+        RecollectError: the file cannot be read, is not a mapping, or gives one name two values.
     """
     where = f"--yaml {path}"
     data = read_yaml(path, where)
@@ -89,9 +89,7 @@ def read_megatron_file(path: Path) -> MegatronFile:
             if isinstance(value, Mapping) and "_target_" not in value:
                 ignored.append(str(name))
             elif name in values and values[name] != value:
-                raise RecollectError(
-                    f"{where}: {name} is there twice, with {values[name]!r} and {value!r}; remove one."
-                )
+                raise RecollectError(f"{where}: {name} is given twice, as {values[name]!r} and {value!r}; remove one.")
             else:
                 values[name] = value
     return _sorted(path, {name: value for name, value in values.items() if value is not None}, ignored)
@@ -125,6 +123,6 @@ def _sorted(path: Path, values: dict[str, Any], ignored: list[str]) -> MegatronF
 
 
 def _function_name(value: Any) -> Any:
-    """Return "silu" for what Bridge writes: the function by its full name, also as a mapping with a `_target_`."""
+    """Return the last part of a function's name, such as "silu"; Bridge writes the full name, or a mapping with `_target_`."""
     name = value.get("_target_") if isinstance(value, Mapping) else value
     return name.rpartition(".")[2] if isinstance(name, str) else value

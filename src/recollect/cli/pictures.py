@@ -1,10 +1,10 @@
-"""The flags `--png` and `--html`, looked at before the work begins: recording can take minutes."""
+"""Check the flags `--png` and `--html` before the work begins, as recording can take minutes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from recollect.errors import RecollectError
+from recollect.cli.output import check_folder
 from recollect.pictures.page import require_plotly
 from recollect.pictures.style import require_matplotlib
 
@@ -12,17 +12,15 @@ __all__ = ["check_pictures"]
 
 
 def check_pictures(png: Path | None, html: Path | None) -> None:
-    """Check that the pictures that were asked for can be made.
+    """Check that the requested pictures can be made.
 
     Raises:
-        RecollectError: a package is missing, or there is no folder for the file.
+        RecollectError: a package or the file's folder is missing.
     """
     if png is not None:
         require_matplotlib()
     if html is not None:
         require_plotly()
     for flag, path in (("--png", png), ("--html", html)):
-        if path is not None and not path.parent.is_dir():
-            raise RecollectError(
-                f"{flag} {path}: cannot be written (no folder {path.parent}), expected a file in a writable folder."
-            )
+        if path is not None:
+            check_folder(path, flag)

@@ -1,6 +1,6 @@
-"""Megatron's flags for recompute and offload, for every command that takes them. Imports no torch.
+"""Megatron's flags for recompute and offload, shared by several commands. Imports no torch.
 
-They are read here and judged in `recollect.integrations.megatron`, by one set of rules for flags, YAML and Python.
+`recollect.integrations.megatron` checks them, with the same rules for flags, YAML and Python.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ __all__ = ["OffloadFlags", "RecomputeFlags"]
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadFlags:
-    """Which activations go to host memory, in Megatron's words."""
+    """Which activations to offload to host memory, as Megatron's flags."""
 
     cpu_offloading_num_layers: int | None = None
-    """Layers whose activations are offloaded as a whole."""
+    """Layers whose activations are offloaded entirely."""
     cpu_offloading_retain_pinned_cpu_buffers: bool = False
-    """Keep the pinned host buffers of these from step to step."""
+    """Keep their pinned host buffers from step to step."""
     fine_grained_activation_offloading: bool = False
-    """Offload what the modules named by --offload-modules save."""
+    """Offload what the modules in --offload-modules save for backward."""
     offload_modules: tuple[str, ...] | None = None
     """attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1, moe_act."""
     min_offloaded_tensor_size: int | None = None
-    """Elements below which a tensor stays."""
+    """Smallest tensor to offload, in elements."""
     delay_offload_until_cuda_graph: bool = False
-    """Offload during the replay of CUDA graphs only."""
+    """Offload only during the replay of CUDA graphs."""
     delta_offload_bytes_across_pp_ranks: int | None = None
-    """Bytes that each pipeline rank offloads less than the one before."""
+    """How many bytes less each pipeline rank offloads than the previous one."""
     activation_offload_fraction: float | None = None
-    """Part of what could be offloaded that is."""
+    """Fraction of the offloadable activations to offload."""
     fine_grained_offloading_max_inflight_offloads: int | None = None
-    """Copies to the host that may be under way at once."""
+    """Most copies to the host in flight at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeFlags:
-    """Which activations are recomputed, in Megatron's words.
+    """Which activations to recompute, as Megatron's flags.
 
     Example:
         >>> RecomputeFlags(recompute_activations=True).fields()
@@ -51,7 +51,7 @@ class RecomputeFlags:
     recompute_activations: bool = False
     """Short for --recompute-granularity selective."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """full: whole layers, chosen by --recompute-method; selective: the modules named by --recompute-modules."""
+    """full: whole layers, chosen by --recompute-method; selective: the modules in --recompute-modules."""
     recompute_method: Literal["uniform", "block"] | None = None
     """With full. uniform: keep the input of every Nth layer; block: recompute the first N layers one by one."""
     recompute_num_layers: int | None = None
@@ -61,23 +61,19 @@ class RecomputeFlags:
     distribute_saved_activations: bool = False
     """Split the kept inputs of layers among the ranks of tensor parallelism."""
     moe_layer_recompute: bool = False
-    """The old spelling of --recompute-modules moe."""
+    """Old spelling of --recompute-modules moe."""
     offload: OmitArgPrefixes[OffloadFlags] = field(default_factory=OffloadFlags)
-    """What goes to host memory."""
+    """What to offload to host memory."""
 
     def __post_init__(self) -> None:
         if self.recompute_activations and self.recompute_granularity == "full":
             raise ValueError(
-                "recompute_activations: got it with recompute_granularity full, expected one of the two: it is short for "
+                "recompute_activations: given with recompute_granularity full, expected one of the two: it is short for "
                 "recompute_granularity selective."
             )
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of Megatron's configuration that were set, by its names; all others have their defaults.
-
-        Returns:
-            For example the keywords of a `RecomputeConfig`. Module names may have been separated by commas, too.
-        """
+        """Return the fields that were set, as keywords of `RecomputeConfig`; module names are split at commas."""
         given = {**vars(self), **vars(self.offload)}
         del given["recompute_activations"], given["offload"]
         found = {name: value for name, value in given.items() if value is not None and value is not False}
@@ -86,7 +82,7 @@ class RecomputeFlags:
         for name in ("recompute_modules", "offload_modules"):
             if name in found:
                 found[name] = tuple(part for text in found[name] for part in text.split(",") if part)
-        # The flag for a number of layers is the only one that Megatron has for this kind of offload.
+        # Megatron has no flag of its own for `cpu_offloading`.
         if found.get("cpu_offloading_num_layers"):
             found["cpu_offloading"] = True
         return found

@@ -1,10 +1,11 @@
-"""`recollect tokenize`."""
+"""`recollect tokenize`: write documents as Megatron's indexed dataset."""
 
 from __future__ import annotations
 
 from rich.console import Console
 
 from recollect.cli.commands import Tokenize
+from recollect.cli.output import print_line
 from recollect.errors import RecollectError
 from recollect.lab.train.documents import read_documents
 from recollect.lab.train.indexed_dataset import IndexedDataset, write_indexed_dataset
@@ -19,22 +20,20 @@ def run_tokenize(command: Tokenize, console: Console) -> None:
         console: where the summary goes.
 
     Raises:
-        RecollectError: the files are there already or cannot be written; data or tokenizer that cannot be read.
+        RecollectError: the files already exist or cannot be written, or data or tokenizer cannot be read.
     """
     prefix = command.output_prefix
     if prefix.with_name(prefix.name + ".idx").exists():
         raise RecollectError(
-            f"--output-prefix {prefix}: the files are there already, expected new ones. Remove them or choose another prefix."
+            f"--output-prefix {prefix}: the files already exist, expected new ones. Remove them or choose another prefix."
         )
     tokenizer = open_tokenizer(command.tokenizer)
     documents = read_documents(command.data, text_field=command.text_field)
     ids = (list(encoded) for encoded in tokenizer.encode(document.text for document in documents))
     write_indexed_dataset(prefix, ids, vocab_size=tokenizer.vocab_size)
     written = IndexedDataset(prefix)
-    console.print(
+    print_line(
+        console,
         f"{len(written):,} documents, {int(written.lengths.sum()):,} tokens below {tokenizer.vocab_size}. Train on them with "
         f"--data-path {prefix} --vocab-size {tokenizer.vocab_size}.",
-        markup=False,
-        soft_wrap=True,
-        highlight=False,
     )

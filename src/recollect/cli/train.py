@@ -1,4 +1,4 @@
-"""`recollect train`."""
+"""`recollect train`: train a language model within a memory budget."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 from rich.console import Console
 
 from recollect.cli.commands import Train
+from recollect.cli.output import print_line
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.loop import train
@@ -18,14 +19,14 @@ def run_train(command: Train, console: Console) -> None:
     outcome = train(training_config(command), console=console)
     console.print(report_table(outcome))
     for line in report_lines(outcome):
-        console.print(line, markup=False, soft_wrap=True)
+        print_line(console, line)
 
 
 def training_config(command: Train) -> TrainConfig:
-    """Put the recompute flags into the run's configuration.
+    """Return the run's configuration with the recompute flags.
 
     Raises:
-        ConfigError: flags that clash with each other or with the model.
+        ConfigError: flags clash with each other or with the model.
     """
     fields = command.recompute.fields()
     if not fields:

@@ -62,9 +62,7 @@ def test_flags_become_megatrons_fields(line: str, fields: dict[str, Any]) -> Non
 
 
 def test_the_short_flag_clashes_with_full() -> None:
-    with pytest.raises(
-        ValueError, match=r"recompute_activations: got it with recompute_granularity full, expected one"
-    ):
+    with pytest.raises(ValueError, match=r"recompute_activations: given with recompute_granularity full, expected one"):
         RecomputeFlags(recompute_activations=True, recompute_granularity="full")
 
 

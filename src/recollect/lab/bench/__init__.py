@@ -1,1 +1,1 @@
-"""The performance harness: settings side by side, measured, and compared with what was measured before."""
+"""The performance harness: measure settings side by side and compare them with stored results."""

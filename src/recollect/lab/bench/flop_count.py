@@ -1,4 +1,4 @@
-"""Hardware FLOPs: the matrix products that really run, whatever runs them again included."""
+"""Count hardware FLOPs: all matrix products that run, including recomputed ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["FlopCount"]
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts while it is on. PyTorch's `FlopCounterMode` has no entry for the CPU's attention and takes causal for full.
+    """Count FLOPs while active; PyTorch's `FlopCounterMode` misses attention on the CPU and counts causal attention as full.
 
     Attributes:
-        flops: of all ops so far.
+        flops: FLOPs of all ops so far.
 
     Example:
         >>> import torch
@@ -27,7 +27,7 @@ class FlopCount(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled parts run compiled, as they do in training; what they compute is then not counted."""
+        """Let compiled parts run compiled, as in training; their FLOPs are then not counted."""
         return True
 
     def __init__(self) -> None:

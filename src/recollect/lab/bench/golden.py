@@ -1,4 +1,4 @@
-"""Results against those that were stored before: which settings got slower, larger, faster, or do not fit any more."""
+"""Compare results with stored ("golden") results: which settings are slower, larger, faster, or no longer fit."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ _SHOWN = 3
 def check_comparable(
     golden: BenchResults, path: Path, *, workload: Mapping[str, Any], machine: Mapping[str, Any]
 ) -> None:
-    """Check that stored results are of the step and of the machine that are about to be measured.
+    """Check that stored results belong to the step and machine to be measured.
 
     Raises:
-        BenchError: they are not; names what differs.
+        BenchError: names what differs.
     """
     for what, stored, now in (("model or step", golden.workload, workload), ("machine", golden.machine, machine)):
         found = differences(stored, now)
         if found:
             raise BenchError(
-                f"golden results {path}: of another {what} ({found}), expected those of this one. Measure them here with "
+                f"golden results {path}: from another {what} ({found}), expected the same one. Measure new ones with "
                 "--save-golden, or change the flags."
             )
 
 
 def warn_of_versions(golden: BenchResults, path: Path, versions: Mapping[str, Any]) -> None:
-    """Warn if stored results were measured with other versions: they are compared all the same, often for that reason."""
+    """Warn if stored results were measured with other versions; comparing versions may be the point."""
     found = differences(golden.versions, versions)
     if found:
         warnings.warn(
-            f"golden results {path}: measured with other versions ({found}); a difference may come from there.",
+            f"golden results {path}: measured with other versions ({found}), which may explain differences.",
             stacklevel=2,
         )
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Say what differs between two mappings, nested ones by dotted names; empty if nothing does.
+    """Describe the differences between two mappings, with dotted names for nested ones; empty if there are none.
 
     Example:
         >>> differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 3, "c": 2}})
@@ -74,19 +74,19 @@ def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def compared(results: BenchResults, golden: BenchResults, *, path: Path, threshold: float) -> BenchResults:
-    """Return the results with how each setting stands against the golden ones.
+    """Return the results with each setting compared with its golden result.
 
-    A setting is compared with the golden result of its name; one that is not there with the golden reference (as the
-    recipes of Megatron-Bridge compare every experiment with the one golden value of the workload).
+    A setting without a golden result of its name is compared with the golden reference, as the recipes of Megatron-Bridge
+    compare every experiment with the one golden value of the workload.
 
     Args:
-        results: of now.
-        golden: of before.
-        path: of the file with these.
-        threshold: relative difference from which on it counts; 0.05 is 5 %.
+        results: the new results.
+        golden: the stored results.
+        path: file of the stored results, for messages.
+        threshold: smallest relative difference that counts; 0.05 is 5 %.
 
     Raises:
-        BenchError: there is neither a golden result of a setting's name nor a golden reference that fits.
+        BenchError: no golden result has a setting's name, and the golden reference has no times.
     """
     stored = {row.name: row for row in golden.rows}
     reference = stored.get(golden.reference)
@@ -98,8 +98,8 @@ def compared(results: BenchResults, golden: BenchResults, *, path: Path, thresho
             continue
         if old is None or old.tflops is None:
             raise BenchError(
-                f"golden results {path}: nothing to compare {row.name!r} with, as they have no times of that setting nor of "
-                f"their reference {golden.reference!r}, expected one of the two. Measure them with --save-golden."
+                f"golden results {path}: no times for {row.name!r} nor for the reference {golden.reference!r}, expected one "
+                "of the two. Measure them with --save-golden."
             )
         rows.append(_against(row, old, old.tflops, threshold))
     return results.with_rows(tuple(rows), threshold=threshold, golden=str(path))
@@ -115,7 +115,7 @@ def _against(row: Row, old: Row, old_tflops: float, threshold: float) -> Row:
     if versus < -threshold:
         result = "perf regression"
     elif old.name == row.name and _grew(row, old, threshold):
-        # Another setting may well need more.
+        # Peaks of different settings may differ.
         result, note = "memory regression", f"peak was {format_bytes(old.peak_bytes or 0)}"
     elif versus > threshold:
         result = "faster"

@@ -1,4 +1,4 @@
-"""What times depend on besides the code: the machine, and the C library's allocator. Imports no torch."""
+"""Name the machine, and keep its allocator and Python's garbage collector out of measured times. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["few_objects", "keep_freed_memory", "processor_name"]
 
-# Numbers of glibc's <malloc.h>.
+# Constants from glibc's <malloc.h>.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 
@@ -30,10 +30,10 @@ def processor_name() -> str:
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep what this process frees, and return whether that was possible.
+    """Make glibc keep freed memory, and return whether that was possible.
 
-    Else glibc gives freed memory back to the kernel after each large tensor and faults it in again, zeroed, for the next
-    one: page faults are measured instead of arithmetic, and more of them of whoever allocates more often.
+    By default glibc returns the memory of each large tensor to the kernel, and the next tensor faults it in again, zeroed.
+    Measured times would then contain page faults, and more of them the more often a step allocates.
     """
     if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
         return False
@@ -43,9 +43,9 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def few_objects() -> Iterator[None]:
-    """Leave what is there now (PyTorch itself) out of collections, and out of the sight of a meter, in a with-block.
+    """Exclude all current objects (PyTorch itself) from garbage collection and from meters in a with-block.
 
-    Else each collection takes longer than a small step. Tensors that a peak is measured of have to be made in the block.
+    Otherwise each collection takes longer than a small step. Create tensors whose peak is to be measured inside the block.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Measure settings side by side on one model: plans first, then peaks and FLOPs, then times in turns."""
+"""Measure settings side by side on one model: first plans, then peaks and FLOPs, then step times in turns."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import recollect
 from recollect.byte_format import format_bytes
 from recollect.errors import BenchError, BudgetTooSmallError
 from recollect.integrations.megatron import megatron_plan
-from recollect.lab.bench.on_tape import OnTape
 from recollect.lab.bench.out_of_memory import is_out_of_memory
 from recollect.lab.bench.race import Contestant, Race, percentile
 from recollect.lab.bench.results import Row
 from recollect.lab.bench.settings import KeepAll, MemoryBudget, Setting
 from recollect.lab.bench.subject import Subject
+from recollect.lab.bench.switchable_plan import SwitchablePlan
 from recollect.planning.choose import Planner
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ __all__ = ["Measured", "measure"]
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured: a row for each setting, the name of the one that slowdowns are over, and the rounds run."""
+    """A row for each setting, the name of the setting that slowdowns refer to, and the number of rounds."""
 
     rows: tuple[Row, ...]
     reference: str
@@ -36,14 +36,14 @@ class Measured:
 
 @dataclass(eq=False, kw_only=True)
 class _Entry(Contestant):
-    """One setting. `tape`: its plan on the model, None where nothing is to be recomputed."""
+    """One setting, with its plan applied to the model; None for no recompute."""
 
     row: Row
-    tape: OnTape | None = None
+    plan: SwitchablePlan | None = None
 
     def on(self) -> AbstractContextManager[None]:
-        """Have the model recompute so, for the length of a with-block."""
-        return nullcontext() if self.tape is None else self.tape.on()
+        """Activate the plan for a with-block."""
+        return nullcontext() if self.plan is None else self.plan.on()
 
 
 def measure(
@@ -55,19 +55,19 @@ def measure(
     memory_limit_bytes: int | None,
     report: Callable[[str], None],
 ) -> Measured:
-    """Measure settings; one that runs out of memory is a result, and the others go on.
+    """Measure settings; running out of memory is a result, and the remaining settings continue.
 
     Args:
         subject: the model and its step.
-        settings: what to measure, without two of one name.
-        model_flops: of a step.
-        rounds: of timed steps.
-        memory_limit_bytes: above which a peak counts as out of memory; a setting that is predicted to be does not run.
-        report: told how far it is.
+        settings: the settings to measure, with distinct names.
+        model_flops: model FLOPs of one step.
+        rounds: rounds of timed steps.
+        memory_limit_bytes: peaks above this count as out of memory; settings predicted to exceed it do not run.
+        report: receives progress messages.
 
     Raises:
-        BenchError: not even the leanest step, which is recorded, has enough memory.
-        RecollectError: a setting that clashes with itself or with the model.
+        BenchError: recording, which recomputes everything it can, ran out of memory.
+        RecollectError: a setting clashes with itself or with the model.
     """
     report("recording")
     try:
@@ -76,7 +76,7 @@ def measure(
         if not is_out_of_memory(problem):
             raise
         raise BenchError(
-            f"recording {type(subject.model).__name__}: out of memory, though all that can be is recomputed "
+            f"recording {type(subject.model).__name__}: out of memory, even with everything possible recomputed "
             f"({_first_line(problem)}). Use a smaller model or micro-batch, or bf16."
         ) from None
     session = _Session(subject, planner, memory_limit_bytes, report)
@@ -98,7 +98,7 @@ class _Session:
         self.report = report
 
     def entry(self, setting: Setting, blank: Row) -> _Entry:
-        """Make a setting's plan and say whether it is predicted to fit."""
+        """Return a setting with its plan, marked as OOM if it is predicted not to fit."""
         row = replace(blank, name=setting.name, fields=setting.fields())
         try:
             plan = self._plan(setting)
@@ -109,8 +109,8 @@ class _Session:
         row = replace(row, predicted_peak_bytes=peak_bytes, predicted_slowdown=plan.predicted_slowdown if plan else 0.0)
         if self._is_above_limit(peak_bytes):
             return _Entry(name=row.name, row=replace(row, result="OOM (predicted)", note="predicted above the limit"))
-        tape = None if plan is None else OnTape(recollect.apply(self.subject.model, plan))
-        return _Entry(name=row.name, row=row, tape=tape)
+        switchable = None if plan is None else SwitchablePlan(recollect.apply(self.subject.model, plan))
+        return _Entry(name=row.name, row=row, plan=switchable)
 
     def measure_memory(self, entry: _Entry) -> None:
         """Measure peak and FLOPs; the first steps of a setting also warm it up."""
@@ -121,7 +121,7 @@ class _Session:
         try:
             with entry.on():
                 if not self.subject.optimizer.state:
-                    self.subject.step()  # which makes it
+                    self.subject.step()  # creates the optimizer state
                 peak = self.subject.peak()
                 hardware_flops = self.subject.hardware_flops()
         except Exception as problem:
@@ -137,7 +137,7 @@ class _Session:
             entry.row = replace(entry.row, result="OOM", note="measured above the limit")
 
     def race(self, entries: Sequence[_Entry], rounds: int) -> Measured:
-        """Time those that fit, in turns, each beside the first of them."""
+        """Time the settings that fit, in turns, each next to the first of them."""
         running = [entry for entry in entries if not entry.row.is_oom]
         if not running:
             return Measured(tuple(entry.row for entry in entries), entries[0].name, 0)
@@ -145,13 +145,13 @@ class _Session:
             entry.seconds.clear()
             entry.ratios.clear()
         first, *others = running
-        # A reference alone has nobody to be compared with, but its times count all the same.
+        # A reference alone is compared with nothing, but its times still count.
         groups = [[other] for other in others] or [[first]]
         race = Race(lambda: self._reference_s(first), self._seconds, report=self.report, seed=0)
         try:
             race.run(groups, seconds=0.0, least_rounds=rounds)
         except Exception as problem:
-            # The reference, as the others' are caught: somebody else has to be it.
+            # Only the reference can fail here, the others' errors are caught: make another setting the reference.
             self._ran_out(first, problem)
             return self.race(entries, rounds)
         if others:
@@ -160,7 +160,7 @@ class _Session:
         return Measured(tuple(_timed(entry) for entry in entries), first.name, race.num_rounds)
 
     def _plan(self, setting: Setting) -> Plan | None:
-        """Return the plan of a setting; None for no recompute."""
+        """Return a setting's plan; None for no recompute."""
         if isinstance(setting, KeepAll):
             return None
         if isinstance(setting, MemoryBudget):
@@ -185,12 +185,12 @@ class _Session:
             return None
 
     def _ran_out(self, entry: _Entry, problem: Exception) -> None:
-        """Note that a setting ran out of memory; raise whatever else it is."""
+        """Note that a setting ran out of memory; raise any other problem."""
         if not is_out_of_memory(problem):
             raise problem
         entry.row = replace(entry.row, result="OOM", note=_first_line(problem))
         self.report(f"{entry.name}: out of memory")
-        # The traceback holds the frames of the step, and these its tensors.
+        # The traceback would keep the step's frames and their tensors alive.
         problem.__traceback__ = None
         self.subject.clean_up()
 

@@ -1,13 +1,13 @@
-"""Model FLOPs by formula: what a training step has to compute, whoever computes it. Imports no torch.
+"""Model FLOPs by formula: the arithmetic a training step requires, however it is run. Imports no torch.
 
-A product of [m, k] and [k, n] is 2mkn FLOPs, and training does each product of forward three times: once forward, once for the
-gradient of each factor. Recompute is not counted, nor what an attention kernel computes twice inside (that is in
-hardware FLOPs, `recollect.lab.bench.flop_count`), nor norms, activations and the optimizer.
+A product of [m, k] and [k, n] takes 2mkn FLOPs, and training runs three for each product of forward: one in forward, and one
+for the gradient of each factor. Not counted are recompute (neither in plans nor inside attention kernels; hardware FLOPs count
+it, see `recollect.lab.bench.flop_count`), norms, activations and the optimizer.
 
 References:
     D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021, appendix.
-    https://arxiv.org/abs/2104.04473. Deviations: what of attention a causal mask covers is not counted, as in Megatron since
-    2024 and in PaLM's appendix B when it says so; grouped queries, gates, experts, latents as they are.
+    https://arxiv.org/abs/2104.04473. Deviations: masked attention scores are not counted, as in Megatron since 2024 and, where
+    stated, in PaLM's appendix B; grouped queries, gates, experts and latent attention count as they are.
     V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, appendix A, for the two
     kinds of FLOPs. https://arxiv.org/abs/2205.05198
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["CAUSAL_FRACTION", "model_flops"]
 
 CAUSAL_FRACTION = 0.5
-"""Part of the [seq, seq] scores that a causal mask leaves, the diagonal counted half."""
+"""Fraction of the [seq, seq] scores left by a causal mask, with the diagonal counted as half."""
 
 
 def model_flops(
@@ -32,9 +32,9 @@ def model_flops(
 
     Args:
         config: the model.
-        num_sequences: in the whole step, all micro-batches together.
-        seq_length: tokens in each.
-        attention_fraction: part of the scores that counts; 1 is what unfused attention computes, mask or not.
+        num_sequences: sequences in the step, over all micro-batches.
+        seq_length: tokens per sequence.
+        attention_fraction: fraction of the scores that counts; 1 for unfused attention, which computes all of them.
 
     Returns:
         FLOPs of forward and backward without recompute.
@@ -58,7 +58,7 @@ def model_flops(
 
 
 def _layer_weights(config: TransformerConfig, layer: int) -> int:
-    """Elements of the matrices that a token is multiplied with."""
+    """Return the number of weights that one token is multiplied with in a layer, except in core attention."""
     d = config.hidden_size
     matrices = 3 if config.gated_linear_unit else 2
     if not config.is_moe_layer(layer):
@@ -81,7 +81,7 @@ def _attention_weights(config: TransformerConfig) -> int:
 
 
 def _attention_channels(config: TransformerConfig) -> int:
-    """Multiply-adds of a query with a key and of a probability with a value, all heads."""
+    """Return the multiply-adds of core attention for one query and one key, over all heads."""
     if config.multi_latent_attention:
         channels = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
     else:

@@ -1,4 +1,4 @@
-"""What running out of memory looks like, by device."""
+"""Recognise out-of-memory errors of every device."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 __all__ = ["is_out_of_memory"]
 
-# What PyTorch's CPU allocator says, in a plain RuntimeError.
+# PyTorch's CPU allocator raises a plain RuntimeError with this text.
 _CPU_ALLOCATOR = "can't allocate memory"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether an error, or what it was raised from, says that there was not enough memory.
+    """Tell whether an error, or one of its causes, reports a lack of memory.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes do not match"))

@@ -1,12 +1,12 @@
-"""Contestants take turns on one model, in rounds, so that what disturbs the machine disturbs all of them alike.
+"""Time several settings in turns on one model, in rounds, so that noise of the machine affects all of them alike.
 
 NOTE [ Rules of a race ]
 1. The reference runs before and after each group of contestants; a time counts as its ratio to the mean of these two.
-2. Those who are compared with each other stand in one group, so that their ratio is one of neighbours.
-3. The order of groups, and the order within each, is drawn anew for each round.
-4. Garbage in reference cycles is collected before each timed step, so that nobody pays for the one before. The collector
-   runs within the step as it does in training.
-5. Reported are medians over rounds of such ratios, with the 20th and 80th percentile.
+2. Contestants to be compared with each other form one group, so that they run close together in time.
+3. The order of groups, and the order within each group, is random in each round.
+4. Reference cycles are collected before each timed step, so that no step pays for the previous one. Within a step the garbage
+   collector runs as in training.
+5. Results are medians of these ratios over rounds, with the 20th and 80th percentile.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ __all__ = ["Contestant", "Race", "percentile"]
 
 @dataclass(eq=False, kw_only=True)
 class Contestant:
-    """Someone who takes part, and the times of it.
+    """A participant of a race, with its times.
 
     Attributes:
-        seconds: of each of its steps.
-        ratios: step time over that of the reference beside it, by round and by the place of its group in the list.
+        name: for reports.
+        seconds: time of each step.
+        ratios: step time over the adjacent reference times, by round and by the index of its group.
     """
 
     name: str
@@ -46,12 +47,12 @@ class Contestant:
         return self.percentile(50)
 
     def time_ratios_to(self, other: Contestant) -> list[float]:
-        """Return its time over the other's wherever both stood in one group, so that the reference cancels out."""
+        """Return its time over the other's wherever both were in one group; the reference cancels out."""
         return [self.ratios[turn] / other.ratios[turn] for turn in self.ratios if turn in other.ratios]
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Return a percentile, between neighbours by proportion.
+    """Return a percentile, linearly interpolated.
 
     Example:
         >>> percentile([1.0, 2.0, 4.0], 50), percentile([0.0, 10.0], 20)
@@ -69,15 +70,15 @@ class Race(Generic[One]):
     """Rounds of timed steps.
 
     Args:
-        reference: runs and times one step of whoever all others are compared with.
-        seconds: runs and times one step of a contestant; None if it could not run, which counts as no step.
-        report: told how far it is.
-        seed: of the order of turns.
+        reference: runs and times one step of the reference.
+        seconds: runs and times one step of a contestant; returns None if the step could not run.
+        report: receives progress messages.
+        seed: seed of the order of turns.
 
     Attributes:
         reference_s: times of the reference.
-        num_rounds: rounds that were run.
-        is_interrupted: Ctrl+C ended it.
+        num_rounds: rounds completed.
+        is_interrupted: whether Ctrl+C ended the race.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Race(Generic[One]):
         self.is_interrupted = False
 
     def run(self, groups: Sequence[Sequence[One]], *, seconds: float, least_rounds: int) -> None:
-        """Run as many rounds as the time allows, but no fewer than `least_rounds`; Ctrl+C ends this race and all later."""
+        """Run as many rounds as fit into `seconds`, but at least `least_rounds`; Ctrl+C ends this and all later calls."""
         if self.is_interrupted or not groups:
             return
         try:
@@ -105,7 +106,7 @@ class Race(Generic[One]):
                 self._run(groups, seconds, least_rounds)
         except KeyboardInterrupt:
             self.is_interrupted = True
-            self._report("interrupted: going on with what there is")
+            self._report("interrupted: continuing with the results so far")
 
     def _run(self, groups: Sequence[Sequence[One]], seconds: float, least_rounds: int) -> None:
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Results as a table: on a terminal, as Markdown, as CSV. Imports no torch."""
+"""Format results as a table: for a terminal, as Markdown, as CSV. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLORS = {"ok": "", "faster": "green", "perf regression": "red", "memory regres
 
 
 def title(results: BenchResults) -> str:
-    """Return what was measured, in one line."""
+    """Describe workload, machine and versions in one line."""
     workload = {key: value for key, value in results.workload.items() if not isinstance(value, dict)}
     text = ", ".join(str(value) if key == "model" else f"{key} {value}" for key, value in workload.items())
     machine = ", ".join(f"{key} {value}" if key != "device" else str(value) for key, value in results.machine.items())
@@ -26,7 +26,7 @@ def title(results: BenchResults) -> str:
 
 
 def columns(results: BenchResults) -> list[str]:
-    """Return the heads of the table; the first and the last are text, all others numbers."""
+    """Return the column headings; the first and the last column are text, all others numbers."""
     golden = ["vs golden"] if results.golden else []
     return [
         *(
@@ -86,7 +86,7 @@ def as_markdown(results: BenchResults) -> str:
 
 
 def as_csv(results: BenchResults) -> str:
-    """Return the rows with all their numbers, without units rounded to: bytes, seconds, FLOPs."""
+    """Return the rows with all their numbers, unrounded, in bytes, seconds and FLOPs."""
     names = [
         *(
             "name",
@@ -110,15 +110,15 @@ def as_csv(results: BenchResults) -> str:
 
 
 def notes(results: BenchResults) -> list[str]:
-    """Return what has to be known to read the table."""
+    """Return explanations needed to read the table."""
     lines = [
         f"Medians of {results.rounds} rounds in turns; slowdowns are medians of ratios to the steps of {results.reference!r} "
         "right before and after. A step is forward, loss, backward and AdamW; predicted slowdowns are of forward and backward.",
-        "TFLOP/s/device counts what the model has to compute; hardware TFLOP/s what ran: recompute, too, and what attention "
-        "kernels compute again inside.",
+        "TFLOP/s/device counts the FLOPs the model requires; hardware TFLOP/s all that ran, including recompute by plans and "
+        "inside attention kernels.",
     ]
     if any(row.peak_bytes is not None and row.reserved_bytes is None for row in results.rows):
-        lines.append("reserved: not applicable on a CPU, whose allocator reserves nothing.")
+        lines.append("reserved: not applicable on a CPU, whose allocator reserves no memory.")
     if results.memory_limit_bytes is not None:
         lines.append(f"Peaks above {format_bytes(results.memory_limit_bytes)} (--memory-limit) count as OOM.")
     if results.golden:
@@ -135,7 +135,7 @@ def _versus(row: Row) -> str:
 
 
 def _digits(number: float | None) -> str:
-    """Three digits where there are fewer before the point: 704, 59.4, 0.0213."""
+    """Format a number with at least three significant digits: 704.0, 59.4, 0.0213."""
     if number is None:
         return _NONE
     return f"{number:.1f}" if number >= 100 else f"{number:.3g}"

@@ -1,4 +1,4 @@
-"""What was measured, as data: one row a setting, and the document around them. Imports no torch."""
+"""Benchmark results as data: one row per setting, and the JSON document that holds them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recollect.fields import Field, read_document
 __all__ = ["BenchResults", "Result", "Row"]
 
 Result = Literal["ok", "faster", "perf regression", "memory regression", "OOM", "OOM (predicted)"]
-"""OOM: the step ran out of memory, or its measured peak is above the limit. Predicted: it was not run for that reason."""
+"""OOM: the step ran out of memory, or its measured peak exceeds the limit. Predicted: it was expected to, and did not run."""
 REGRESSIONS: tuple[Result, ...] = ("perf regression", "memory regression")
 
 _FORMAT = "recollect.bench"
@@ -23,22 +23,22 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One setting.
+    """The result of one setting.
 
     Attributes:
         name: the setting, in a few words.
         fields: the setting as a mapping of Megatron's names.
-        result: how it went; compared with a golden result if there is one.
-        note: why, in words, where there is more to say.
-        versus_golden: model FLOP/s over those of the golden result, less one; None without one.
-        golden_name: the setting of the golden result that it was compared with.
-        predicted_peak_bytes, predicted_slowdown: of the plan; the slowdown is of forward and backward.
-        peak_bytes: measured, everything that the step holds.
-        reserved_bytes: most bytes that CUDA's caching allocator held; None on a CPU, which has none.
-        step_s, step_p20_s, step_p80_s: median seconds of a step, and 20th and 80th percentile.
-        slowdown, slowdown_p20, slowdown_p80: the same of the ratio to the reference's steps right before and after, less one.
-        model_flops, hardware_flops: of a step.
-        num_tokens: of a step.
+        result: the outcome, compared with a golden result if there is one.
+        note: the reason for the result, if it needs one.
+        versus_golden: model FLOP/s relative to the golden result, minus one; None without a golden result.
+        golden_name: the golden setting it was compared with.
+        predicted_peak_bytes, predicted_slowdown: predictions of the plan; the slowdown is of forward and backward.
+        peak_bytes: measured peak of everything the step holds.
+        reserved_bytes: largest memory held by CUDA's caching allocator; None on a CPU.
+        step_s, step_p20_s, step_p80_s: median step time, 20th and 80th percentile.
+        slowdown, slowdown_p20, slowdown_p80: likewise, of the ratio to the adjacent reference steps, minus one.
+        model_flops, hardware_flops: FLOPs of a step.
+        num_tokens: tokens of a step.
     """
 
     name: str
@@ -68,36 +68,36 @@ class Row:
 
     @property
     def hardware_tflops(self) -> float | None:
-        """Hardware TFLOP/s of the device: what is recomputed counts; None if no step was timed."""
+        """Hardware TFLOP/s of the device, including recompute; None if no step was timed."""
         if self.step_s is None or self.hardware_flops is None:
             return None
         return self.hardware_flops / self.step_s / 1e12
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens a second; None if no step was timed."""
+        """Tokens per second; None if no step was timed."""
         return None if self.step_s is None else self.num_tokens / self.step_s
 
     @property
     def is_oom(self) -> bool:
-        """Whether it did not fit."""
+        """Whether the setting did not fit."""
         return self.result in ("OOM", "OOM (predicted)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResults:
-    """All settings of one run, and what their numbers depend on.
+    """The results of all settings, and what they depend on.
 
     Attributes:
-        workload: the model and the step; results of another workload cannot be compared.
-        machine: where times were taken; those of another machine cannot be compared, either.
-        versions: of what may well be compared: torch, recollect, Python.
-        rounds: that each median is of.
-        reference: name of the setting that slowdowns are over.
-        memory_limit_bytes: above which a peak counts as OOM.
-        rows: by setting, in the order they were asked for.
-        threshold: relative difference to the golden result from which on it is a regression, or faster.
-        golden: the file that was compared with; empty if none was.
+        workload: the model and the step; only results of the same workload are comparable.
+        machine: the machine; only results of the same machine are comparable.
+        versions: versions of torch, recollect and Python; results of different versions are comparable.
+        rounds: rounds that each median covers.
+        reference: name of the setting that slowdowns refer to.
+        memory_limit_bytes: peaks above this count as OOM.
+        rows: one per setting, in the order requested.
+        threshold: relative difference to the golden result that counts as regression, or as faster.
+        golden: file of the golden results; empty without.
     """
 
     workload: Mapping[str, Any]
@@ -112,7 +112,7 @@ class BenchResults:
 
     @property
     def has_regression(self) -> bool:
-        """Whether a setting is slower or larger than its golden result allows, or does not fit where that did."""
+        """Whether a setting is slower or larger than its golden result allows, or no longer fits."""
         return any(row.result in REGRESSIONS or (row.is_oom and row.golden_name == row.name) for row in self.rows)
 
     def to_json(self) -> str:
@@ -123,10 +123,10 @@ class BenchResults:
 
     @classmethod
     def from_json(cls, text: str) -> BenchResults:
-        """Read results.
+        """Read results from JSON.
 
         Raises:
-            BenchError: no JSON, another format or version, an unknown key, or a wrong type; says where.
+            BenchError: not JSON, another format or version, an unknown key, or a wrong type; says where.
         """
         root = read_document(text, format=_FORMAT, version=_VERSION, error=BenchError)
         root.keys(allowed=["format", "version", *(f.name for f in fields(cls))])
@@ -148,13 +148,13 @@ class BenchResults:
         """Read a file of results.
 
         Raises:
-            BenchError: it cannot be read, or is no such file; names it.
+            BenchError: the file cannot be read or holds no results; names it.
         """
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except OSError as problem:
             raise BenchError(
-                f"golden results {path}: cannot be read ({problem.strerror}), expected a file that --save-golden wrote."
+                f"golden results {path}: cannot be read ({problem.strerror}), expected a file written by --save-golden."
             ) from None
         except (BenchError, UnicodeDecodeError) as problem:
             raise BenchError(f"golden results {path}: {problem}") from None

@@ -1,4 +1,4 @@
-"""What is measured side by side: a setting is no recompute, Megatron's words, or a budget. Imports no torch."""
+"""Settings to measure side by side: no recompute, Megatron's recompute settings, or a memory budget. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from recollect.errors import BenchError
 from recollect.integrations.megatron import RecomputeConfig
 
-__all__ = ["KeepAll", "MegatronWords", "MemoryBudget", "Setting", "named_settings", "parse_setting", "read_settings"]
+__all__ = ["KeepAll", "MegatronSetting", "MemoryBudget", "Setting", "named_settings", "parse_setting", "read_settings"]
 
 _GRANULARITY = "recompute_granularity"
 _SPELLINGS = "'none', 'selective core_attn,layernorm', 'full uniform 4', 'full block 2' or 'memory_budget 60%'"
@@ -25,13 +25,13 @@ class KeepAll:
     name: str = "none"
 
     def fields(self) -> dict[str, Any]:
-        """Return the setting as a mapping, as a settings file has it."""
+        """Return the setting as in a settings file."""
         return {_GRANULARITY: None}
 
 
 @dataclass(frozen=True)
-class MegatronWords:
-    """Fields of Megatron's configuration; those that are not there have its defaults."""
+class MegatronSetting:
+    """Fields of Megatron's recompute configuration; missing ones have its defaults."""
 
     words: Mapping[str, Any]
     name: str = ""
@@ -41,15 +41,15 @@ class MegatronWords:
             object.__setattr__(self, "name", _name_of(self.words))
 
     def fields(self) -> dict[str, Any]:
-        """Return the setting as a mapping, as a settings file has it."""
+        """Return the setting as in a settings file."""
         return dict(self.words)
 
     @property
     def config(self) -> RecomputeConfig:
-        """The settings as Megatron has them, checked against its rules and the defaults filled in.
+        """The configuration with defaults, checked against Megatron's rules.
 
         Raises:
-            BenchError: a name that Megatron does not have.
+            BenchError: an unknown name.
             ConfigError, NotYetError: see `RecomputeConfig`.
         """
         known = [field.name for field in dataclasses.fields(RecomputeConfig)]
@@ -58,14 +58,14 @@ class MegatronWords:
                 close = difflib.get_close_matches(str(name), known, n=1)
                 meant = f" Did you mean {close[0]!r}?" if close else ""
                 raise BenchError(
-                    f"setting {self.name!r}: got {name!r}, expected names that Megatron's recompute settings have.{meant}"
+                    f"setting {self.name!r}: got {name!r}, expected names of Megatron's recompute settings.{meant}"
                 )
         return RecomputeConfig(**self.words)
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """The plan for a budget: bytes, or a percentage of the peak without recompute."""
+    """The plan for a budget, in bytes or as a percentage of the peak without recompute."""
 
     budget: str
     name: str = ""
@@ -75,22 +75,22 @@ class MemoryBudget:
             object.__setattr__(self, "name", f"memory_budget {self.budget}")
 
     def fields(self) -> dict[str, Any]:
-        """Return the setting as a mapping, as a settings file has it."""
+        """Return the setting as in a settings file."""
         return {"memory_budget": self.budget}
 
 
-Setting = KeepAll | MegatronWords | MemoryBudget
+Setting = KeepAll | MegatronSetting | MemoryBudget
 
 
 def parse_setting(text: str) -> Setting:
-    """Read a setting from a few words.
+    """Parse a setting.
 
     Args:
-        text: none; selective and modules, separated by spaces or commas (without any: Megatron's default); full, a method and
-            a number of layers; or memory_budget and bytes or a percentage.
+        text: "none"; "selective" and modules, separated by spaces or commas (default: Megatron's); "full", a method and a
+            number of layers; or "memory_budget" and bytes or a percentage.
 
     Raises:
-        BenchError: none of these.
+        BenchError: anything else.
 
     Example:
         >>> parse_setting("selective core_attn,layernorm").fields()
@@ -105,7 +105,7 @@ def parse_setting(text: str) -> Setting:
         return MemoryBudget(" ".join(rest))
     if first == "selective":
         modules = tuple(name for word in rest for name in word.split(",") if name)
-        return MegatronWords({_GRANULARITY: "selective", **({"recompute_modules": modules} if modules else {})})
+        return MegatronSetting({_GRANULARITY: "selective", **({"recompute_modules": modules} if modules else {})})
     if first == "full":
         words: dict[str, Any] = {_GRANULARITY: "full"}
         for word in rest:
@@ -113,7 +113,7 @@ def parse_setting(text: str) -> Setting:
                 int(word) if word.isdecimal() else word
             )
         if len(words) == 1 + len(rest):
-            return MegatronWords(words)
+            return MegatronSetting(words)
     raise BenchError(f"setting {text!r}: cannot be read, expected {_SPELLINGS}.")
 
 
@@ -121,11 +121,12 @@ def read_settings(path: Path) -> list[Setting]:
     """Read a YAML file with a list of settings.
 
     Args:
-        path: the list itself, or a mapping with the list under `settings`. An entry is a text as for `parse_setting`, or a
-            mapping of Megatron's names (also under `model`, as in Megatron-Bridge), or `memory_budget`, and a `name`.
+        path: the file: a list, or a mapping with the list under `settings`. An entry is a text as for `parse_setting`, or a
+            mapping of Megatron's names (also under `model`, as in Megatron-Bridge) or `memory_budget`, optionally with a
+            `name`.
 
     Raises:
-        BenchError: the file cannot be read, is no such list, or has an entry that is no setting.
+        BenchError: the file cannot be read, is not a list of settings, or has an invalid entry.
     """
     where = f"settings file {path}"
     data = read_yaml(path, where)
@@ -139,7 +140,7 @@ def read_yaml(path: Path, where: str) -> Any:
     """Read a YAML file.
 
     Raises:
-        BenchError: it cannot be read.
+        BenchError: the file cannot be read, or is not YAML.
     """
     import yaml
 
@@ -161,7 +162,7 @@ def _setting(entry: Any, where: str) -> Setting:
         raise BenchError(f"{where}: got {entry!r}, expected {_SPELLINGS}, or a mapping of Megatron's names.")
     words = {key: value for key, value in entry.items() if key not in ("name", "model")}
     words |= entry.get("model") or {}
-    for key in ("recompute_modules", "offload_modules"):  # ROLL writes them as one text
+    for key in ("recompute_modules", "offload_modules"):  # ROLL writes them as one string
         if isinstance(words.get(key), str):
             words[key] = tuple(part.strip() for part in words[key].split(","))
     name = str(entry.get("name", ""))
@@ -169,38 +170,38 @@ def _setting(entry: Any, where: str) -> Setting:
         if len(words) > 1:
             others = ", ".join(key for key in words if key != "memory_budget")
             raise BenchError(
-                f"{where}: got memory_budget with {others}, expected one way to choose what is recomputed."
+                f"{where}: got memory_budget with {others}, expected a single way to choose what to recompute."
             )
         return MemoryBudget(str(words["memory_budget"]), name)
     if not words or words == {_GRANULARITY: None}:
         return KeepAll(name or "none")
-    return MegatronWords(words, name)
+    return MegatronSetting(words, name)
 
 
 def named_settings(settings: Sequence[Setting]) -> list[Setting]:
-    """Return the settings, checked, no recompute first, as all others are compared with it.
+    """Check the settings and return them after "no recompute", the reference of all others.
 
     Raises:
-        BenchError: two of them have one name, or a name that Megatron does not have.
-        ConfigError, NotYetError: settings that clash, or that are not built yet.
+        BenchError: two settings have the same name, or one has an unknown field.
+        ConfigError, NotYetError: settings clash, or are not supported yet.
     """
     found = list(settings)
     if not any(isinstance(setting, KeepAll) for setting in found):
         found.insert(0, KeepAll())
     for setting in found:
-        if isinstance(setting, MegatronWords):
-            setting.config  # noqa: B018 - settings that clash are told before the work begins
+        if isinstance(setting, MegatronSetting):
+            setting.config  # noqa: B018 - report clashing settings before the work begins
     found.sort(key=lambda setting: not isinstance(setting, KeepAll))
     seen: set[str] = set()
     for setting in found:
         if setting.name in seen:
-            raise BenchError(f"setting {setting.name!r}: is there twice. Leave one out, or give it another `name`.")
+            raise BenchError(f"setting {setting.name!r}: given twice. Remove one, or give it another `name`.")
         seen.add(setting.name)
     return found
 
 
 def _name_of(words: Mapping[str, Any]) -> str:
-    """Name a setting as `parse_setting` spells it, and what else it has."""
+    """Name a setting as `parse_setting` spells it, followed by its other fields."""
     parts = [str(words.get(_GRANULARITY))]
     parts += [str(words[key]) for key in ("recompute_method", "recompute_num_layers") if key in words]
     if words.get("recompute_modules") is not None:

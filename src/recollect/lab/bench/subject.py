@@ -1,4 +1,4 @@
-"""The training step that is measured: forward, loss and backward of each micro-batch, and the optimizer's step."""
+"""The training step to measure: forward, loss and backward of each micro-batch, then the optimizer step."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["Subject"]
 
 @dataclass(eq=False, kw_only=True)
 class Subject:
-    """One model and its step; it runs whatever recompute is on the model at the time.
+    """A model and its training step, run with whatever plan is applied to the model.
 
     Attributes:
-        model: in training mode, on its device.
-        optimizer: over its parameters.
-        batch: one micro-batch, as keywords of the model; every micro-batch of a step is this one.
-        num_microbatches: forwards and backwards of one step.
-        num_tokens: in one micro-batch.
-        device: where it runs.
+        model: the model, in training mode, on its device.
+        optimizer: over the model's parameters.
+        batch: one micro-batch, as keywords of the model; all micro-batches of a step are the same.
+        num_microbatches: micro-batches per step.
+        num_tokens: tokens per micro-batch.
+        device: the model's device.
     """
 
     model: nn.Module
@@ -56,15 +56,15 @@ class Subject:
         return timed(self.step, self.device)[1]
 
     def peak(self) -> PeakMeasurement[None]:
-        """Run one step and measure its peak, in which parameters, optimizer state and batch count."""
-        baseline_bytes = None  # CUDA's allocator knows what is there
+        """Run one step and measure its peak, including parameters, optimizer state and batch."""
+        baseline_bytes = None  # CUDA's allocator counts everything
         empty_cache(self.device)
         if self.device.type != "cuda":
             baseline_bytes = resident_bytes(self.model, self.optimizer) + storage_bytes(self.batch.values())
         return measure_peak(self.step, device=self.device, baseline_bytes=baseline_bytes)
 
     def hardware_flops(self) -> float:
-        """Run one step and count the FLOPs of the matrix products that run."""
+        """Run one step and count the FLOPs of its matrix products."""
         with FlopCount() as count:
             self.step()
         flops: float = count.flops
@@ -72,7 +72,7 @@ class Subject:
 
     @torch.no_grad()
     def forward_flops(self) -> float:
-        """Run the forwards of one step, keeping nothing, and count them."""
+        """Run a forward without gradients and return the FLOPs of all forwards of a step."""
         with FlopCount() as count:
             self.model(**self.batch)
         flops: float = count.flops
@@ -86,13 +86,13 @@ class Subject:
         return profile
 
     def clean_up(self) -> None:
-        """Let go of what a step that ran out of memory left behind."""
+        """Free what a step that ran out of memory left behind."""
         self.optimizer.zero_grad(set_to_none=True)
         gc.collect()
         empty_cache(self.device)
 
     def describe(self) -> dict[str, Any]:
-        """Return what the step's numbers depend on, apart from the model's dimensions and the machine."""
+        """Describe the step, apart from the model's dimensions and the machine."""
         parameter = next(self.model.parameters())
         return {
             "dtype": str(parameter.dtype).removeprefix("torch."),

@@ -180,7 +180,9 @@ class GPTModelProvider:
             raise NotYetError(settings={"fp16": True}, needs="loss scaling", advice="Set bf16 instead.")
         ignored = [name for name in _WITHOUT_EFFECT if getattr(self, name) is not None]
         if ignored:
-            warnings.warn(f"without effect here: {', '.join(ignored)}; kernels are PyTorch's.", ConfigWarning, stacklevel=2)
+            warnings.warn(
+                f"without effect here: {', '.join(ignored)}; kernels are PyTorch's.", ConfigWarning, stacklevel=2
+            )
         recompute, setting = self.recompute_config(), self.training_setting()
         recompute.check(setting)
         refuse_not_yet(recompute, setting)

@@ -1,1 +1,1 @@
-"""Training a language model within a memory budget: data, loop, checkpoints, displays."""
+"""Train a language model within a memory budget: data, loop, checkpoints, displays."""

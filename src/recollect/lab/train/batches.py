@@ -1,4 +1,4 @@
-"""Batches whose content depends on nothing but the data, the seed and the position, so a run can resume anywhere."""
+"""Batches as a function of data, seed and position alone, so that a run can resume anywhere."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from recollect.lab.train.windows import Windows
 
 
 class BatchSampler:
-    """Windows, a batch at a time.
+    """Group windows into batches.
 
     Args:
-        windows: where they come from.
-        batch_size: windows in a batch; a batch may span two epochs.
+        windows: the windows.
+        batch_size: windows per batch; a batch may span two epochs.
 
     Example:
         >>> from recollect.lab.train.windows import TokenWindows
@@ -31,7 +31,7 @@ class BatchSampler:
         self._batch_size = batch_size
 
     def batch(self, position: int) -> tuple[Tensor, Tensor]:
-        """Return (tokens, labels), each int64 [batch_size, seq_length]; labels are the tokens one further on."""
+        """Return (tokens, labels), each int64 [batch_size, seq_length]; labels are the tokens shifted by one."""
         first = position * self._batch_size
         rows = np.stack([self._windows.window(first + row) for row in range(self._batch_size)]).astype(np.int64)
         both = torch.from_numpy(rows)

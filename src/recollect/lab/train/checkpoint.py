@@ -1,8 +1,8 @@
-"""Checkpoints: written atomically, checked when read, and enough to go on with the same bits.
+"""Checkpoints: written atomically, verified when read, and complete enough to resume with the same bits.
 
-A checkpoint is one `torch.save` file that loads with `weights_only=True`: step, settings, model, optimizer, random
-number states. The position in the data is a function of the step. Torch writes a CRC of each record into the file but
-does not check it on reading; `read_checkpoint` does.
+A checkpoint is one `torch.save` file that loads with `weights_only=True`: step, settings, model, optimizer, random number
+states. The position in the data follows from the step. Torch stores a CRC of each record but does not verify it when reading;
+`read_checkpoint` does.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Checkpoint:
     """State between two optimizer steps.
 
     Attributes:
-        step: optimizer steps done.
-        identity: settings that decide the numbers, see `TrainConfig.identity`.
+        step: optimizer steps completed.
+        identity: settings that determine the numbers, see `TrainConfig.identity`.
         model: the model's state dict.
         optimizer: the optimizer's state dict.
         rng: `rng_state()`.
@@ -47,7 +47,7 @@ class Checkpoint:
 
 
 def environment() -> dict[str, Any]:
-    """Return what, beside the settings, decides the bits: the resumed run warns where it differs."""
+    """Return what determines the bits besides the settings; a resumed run warns about differences."""
     return {
         "torch version": str(torch.__version__),  # a subclass of str, which `weights_only` would not load
         "numpy version": np.__version__,
@@ -78,7 +78,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Path of the checkpoint after `step` steps."""
+    """Return the path of the checkpoint after `step` steps."""
     return folder / f"step_{step:08d}.pt"
 
 
@@ -88,18 +88,15 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
-    """Write `checkpoint` into `folder`, then remove all but the newest `keep`.
+    """Write `checkpoint` into `folder`, remove all but the newest `keep`, and return its path.
 
     Args:
-        folder: made if it does not exist.
-        checkpoint: what to write.
-        keep: number of checkpoints that stay, at least 1.
-
-    Returns:
-        Path of the new checkpoint.
+        folder: created if missing.
+        checkpoint: the state.
+        keep: number of checkpoints to keep, at least 1.
 
     Raises:
-        CheckpointError: the folder cannot be made or written to; older checkpoints stay.
+        CheckpointError: the folder cannot be created or written to; older checkpoints stay.
     """
     path = checkpoint_path(folder, checkpoint.step)
     content = {"format": FORMAT, **{name: getattr(checkpoint, name) for name in Checkpoint.__slots__}}
@@ -119,16 +116,13 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and check one checkpoint; tensors arrive on the CPU.
+    """Read a checkpoint to the CPU, and verify the CRC of each of its records.
 
     Args:
-        path: what `write_checkpoint` returned.
-
-    Returns:
-        The checkpoint, each of its records checked against its CRC.
+        path: the path returned by `write_checkpoint`.
 
     Raises:
-        CheckpointError: the file is truncated, changed, or no checkpoint; names the newest older good one.
+        CheckpointError: the file is truncated, changed, or not a checkpoint; names the newest intact older one.
     """
     problem = _find_damage(path)
     if problem is None:
@@ -136,14 +130,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(**{name: content[name] for name in Checkpoint.__slots__})
     older = [other for other in list_checkpoints(path.parent) if other.name < path.name]
     good = next((other for other in reversed(older) if _find_damage(other) is None), None)
-    advice = (
-        f"Remove it to resume from the older {good.name}." if good else "There is no older good one: start a new run."
-    )
-    raise CheckpointError(f"checkpoint {path}: got {problem}, expected a whole checkpoint. {advice}")
+    advice = f"Remove it to resume from the older {good.name}." if good else "No older one is intact: start a new run."
+    raise CheckpointError(f"checkpoint {path}: got {problem}, expected an intact checkpoint. {advice}")
 
 
 def check_identity(path: Path, stored: dict[str, Any], current: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another configuration.
+    """Check that a checkpoint has this run's configuration.
 
     Args:
         path: the checkpoint, for the message.
@@ -151,19 +143,19 @@ def check_identity(path: Path, stored: dict[str, Any], current: dict[str, Any]) 
         current: settings of this run.
 
     Raises:
-        CheckpointError: names the first setting that differs, and both values.
+        CheckpointError: names the first differing setting and both values.
     """
     for name in [*current, *(name for name in stored if name not in current)]:
         before, now = stored.get(name), current.get(name)
         if before != now:
             raise CheckpointError(
                 f"checkpoint {path}: was written with {name} = {before!r}, this run has {now!r}, expected the same. "
-                f"Give the old setting or start a new run in another --run-dir."
+                f"Use the old setting, or start a new run in another --run-dir."
             )
 
 
 def _find_damage(path: Path) -> str | None:
-    """Say what is wrong with the file, or None."""
+    """Describe what is wrong with the file; None if nothing is."""
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()

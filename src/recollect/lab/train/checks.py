@@ -1,4 +1,4 @@
-"""Ranges of flags, for the dataclasses that hold them."""
+"""Range checks for the dataclasses that hold flags."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ __all__ = ["at_least", "within"]
 
 
 def at_least(flags: object, least: int, *names: str) -> None:
-    """Refuse flags below `least`.
+    """Check that flags are at least `least`.
 
     Raises:
-        ValueError: names the first one and what it is.
+        ValueError: names the first flag below, and its value.
     """
     for name in names:
         if getattr(flags, name) < least:
@@ -17,10 +17,10 @@ def at_least(flags: object, least: int, *names: str) -> None:
 
 
 def within(flags: object, name: str, low: float, high: float) -> None:
-    """Refuse a flag below `low` or above `high`.
+    """Check that a flag is between `low` and `high`.
 
     Raises:
-        ValueError: names it and what it is.
+        ValueError: names the flag and its value.
     """
     if not low <= getattr(flags, name) <= high:
         raise ValueError(f"{name}: got {getattr(flags, name)}, expected {low:g} to {high:g}.")

@@ -1,4 +1,4 @@
-"""Everything a training run is told, as frozen dataclasses. Imports no torch: `--help` reads the flags from here."""
+"""The configuration of a training run, as frozen dataclasses. Imports no torch: `--help` reads the flags from here."""
 
 from __future__ import annotations
 
@@ -35,32 +35,30 @@ class DataFlags:
     data: tuple[Path, ...] = ()
     """Text files, JSONL files or folders of them; none: the Python standard library's source on this machine."""
     data_path: tuple[str, ...] = ()
-    """Megatron's indexed datasets, as paths without .bin and .idx, each with a weight before it or none of them."""
+    """Megatron's indexed datasets, as paths without .bin and .idx; a weight may precede each of them."""
     train_data_path: tuple[str, ...] = ()
-    """The same, of datasets that are for training alone."""
+    """Likewise, datasets for training only."""
     valid_data_path: tuple[str, ...] = ()
-    """The same, of datasets that are for validation alone; none: no validation."""
+    """Likewise, datasets for validation only; none: no validation."""
     split: str = "969,30,1"
-    """Parts of each dataset of --data-path for training, validation and test; its documents in their order."""
+    """Proportions of each --data-path dataset for training, validation and test, in the order of its documents."""
     text_field: str = "text"
-    """Field of a JSONL record that holds its text."""
+    """JSONL field with the text."""
     tokenizer: Annotated[Path | None, arg(aliases=("--tokenizer-model",))] = None
     """A `tokenizer.json` of the `tokenizers` library; none: one token per byte."""
     seq_length: int = 256
-    """Tokens the model sees at once."""
+    """Tokens per sequence."""
     validation_fraction: float = 0.05
-    """Part of the text documents held out, chosen by a hash of each document; 0 turns validation off."""
+    """Fraction of the text documents held out, chosen by a hash of each document; 0 turns validation off."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "seq_length")
         within(self, "validation_fraction", 0.0, 0.5)
         given = [name for name in ("data", "data_path", "train_data_path") if getattr(self, name)]
         if len(given) > 1:
-            raise ValueError(f"{given[1]}: got it beside {given[0]}, expected one of them. Leave one out.")
+            raise ValueError(f"{given[1]}: given with {given[0]}, expected one of them. Remove one.")
         if self.valid_data_path and not self.train_data_path:
-            raise ValueError(
-                "valid_data_path: got it without train_data_path, expected both. Give train_data_path too."
-            )
+            raise ValueError("valid_data_path: given without train_data_path, expected both. Give train_data_path too.")
 
     @property
     def is_indexed(self) -> bool:
@@ -75,18 +73,18 @@ class StepFlags:
     memory_budget: str | None = None
     """Bound on the peak of the whole step, such as 16GiB, 900MB or 60%; none: no recompute."""
     loss_chunks: Literal["auto"] | int = 1
-    """Parts in which output matrix and loss are computed, so that the logits of one part only are alive; auto: as many as the
-    fastest plan within the budget needs."""
+    """Chunks in which LM head and loss are computed, so that only one chunk's logits are alive; auto: as many as the fastest
+    plan within the budget needs."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Dtype of activations and matrix products; weights, gradients and optimizer state are fp32 in both."""
     bf16: InitVar[FlagCreatePairsOff[bool]] = False
     """The same as --precision bf16."""
     device: str = "auto"
-    """A torch device; auto is cuda where there is one, else cpu."""
+    """A torch device; auto is cuda if available, else cpu."""
     seed: int = 0
-    """Seed of weights and of the order of the data."""
+    """Seed of the weights and of the order of the data."""
     deterministic: bool = True
-    """On CUDA, use kernels that give the same bits each run; a CPU does so anyway."""
+    """On CUDA, use kernels that give the same bits in each run; a CPU always does."""
     recompute: Suppress[RecomputeConfig | None] = None
     """Megatron's settings for recompute, instead of a budget."""
 
@@ -97,13 +95,13 @@ class StepFlags:
             at_least(self, 1, "loss_chunks")
         elif self.recompute is not None:
             raise ValueError(
-                "loss_chunks: got auto beside settings that say what to recompute, expected a number: auto looks for "
-                "the one whose plan fits a budget best."
+                "loss_chunks: got auto with settings that say what to recompute, expected a number: auto chooses the number "
+                "for a budget."
             )
         if self.recompute is not None and self.memory_budget is not None:
             raise ValueError(
-                f"memory_budget: got {self.memory_budget} beside settings that say what to recompute "
-                f"({', '.join(self.recompute.changed())}), expected one of them: a budget chooses. Leave one out."
+                f"memory_budget: got {self.memory_budget} with settings that say what to recompute "
+                f"({', '.join(self.recompute.changed())}), expected one of them: a budget already decides. Remove one."
             )
 
 
@@ -114,9 +112,9 @@ class ProfileFlags:
     profile: FlagCreatePairsOff[bool] = False
     """Trace steps; profile/*.json in the run folder opens in Perfetto and chrome://tracing."""
     profile_step_start: int = 10
-    """First step that is traced, from 1."""
+    """First step to trace, from 1."""
     profile_step_end: int = 12
-    """The step before which the trace ends."""
+    """Step before which the trace ends."""
 
     def __post_init__(self) -> None:
         at_least(self, 1, "profile_step_start")
@@ -134,29 +132,29 @@ class RunFlags:
     run_dir: Annotated[Path | None, arg(aliases=("--save",))] = None
     """Folder for checkpoints, plan and metrics; none: a new folder under runs/, named by date and time."""
     resume: bool = False
-    """Go on from the newest checkpoint in the run folder."""
+    """Resume from the newest checkpoint in the run folder."""
     load: Path | None = None
-    """As --resume, if this is the run folder; unlike it, start anew where there is no run yet."""
+    """Resume from this run folder, which must be --run-dir; if it holds no run yet, start one."""
     checkpoint_every: Annotated[int, arg(aliases=("--save-interval",))] = 100
     """Steps between checkpoints; there is always one at the end. 0: only that one."""
     keep_checkpoints: int = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     validate_every: Annotated[int, arg(aliases=("--eval-interval",))] = 50
-    """Steps between validation losses; there is always one at the end. 0: only that one."""
+    """Steps between validations; there is always one at the end. 0: only that one."""
     validation_batches: int = 8
-    """Micro-batches in one validation."""
+    """Micro-batches per validation."""
     eval_iters: int | None = None
-    """Validation in batches as large as a step's, instead of --validation-batches; 0: no validation."""
+    """Batches per validation, each as large as a step's, instead of --validation-batches; 0: no validation."""
     log_interval: int | None = None
-    """Steps between lines of output; default: about twenty lines in all. metrics.jsonl has every step."""
+    """Steps between lines of output; default: about twenty lines per run. metrics.jsonl has every step."""
     tensorboard: bool = False
     """Also write TensorBoard events into the run folder."""
     tensorboard_dir: Path | None = None
-    """Write TensorBoard events there."""
+    """Folder for TensorBoard events."""
     log_memory_to_tensorboard: FlagCreatePairsOff[bool] = False
-    """Measure the peak of every step, write it to TensorBoard and to metrics.jsonl; slows steps down on a CPU."""
+    """Measure the peak of every step, for TensorBoard and metrics.jsonl; slows steps down on a CPU."""
     measure_plain: bool = False
-    """First measure seven steps without recompute, to show beside the plan; needs the memory that they need."""
+    """First measure seven steps without recompute, to compare with the plan; needs enough memory for them."""
 
     def __post_init__(self) -> None:
         at_least(self, 0, "checkpoint_every", "validate_every")
@@ -167,13 +165,13 @@ class RunFlags:
             at_least(self, 1, "log_interval")
         if self.load is not None and (self.run_dir is None or self.load.resolve() != self.run_dir.resolve()):
             raise ValueError(
-                f"load: got {self.load} with the run folder {self.run_dir}, expected the same folder: a run goes on where its "
-                f"plan, metrics and checkpoints are. Give --save {self.load} too, or copy the folder and give the copy to both."
+                f"load: got {self.load} with the run folder {self.run_dir}, expected the same folder: a run resumes where its "
+                f"plan, metrics and checkpoints are. Add --save {self.load}, or copy the folder and pass the copy to both."
             )
 
     @property
     def writes_tensorboard(self) -> bool:
-        """Whether events are asked for, by any of the three flags."""
+        """Whether any of the three flags asks for TensorBoard events."""
         return self.tensorboard or self.tensorboard_dir is not None or self.log_memory_to_tensorboard
 
 
@@ -190,15 +188,15 @@ class TrainConfig:
 
     @property
     def num_validation_batches(self) -> int:
-        """Micro-batches in one validation."""
+        """Micro-batches per validation."""
         if self.run.eval_iters is None:
             return self.run.validation_batches
         return self.run.eval_iters * self.optim.accumulation
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that decide the numbers of a run, by dotted name; a resumed run must have the same.
+        """Return the settings that determine the numbers of a run, by dotted name; a resumed run must have the same.
 
-        Paths of data are left out: the tokens themselves are compared, by their fingerprint.
+        Paths of data are excluded: the tokens themselves are compared by fingerprint.
         """
         recompute = self.step.recompute
         parts = {
@@ -219,23 +217,24 @@ _PATHS = ("data", "data_path", "train_data_path", "valid_data_path", "tokenizer"
 
 
 def demo_config() -> TrainConfig:
-    """Return the settings of `recollect train --demo`: three minutes on two CPU cores, budget below the plain peak."""
+    """Return the settings of `recollect train --demo`: three minutes on two CPU cores, in half of the memory."""
     return TrainConfig(
         model=ModelFlags(size="demo"),
         data=DataFlags(seq_length=256),
         optim=OptimFlags(steps=150, batch_size=8, warmup_steps=20, learning_rate=2e-3),
-        # The plain step needs 404 MiB, of which weights, gradients and optimizer state are 92 MiB. The device is fixed so
-        # that these numbers are the same everywhere.
+        # Without recompute the step needs 404 MiB, of which weights, gradients and optimizer state take 92 MiB. The device
+        # is fixed so that these numbers are the same everywhere.
         step=StepFlags(memory_budget="200MiB", device="cpu"),
         run=RunFlags(validate_every=25, validation_batches=4, measure_plain=True),
     )
 
 
 def pretrain_gpt_config() -> TrainConfig:
-    """Return what `recollect train` starts from where a command line describes its model as for Megatron's `pretrain_gpt`.
+    """Return the defaults of `recollect train` for command lines that describe a model as for Megatron's `pretrain_gpt`.
 
-    What decides the numbers of a run is as there (megatron/training/arguments.py at d98e8a64); how long to train, how often to
-    validate and where to save are recollect's. Megatron has no default for the learning rate and the micro-batch.
+    Settings that determine the numbers of a run have Megatron's defaults (megatron/training/arguments.py at d98e8a64); how long
+    to train, how often to validate and where to save have recollect's. Megatron has no default for learning rate and
+    micro-batch.
     """
     return TrainConfig(
         optim=OptimFlags(lr_decay_style="linear", min_lr_fraction=0.0, warmup_steps=0, weight_decay=0.01, beta2=0.999),

@@ -1,4 +1,4 @@
-"""What a run trains on and what it holds out: from text, or from Megatron's indexed datasets."""
+"""Load training and validation data, from text or from Megatron's indexed datasets."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Corpus", "load_corpus"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """Windows to train on and windows held out.
+    """Windows for training and validation.
 
     Attributes:
-        training: in an order drawn from a seed.
-        validation: held out, in their own order; None if validation is off.
-        vocab_size: ids are below this.
+        training: windows in random order.
+        validation: held-out windows in their own order; None if validation is off.
+        vocab_size: all ids are below this.
         fingerprint: hash of both; equal fingerprints mean equal data.
     """
 
@@ -38,20 +38,20 @@ class Corpus:
 def load_corpus(flags: DataFlags, *, seed: int, vocab_size: int | None = None) -> Corpus:
     """Open the data: tokenize and split text, or memory-map Megatron's indexed datasets.
 
-    Of text, a document is held out by a hash of it, so copies of one text never land on both sides and the split is the
-    same on every machine. If that leaves a side without documents, the end of the stream is held out instead.
+    Text documents are held out by their hash, so copies of a text never land on both sides and the split is the same on every
+    machine. If that leaves one side empty, the end of the stream is held out instead.
 
     Args:
-        flags: sources, tokenizer, sequence length, what is held out.
-        seed: of the order of the training windows.
-        vocab_size: rows of the model's embedding, if already decided.
+        flags: sources, tokenizer, sequence length, and what to hold out.
+        seed: seed of the order of the training windows.
+        vocab_size: rows of the model's embedding, if already known.
 
     Returns:
-        Both sides; each has at least one window, except for validation if that is off.
+        Both sides, each with at least one window; no validation if it is off.
 
     Raises:
-        DataError: data missing, malformed, or shorter than one sequence; a tokenizer that cannot be read or has more
-            ids than `vocab_size`; indexed data without tokenizer and `vocab_size`.
+        DataError: data is missing, malformed, or shorter than one sequence; the tokenizer cannot be read or has more ids than
+            `vocab_size`; or indexed data comes without tokenizer and `vocab_size`.
     """
     if flags.is_indexed:
         return _load_indexed(flags, seed, vocab_size)
@@ -75,8 +75,8 @@ def _load_indexed(flags: DataFlags, seed: int, vocab_size: int | None) -> Corpus
         vocab_size = vocab_size or tokenizer.vocab_size
     if vocab_size is None:
         raise DataError(
-            "indexed dataset: got neither --vocab-size nor --tokenizer, expected one of them, because the files do not say how "
-            "many token ids there are. Give --vocab-size N or the tokenizer that made them."
+            "indexed dataset: got neither --vocab-size nor --tokenizer, expected one of them, because the files do not store "
+            "the size of the vocabulary. Give --vocab-size N or the tokenizer that made them."
         )
     windows = load_indexed_windows(flags, seed=seed, vocab_size=vocab_size)
     return Corpus(windows.training, windows.validation, vocab_size, windows.fingerprint)

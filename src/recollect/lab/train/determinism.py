@@ -1,4 +1,4 @@
-"""The same bits from run to run on CUDA; a CPU gives them anyway."""
+"""Make CUDA give the same bits in every run; a CPU always does."""
 
 from __future__ import annotations
 
@@ -12,28 +12,21 @@ import torch
 
 @contextlib.contextmanager
 def deterministic_kernels(*, wanted: bool) -> Iterator[None]:
-    """Use CUDA's deterministic kernels inside this context, if `wanted` and if there is CUDA.
-
-    Args:
-        wanted: False makes this context do nothing.
-
-    Yields:
-        Nothing.
+    """Use CUDA's deterministic kernels in a with-block, if `wanted` and if CUDA is available.
 
     Raises:
-        RuntimeError: from an op inside, if it has no deterministic kernel; `--no-deterministic` allows any.
+        RuntimeError: from an op in the block that has no deterministic kernel; `--no-deterministic` allows any.
     """
     if not (wanted and torch.cuda.is_available()):
         yield
         return
-    # cuBLAS reads this once, when it starts; without it, deterministic mode refuses to multiply matrices.
+    # cuBLAS reads this once, at its start; without it, matrix products raise in deterministic mode.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     module: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), module.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    module.fill_uninitialized_memory = (
-        False  # would write every new tensor twice, and no op here reads unwritten memory
-    )
+    # Filling would write every new tensor twice, and no op here reads uninitialised memory.
+    module.fill_uninitialized_memory = False
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The run as it goes: a live line on a terminal, plain lines elsewhere."""
+"""Show the progress of a run: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from recollect.byte_format import format_bytes
 from recollect.lab.train.records import StepRecord
 
-_PLAIN_LINES = 20  # about as many lines as a log reader wants from a whole run
+_PLAIN_LINES = 20  # readable in the log of a whole run
 
 
 class LiveDisplay:
-    """Loss, speed and peak in one line that is rewritten; notes scroll above it."""
+    """Show loss, speed and peak in one line that is updated; notes scroll above it."""
 
     def __init__(self, console: Console, *, total_steps: int, first_step: int, budget_bytes: int | None) -> None:
         self._budget_bytes = budget_bytes
@@ -50,7 +50,7 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """About twenty lines a run, or one every `every` steps, and one for each validation or measured peak."""
+    """Print about twenty lines per run, or one every `every` steps, and one for each validation or measured peak."""
 
     def __init__(
         self, console: Console, *, total_steps: int, budget_bytes: int | None, every: int | None = None
@@ -65,7 +65,7 @@ class PlainDisplay:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def write(self, record: StepRecord) -> None:
-        """Print the step if it is one of the twenty, the last, or has something rare to say."""
+        """Print the step if it is due, the last one, or has a validation loss or a peak."""
         is_rare = record.validation_loss is not None or record.peak_bytes is not None
         if is_rare or record.step % self._every == 0 or record.step == self._total_steps:
             text = describe(
@@ -77,7 +77,7 @@ class PlainDisplay:
             self.note(f"step {record.step}/{self._total_steps}  {text}")
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 def describe(
@@ -87,12 +87,9 @@ def describe(
 
     Args:
         record: the step.
-        validation_loss: to show; None leaves it out.
-        peak_bytes: to show; None leaves it out.
-        budget_bytes: what the peak is compared with; None: nothing.
-
-    Returns:
-        The line, without its end.
+        validation_loss: shown if not None.
+        peak_bytes: shown if not None.
+        budget_bytes: shown after the peak if not None.
 
     Example:
         >>> record = StepRecord(step=1, loss=2.5, learning_rate=1e-3, grad_norm=1.0, step_s=0.5, tokens_per_s=2048.0)

@@ -1,4 +1,4 @@
-"""Documents to train on: the standard library's source, text, JSONL, folders of them; always in the same order."""
+"""Read documents to train on, always in the same order: text, JSONL, folders, or the standard library's source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from recollect.errors import DataError
 
-# Installed packages differ between machines; tests and their fixtures are no prose worth learning.
+# Installed packages differ between machines; tests and their fixtures are poor training data.
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
 )
@@ -19,7 +19,7 @@ _NOT_LIBRARY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text with the name by which errors refer to it."""
+    """A text, and its name for error messages."""
 
     name: str
     text: str
@@ -30,14 +30,14 @@ def read_documents(paths: tuple[Path, ...] = (), *, text_field: str = "text") ->
 
     Args:
         paths: text files, `.jsonl` files (one document per line) or folders; none: the standard library's source.
-        text_field: field of a JSONL record that holds its text.
+        text_field: JSONL field with the text.
 
     Returns:
-        Documents with text in them, at least one. In a folder, hidden files and files that are not UTF-8 text are left
-        out, the latter with a warning.
+        At least one document, all with text. In folders, hidden files are skipped, and files that are not UTF-8 text are
+        skipped with a warning.
 
     Raises:
-        DataError: a path that does not exist, a named file that is not text, a broken JSONL line, or no text at all.
+        DataError: a path does not exist, a named file is not text, a JSONL line is broken, or there is no text at all.
 
     Example:
         >>> read_documents()[0].name
@@ -85,7 +85,7 @@ def _read_folder(folder: Path, text_field: str) -> Iterator[Document]:
         yield from _read_file(path, text_field)
     if skipped:
         warnings.warn(
-            f"training data {folder}: left out {len(skipped)} files that are not UTF-8 text, first {skipped[0]}.",
+            f"training data {folder}: skipped {len(skipped)} files that are not UTF-8 text, first {skipped[0]}.",
             stacklevel=2,
         )
 
@@ -105,7 +105,7 @@ def _read_file(path: Path, text_field: str) -> Iterator[Document]:
         raise DataError(f"training data {path}: cannot be read ({problem.strerror}). Check --data.") from None
     if not _is_text(data):
         raise DataError(
-            f"training data {path}: got a binary file, expected UTF-8 text. Convert it or leave it out of --data."
+            f"training data {path}: got a binary file, expected UTF-8 text. Convert it or remove it from --data."
         )
     if path.suffix == ".jsonl":
         yield from _read_jsonl(path, data.decode(), text_field)
@@ -114,7 +114,7 @@ def _read_file(path: Path, text_field: str) -> Iterator[Document]:
 
 
 def _read_jsonl(path: Path, content: str, text_field: str) -> Iterator[Document]:
-    # split("\n"), not splitlines(): JSON strings may hold U+2028 and other characters that splitlines() breaks at.
+    # split("\n"), not splitlines(), which also breaks at U+2028 and others that JSON strings may contain.
     for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue

@@ -1,4 +1,4 @@
-"""Files that are either wholly there or not there, whatever kills the process."""
+"""Write files atomically: complete or not at all, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _SUFFIX = ".partial"
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let `write` fill a temporary file beside `path`, bring it to disk, then give it its name.
+    """Write a temporary file next to `path`, sync it to disk, then rename it to `path`.
 
-    A process killed in between leaves the old `path` as it was and a `.partial` file that `remove_partial` clears.
+    A process killed in between leaves the old `path` unchanged, and a `.partial` file for `remove_partial`.
 
     Args:
-        path: the file to be made or replaced.
-        write: writes the content into the open file that it is given.
+        path: the file to create or replace.
+        write: writes the content to an open file.
 
     Raises:
-        OSError: the folder is not writable or the disk is full; the temporary file is gone then.
+        OSError: the folder is not writable or the disk is full; the temporary file is removed.
     """
     partial = path.with_name(path.name + _SUFFIX)
     try:
@@ -41,13 +41,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what killed writers left in `folder`."""
+    """Remove the temporary files of killed processes from `folder`."""
     for path in folder.glob(f"*{_SUFFIX}"):
         path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
-    # The new name itself is on disk only once the folder is; Windows cannot open a folder and needs no such call.
+    # The new name is on disk only once the folder is; Windows cannot open folders and does not need this.
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

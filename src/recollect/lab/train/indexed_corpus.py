@@ -1,4 +1,4 @@
-"""Windows of indexed datasets, as Megatron's data flags describe them: prefixes with weights, and a split."""
+"""Open indexed datasets as Megatron's data flags describe them: prefixes with weights, and a split."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class IndexedWindows:
 
     Attributes:
         training: packed documents, shuffled.
-        validation: packed documents in their own order; None if the split leaves none.
-        fingerprint: hash of indices, proportions and samples of the token ids.
+        validation: packed documents in their own order; None if the split has none.
+        fingerprint: hash of the indices, the proportions and samples of the token ids.
     """
 
     training: Windows
@@ -34,18 +34,15 @@ class IndexedWindows:
 
 
 def load_indexed_windows(flags: DataFlags, *, seed: int, vocab_size: int) -> IndexedWindows:
-    """Open the datasets of `flags` and give each side its windows.
+    """Open the datasets of `flags` and return the windows of each side.
 
     Args:
         flags: `data_path` with `split`, or `train_data_path` and `valid_data_path`; sequence length.
-        seed: of the order of the training windows.
-        vocab_size: ids are below this; read ones that are not are an error.
-
-    Returns:
-        Both sides.
+        seed: seed of the order of the training windows.
+        vocab_size: reading a larger id raises.
 
     Raises:
-        DataError: flags that cannot be read, a damaged file, or a side without a window.
+        DataError: a flag cannot be parsed, a file is damaged, or a side has no window.
     """
     shares = parse_split(flags.split) if flags.data_path else None
     blends = _blends(flags, shares)
@@ -78,17 +75,17 @@ def load_indexed_windows(flags: DataFlags, *, seed: int, vocab_size: int) -> Ind
 
 
 def parse_blend(words: Sequence[str], flag: str) -> list[tuple[Path, float | None]]:
-    """Read prefixes, or weights and prefixes by turns.
+    """Parse prefixes, or alternating weights and prefixes.
 
     Args:
-        words: as on the command line.
-        flag: where they come from, for errors.
+        words: the words on the command line.
+        flag: their flag, for errors.
 
     Returns:
-        Prefixes with their weights; without weights, None for each: as many windows as each has.
+        Prefixes and their weights; without weights, None for each, which means in proportion to its windows.
 
     Raises:
-        DataError: weights for some prefixes only, or none above 0.
+        DataError: only some prefixes have weights, or a weight is not above 0.
 
     Example:
         >>> parse_blend(["0.3", "a", "0.7", "b"], "--data-path")
@@ -109,10 +106,10 @@ def parse_blend(words: Sequence[str], flag: str) -> list[tuple[Path, float | Non
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Read "969,30,1" as fractions for training, validation and test.
+    """Parse "969,30,1" into fractions for training, validation and test.
 
     Raises:
-        DataError: other than one to three numbers of at least 0, or all of them 0.
+        DataError: not one to three numbers of at least 0, or all of them 0.
 
     Example:
         >>> parse_split("90,10")
@@ -131,7 +128,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 def _blends(
     flags: DataFlags, shares: tuple[float, float, float] | None
 ) -> tuple[list[tuple[Path, float | None]], list[tuple[Path, float | None]]]:
-    """Return what training and validation are made of; nothing for a side that is off."""
+    """Return the sources of training and validation; an empty list for a side that is off."""
     if shares is None:
         return parse_blend(flags.train_data_path, "--train-data-path"), parse_blend(
             flags.valid_data_path, "--valid-data-path"
@@ -141,7 +138,7 @@ def _blends(
 
 
 def _sequences(count: int, shares: tuple[float, float, float] | None, side: int) -> tuple[int, int]:
-    """Return the sequences of a side, from and to (not included): the shares follow each other in the file."""
+    """Return the sequences of a side, from and to (exclusive); the shares follow one another in the file."""
     if shares is None:
         return 0, count
     return round(sum(shares[:side]) * count), round(sum(shares[: side + 1]) * count)

@@ -1,4 +1,4 @@
-"""Megatron's indexed dataset: token ids in `PREFIX.bin`, where each document is in `PREFIX.idx`; both memory-mapped.
+"""Read and write Megatron's indexed dataset: token ids in `PREFIX.bin`, their index in `PREFIX.idx`, both memory-mapped.
 
 The index, little-endian (Megatron-LM, megatron/core/datasets/indexed_dataset.py):
 
@@ -6,13 +6,13 @@ The index, little-endian (Megatron-LM, megatron/core/datasets/indexed_dataset.py
     uint64    version, 1
     uint8     code of the ids' dtype
     uint64    n, number of sequences
-    uint64    m, number of document indices: one more than there are documents
+    uint64    m, number of document indices: one more than the documents
     int32[n]  ids in each sequence
-    int64[n]  where each sequence begins in the .bin, in bytes
+    int64[n]  offset of each sequence in the .bin, in bytes
     int64[m]  first sequence of each document, then n
     int8[n]   mode of each sequence; in multimodal files only
 
-Files for language models have one sequence a document.
+Files for language models have one sequence per document.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _UINT16_IDS = 65_500  # Megatron writes uint16 below this many ids, else int32
 
 
 class IndexedDataset:
-    """The documents of one pair of files; opening reads no token.
+    """The documents of one pair of files; opening them reads no tokens.
 
     Args:
         prefix: path of the files without `.bin` and `.idx`.
 
     Attributes:
         prefix: as given.
-        dtype: of the ids in the file.
+        dtype: dtype of the ids in the file.
         lengths: ids in each sequence, int32.
         document_indices: first sequence of each document, then the number of sequences; int64.
-        modes: mode of each sequence, int8; None in files without.
+        modes: mode of each sequence, int8; None in files without modes.
 
     Raises:
-        DataError: a file that is missing, truncated, of another format or version, without ids, or no pair with the other.
+        DataError: a file is missing, truncated, of another format or version, without ids, or does not match the other.
 
     Example:
         >>> import tempfile
@@ -65,8 +65,8 @@ class IndexedDataset:
     def __init__(self, prefix: Path) -> None:
         if prefix.suffix in (".bin", ".idx") and prefix.is_file():
             raise DataError(
-                f"indexed dataset {prefix}: got the name of a file, expected what both files' names begin with. "
-                f"Give {prefix.with_suffix('')}."
+                f"indexed dataset {prefix}: got the name of a file, expected the common prefix of both files. "
+                f"Use {prefix.with_suffix('')}."
             )
         self.prefix = prefix
         index, data = index_path(prefix), data_path(prefix)
@@ -96,11 +96,11 @@ class IndexedDataset:
         return len(self.lengths)
 
     def __getitem__(self, sequence: int) -> NDArray[Any]:
-        """Return the ids of a sequence, not copied."""
+        """Return the ids of a sequence, without a copy."""
         return self.read(sequence, 0, int(self.lengths[sequence]))
 
     def read(self, sequence: int, start: int, stop: int) -> NDArray[Any]:
-        """Return ids `start` to `stop` of a sequence, not copied; both within its length."""
+        """Return ids `start` to `stop` of a sequence, without a copy; both must be within its length."""
         offset = int(self._pointers[sequence]) + start * self.dtype.itemsize
         return np.frombuffer(self._data, self.dtype, stop - start, offset)
 
@@ -115,10 +115,10 @@ class IndexedDataset:
         ):
             raise _foreign(index_path(self.prefix), f"documents that do not go from sequence 0 to {len(self)}")
         if ends.max() != size:
-            what = "truncated" if size < ends.max() else "longer than its index knows"
+            what = "truncated" if size < ends.max() else "longer than its index says"
             raise DataError(
                 f"indexed dataset {self.prefix}: got {size} bytes in {data_path(self.prefix).name}, expected {ends.max()} as "
-                f"{index_path(self.prefix).name} says: it is {what}, or of another pair. Copy or write both files again."
+                f"{index_path(self.prefix).name} says: it is {what}, or the files do not match. Copy or write both again."
             )
 
 
@@ -126,12 +126,12 @@ def write_indexed_dataset(prefix: Path, documents: Iterable[ArrayLike], *, vocab
     """Write documents as `PREFIX.bin` and `PREFIX.idx`, which Megatron reads too.
 
     Args:
-        prefix: path of the files without `.bin` and `.idx`; the folder exists.
-        documents: token ids of each document, one after another; they need not fit into memory together.
-        vocab_size: ids are below this; decides whether they are written as uint16 or int32.
+        prefix: path of the files without `.bin` and `.idx`, in an existing folder.
+        documents: token ids of each document; consumed one by one, so they need not fit into memory together.
+        vocab_size: all ids are below this; decides whether they are written as uint16 or int32.
 
     Raises:
-        DataError: an id outside of the vocabulary, no document, or files that cannot be written.
+        DataError: an id is outside of the vocabulary, there is no document, or the files cannot be written.
     """
     dtype = np.dtype("<u2" if vocab_size < _UINT16_IDS else "<i4")
     lengths: list[int] = []
@@ -167,12 +167,12 @@ def write_indexed_dataset(prefix: Path, documents: Iterable[ArrayLike], *, vocab
 
 
 def index_path(prefix: Path) -> Path:
-    """Path of the index."""
+    """Return the path of the index."""
     return prefix.with_name(prefix.name + ".idx")
 
 
 def data_path(prefix: Path) -> Path:
-    """Path of the token ids."""
+    """Return the path of the token ids."""
     return prefix.with_name(prefix.name + ".bin")
 
 
@@ -187,7 +187,7 @@ def _read_header(path: Path) -> tuple[str, int, int]:
     _, version, code, sequences, documents = _HEADER.unpack(header)
     if version != _VERSION:
         raise DataError(
-            f"index {path}: got version {version}, expected {_VERSION}, the only one that Megatron writes. "
+            f"index {path}: got version {version}, expected {_VERSION}, the only one Megatron writes. "
             f"Write the dataset again."
         )
     dtype = _DTYPES.get(code)
@@ -223,7 +223,7 @@ def _foreign(path: Path, got: str) -> DataError:
 
 
 def content_samples(dataset: IndexedDataset, *, block_bytes: int = 1 << 16, blocks: int = 64) -> Iterable[bytes]:
-    """Yield what tells two datasets apart without reading all of a large one: the index, and blocks all over the ids."""
+    """Yield samples that tell two datasets apart without reading a large one in full: the index, and blocks of ids."""
     yield index_path(dataset.prefix).read_bytes()
     path = data_path(dataset.prefix)
     size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Stopping a run between two steps, on Ctrl-C or when a scheduler ends the job."""
+"""Stop a run between two steps, on Ctrl-C or when a scheduler ends the job."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 class StopRequest:
-    """Inside this context the first SIGINT or SIGTERM sets `is_set`; only the second one ends the process.
+    """In a with-block, the first SIGINT or SIGTERM only sets `is_set`; the second one ends the process.
 
-    Outside the main thread signals cannot be caught, and `is_set` stays False.
+    Outside of the main thread signals cannot be caught, and `is_set` stays False.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The training loop: plan once, then step, log, validate and save until the end.
 
-Equal runs give equal bits on one machine, with one thread count and one version of torch: weights come from the seed,
-batches from (seed, step), and a plan changes no gradient. A resumed run takes its plan from the run folder.
+On one machine, with one thread count and one version of torch, equal runs give equal bits: weights depend on the seed, batches
+on (seed, step), and a plan changes no gradient. A resumed run reuses the plan in the run folder.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from recollect.lab.train.interrupt import StopRequest
 from recollect.lab.train.memory import measure_step
 from recollect.lab.train.metrics import MetricsFile, TensorBoardLog
 from recollect.lab.train.optim import learning_rate_at, set_learning_rate
+from recollect.lab.train.optimizer_step import train_step, validation_loss
 from recollect.lab.train.prepare import prepare
 from recollect.lab.train.records import Log, Outcome, StepRecord
 from recollect.lab.train.session import Session, open_session
-from recollect.lab.train.step import train_step, validation_loss
 from recollect.lab.train.trace import StepTrace
 
 
 def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
-    """Train a model as `config` says, within its memory budget.
+    """Train a model as configured, within its memory budget.
 
-    Writes into the run folder: config.json, metrics.jsonl, baseline.json, checkpoints/, with a budget plan.json, on
-    request tensorboard/. SIGINT and SIGTERM end the run after the current step, with a checkpoint.
+    Writes config.json, metrics.jsonl, baseline.json and checkpoints/ into the run folder, also plan.json with a budget, and
+    tensorboard/ on request. SIGINT and SIGTERM end the run after the current step, with a checkpoint.
 
     Args:
-        config: the whole run.
-        console: where progress goes; a live display if it is a terminal.
+        config: the run.
+        console: receives progress; a live display if it is a terminal.
 
     Returns:
-        The steps of this process and what was planned, predicted and measured.
+        The steps of this process, and the planned, predicted and measured numbers.
 
     Raises:
-        DataError: training data missing, malformed or too short.
-        CheckpointError: run folder or checkpoint that cannot be used.
+        DataError: training data is missing, malformed or too short.
+        CheckpointError: run folder or checkpoint cannot be used.
         BudgetTooSmallError: no plan fits the budget.
 
     Example:
@@ -86,7 +86,7 @@ def _run(session: Session, logs: list[Log], stop: StopRequest) -> list[StepRecor
     records: list[StepRecord] = []
     flags = session.config
     measured = {session.step + 1, flags.optim.steps - 1}
-    is_free = session.device.type == "cuda"  # elsewhere the meter slows steps down, and cannot run beside a profiler
+    is_free = session.device.type == "cuda"  # elsewhere the meter slows steps down and cannot run with a profiler
     trace = StepTrace(flags.profile, session.folder / "profile")
     session.seed()
     saved_step = session.step
@@ -104,7 +104,7 @@ def _run(session: Session, logs: list[Log], stop: StopRequest) -> list[StepRecor
         session.save()
     if stop.is_set:
         for log in logs:
-            log.note(f"Stopped after step {session.step}; go on with --run-dir {session.folder} --resume")
+            log.note(f"Stopped after step {session.step}; resume with --run-dir {session.folder} --resume")
     return records
 
 
@@ -176,7 +176,7 @@ def _tokens_per_step(session: Session) -> int:
 
 
 def _fastest_step_s(records: list[StepRecord], session: Session) -> float | None:
-    # The first step warms up; on a CPU a measured step is slower for it.
+    # The first step warms up; on a CPU, measuring a step slows it down.
     is_free = session.device.type == "cuda"
     times = [record.step_s for record in records[1:] if is_free or record.peak_bytes is None]
     return min(times, default=None)
@@ -185,7 +185,7 @@ def _fastest_step_s(records: list[StepRecord], session: Session) -> float | None
 def _describe(session: Session) -> str:
     dimensions, corpus = session.model.config, session.corpus
     held_out = 0 if corpus.validation is None else corpus.validation.num_tokens
-    start = f", going on after step {session.step}" if session.step else ""
+    start = f", resuming after step {session.step}" if session.step else ""
     return (
         f"Model: {dimensions.num_layers} layers of width {dimensions.hidden_size}, "
         f"{dimensions.num_parameters / 1e6:.1f} M parameters, {session.config.step.precision} on {session.device}. "

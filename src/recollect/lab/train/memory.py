@@ -1,4 +1,4 @@
-"""The measured peak of a run's steps, absolute: everything that model, optimizer and step hold."""
+"""Measure the absolute peak of a training step: everything that model, optimizer and step hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Result = TypeVar("_Result")
 
 
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of parameters, gradients, buffers and optimizer state; what shares a storage counts once."""
+    """Return the bytes of parameters, gradients, buffers and optimizer state; shared storages count once."""
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     tensors += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
@@ -27,8 +27,8 @@ def measure_step(
 ) -> tuple[_Result, int]:
     """Run `step` and return its result and the peak in bytes of everything alive during it.
 
-    On CUDA this is the allocator's counter and costs nothing. Elsewhere it is the growth that the meter saw over what
-    model and optimizer held before, and slows the step down.
+    On CUDA this reads the allocator's counter and costs nothing. Elsewhere a meter measures the growth over what model and
+    optimizer held before, which slows the step down.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -43,7 +43,7 @@ def measure_plain(
 ) -> tuple[int, float]:
     """Run `step` seven times without recompute and return its peak in bytes and the seconds of the fastest run.
 
-    The first run makes the optimizer's state and warms up, the next five are timed, the last is measured.
+    The first run creates the optimizer state and warms up, the next five are timed, the last one's peak is measured.
     """
     step()
     times = [timed(step, device)[1] for _ in range(5)]

@@ -1,4 +1,4 @@
-"""Records on disk: a JSONL file with each step once, and TensorBoard events."""
+"""Write the records of a run: one JSON object per step, and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from recollect.lab.train.records import StepRecord
 
 
 class MetricsFile:
-    """Appends one JSON object a step to `path`.
+    """Append one JSON object per step to `path`.
 
     Args:
-        path: the file, made if it does not exist.
-        first_step: steps done before.
+        path: the file, created if missing.
+        first_step: steps completed before.
 
-    Lines after `first_step` are removed first: a killed run may have written steps that its checkpoint does not know
-    and that the resumed run takes again. Floats are written so that they read back to the same bits.
+    Lines after `first_step` are removed first: a killed run may have written steps after its last checkpoint, which the resumed
+    run repeats. Floats read back to the same bits.
     """
 
     def __init__(self, path: Path, *, first_step: int) -> None:
@@ -30,10 +30,10 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8")
 
     def note(self, text: str) -> None:
-        """Ignore it: the file holds numbers only."""
+        """Do nothing: the file holds only numbers."""
 
     def write(self, record: StepRecord) -> None:
-        """Append one line and hand it to the operating system, so that a killed process loses none."""
+        """Append one line and flush it, so that a killed process loses none."""
         fields = {name: value for name, value in dataclasses.asdict(record).items() if value is not None}
         self._file.write(json.dumps(fields) + "\n")
         self._file.flush()
@@ -44,11 +44,11 @@ class MetricsFile:
 
 
 class TensorBoardLog:
-    """Writes each number of a record as a TensorBoard scalar.
+    """Write each number of a record as a TensorBoard scalar.
 
     Args:
-        folder: where the event files go.
-        first_step: steps done before; events of later steps are dropped.
+        folder: folder of the event files.
+        first_step: steps completed before; events of later steps are removed.
 
     Raises:
         RecollectError: the package `tensorboard` is not installed.
@@ -61,11 +61,11 @@ class TensorBoardLog:
             raise RecollectError(
                 "--tensorboard: needs the package `tensorboard`. Run: pip install tensorboard"
             ) from None
-        # Events after the checkpoint belong to steps that are taken again.
+        # The resumed run repeats the steps after the checkpoint.
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_step + 1)
 
     def note(self, text: str) -> None:
-        """Ignore it: the events are numbers only."""
+        """Do nothing: events hold only numbers."""
 
     def write(self, record: StepRecord) -> None:
         """Add the record's numbers."""
@@ -74,7 +74,7 @@ class TensorBoardLog:
                 self._writer.add_scalar(name, value, record.step)
 
     def close(self) -> None:
-        """Write out what is waiting."""
+        """Flush and close the event file."""
         self._writer.close()
 
 

@@ -1,4 +1,4 @@
-"""Flags that say what a model is, under the names of Megatron's `pretrain_gpt`. Imports no torch."""
+"""Flags that describe the model, named as in Megatron's `pretrain_gpt`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ExpertFlags:
     moe_ffn_hidden_size: int | None = None
     """Width inside one expert; default: --ffn-hidden-size."""
     moe_router_topk: int | None = None
-    """Experts that a token goes to."""
+    """Experts per token."""
     moe_router_score_function: Literal["softmax", "sigmoid"] | None = None
     """How the router's logits become weights."""
     moe_router_num_groups: int | None = None
@@ -58,7 +58,7 @@ class ExpertFlags:
     moe_router_topk_scaling_factor: float | None = None
     """Factor on the weights of the chosen experts."""
     moe_router_enable_expert_bias: FlagCreatePairsOff[bool] = False
-    """Balance load by a bias on the scores."""
+    """Balance load by a bias on the scores when choosing."""
     moe_router_bias_update_rate: float | None = None
     """Step of that bias."""
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] | None = None
@@ -66,9 +66,9 @@ class ExpertFlags:
     moe_aux_loss_coeff: float | None = None
     """Weight of the auxiliary loss."""
     moe_shared_expert_intermediate_size: int | None = None
-    """Width inside the expert that every token passes."""
+    """Width inside the shared expert."""
     moe_grouped_gemm: FlagCreatePairsOff[bool] = False
-    """All experts' products in one grouped kernel."""
+    """Multiply all experts in one grouped kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class LatentFlags:
     qk_head_dim: int | None = None
     """Channels of a query and key head without position."""
     qk_pos_emb_head_dim: int | None = None
-    """Channels of a query and key head that are turned."""
+    """Rotated channels of a query and key head."""
     v_head_dim: int | None = None
     """Channels of a value head."""
     mtp_num_layers: int | None = None
@@ -98,7 +98,7 @@ class ModelFlags:
     """The model: a named one with changes, or with --num-layers and --hidden-size one as Megatron's pretrain_gpt builds it.
 
     Raises:
-        ValueError: dimensions that do not fit together, or two flags that say opposite things.
+        ValueError: dimensions clash, or two flags contradict each other.
 
     Example:
         >>> ModelFlags(size="70b", num_layers=2).dimensions().hidden_size
@@ -109,7 +109,7 @@ class ModelFlags:
     """
 
     size: SizeName | None = None
-    """A named model, in which the flags below change what they name; default: demo."""
+    """A named model; the flags below override its dimensions. Default: demo."""
     num_layers: int | None = None
     """Transformer layers."""
     hidden_size: int | None = None
@@ -117,9 +117,9 @@ class ModelFlags:
     ffn_hidden_size: Annotated[int | None, arg(aliases=("--intermediate-size",))] = None
     """Width inside the MLP."""
     num_attention_heads: Annotated[int | None, arg(aliases=("--num-heads",))] = None
-    """Query heads; Megatron demands it, here the default without --size is one for 128 channels."""
+    """Query heads; required in Megatron, here the default without --size is one per 128 channels."""
     group_query_attention: FlagCreatePairsOff[bool] = False
-    """Keys and values are shared by groups of query heads: --num-query-groups of them, or one."""
+    """Share keys and values among groups of query heads: --num-query-groups of them, or one."""
     num_query_groups: Annotated[int | None, arg(aliases=("--num-kv-heads",))] = None
     """Key and value heads."""
     kv_channels: int | None = None
@@ -129,17 +129,17 @@ class ModelFlags:
     vocab_size: int | None = None
     """Rows of the embedding; default: the tokenizer's vocabulary."""
     make_vocab_size_divisible_by: int = 1
-    """Add rows up to a multiple of this; Megatron's default is 128."""
+    """Pad the vocabulary to a multiple of this; Megatron's default is 128."""
     position_embedding_type: Literal["learned_absolute", "rope"] | None = None
-    """Positions by an embedding that is added, or by turning queries and keys."""
+    """Add a learned embedding, or rotate queries and keys."""
     use_rotary_position_embeddings: FlagCreatePairsOff[bool] = False
-    """The old spelling of --position-embedding-type rope."""
+    """Old spelling of --position-embedding-type rope."""
     rotary_base: float | None = None
     """Base of the rotary frequencies."""
     rotary_interleaved: FlagCreatePairsOff[bool] = False
-    """Turn neighbouring channels as pairs."""
+    """Rotate neighbouring channels as pairs."""
     normalization: Literal["LayerNorm", "RMSNorm"] | None = None
-    """Every norm of the model."""
+    """Kind of every norm in the model."""
     norm_epsilon: Annotated[float | None, arg(aliases=("--layernorm-epsilon",))] = None
     """Added to the variance, or to the mean square."""
     swiglu: FlagCreatePairsOff[bool] = False
@@ -149,23 +149,23 @@ class ModelFlags:
     disable_bias_linear: FlagCreatePairsOff[bool] = False
     """No biases in linear layers."""
     add_qkv_bias: FlagCreatePairsOff[bool] = False
-    """A bias for queries, keys and values all the same."""
+    """A bias for queries, keys and values even with --disable-bias-linear."""
     untie_embeddings_and_output_weights: FlagCreatePairsOff[bool] = False
-    """The output matrix is a matrix of its own."""
+    """Give the LM head its own matrix."""
     tie_embeddings: Annotated[bool | None, arg(aliases=("--share-embeddings-and-output-weights",))] = None
-    """Use the word embedding as output matrix; default without --size, as in Megatron: True."""
+    """Use the word embedding as LM head; default without --size, as in Megatron: True."""
     hidden_dropout: float | None = None
-    """Dropout of the embedding and of what each half of a layer adds."""
+    """Dropout of the embedding, and of the outputs of attention and MLP."""
     attention_dropout: float | None = None
     """Dropout of the attention probabilities."""
     init_method_std: float | None = None
     """Standard deviation of new weights."""
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] | None = None
-    """unfused and local: softmax(QK^T)V with every intermediate a value of its own; the others: PyTorch's fused kernel."""
+    """unfused and local: softmax(QK^T)V op by op, with every intermediate a separate value; others: PyTorch's fused kernel."""
     use_flash_attn: FlagCreatePairsOff[bool] = False
-    """The old spelling of --attention-backend flash."""
+    """Old spelling of --attention-backend flash."""
     transformer_impl: Literal["local", "transformer_engine"] | None = None
-    """local: --attention-backend unfused, unless one is given; all kernels are PyTorch's either way."""
+    """local: --attention-backend unfused, unless one is given; all kernels are PyTorch's in any case."""
     experts: OmitArgPrefixes[ExpertFlags] = field(default_factory=ExpertFlags)
     """A mixture of experts."""
     latent: OmitArgPrefixes[LatentFlags] = field(default_factory=LatentFlags)
@@ -185,21 +185,18 @@ class ModelFlags:
 
     @property
     def is_megatrons(self) -> bool:
-        """Whether the model is described as for `pretrain_gpt`, by its dimensions instead of a name."""
+        """Whether the model is given by dimensions, as for `pretrain_gpt`, instead of by name."""
         return self.size is None and self.num_layers is not None and self.hidden_size is not None
 
     def dimensions(self, vocab_size: int | None = None, *, seq_length: int | None = None) -> TransformerConfig:
-        """Put what the model starts from and its changes together.
+        """Return the configuration: the named model, or `pretrain_gpt`'s defaults, with the flags' changes.
 
         Args:
-            vocab_size: rows of the embedding where no flag sets them.
-            seq_length: longest sequence where no flag sets it, of a model without a name.
-
-        Returns:
-            The configuration.
+            vocab_size: rows of the embedding if no flag sets them.
+            seq_length: longest sequence if no flag sets it, for a model without a name.
 
         Raises:
-            ValueError: fields that do not fit together.
+            ValueError: fields clash.
         """
         changes = self.changes(vocab_size)
         if not self.is_megatrons:
@@ -207,10 +204,10 @@ class ModelFlags:
         return TransformerConfig(**{**self._megatrons_defaults(seq_length), **changes})
 
     def changes(self, vocab_size: int | None = None) -> dict[str, Any]:
-        """Return what the flags set, by the names of `TransformerConfig`.
+        """Return the fields of `TransformerConfig` that the flags set.
 
         Args:
-            vocab_size: rows of the embedding where no flag sets them.
+            vocab_size: rows of the embedding if no flag sets them.
         """
         given = {**vars(self), **vars(self.experts), **vars(self.latent)}
         changes = {_FIELD_OF_FLAG.get(name, name): given[name] for name in _VALUES if given[name] is not None}
@@ -232,14 +229,14 @@ class ModelFlags:
         return changes
 
     def _megatrons_defaults(self, seq_length: int | None) -> dict[str, Any]:
-        """Return what `pretrain_gpt` builds where no flag says otherwise (megatron/training/arguments.py at d98e8a64)."""
+        """Return the defaults of `pretrain_gpt` (megatron/training/arguments.py at d98e8a64)."""
         hidden_size = self.hidden_size or 0
         heads = hidden_size // _HEAD_CHANNELS if hidden_size % _HEAD_CHANNELS == 0 else 1
         return {
             "num_attention_heads": heads,
             "vocab_size": 256,
             "share_embeddings_and_output_weights": True,
-            # 8/3 of the width, as many parameters as the two matrices of 4 times the width have.
+            # Three matrices of 8/3 of the width have as many parameters as two of 4 times the width.
             "ffn_hidden_size": int(4 * hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * hidden_size,
             "q_lora_rank": None,
             "kv_lora_rank": 32,
@@ -250,7 +247,7 @@ class ModelFlags:
         values = [getattr(self, name) for name in (first, second)]
         if all(values):
             said = " and ".join(f"{name} = {value}" for name, value in zip((first, second), values, strict=True))
-            raise ValueError(f"{said}: got both, expected one of them. Leave one out.")
+            raise ValueError(f"{said}: got both, expected one of them. Remove one.")
 
 
 _FIELD_OF_FLAG = {
@@ -290,13 +287,10 @@ _SWITCHES: dict[str, dict[str, Any]] = {
 
 
 def parse_layer_freq(text: str) -> int | Sequence[int]:
-    """Read Megatron's --moe-layer-freq: a number, or an expression of lists.
+    """Parse Megatron's --moe-layer-freq: a number, or an expression of lists with a 0 or 1 for each layer.
 
     Args:
         text: such as "2", "[0,1,1,1]" or "([0]*3+[1]*58)".
-
-    Returns:
-        The number, or a 0 or 1 for each layer.
 
     Raises:
         ValueError: anything else.
@@ -323,7 +317,7 @@ _MOST_LAYERS = 10_000
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """Evaluate sums and multiples of lists of numbers, and nothing else."""
+    """Evaluate sums and multiples of lists of numbers; raise ValueError for anything else."""
     if isinstance(node, ast.Constant) and type(node.value) is int and node.value <= _MOST_LAYERS:
         return node.value
     if isinstance(node, ast.List):

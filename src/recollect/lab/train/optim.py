@@ -1,4 +1,4 @@
-"""AdamW with decay for matrices only, and the learning rate of each step."""
+"""AdamW with weight decay for matrices only, and its learning rate schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recollect.lab.train.config import OptimFlags
 
 
 def build_optimizer(model: nn.Module, flags: OptimFlags) -> torch.optim.AdamW:
-    """Return AdamW over `model`: matrices decay, vectors (norm weights) do not; fused where this device has it."""
+    """Return AdamW over `model`: matrices decay, vectors (biases, norm weights) do not; fused if the device supports it."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": flags.weight_decay},
@@ -21,19 +21,19 @@ def build_optimizer(model: nn.Module, flags: OptimFlags) -> torch.optim.AdamW:
     betas = (flags.beta1, flags.beta2)
     try:
         return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_eps, fused=True)
-    except RuntimeError:  # torch says here, and only here, that the device has no fused kernel
+    except RuntimeError:  # the only way to learn that the device has no fused kernel
         return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_eps)
 
 
 def learning_rate_at(step: int, flags: OptimFlags) -> float:
-    """Return the learning rate of a step: a linear rise, then a fall to the lowest, which it keeps.
+    """Return the learning rate of a step: linear warm-up, then decay to the lowest rate, which then stays.
 
     Args:
-        step: optimizer steps done before.
-        flags: highest rate, number of steps, warm-up, shape and end of the fall.
+        step: optimizer steps completed before.
+        flags: highest rate, number of steps, warm-up, shape and end of the decay.
 
     Returns:
-        The rate; it is never above `flags.learning_rate`.
+        The rate, at most `flags.learning_rate`.
 
     Example:
         >>> flags = OptimFlags(steps=11, warmup_steps=2, learning_rate=1.0, min_lr_fraction=0.1)

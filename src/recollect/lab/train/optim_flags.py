@@ -1,4 +1,4 @@
-"""Flags that say how long and how fast to train. Imports no torch."""
+"""Flags for optimizer, batch size and learning rate. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OptimFlags:
     """How long and how fast to train.
 
     Raises:
-        ValueError: a setting out of its range, or two that do not fit together.
+        ValueError: a setting is out of range, or two clash.
 
     Example:
         >>> OptimFlags(batch_size=2, global_batch_size=16).accumulation
@@ -31,27 +31,27 @@ class OptimFlags:
     steps: Annotated[int, arg(aliases=("--train-iters",))] = 200
     """Optimizer steps."""
     batch_size: Annotated[int, arg(aliases=("--micro-batch-size",))] = 8
-    """Sequences in one micro-batch."""
+    """Sequences per micro-batch."""
     accumulation: int = 1
-    """Micro-batches in one optimizer step."""
+    """Micro-batches per optimizer step."""
     global_batch_size: InitVar[int | None] = None
-    """Sequences in one optimizer step, instead of --accumulation."""
+    """Sequences per optimizer step, instead of --accumulation."""
     train_samples: InitVar[int | None] = None
-    """Sequences in the whole run, instead of --steps; the rest of a step is left out."""
+    """Sequences in the whole run, instead of --steps; rounded down to whole steps."""
     learning_rate: Annotated[float, arg(aliases=("--lr",))] = 1e-3
     """Highest learning rate."""
     min_lr_fraction: float = 0.1
-    """Lowest learning rate, as a part of the highest."""
+    """Lowest learning rate, as a fraction of the highest."""
     min_lr: InitVar[float | None] = None
     """Lowest learning rate, instead of --min-lr-fraction."""
     warmup_steps: Annotated[int, arg(aliases=("--lr-warmup-iters",))] = 20
     """Steps over which the learning rate rises from near zero."""
     lr_warmup_fraction: InitVar[float | None] = None
-    """The same as a part of --lr-decay-iters, instead of --warmup-steps."""
+    """Warm-up as a fraction of --lr-decay-iters, instead of --warmup-steps."""
     lr_decay_style: DecayStyle = "cosine"
-    """How the learning rate falls from the highest to the lowest."""
+    """How the learning rate decays from the highest to the lowest."""
     lr_decay_iters: int | None = None
-    """Step from which the learning rate is the lowest; default: the last."""
+    """Step at which the learning rate reaches the lowest; default: the last."""
     weight_decay: float = 0.1
     """Decay of matrices; biases and norm weights do not decay."""
     beta1: Annotated[float, arg(aliases=("--adam-beta1",))] = 0.9
@@ -59,7 +59,7 @@ class OptimFlags:
     beta2: Annotated[float, arg(aliases=("--adam-beta2",))] = 0.95
     """AdamW's decay of the mean of squared gradients."""
     adam_eps: float = 1e-8
-    """Added to the root of the mean of squared gradients."""
+    """Added to the root of the mean of squared gradients (AdamW's epsilon)."""
     clip_norm: Annotated[float, arg(aliases=("--clip-grad",))] = 1.0
     """Largest norm of the gradient; 0 turns clipping off."""
 

@@ -1,4 +1,4 @@
-"""Before the first step: the plan for the whole run, and the step without recompute to compare with."""
+"""Prepare a run before its first step: make its plan, and the baseline without recompute."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from recollect.lab.train.config import StepFlags
 from recollect.lab.train.files import write_text
 from recollect.lab.train.memory import measure_plain
 from recollect.lab.train.optim import build_optimizer
+from recollect.lab.train.optimizer_step import build_model, train_step
 from recollect.lab.train.records import Baseline
 from recollect.lab.train.session import Session
-from recollect.lab.train.step import build_model, train_step
 from recollect.planning.loss_chunks import plan_with_chunks
 from recollect.profile.profile import Profile
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 def prepare(session: Session, console: Console) -> tuple[Plan | None, Baseline]:
     """Make the run's plan and baseline, or read them from its folder.
 
-    They are written there as plan.json and baseline.json, so that a resumed run computes as before.
+    Both are saved as plan.json and baseline.json, so that a resumed run computes the same.
 
     Args:
-        session: the run; its model and optimizer are left as they are.
+        session: the run; its model and optimizer do not change.
         console: where the plan is printed.
 
     Returns:
-        The plan, None without a budget and without Megatron's settings, and the baseline.
+        The plan (None without a budget or Megatron's settings) and the baseline.
 
     Raises:
-        ConfigError, NotYetError: Megatron's settings that do not fit the model, or cannot be done yet.
-        QuantityError: the budget is no amount of memory.
+        ConfigError, NotYetError: Megatron's settings clash with the model, or are not supported yet.
+        QuantityError: the budget is not an amount of memory.
         BudgetTooSmallError: no plan fits the budget.
         PlanFormatError: plan.json is damaged.
     """
@@ -47,7 +47,7 @@ def prepare(session: Session, console: Console) -> tuple[Plan | None, Baseline]:
     flags = session.config.step
     is_planned = flags.memory_budget is not None or flags.recompute is not None
     if not is_planned and chunks != "auto":
-        session.model.loss_chunks = chunks  # else the plan sets it
+        session.model.loss_chunks = chunks  # otherwise the plan sets it
     plan_path, baseline_path = session.folder / "plan.json", session.folder / "baseline.json"
     if baseline_path.exists() and (not is_planned or plan_path.exists()):
         plan = recollect.Plan.load(plan_path) if is_planned else None
@@ -73,7 +73,7 @@ def prepare(session: Session, console: Console) -> tuple[Plan | None, Baseline]:
 
 
 def _aim(flags: StepFlags) -> str:
-    """Return in a few words what the plan is to do."""
+    """Describe the goal of the plan in a few words."""
     if flags.recompute is None:
         return str(flags.memory_budget)
     return ", ".join(f"{name}={value}" for name, value in flags.recompute.changed().items()) or "Megatron's defaults"
@@ -88,7 +88,7 @@ def _decide(session: Session) -> tuple[Plan, int]:
             session.model,
             next(session.batches(0)),
             optimizer=session.optimizer,
-            # From the second micro-batch on, gradients are there through forward too: that is the one that must fit.
+            # From the second micro-batch on, gradients exist during forward, too: that is the step that must fit.
             accumulates_gradients=session.config.optim.accumulation > 1,
             loss_chunks=loss_chunks,
         )
@@ -103,7 +103,7 @@ def _decide(session: Session) -> tuple[Plan, int]:
 
 
 def _measure_plain(session: Session) -> tuple[int, float]:
-    """Measure on a twin of the model, so that the run itself does not move."""
+    """Measure a copy of the model, so that the run itself does not change."""
     flags = session.config
     model = build_model(session.model.config, flags.step)
     optimizer = build_optimizer(model, flags.optim)

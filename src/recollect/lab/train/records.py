@@ -1,4 +1,4 @@
-"""What a run says about itself: one record a step, and what the memory was planned and predicted to be."""
+"""Records of a run: one per step, the baseline without recompute, and the outcome."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class StepRecord:
     """One optimizer step.
 
     Attributes:
-        step: steps done, this one included.
+        step: steps completed, including this one.
         loss: mean cross entropy of the step's tokens, in nats.
-        learning_rate: of this step.
-        grad_norm: before clipping; nan if clipping is off.
-        step_s: seconds; a step whose peak was measured on a CPU takes longer for it.
+        learning_rate: learning rate of this step.
+        grad_norm: norm of the gradient before clipping; nan if clipping is off.
+        step_s: step time in seconds; measuring the peak on a CPU adds to it.
         tokens_per_s: tokens of the step over `step_s`.
-        validation_loss: after this step, where it was computed.
-        peak_bytes: measured peak of the whole step, where it was measured.
+        validation_loss: validation loss after this step, if computed.
+        peak_bytes: measured peak of the whole step, if measured.
     """
 
     step: int
@@ -33,7 +33,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """The step without recompute, to compare with: predicted, and measured if asked for (the time is the fastest)."""
+    """The step without recompute: its predicted peak, and if requested its measured peak and fastest time."""
 
     predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
@@ -48,12 +48,11 @@ class Outcome:
         records: steps of this process, oldest first; none if a finished run was resumed.
         baseline: the step without recompute.
         budget_bytes: bound on the step's peak; None without a budget.
-        predicted_peak_bytes: what the plan was predicted to need; None without a budget.
+        predicted_peak_bytes: predicted peak of the plan; None without a budget.
         predicted_slowdown: added time of the plan as a fraction of the step without recompute; None without a budget.
-        step_s: fastest step in which nothing was measured, as other programs only ever slow one down; None if there
-            was none.
+        step_s: fastest step without a measured peak, as other programs can only slow steps down; None if there is none.
         folder: the run folder, for messages.
-        total_steps: steps that the run was asked for.
+        total_steps: steps requested.
     """
 
     records: tuple[StepRecord, ...]

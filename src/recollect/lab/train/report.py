@@ -1,4 +1,4 @@
-"""The end of a run: what was planned, predicted and measured, as a table."""
+"""Report a finished run: planned, predicted and measured numbers, as a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recollect.quantities import format_seconds
 
 
 def report_table(outcome: Outcome) -> Table:
-    """Return the report: peak and time of a step, without recompute and as planned, predicted beside measured."""
+    """Return a table of peak and time of a step, with and without recompute, predicted and measured."""
     table = Table(title="Planned, predicted, measured", title_justify="left")
     for heading in ("", "predicted", "measured"):
         table.add_column(heading, justify="left" if not heading else "right")
@@ -28,7 +28,7 @@ def report_table(outcome: Outcome) -> Table:
 
 
 def report_lines(outcome: Outcome) -> list[str]:
-    """Return how the loss went, where the results are, and whether the budget held."""
+    """Describe the course of the loss, whether the budget held, and where the results are."""
     lines = []
     if outcome.records:
         first, last = outcome.records[0], outcome.records[-1]
@@ -43,7 +43,7 @@ def report_lines(outcome: Outcome) -> list[str]:
                 f"{last.validation_loss:.4f} after step {last.step}."
             )
     else:
-        lines.append(f"The run was complete: all {outcome.total_steps} steps were done before.")
+        lines.append(f"The run was complete: all {outcome.total_steps} steps had been done before.")
     budget_bytes, peak_bytes = outcome.budget_bytes, outcome.measured_peak_bytes
     if budget_bytes is not None and peak_bytes is not None:
         difference = format_bytes(abs(budget_bytes - peak_bytes))

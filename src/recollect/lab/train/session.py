@@ -1,4 +1,4 @@
-"""What a run consists of before its first step: data, model, optimizer, and the place to go on from."""
+"""Open a run, new or from a checkpoint: data, model, optimizer, and the step to continue from."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.corpus import Corpus, load_corpus
 from recollect.lab.train.files import write_text
 from recollect.lab.train.optim import build_optimizer
-from recollect.lab.train.step import build_model, resolve_device
+from recollect.lab.train.optimizer_step import build_model, resolve_device
 
 
 @dataclass(eq=False)
 class Session:
-    """A run between two steps.
+    """The state of a run between two steps.
 
     Attributes:
-        config: what the run was told.
+        config: the configuration.
         folder: the run folder.
-        device: where it computes.
-        corpus: its data.
-        model, optimizer: its state.
+        device: the device of the model.
+        corpus: the data.
+        model, optimizer: the state that training changes.
         rng: random number states to start from; None: those of the seed.
-        step: optimizer steps done.
+        step: optimizer steps completed.
     """
 
     config: TrainConfig
@@ -65,7 +65,7 @@ class Session:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Settings and data that decide the numbers."""
+        """Settings and data that determine the numbers."""
         return {**self.config.identity(), "data.fingerprint": self.corpus.fingerprint}
 
     def batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -75,19 +75,19 @@ class Session:
             yield self._on_device(self._training.batch(position))
 
     def validation_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the validation batches, the same ones each time; none if validation is off."""
+        """Yield the validation batches, the same each time; none if validation is off."""
         if self._validation is not None:
             for position in range(self.config.num_validation_batches):
                 yield self._on_device(self._validation.batch(position))
 
     def seed(self) -> None:
-        """Set all random numbers to where this point of the run has them, whatever ran before."""
+        """Set all random number generators to their states at this point of the run, whatever ran before."""
         torch.manual_seed(self.config.step.seed)
         if self.rng is not None:
             set_rng_state(self.rng)
 
     def save(self) -> int:
-        """Write a checkpoint of now and return its step."""
+        """Write a checkpoint and return its step."""
         checkpoint = Checkpoint(
             step=self.step,
             identity=self.identity,
@@ -105,18 +105,15 @@ class Session:
 
 
 def open_session(config: TrainConfig) -> Session:
-    """Build a run, or load it from its newest checkpoint if `config.run.resume`.
+    """Build a run, or load it from its newest checkpoint if `config.run.resume`; call `seed` before its next step.
 
     Args:
-        config: the whole run.
-
-    Returns:
-        The run, ready for its next step once `seed` is called.
+        config: the run.
 
     Raises:
         DataError: see `load_corpus`.
-        CheckpointError: the run folder holds a run already (and resume is off), holds none (and resume is on), cannot
-            be written, or its newest checkpoint is damaged or of another configuration.
+        CheckpointError: the run folder already holds a run (without resume), holds none (with resume), or cannot be written,
+            or its newest checkpoint is damaged or has another configuration.
     """
     folder, newest = _find_start(config)
     corpus = load_corpus(config.data, seed=config.step.seed, vocab_size=config.model.vocab_size)
@@ -143,14 +140,14 @@ def _find_start(config: TrainConfig) -> tuple[Path, Path | None]:
         if not (folder / "config.json").is_file():
             raise CheckpointError(
                 f"run folder {folder}: got --resume but it holds no run, expected the --run-dir of an earlier run. "
-                f"Correct --run-dir or leave out --resume."
+                f"Correct --run-dir or remove --resume."
             )
         return folder, checkpoints[-1] if checkpoints else None
     metrics = folder / "metrics.jsonl"
     if checkpoints or (metrics.is_file() and metrics.stat().st_size):
         raise CheckpointError(
-            f"run folder {folder}: holds a run already ({len(checkpoints)} checkpoints), "
-            f"expected a new or empty folder. Add --resume to go on with it, or choose another --run-dir."
+            f"run folder {folder}: already holds a run ({len(checkpoints)} checkpoints), "
+            f"expected a new or empty folder. Add --resume to continue it, or choose another --run-dir."
         )
     return folder, None
 
@@ -165,7 +162,7 @@ def _start_folder(session: Session) -> None:
             f"run folder {session.folder}: cannot be written ({problem.strerror}), expected a writable folder. "
             f"Choose another --run-dir."
         ) from None
-    for name in ("plan.json", "baseline.json"):  # of an earlier start that was killed before its first checkpoint
+    for name in ("plan.json", "baseline.json"):  # left by a start that was killed before its first checkpoint
         (session.folder / name).unlink(missing_ok=True)
 
 

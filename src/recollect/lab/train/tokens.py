@@ -1,4 +1,4 @@
-"""Text to token ids."""
+"""Tokenizers: one token per byte, or a `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from recollect.errors import DataError
 Tokens = NDArray[np.uint16] | NDArray[np.int32]
 
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-_ENCODE_AT_ONCE = 256  # documents handed to `tokenizers` together: its threads want many, memory wants few
+_ENCODE_AT_ONCE = 256  # documents per call of `tokenizers`: many for its threads, few for memory
 
 
 class Tokenizer(Protocol):
-    """Maps text to token ids; each document ends with a separator where the vocabulary has one."""
+    """Maps text to token ids, and ends each document with a separator if the vocabulary has one."""
 
     name: str
     vocab_size: int
@@ -46,14 +46,14 @@ class FileTokenizer:
         path: the file.
 
     Raises:
-        DataError: the file does not exist or is not a tokenizer, or the library is not installed.
+        DataError: the file is missing or not a tokenizer, or the library is not installed.
     """
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise DataError(f"tokenizer {path}: no such file, expected a tokenizer.json. Check --tokenizer.")
         try:
-            from tokenizers import Tokenizer as Loaded  # optional: only for those who bring a tokenizer
+            from tokenizers import Tokenizer as Loaded  # optional: only with --tokenizer
         except ImportError:
             raise DataError(f"tokenizer {path}: needs the package `tokenizers`. Run: pip install tokenizers") from None
         try:
@@ -84,19 +84,19 @@ class FileTokenizer:
 
 
 def open_tokenizer(path: Path | None, *, vocab_size: int | None = None) -> Tokenizer:
-    """Return the tokenizer of a file, or one token per byte.
+    """Return the tokenizer of a file, or the byte tokenizer.
 
     Args:
         path: a `tokenizer.json`; None: bytes.
-        vocab_size: rows of the model's embedding, if already decided.
+        vocab_size: rows of the model's embedding, if already known.
 
     Raises:
-        DataError: a tokenizer that cannot be read or has more ids than `vocab_size`.
+        DataError: the tokenizer cannot be read, or has more ids than `vocab_size`.
     """
     tokenizer: Tokenizer = ByteTokenizer() if path is None else FileTokenizer(path)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise DataError(
             f"tokenizer {tokenizer.name}: got {tokenizer.vocab_size} ids, but the model's vocab_size is {vocab_size}, "
-            f"expected no more ids than that. Raise --vocab-size or leave it out."
+            f"expected no more ids than that. Raise --vocab-size or remove it."
         )
     return tokenizer

@@ -1,4 +1,4 @@
-"""A trace of some steps by torch.profiler: which ops ran when, recomputed ones too."""
+"""Trace some steps with torch.profiler: which ops ran when, including recomputed ones."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["StepTrace"]
 
 
 class StepTrace:
-    """Traces each of the steps that `flags` name into a file of its own.
+    """Trace each of the steps chosen by `flags` into a separate file.
 
     Args:
         flags: which steps, if any.
-        folder: where `step_00000010.json` and so on go; made with the first one.
+        folder: folder of `step_00000010.json` and so on; created with the first one.
     """
 
     def __init__(self, flags: ProfileFlags, folder: Path) -> None:
@@ -27,16 +27,12 @@ class StepTrace:
         self._folder = folder
 
     def covers(self, step: int) -> bool:
-        """Whether `step` (from 1) is traced."""
+        """Return whether `step` (from 1) is traced."""
         return self._flags.profile and self._flags.profile_step_start <= step < self._flags.profile_step_end
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Trace what runs inside this context, if it is one of the steps.
-
-        Yields:
-            Nothing.
-        """
+        """Trace a with-block, if `step` is to be traced."""
         if not self.covers(step):
             yield
             return

@@ -1,6 +1,6 @@
-"""Windows of `seq_length` tokens and the one after them: of one stream of ids, of packed documents, of several sources.
+"""Windows of `seq_length + 1` tokens: from one stream of ids, from packed documents, or from several sources.
 
-Each is a function of (seed, index) alone, with no state that a resumed run would need.
+Each window is a function of (seed, index) alone, so a resumed run needs no stored state.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ __all__ = ["BlendedWindows", "PackedDocuments", "TokenWindows", "Windows"]
 
 
 class Windows(Protocol):
-    """An endless sequence of windows; epochs follow each other."""
+    """An endless sequence of windows, epoch after epoch."""
 
     num_tokens: int
     num_windows: int
 
     def window(self, index: int) -> NDArray[Any]:
-        """Return the ids of a window, `seq_length + 1` of them."""
+        """Return the `seq_length + 1` ids of a window."""
 
 
 class TokenWindows:
-    """Windows of one stream, each once an epoch, in an order drawn from (seed, epoch).
+    """Windows of one stream, each once per epoch, in an order drawn from (seed, epoch).
 
     Args:
         tokens: at least `seq_length + 1` ids.
-        seq_length: tokens that a window is further on than the one before; the rest at the end is not used.
-        seed: None: windows in their own order, as validation wants.
+        seq_length: distance between windows; an incomplete last window is not used.
+        seed: seed of the order; None: in the order of the stream, for validation.
 
     Attributes:
         tokens: the stream.
-        num_tokens, num_windows: in an epoch.
+        num_tokens, num_windows: per epoch.
     """
 
     def __init__(self, tokens: Tokens, *, seq_length: int, seed: int | None) -> None:
@@ -56,21 +56,21 @@ class TokenWindows:
 
 
 class PackedDocuments:
-    """Documents of an indexed dataset, one after another in an order drawn from (seed, epoch), cut into windows.
+    """Documents of an indexed dataset, concatenated in an order drawn from (seed, epoch) and cut into windows.
 
-    As Megatron's GPT dataset does: documents are shuffled, packed without padding, cut every `seq_length` tokens, and the
-    windows are shuffled again. The one difference: Megatron shuffles all epochs together, so its order depends on how
-    long the run is to be; here each document comes once an epoch, and a longer run begins as a shorter one.
+    As in Megatron's GPT dataset, documents are shuffled, packed without padding and cut every `seq_length` tokens, and the
+    windows are shuffled again. One difference: Megatron shuffles all epochs together, so its order depends on the length of the
+    run; here each document comes once per epoch, and a longer run begins like a shorter one.
 
     Args:
         dataset: the documents.
-        sequences: which of its sequences, from and to (not included).
-        seq_length: tokens that a window is further on than the one before; the rest of an epoch is not used.
-        seed: None: documents and windows in their own order, as validation wants.
-        vocab_size: ids are below this.
+        sequences: the sequences to use, from and to (exclusive).
+        seq_length: distance between windows; an incomplete last window is not used.
+        seed: seed of the orders; None: in the order of the file, for validation.
+        vocab_size: all ids are below this.
 
     Attributes:
-        num_tokens, num_windows: in an epoch; num_windows is 0 if there are fewer than `seq_length + 1` tokens.
+        num_tokens, num_windows: per epoch; num_windows is 0 for fewer than `seq_length + 1` tokens.
 
     Example:
         >>> import pathlib, tempfile
@@ -103,7 +103,7 @@ class PackedDocuments:
         """Return the ids of a window.
 
         Raises:
-            DataError: an id that the vocabulary does not have; on a GPU it would end in an error that names nothing.
+            DataError: an id is outside of the vocabulary, which a GPU would report without details.
         """
         epoch, place = divmod(index, self.num_windows)
         documents, ends, windows = self._order(epoch)
@@ -123,22 +123,22 @@ class PackedDocuments:
             wrong = int(ids.max() if ids.min() >= 0 else ids.min())
             raise DataError(
                 f"indexed dataset {self._dataset.prefix}: got token id {wrong}, expected 0 to {self._vocab_size - 1}. "
-                f"Give the --vocab-size or --tokenizer with which it was made."
+                f"Give the --vocab-size or --tokenizer it was made with."
             )
         return ids
 
 
 class BlendedWindows:
-    """Windows of several sources, mixed in given proportions: the source that is furthest behind its share comes next.
+    """Windows of several sources, mixed in given proportions: the source furthest behind its share comes next.
 
-    That is Megatron's rule (`BlendedDataset`), which decides the first window as if it were the second.
+    This is the rule of Megatron's `BlendedDataset`, which decides the first window as if it were the second.
 
     Args:
         sources: at least one.
-        weights: one for each source, above 0; only their proportions matter.
+        weights: a positive number for each source; only their ratios matter.
 
     Attributes:
-        num_tokens, num_windows: of all sources together.
+        num_tokens, num_windows: totals over all sources.
 
     Example:
         >>> sources = [TokenWindows(np.arange(start, start + 4), seq_length=1, seed=None) for start in (0, 100)]
@@ -153,7 +153,7 @@ class BlendedWindows:
         self._sources = sources
         self._shares = np.array(weights, np.float64) / sum(weights)
         self._taken = np.zeros(len(sources), np.int64)
-        self._places: list[tuple[int, int]] = []  # source, and window of it; grows as far as it is asked for
+        self._places: list[tuple[int, int]] = []  # source and its window; grows on demand
 
     def window(self, index: int) -> NDArray[Any]:
         """Return the ids of a window."""
@@ -167,7 +167,7 @@ class BlendedWindows:
 
 
 class _EpochCache:
-    """Remembers the latest epoch's order: blended sources and batches go through epochs one after another."""
+    """Caches the latest epoch's order, as windows are read epoch by epoch."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         self._make = make
@@ -181,7 +181,7 @@ class _EpochCache:
 
 
 def _permutation(count: int, seed: int | None, epoch: int, stream: int) -> NDArray[np.int64]:
-    """Draw an order; `stream` makes the orders of documents and of windows independent."""
+    """Draw an order; `stream` makes the orders of documents and windows independent."""
     if seed is None:
         return np.arange(count)
     key = (seed, epoch, stream) if stream else (seed, epoch)

@@ -10,7 +10,7 @@ import pytest
 from recollect.errors import BenchError, ConfigError
 from recollect.lab.bench.settings import (
     KeepAll,
-    MegatronWords,
+    MegatronSetting,
     MemoryBudget,
     named_settings,
     parse_setting,
@@ -110,7 +110,7 @@ def test_missing_yaml_is_named(tmp_path: Path) -> None:
 
 def test_no_recompute_comes_first_and_names_are_there_once() -> None:
     words = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
-    full = MegatronWords(words, name="full")
+    full = MegatronSetting(words, name="full")
     assert [setting.name for setting in named_settings([full])] == ["none", "full"]
     assert [setting.name for setting in named_settings([full, KeepAll("plain")])] == ["plain", "full"]
     with pytest.raises(BenchError, match="setting 'full': is there twice"):
@@ -119,7 +119,7 @@ def test_no_recompute_comes_first_and_names_are_there_once() -> None:
 
 def test_names_that_megatron_does_not_have() -> None:
     with pytest.raises(BenchError, match="got 'recompute_granularty', expected names .* mean 'recompute_granularity'?"):
-        named_settings([MegatronWords({"recompute_granularty": "full"}, name="typo")])
+        named_settings([MegatronSetting({"recompute_granularty": "full"}, name="typo")])
 
 
 def test_settings_that_clash_are_told_at_once() -> None:

@@ -1,4 +1,4 @@
-"""One optimizer step, and where the tensors of a run live."""
+"""Build a run's model on its device, run one optimizer step, and compute the validation loss."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from recollect.lab.train.config import StepFlags
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of a `--device` flag; "auto" is CUDA where there is one, else the CPU."""
+    """Return the device of a `--device` flag; "auto" is CUDA if available, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
 
 
 def build_model(dimensions: TransformerConfig, flags: StepFlags) -> GPTModel:
-    """Return a new model with weights drawn from `flags.seed`, in fp32, on the device of the flags.
+    """Return a new model with fp32 weights drawn from `flags.seed`, on the device of the flags.
 
-    Weights stay fp32 under bf16 too, because AdamW's updates are smaller than the spacing of bf16 numbers near the
-    weights and would be lost; only activations and matrix products are bf16.
+    Weights stay fp32 even with bf16 activations and matrix products, because AdamW's updates are smaller than the spacing of
+    bf16 numbers near the weights and would be lost.
     """
     torch.manual_seed(flags.seed)
     compute_dtype = torch.bfloat16 if flags.precision == "bf16" else None
@@ -42,18 +42,18 @@ def train_step(
     """Run one optimizer step over `accumulation` micro-batches.
 
     Args:
-        model: returns an object with the scalar `.loss` from `model(tokens, labels)`.
+        model: `model(tokens, labels)` returns an object with a scalar `.loss`.
         optimizer: over the parameters of `model`; gradients are None afterwards.
         batches: `accumulation` pairs of tokens and labels, each int64 [B, T].
         accumulation: divides each loss, so that gradients are those of the mean.
         clip_norm: largest norm of the gradient; 0 turns clipping off.
 
     Returns:
-        Mean loss of the micro-batches, and the norm of the gradient before clipping (nan if clipping is off).
+        The mean loss of the micro-batches, and the norm of the gradient before clipping (nan if clipping is off).
     """
     losses = []
     for tokens, labels in batches:
-        # Only the loss is held: the logits would otherwise live through backward.
+        # Hold only the loss: otherwise the logits would live through backward.
         loss = model(tokens, labels).loss / accumulation
         loss.backward()
         losses.append(loss.detach())
@@ -61,7 +61,7 @@ def train_step(
     if clip_norm:
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item()
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)  # the next forward, where memory peaks, then has their bytes too
+    optimizer.zero_grad(set_to_none=True)  # frees their memory for the next forward
     if isinstance(model, GPTModel):
         model.update_expert_bias()
     return torch.stack(losses).sum().item(), norm
@@ -69,7 +69,7 @@ def train_step(
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return the mean loss over `batches` (all of one size): no dropout, and nothing but the next token counts."""
+    """Return the mean loss over batches of equal size, without dropout and for the next token only."""
     was_training = model.training
     model.eval()
     losses = [model(tokens, labels).loss for tokens, labels in batches]

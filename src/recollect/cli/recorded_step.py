@@ -1,4 +1,4 @@
-"""The training step that the commands record or measure."""
+"""Build the training step that a command records or measures, from its flags."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.config import OptimFlags
 from recollect.lab.train.optim import build_optimizer
-from recollect.lab.train.step import resolve_device
+from recollect.lab.train.optimizer_step import resolve_device
 from recollect.profile.profile import Profile
 
 
 @dataclass(frozen=True, eq=False)
 class BuiltStep:
-    """What a training step consists of; the batch is passed to the model as keywords."""
+    """Model, batch and optimizer of a training step; the batch is passed to the model as keywords."""
 
     model: nn.Module
     batch: dict[str, Tensor]
@@ -31,15 +31,15 @@ class BuiltStep:
 
 
 def build_step(flags: ModelStep, device: torch.device, config: TransformerConfig | None = None) -> BuiltStep:
-    """Build what the flags describe, in training mode and with a batch of one and the same token.
+    """Build the step, with the model in training mode and a batch of equal tokens.
 
     Args:
         flags: model, batch and dtype.
-        device: where it is built; meta gives shapes without memory.
+        device: device of model and batch; meta gives shapes without memory.
         config: the model, instead of that of the flags.
 
     Raises:
-        RecollectError: a Hugging Face config that cannot be read or used.
+        RecollectError: a Hugging Face config cannot be read or used.
     """
     with device:
         if flags.hf_config is not None:
@@ -55,20 +55,17 @@ def build_step(flags: ModelStep, device: torch.device, config: TransformerConfig
 def step_recorder(
     flags: RecordedStep, config: TransformerConfig | None = None, *, accumulates_gradients: bool = False
 ) -> Callable[[int], Profile]:
-    """Build what the flags describe, to record one training step of it.
+    """Build the step and return a function that records it with a given number of loss chunks.
 
     Args:
-        flags: model, batch, dtype, and the device or the hardware that its times are modelled for.
+        flags: model, batch, dtype, and the device, or the hardware to model times for.
         config: the model, instead of that of the flags.
-        accumulates_gradients: gradients exist already when the step begins.
-
-    Returns:
-        Records the step, its loss in so many chunks.
+        accumulates_gradients: whether gradients already exist when the step begins.
 
     Raises:
-        RecollectError: a Hugging Face config that cannot be read or used; what `recollect.record` raises.
+        RecollectError: a Hugging Face config cannot be read or used.
     """
-    # A fake step needs shapes only.
+    # A fake step needs only shapes.
     step = build_step(flags, torch.device("meta") if flags.fake else resolve_device(flags.device), config)
     return lambda loss_chunks: recollect.record(
         step.model,
@@ -90,12 +87,12 @@ def _hugging_face_model(path: Path) -> nn.Module:
         raise RecollectError(f"--hf-config {path}: no such file, expected a config.json of a causal language model.")
     try:
         config: Any = transformers.AutoConfig.from_pretrained(str(path))
-        config.use_cache = False  # a key-value cache serves generation; in training it would only hold memory
+        config.use_cache = False  # a key-value cache is for generation; in training it only wastes memory
         builder: Any = transformers.AutoModelForCausalLM
         model: nn.Module = builder.from_config(config)
     except (OSError, ValueError, KeyError) as problem:
         raise RecollectError(
-            f"--hf-config {path}: transformers cannot build it ({str(problem).splitlines()[0]}), expected the "
+            f"--hf-config {path}: transformers cannot build the model ({str(problem).splitlines()[0]}), expected the "
             f"config.json of a causal language model."
         ) from None
     return model

@@ -1,4 +1,4 @@
-"""Plans on one model in turns: each is put on for its own steps and taken off again, at no cost worth a mention."""
+"""Switch between several applied plans on one model, at negligible cost."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from contextlib import ExitStack, contextmanager
 
 from recollect.engine.placed_forward import Applied
 
-__all__ = ["OnTape"]
+__all__ = ["SwitchablePlan"]
 
 
-class OnTape:
-    """A plan or policy that recollect has applied; it remembers what it learnt in earlier steps, as in training.
+class SwitchablePlan:
+    """An applied plan or policy that is active only in `on()`; it keeps what it learnt in earlier steps, as in training.
 
     Args:
-        applied: what is on the model now; it is taken off at once.
+        applied: the plan now on the model; it is suspended immediately.
 
     Example:
         >>> import recollect
@@ -22,21 +22,21 @@ class OnTape:
         >>> from recollect.lab.models.gpt import GPTModel
         >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
         >>> plan = recollect.Plan({"decoder.layers.0": recollect.UnitPlan({"mlp.activation_func.silu": "recompute"})})
-        >>> turns = [OnTape(recollect.apply(model, plan)) for _ in range(2)]
-        >>> with turns[0].on():
+        >>> plans = [SwitchablePlan(recollect.apply(model, plan)) for _ in range(2)]
+        >>> with plans[0].on():
         ...     pass
     """
 
     def __init__(self, applied: Applied) -> None:
         self._applied = applied
-        self._absence = ExitStack()
-        self._absence.enter_context(applied.suspended())
+        self._suspension = ExitStack()
+        self._suspension.enter_context(applied.suspended())
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Put it back for the length of a with-block."""
-        self._absence.close()
+        """Activate the plan for a with-block."""
+        self._suspension.close()
         try:
             yield
         finally:
-            self._absence.enter_context(self._applied.suspended())
+            self._suspension.enter_context(self._applied.suspended())

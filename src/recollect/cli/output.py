@@ -1,0 +1,49 @@
+"""Output of the commands: plain lines on the console, and files that are checked before the work begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from recollect.errors import RecollectError
+from recollect.lab.train.files import write_text
+
+__all__ = ["check_folder", "print_line", "wide_console", "write_file"]
+
+
+def print_line(console: Console, text: str, *, style: str | None = None) -> None:
+    """Print text as it is, and one line as one line, so that it can be searched for."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def wide_console(console: Console, width: int) -> Console:
+    """Return a console of a given width unless a terminal has its own: in a file, no column has to be broken."""
+    return console if console.is_terminal else Console(width=width, file=console.file)
+
+
+def check_folder(path: Path, flag: str = "") -> None:
+    """Check that a file's folder exists.
+
+    Raises:
+        RecollectError: it does not; names the flag and the file.
+    """
+    if not path.parent.is_dir():
+        raise RecollectError(
+            f"{flag} {path}: cannot be written (no folder {path.parent}), expected a file in a writable folder.".lstrip()
+        )
+
+
+def write_file(path: Path, text: str, console: Console, *, flag: str = "", note: str = "") -> None:
+    """Write a file atomically and say so; `note` is added to the message.
+
+    Raises:
+        RecollectError: the file cannot be written; names the flag and the file.
+    """
+    try:
+        write_text(path, text)
+    except OSError as problem:
+        raise RecollectError(
+            f"{flag} {path}: cannot be written ({problem.strerror}), expected a file in a writable folder.".lstrip()
+        ) from None
+    print_line(console, f"Written to {path}{note}.")
