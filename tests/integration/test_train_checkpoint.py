@@ -89,8 +89,8 @@ def damage_unsafe(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_truncate, r"got a truncated or foreign file of \d+ bytes, expected a whole checkpoint"),
-        (damage_flip, r"got changed bytes in its record '.*data/0', expected a whole checkpoint"),
+        (damage_truncate, r"got a truncated or foreign file of \d+ bytes, expected an intact checkpoint"),
+        (damage_flip, r"got changed bytes in its record '.*data/0', expected an intact checkpoint"),
         (damage_empty, r"got a truncated or foreign file of 0 bytes"),
         (damage_replace, r"got format None instead of 1"),
         (damage_omit, r"got a file without rng"),
@@ -111,7 +111,7 @@ def test_damage_is_found_and_the_newest_older_good_one_named(tmp_path: Path, dam
 def test_damage_without_an_older_good_one(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, checkpoint(1), keep=1)
     damage_truncate(path)
-    with pytest.raises(CheckpointError, match=r"There is no older good one: start a new run\."):
+    with pytest.raises(CheckpointError, match=r"No older one is intact: start a new run\."):
         read_checkpoint(path)
 
 

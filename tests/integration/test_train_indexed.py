@@ -42,7 +42,7 @@ def test_a_killed_run_goes_on_with_the_same_losses(tmp_path: Path) -> None:
     process = start(*args, "--run-dir", tmp_path / "killed", "--resume")
     output, errors = process.communicate()
     assert process.returncode == 0, errors
-    assert "going on after step 4" in output
+    assert "resuming after step 4" in output
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     assert "step 12/12" in whole
 
@@ -137,9 +137,9 @@ def test_data_that_do_not_suffice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": (Path("x"),), "data_path": ("a",)}, "data_path: got it beside data, expected one of them"),
-        ({"train_data_path": ("a",), "data_path": ("a",)}, "train_data_path: got it beside data_path, expected one"),
-        ({"valid_data_path": ("a",)}, "valid_data_path: got it without train_data_path, expected both"),
+        ({"data": (Path("x"),), "data_path": ("a",)}, "data_path: given with data, expected one of them"),
+        ({"train_data_path": ("a",), "data_path": ("a",)}, "train_data_path: given with data_path, expected one"),
+        ({"valid_data_path": ("a",)}, "valid_data_path: given without train_data_path, expected both"),
     ],
 )
 def test_sources_that_clash(changes: dict[str, object], message: str) -> None:

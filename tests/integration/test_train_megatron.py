@@ -127,7 +127,7 @@ def test_a_megatron_command_line_as_a_process_stopped_and_resumed(tmp_path: Path
     process = start("train", *line, "--save", other, "--load", other)
     output, errors = process.communicate()
     assert process.returncode == 0, errors
-    assert "going on after step 3" in output
+    assert "resuming after step 3" in output
     assert losses(other) == losses(tmp_path / "whole")
 
 
@@ -151,4 +151,4 @@ def test_load_and_save_are_one_folder(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         main(["train", "--save", str(tmp_path / "a"), "--load", str(tmp_path / "b")])
     error = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "expected the same folder: a run goes on where its plan, metrics and checkpoints are." in error
+    assert "expected the same folder: a run resumes where its plan, metrics and checkpoints are." in error

@@ -43,7 +43,7 @@ def test_killed_again_and_again_the_losses_are_the_same_to_the_bit(tmp_path: Pat
     last = start(*arguments(tmp_path, run_dir, "--resume"))
     output, errors = last.communicate()
     assert last.returncode == 0, errors
-    assert "going on after step" in output
+    assert "resuming after step" in output
     assert losses(run_dir) == losses(tmp_path / "whole")
     assert list(losses(run_dir)) == list(range(1, STEPS + 1))
 
@@ -58,7 +58,7 @@ def test_interrupt_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None
     assert process.returncode == 0, errors
     last_step = max(losses(run_dir))
     assert 3 <= last_step < STEPS
-    assert f"Stopped after step {last_step}; go on with" in output
+    assert f"Stopped after step {last_step}; resume with" in output
     assert list_checkpoints(run_dir / "checkpoints")[-1].name == f"step_{last_step:08d}.pt"
 
 
@@ -113,7 +113,7 @@ def test_run_folders_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"run: got --resume but it holds no run, expected the --run-dir of an"):
         run(tmp_path, resume=True)
     run(tmp_path)
-    with pytest.raises(CheckpointError, match=r"run: holds a run already \(1 checkpoints\), expected a new or empty"):
+    with pytest.raises(CheckpointError, match=r"run: already holds a run \(1 checkpoints\), expected a new or empty"):
         run(tmp_path)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"file/run: cannot be written .* Choose another --run-dir"):

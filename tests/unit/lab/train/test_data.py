@@ -69,7 +69,7 @@ def test_folder_is_read_in_sorted_order_without_hidden_files(tmp_path: Path) -> 
 def test_binary_files_in_a_folder_are_left_out_with_a_warning(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", "text")
     write(tmp_path / "b.png", b"\x89PNG\x00")
-    with pytest.warns(UserWarning, match=r"left out 1 files that are not UTF-8 text, first .*b\.png"):
+    with pytest.warns(UserWarning, match=r"skipped 1 files that are not UTF-8 text, first .*b\.png"):
         assert len(read_documents((tmp_path,))) == 1
 
 

@@ -122,7 +122,7 @@ def patched(content: bytes, offset: int, value: bytes) -> bytes:
             lambda b: b"TNTIDX\0\0" + b[8:],
             r"got b'TNTIDX.* instead of b'MMIDIDX.*expected an index of Megatron's",
         ),
-        (".idx", lambda b: patched(b, 9, b"\2"), r"got version 2, expected 1, the only one that Megatron writes"),
+        (".idx", lambda b: patched(b, 9, b"\2"), r"got version 2, expected 1, the only one Megatron writes"),
         (".idx", lambda b: patched(b, 17, b"\7"), r"got dtype code 7 \(float32\) where token ids are integers"),
         (".idx", lambda b: patched(b, 17, b"\x63"), r"got dtype code 99 \(unknown\) where token ids are integers"),
         (".idx", lambda b: patched(b, 18, bytes(8)), r"corpus\.idx: got no document, expected at least one"),
@@ -134,7 +134,7 @@ def patched(content: bytes, offset: int, value: bytes) -> bytes:
             lambda b: b[:-2],
             r"got \d+ bytes in corpus\.bin, expected \d+ as corpus\.idx says: it is truncated, or",
         ),
-        (".bin", lambda b: b + b"\0\0", r"it is longer than its index knows, or of another pair"),
+        (".bin", lambda b: b + b"\0\0", r"it is longer than its index says, or the files do not match"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, suffix: str, change: Callable[[bytes], bytes], message: str) -> None:
@@ -161,7 +161,7 @@ def test_missing_files_and_names_of_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none: no file .*none\.idx, expected a pair of \.bin and \.idx"):
         IndexedDataset(tmp_path / "none")
     prefix = write_dataset(tmp_path)
-    with pytest.raises(DataError, match=r"got the name of a file, expected what both .* Give .*corpus\.$"):
+    with pytest.raises(DataError, match=r"got the name of a file, expected the common prefix .* Use .*corpus\.$"):
         IndexedDataset(Path(f"{prefix}.bin"))
     Path(f"{prefix}.bin").unlink()
     with pytest.raises(DataError, match=r"no file .*corpus\.bin"):
