@@ -1,1 +1,1 @@
-"""Pictures of what is planned: PNG by matplotlib, and a page for a browser. Imports no torch."""
+"""Pictures of plans: PNG files with matplotlib, and an interactive page for a browser. Imports no torch."""

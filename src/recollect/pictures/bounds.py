@@ -1,4 +1,4 @@
-"""The bound as a line that is nowhere too high between the budgets at which it is known."""
+"""Draw the lower bound as a line that is valid between the budgets at which it was computed, too."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _Point = tuple[float, float]
 
 
 def bound_corners(bound: Sequence[BoundPoint]) -> list[_Point]:
-    """Return corners (budget in bytes, slowdown) of a line that no plan is below.
+    """Return the corners (budget in bytes, slowdown) of a line below which there is no plan.
 
-    The bound is the value of a linear program as a function of its right-hand side, so it is convex: between two points
-    it can be below the straight line that joins them, but not below the lines through the two points on either side.
+    The bound is the value of a linear program as a function of its right-hand side, hence convex: between two points it may be
+    below their connecting line, but not below the extensions of the neighbouring lines on either side.
 
     Example:
         >>> bound_corners([BoundPoint(b, s) for b, s in ((0, 9.0), (2, 4.0), (4, 2.0), (6, 2.0))])
@@ -29,17 +29,17 @@ def bound_corners(bound: Sequence[BoundPoint]) -> list[_Point]:
         before = (points[index - 1], left) if index > 0 else None
         after = (right, points[index + 2]) if index + 2 < len(points) else None
         corners += [left, _lowest(left, right, before, after)]
-    # The first two are one above the other.
+    # The first two share a budget; the lower one is valid.
     return [*corners[1:], *points[-1:]]
 
 
 def _lowest(
     left: _Point, right: _Point, before: tuple[_Point, _Point] | None, after: tuple[_Point, _Point] | None
 ) -> _Point:
-    """Return the lowest corner that convexity, and that the bound never rises nor is negative, allow between two points."""
+    """Return the lowest corner between two points of a convex bound that never rises and is never negative."""
     low = 0.0 if after is None else _slope(*after)
     steep = -math.inf if before is None else _slope(*before)
-    # Through `right` with the slope that comes after it, through `left` with the one before it.
+    # Intersect the line through `right` with the slope after it and the line through `left` with the slope before it.
     if math.isinf(steep):
         return left[0], min(left[1], right[1] + low * (left[0] - right[0]))
     if steep >= low:

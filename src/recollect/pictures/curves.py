@@ -1,4 +1,4 @@
-"""A step's memory as a curve that can be drawn: a few hundred points, none of the peaks lost."""
+"""Reduce a step's memory over time to a few hundred points for drawing, without losing a peak."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["MemoryCurve", "Span", "TimeUnit", "memory_curve"]
 TimeUnit: TypeAlias = tuple[float, str]
 """Seconds in one unit, and its name."""
 
-# The optimizer's ops are not timed: the step gets this part of the width.
-_OPTIMIZER_PART = 0.05
+# The optimizer's ops are not timed; its step gets this fraction of the width.
+_OPTIMIZER_FRACTION = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of the time axis with a name."""
+    """A named interval of the time axis."""
 
     name: str
     start: float
@@ -32,16 +32,16 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class MemoryCurve:
-    """Stretches of equal length, each with the moment of most bytes in it; on the time axis, in its unit.
+    """Intervals of equal length, each with its moment of most bytes; positions are in the unit of the time axis.
 
     Attributes:
-        start: where each stretch begins.
-        end: where the last one ends.
-        moments: for each stretch, the moment (index in the timeline) at which most bytes are alive.
-        peak_at: where the peak is.
+        start: start of each interval.
+        end: end of the last interval.
+        moments: for each interval, the moment (index in the timeline) with most bytes alive.
+        peak_at: position of the peak.
         phases: forward, loss, backward, optimizer step.
-        units: paths of the units that run, one after the other; "" outside of them.
-        axis: what the time axis shows, in words.
+        units: paths of the units in the order they run; "" outside of units.
+        axis: label of the time axis.
     """
 
     start: NDArray[np.float64]
@@ -58,15 +58,15 @@ def memory_curve(timeline: Timeline, *, num_points: int, time_unit: TimeUnit) ->
 
     Args:
         timeline: the step.
-        num_points: number of stretches.
-        time_unit: of the axis.
+        num_points: number of intervals.
+        time_unit: unit of the axis.
     """
     at, axis = _positions(timeline, time_unit)
     end = float(at[-1])
     edges = np.linspace(0.0, end, num_points + 1)
     first = np.searchsorted(at, edges, side="left")
     total = timeline.total_bytes
-    # What was alive before the stretch is alive when it begins; the last one includes its end.
+    # What is alive just before an interval is alive at its start; the last interval includes its end.
     starts = np.maximum(first[:-1] - 1, 0)
     ends = np.append(first[1:-1], len(at))
     moments = [
@@ -84,7 +84,7 @@ def memory_curve(timeline: Timeline, *, num_points: int, time_unit: TimeUnit) ->
 
 
 def _positions(timeline: Timeline, time_unit: TimeUnit) -> tuple[NDArray[np.float64], str]:
-    """Return where each moment stands on the axis, and what to call that."""
+    """Return the position of each moment on the axis, and the axis' label."""
     unit_s, unit = time_unit
     at = timeline.time_s / unit_s
     if at[-1] <= 0:
@@ -94,7 +94,7 @@ def _positions(timeline: Timeline, time_unit: TimeUnit) -> tuple[NDArray[np.floa
         axis += ", roughly: only the units' ops are timed"
     optimizer = np.flatnonzero(timeline.phases == OPTIMIZER)
     if len(optimizer) > 1:
-        at[optimizer] += np.linspace(0.0, _OPTIMIZER_PART * at[-1], len(optimizer))
+        at[optimizer] += np.linspace(0.0, _OPTIMIZER_FRACTION * at[-1], len(optimizer))
         axis += "; the optimizer step is not to scale"
     return at, axis
 

@@ -1,4 +1,4 @@
-"""Names beside marks of a matplotlib picture, where they cover neither marks nor lines nor each other."""
+"""Place labels in a matplotlib picture so that they cover neither marks nor lines nor each other."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 __all__ = ["Mark", "place_labels"]
 
-# Where a label may stand, in points from its mark, the best place first.
-_PLACES = [
+# Candidate offsets of a label from its mark, in points, best first.
+_OFFSETS = [
     (side * x, y, "left" if side > 0 else "right")
     for y in (6, -12, 16, -22, 27, -33, 38, -44)
     for side in (1, -1)
@@ -19,16 +19,16 @@ _PLACES = [
 ]
 _MARK_RADIUS = 9
 _LINE_RADIUS = 2
-# In pixels: a label that is farther from its mark gets a line to it.
+# A label farther from its mark, in pixels, gets a line to it.
 _FAR = 14
-# In square pixels of overlap: a label outside of the axes is cut off, one nearest to another mark misleads.
+# Costs in square pixels of overlap: labels outside of the axes are cut off, labels nearest to another mark mislead.
 _OUTSIDE_COST = 1e6
 _MISLEADING_COST = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point of the data, and what to write beside it; nothing if the name is empty."""
+    """A data point and its label; none if the name is empty."""
 
     x: float
     y: float
@@ -40,13 +40,13 @@ def place_labels(figure: Any, axes: Any, marks: Sequence[Mark], lines: Sequence[
     """Write the marks' names where there is room.
 
     Args:
-        figure: a matplotlib figure that is laid out; nothing may move afterwards.
-        axes: where the marks are, with its limits set.
-        marks: what is to be named.
-        lines: what is drawn besides and should not be covered: each the corners of a line.
+        figure: a matplotlib figure with its final layout.
+        axes: the axes of the marks, with final limits.
+        marks: the marks to label.
+        lines: other lines not to cover, each given by its corners.
     """
     figure.canvas.draw()
-    figure.set_layout_engine("none")  # a label must not move what the others were placed by
+    figure.set_layout_engine("none")  # labels must not change the layout
     renderer = figure.canvas.get_renderer()
     at = {mark: axes.transData.transform((mark.x, mark.y)) for mark in {*marks, *itertools.chain(*lines)}}
     named = [mark for mark in marks if mark.name]
@@ -57,7 +57,7 @@ def place_labels(figure: Any, axes: Any, marks: Sequence[Mark], lines: Sequence[
     taken += [_around(x, y, _LINE_RADIUS) for line in lines for x, y in _between([at[corner] for corner in line])]
     for mark in sorted(named, key=lambda m: (m.x, m.y)):
         best: tuple[float, Any, Any] | None = None
-        for rank, (right, up, align) in enumerate(_PLACES):
+        for rank, (right, up, align) in enumerate(_OFFSETS):
             text = axes.annotate(
                 mark.name,
                 (mark.x, mark.y),
@@ -84,7 +84,7 @@ def place_labels(figure: Any, axes: Any, marks: Sequence[Mark], lines: Sequence[
 
 
 def _join(axes: Any, mark: Mark, point: Any, box: Any) -> None:
-    """Draw a line from a mark to a label that is not right beside it."""
+    """Draw a line from a mark to its label if they are far apart."""
     from matplotlib.lines import Line2D
 
     if _distance(box, point) <= _FAR:
@@ -110,13 +110,13 @@ def _between(points: Sequence[Any]) -> list[tuple[float, float]]:
 
 
 def _distance(box: Any, point: Any) -> float:
-    """Pixels from a point to the nearest edge of a box."""
+    """Return the distance in pixels from a point to a box."""
     x, y = point
     return math.hypot(max(box.x0 - x, 0.0, x - box.x1), max(box.y0 - y, 0.0, y - box.y1))
 
 
 def _overlap(one: Any, other: Any) -> float:
-    """Area that two boxes share, in square pixels."""
+    """Return the area that two boxes share, in square pixels."""
     width = min(one.x1, other.x1) - max(one.x0, other.x0)
     height = min(one.y1, other.y1) - max(one.y0, other.y0)
     return float(max(0.0, width) * max(0.0, height))

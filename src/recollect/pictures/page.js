@@ -1,6 +1,6 @@
 "use strict";
-// Fills the page from the JSON in it. Names of modules are anybody's text: they go in by textContent, and into Plotly,
-// which reads a little HTML, only through `plain`.
+// Fill the page from its JSON. Names of modules are untrusted text: insert them by textContent, and pass them to Plotly,
+// which interprets some HTML, only through `plain`.
 (async () => {
   const element = (id) => document.getElementById(id);
   const data = JSON.parse(element("data").textContent);
@@ -37,7 +37,7 @@
       xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, rangemode: "tozero", ...more.yaxis },
     };
   }
-  // As Plotly calls them, and as they are written in the legend.
+  // Plotly's names, and the characters for the legend.
   const symbols = [
     ["diamond", "\u25c6"], ["square", "\u25a0"], ["triangle-up", "\u25b2"], ["cross", "\u271a"], ["star", "\u2605"],
     ["x", "\u2716"], ["triangle-down", "\u25bc"], ["hexagon", "\u2b22"],

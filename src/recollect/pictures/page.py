@@ -1,8 +1,8 @@
-"""One self-contained HTML page in which one can hover and read: the frontier, and the memory of each of its plans.
+"""Write one self-contained, interactive HTML page: the frontier, and the memory of each of its plans.
 
-The page asks the network for nothing, and its content security policy would not let it: plotly.js is inside, compressed.
-Module paths and value names are text from anywhere. They are in the page as JSON in which nothing can end the script, and
-`page.js` puts them in as text.
+The page loads nothing from the network, and its content security policy forbids it: plotly.js is included, compressed. Module
+paths and value names are untrusted text: the page holds them as JSON that cannot end the script element, and `page.js` inserts
+them as text.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _NUM_POINTS = 300
 _DIGITS = 5
 _MOST_HOVER_LINES = 9
 _HOVER_COLUMNS = 64
-_LEFT_PART = 0.15
-_RIGHT_PART = 0.05
+_LEFT_FRACTION = 0.15
+_RIGHT_FRACTION = 0.05
 
 
 def require_plotly() -> Any:
     """Return the package plotly.
 
     Raises:
-        RecollectError: it is not installed.
+        RecollectError: plotly is not installed.
     """
     try:
         import plotly
@@ -78,14 +78,14 @@ def write_frontier_page(profile: Profile, frontier: Frontier, out: str | Path) -
         "chosen": len(frontier.points) // 4,
         "bound": [[_rounded(nbytes / unit_bytes), _rounded(100 * s)] for nbytes, s in bound_corners(frontier.bound)],
         "no_plan_below": max(no_plan, default=None),
-        "range": [min(peaks) - _LEFT_PART * stretch, max(peaks) + _RIGHT_PART * stretch],
+        "range": [min(peaks) - _LEFT_FRACTION * stretch, max(peaks) + _RIGHT_FRACTION * stretch],
         "unit": unit,
         "unit_bytes": unit_bytes,
     })  # fmt: skip
 
 
 def write_plan_page(profile: Profile, plan: Plan, out: str | Path) -> None:
-    """Write a page with the memory of one plan over time, and what is alive at its peak.
+    """Write a page with the memory of one plan over time, and the values alive at its peak.
 
     Args:
         profile: the recorded step.
@@ -129,7 +129,7 @@ def _write(profile: Profile, out: str | Path, title: str, data: dict[str, Any]) 
         "plotly_version": html.escape(plotly.__version__),
         "data": _script_json(data),
     }
-    # In one pass: what is put in is not looked at again.
+    # In one pass, so that inserted text is not searched for placeholders.
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _resource("page.html"))
     try:
         Path(out).write_text(page, encoding="utf-8")
@@ -140,7 +140,7 @@ def _write(profile: Profile, out: str | Path, title: str, data: dict[str, Any]) 
 
 
 def _script_json(data: dict[str, Any]) -> str:
-    """Return JSON that means the same inside of a script element, whatever its texts are."""
+    """Return JSON that is safe inside a script element, whatever text it contains."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -151,7 +151,7 @@ def _resource(name: str) -> str:
 
 @cache
 def _packed_plotly() -> str:
-    """Return plotly.js, 4.8 MB as it is and 1.9 MB like this."""
+    """Return plotly.js, compressed from 4.8 MB to 1.9 MB."""
     from plotly.offline import get_plotlyjs
 
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
@@ -213,12 +213,12 @@ def _alive(report: PeakReport) -> list[dict[str, Any]]:
 
 
 def _series(values: Any) -> float | list[float]:
-    """Return rounded values; one number if they are all the same."""
+    """Return rounded values, or one number if all are equal."""
     rounded = [_rounded(float(value)) for value in np.asarray(values)]
     return rounded[0] if len(set(rounded)) == 1 else rounded
 
 
 def _rounded(value: float) -> float:
-    """Return so many digits as can be seen; whole numbers without a point, which is shorter."""
+    """Round to as many digits as are visible; whole numbers become integers, which are shorter."""
     short = float(f"{value:.{_DIGITS}g}")
     return int(short) if short.is_integer() else short

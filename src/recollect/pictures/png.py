@@ -1,4 +1,4 @@
-"""PNG pictures: the frontier, and the memory of one plan over time."""
+"""Draw PNG pictures: the frontier, and the memory of one plan over time."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ from recollect.simulation.timeline import CATEGORIES, Timeline, timeline
 __all__ = ["draw_frontier", "draw_memory"]
 
 _NUM_POINTS = 900
-# Room to the left of the leanest plan, where only the bound is.
-_LEFT_PART = 0.15
-# Narrower phases are not named: there is no room.
-_LEAST_NAMED_PART = 0.055
-# Shorter ones are not drawn: backward visits other units for a moment, such as the one that made the rotary embedding.
-_SHORTEST_UNIT_PART = 0.004
+# Room to the left of the leanest plan, where only the bound is, as a fraction of the range.
+_LEFT_FRACTION = 0.15
+# Phases narrower than this fraction have no room for a name.
+_LEAST_NAMED_FRACTION = 0.055
+# Shorter visits of units are not drawn: backward briefly visits others, such as the one that made the rotary embedding.
+_SHORTEST_UNIT_FRACTION = 0.004
 _UNIT_SHADES = ("#5b7fa6", "#9db8d6")
 _MOST_ITEMS = 6
 _LONGEST_NAME = 32
-# Left, bottom, width and height, as parts of the figure; the legends are to the right.
+# Left, bottom, width and height, as fractions of the figure; the legends are to the right.
 _MEMORY_PLACE = (0.055, 0.175, 0.67, 0.715)
 
 
 def draw_frontier(profile: Profile, frontier: Frontier, out: str | Path) -> None:
-    """Draw slowdown against peak: the plans, the bound below them, the classic schedules beside them.
+    """Draw slowdown over peak: the plans, the lower bound, and the classic schedules.
 
     Args:
         profile: the recorded step, for the title.
         frontier: `recollect.frontier(profile)`.
-        out: the PNG.
+        out: the PNG file.
 
     Raises:
         RecollectError: matplotlib is not installed, or the file cannot be written.
@@ -87,7 +87,7 @@ def draw_frontier(profile: Profile, frontier: Frontier, out: str | Path) -> None
     axes.margins(x=0.1, y=0.12)
     axes.set_ylim(bottom=min(0.0, -0.02 * axes.get_ylim()[1]))
     stretch = plain.x - plans[0].x
-    axes.set_xlim(left=min(mark.x for mark in [*plans, *named]) - _LEFT_PART * stretch)
+    axes.set_xlim(left=min(mark.x for mark in [*plans, *named]) - _LEFT_FRACTION * stretch)
     _draw_bound(axes, frontier, unit_bytes)
     axes.legend(frameon=False, loc="best", fontsize=9.5)
     place_labels(figure, axes, [*named, plain], [plans])
@@ -109,12 +109,12 @@ def _draw_bound(axes: Any, frontier: Frontier, unit_bytes: int) -> None:
 
 
 def draw_memory(profile: Profile, plan: Plan, out: str | Path) -> None:
-    """Draw the memory of a step over time under a plan, by what it is, with the budget and what is alive at the peak.
+    """Draw the memory of a step over time under a plan, by category, with the budget and the values alive at the peak.
 
     Args:
         profile: the recorded step.
         plan: any plan for it.
-        out: the PNG.
+        out: the PNG file.
 
     Raises:
         RecollectError: matplotlib is not installed, or the file cannot be written.
@@ -149,7 +149,7 @@ def draw_memory(profile: Profile, plan: Plan, out: str | Path) -> None:
     _draw_units(axes, curve)
     axes.set_xlabel(curve.axis, color=INK, labelpad=34)
     axes.set_ylabel(f"bytes alive ({unit})", color=INK)
-    # A fixed place: the layout engine does not make room for two legends.
+    # A fixed position: the layout engine does not make room for two legends.
     figure.set_layout_engine("none")
     axes.set_position(_MEMORY_PLACE)
     _legend(axes, found)
@@ -161,7 +161,7 @@ def _peak_text(found: Timeline) -> str:
 
 
 def _shortened(text: str) -> str:
-    """Return the text with its middle cut out where it is too long: both ends of a path say something."""
+    """Cut the middle out of long text, as both ends of a path matter."""
     if len(text) <= _LONGEST_NAME:
         return text
     half = (_LONGEST_NAME - 1) // 2
@@ -189,16 +189,16 @@ def _draw_phases(axes: Any, curve: MemoryCurve) -> None:
     for phase in curve.phases:
         if phase.start > 0:
             axes.axvline(phase.start, color=INK, linewidth=0.7, alpha=0.5)
-        if phase.end - phase.start >= _LEAST_NAMED_PART * curve.end:
+        if phase.end - phase.start >= _LEAST_NAMED_FRACTION * curve.end:
             name = phase.name.replace("optimizer step", "optimizer")
             axes.text((phase.start + phase.end) / 2, 0.985, name, transform=axes.get_xaxis_transform(), ha="center",
                       va="top", fontsize=9, color=INK)  # fmt: skip
 
 
 def _draw_units(axes: Any, curve: MemoryCurve) -> None:
-    """Draw a strip below the axis: which unit runs, neighbours in two shades, groups of layers with a name."""
+    """Draw a strip below the axis with the units that run, in alternating shades, and the names of groups of layers."""
     strip = {"transform": axes.get_xaxis_transform(), "clip_on": False, "linewidth": 0}
-    shortest = _SHORTEST_UNIT_PART * curve.end
+    shortest = _SHORTEST_UNIT_FRACTION * curve.end
     spans = [span for span in curve.units if span.name and span.end - span.start >= shortest]
     shades: dict[str, str] = {}
     for span in spans:
@@ -211,7 +211,7 @@ def _draw_units(axes: Any, curve: MemoryCurve) -> None:
 
 
 def _groups(spans: list[Span]) -> list[Span]:
-    """Return runs of layers of one list, such as layers.0 to layers.31 in forward, as one."""
+    """Merge consecutive layers of one list, such as layers.0 to layers.31 in forward, into one span."""
     found = []
     for stem, run in itertools.groupby(spans, key=lambda span: span.name.rpartition(".")[0] or span.name):
         members = list(run)
@@ -222,7 +222,7 @@ def _groups(spans: list[Span]) -> list[Span]:
 
 
 def _legend(axes: Any, found: Timeline) -> None:
-    """Write beside the axes what is alive at the peak, by category, and the largest items."""
+    """List the values alive at the peak beside the axes: by category, and the largest items."""
     from matplotlib.patches import Patch
 
     lines = axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8.5, borderaxespad=0)

@@ -1,7 +1,7 @@
-"""Colours, and what every matplotlib figure here has in common.
+"""Colours and common parts of all matplotlib figures.
 
-The colours are those of Paul Tol's "bright" scheme, which people with colour-blindness can tell apart
-(https://sronpersonalpages.nl/~pault/), and greys for what is there through the whole step.
+The colours are Paul Tol's "bright" scheme, distinguishable by people with colour blindness
+(https://sronpersonalpages.nl/~pault/), and greys for memory that is alive through the whole step.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ CATEGORY_COLORS = {
 }
 
 _DOTS_PER_INCH = 150
-# Wider titles are cut, narrower text is hard to read.
+# Longer notes are cut off; a smaller font is hard to read.
 _MOST_CHARACTERS = 118
 
 
 def new_figure(width: float, height: float) -> tuple[Any, Any]:
-    """Return a figure of so many inches, and its axes.
+    """Return a figure of given width and height in inches, and its axes.
 
     Raises:
         RecollectError: matplotlib is not installed.
@@ -49,7 +49,7 @@ def new_figure(width: float, height: float) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # Not pyplot: no global state, no display, no figure that somebody has to close.
+    # Without pyplot there is no global state, no display, and no figure to close.
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -61,7 +61,7 @@ def new_figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def require_matplotlib() -> None:
-    """Check that matplotlib is there.
+    """Check that matplotlib is installed.
 
     Raises:
         RecollectError: it is not.
@@ -75,10 +75,10 @@ def require_matplotlib() -> None:
 
 
 def set_title(axes: Any, title: str, note: str) -> None:
-    """Write what the picture shows, and below it of what."""
+    """Set the title, with a note below it."""
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=22)
     shown = note if len(note) <= _MOST_CHARACTERS else note[: _MOST_CHARACTERS - 3] + "..."
-    # parse_math: a dollar sign in a name is a dollar sign.
+    # parse_math=False: a dollar sign in a name is a dollar sign.
     axes.text(0, 1.02, shown, transform=axes.transAxes, fontsize=8.5, color=PALE, parse_math=False)
 
 
@@ -88,11 +88,11 @@ def save_png(figure: Any, out: Path) -> None:
     Raises:
         RecollectError: the file cannot be written.
     """
-    from PIL import Image  # matplotlib needs it, too
+    from PIL import Image  # a dependency of matplotlib
 
     drawn = BytesIO()
     figure.savefig(drawn, dpi=_DOTS_PER_INCH, format="png")
-    # A third of the bytes, and no difference that one could see: few colours, and the shades between them and white.
+    # A palette takes a third of the bytes without a visible difference: pictures have few colours, blended with white.
     picture = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     try:
         picture.save(out, format="png", optimize=True, dpi=(_DOTS_PER_INCH, _DOTS_PER_INCH))

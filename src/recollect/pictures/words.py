@@ -1,4 +1,4 @@
-"""Words and units that all pictures share."""
+"""Units and texts shared by all pictures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MIB = 1 << 20
 
 
 def byte_unit(largest_bytes: int) -> tuple[int, str]:
-    """Return the unit of an axis up to so many bytes: its size in bytes, and its name.
+    """Return the unit for an axis with this largest value: its size in bytes, and its name.
 
     Example:
         >>> byte_unit(60 << 30), byte_unit(5 << 20), byte_unit(900)
@@ -26,12 +26,12 @@ def byte_unit(largest_bytes: int) -> tuple[int, str]:
 
 
 def time_unit_of(profile: Profile) -> tuple[float, str]:
-    """Return the unit of a time axis for a step: its seconds, and its name."""
+    """Return the unit of a step's time axis: its length in seconds, and its name."""
     return (1.0, "s") if profile.step_s >= 1 else (1e-3, "ms")
 
 
 def classics_of(frontier: Frontier) -> list[FrontierPoint]:
-    """Return the classic schedules that recompute, those that come out the same as one."""
+    """Return the classic schedules that recompute; those with equal peak and slowdown become one."""
     same: dict[tuple[int, float], FrontierPoint] = {}
     for point in frontier.classics:
         key = (point.peak_bytes, point.slowdown)
@@ -41,7 +41,7 @@ def classics_of(frontier: Frontier) -> list[FrontierPoint]:
 
 
 def describe_profile(profile: Profile) -> str:
-    """Return the batch, the hardware and the version of PyTorch in one line."""
+    """Describe batch, hardware and PyTorch version in one line."""
     hardware = profile.device_name or profile.device
     parts = [
         f"batch {profile.batch}" if profile.batch else "",
@@ -52,7 +52,7 @@ def describe_profile(profile: Profile) -> str:
 
 
 def percent(slowdown: float) -> str:
-    """Return a slowdown for people.
+    """Format a slowdown as a percentage.
 
     Example:
         >>> percent(0.0312), percent(float("inf"))
