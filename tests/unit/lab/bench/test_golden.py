@@ -161,7 +161,7 @@ def test_a_broken_row_is_named(tmp_path: Path, key: str, value: object, message:
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        BenchError, match=r"none\.json: cannot be read \(No such file or directory\), expected a file that"
+        BenchError, match=r"none\.json: cannot be read \(No such file or directory\), expected a file written by"
     ):
         BenchResults.load(tmp_path / "none.json")
 

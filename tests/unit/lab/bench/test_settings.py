@@ -91,7 +91,7 @@ def test_yaml_has_words_or_megatrons_names(tmp_path: Path) -> None:
         ("- none\n- sometimes", "entry 2: setting 'sometimes': cannot be read"),
         (
             "- {memory_budget: 60%, recompute_granularity: full}",
-            "got memory_budget with recompute_granularity, expected one",
+            "got memory_budget with recompute_granularity, expected a single way",
         ),
     ],
 )
@@ -113,7 +113,7 @@ def test_no_recompute_comes_first_and_names_are_there_once() -> None:
     full = MegatronSetting(words, name="full")
     assert [setting.name for setting in named_settings([full])] == ["none", "full"]
     assert [setting.name for setting in named_settings([full, KeepAll("plain")])] == ["plain", "full"]
-    with pytest.raises(BenchError, match="setting 'full': is there twice"):
+    with pytest.raises(BenchError, match="setting 'full': given twice"):
         named_settings([full, full])
 
 
