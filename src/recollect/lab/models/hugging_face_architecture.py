@@ -106,7 +106,7 @@ class Architecture:
         fields |= {"model_type": self.model_type, "architectures": [self.class_name], **self.fixed}
         fields |= {theirs: getattr(config, name) for theirs, name in self.repeated.items()}
         if self.activation is not None:
-            by_ours = {ours: theirs for theirs, ours in reversed(self.words.items())}
+            by_ours = {ours: theirs for theirs, ours in reversed(list(self.words.items()))}
             fields[self.activation[0]] = by_ours[config.activation_func]
         if self.rotary_base is not None:
             fields["rope_theta"] = config.rotary_base
