@@ -1,9 +1,9 @@
-"""Budgets kept: predicted and measured peak, and predicted slowdown, of unmodified Hugging Face models under shrinking budgets.
+"""Check that budgets are kept: predicted and measured peaks of unmodified Hugging Face models under shrinking budgets.
 
     python benchmarks/budgets.py
 
-Bytes are exact on the CPU, so the peaks are the same on every machine; slowdowns are predicted from op times measured here.
-Budgets are fractions of what recompute can change: between the peak of full recompute (0 %) and that without recompute (100 %).
+Bytes are exact on the CPU, so peaks are the same on every machine; slowdowns are predicted from op times measured here.
+Budgets are fractions of the range of peaks, from full recompute (0 %) to no recompute (100 %).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the guides' rules of thumb say about recompute, measured: the numbers of docs/claims.md.
+"""Measure the rules of thumb of recompute guides: the numbers of docs/claims.md.
 
     python benchmarks/claims.py                      # both parts, about five minutes
-    python benchmarks/claims.py --parts modelled     # the big models: bytes of fake tensors, times of a cost model of an H100
-    python benchmarks/claims.py --parts measured     # small ones: bytes and times of this CPU
+    python benchmarks/claims.py --parts modelled     # large models: bytes of fake tensors, times modelled for an H100
+    python benchmarks/claims.py --parts measured     # small models: bytes and times of this CPU
 
 Modelled: the named models at the guides' shapes, recorded on fake tensors in bf16. Bytes are what the step would allocate;
 times come from the roofline of an H100 and are not measured. Measured: small models of the same kinds, peaks by
@@ -40,14 +40,14 @@ PartName = Literal["modelled", "measured"]
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(MachineFlags, RunFlags):
-    """Which parts, and how long."""
+    """Which parts to run, and for how long."""
 
     parts: tuple[PartName, ...] = ("modelled", "measured")
-    """Which of the two."""
+    """Parts to run."""
     models: tuple[str, ...] = ()
-    """Which models; all if empty."""
+    """Models to run; all if empty."""
     seconds: float = 45.0
-    """Time for the rounds of each measured model."""
+    """Seconds of rounds for each measured model."""
     hidden_size: int = 384
     """Width of the measured models."""
     seq_length: int = 512
@@ -58,7 +58,7 @@ class Flags(MachineFlags, RunFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model at a shape, and the settings to look at; "+" joins modules, "uniform N" and "block N" are `full`."""
+    """A model at a shape, and its settings; "+" joins modules, "uniform N" and "block N" are methods of `full`."""
 
     name: str
     config: TransformerConfig
@@ -79,12 +79,12 @@ def _named(name: str, **fields: Any) -> TransformerConfig:
 
 
 def modelled_models() -> list[Model]:
-    """The guides' big models; attention unfused, as in the guides' formulas, and fused, as it is run today."""
+    """The guides' large models, with unfused attention, as in the guides' formulas, and fused attention, as used today."""
     found = []
     narrower = {"hidden_size": 8192, "num_attention_heads": 64, "ffn_hidden_size": 0, "kv_channels": 0}
     gpt_70b = _named("gpt3-175b", num_layers=80, num_query_groups=0, **narrower)
     for core in ("unfused", "fused"):
-        # PyTorch's fused kernels for a GPU have dropout inside; a profile of fake CPU tensors would take the unfused way.
+        # PyTorch's fused GPU kernels support dropout; a profile of fake CPU tensors would use unfused attention.
         no_dropout = {"core_attention": core, **({"attention_dropout": 0.0} if core == "fused" else {})}
         gpt3 = _named("gpt3-175b", **no_dropout)
         settings = (*_SELECTIVE, "uniform 1", "uniform 4", "uniform 10", "block 48")
@@ -110,7 +110,7 @@ def modelled_models() -> list[Model]:
 
 
 def measured_models(flags: Flags) -> list[Model]:
-    """Small models of the four kinds, 8 layers; of deep stacks the first layers decide nothing."""
+    """Small models of the four kinds, with 8 layers."""
     shape = {"hidden_size": flags.hidden_size, "num_attention_heads": flags.hidden_size // 64, "vocab_size": 1024}
     width = {"num_layers": 8, "num_query_groups": 0, "kv_channels": 0, **shape}
     found = []
@@ -145,7 +145,7 @@ def plan_of(profile: Profile, setting: str) -> Plan:
 
 @dataclass(kw_only=True)
 class Result:
-    """One setting of one model; bytes are activations: the peak less parameters, gradients, optimizer state and batch."""
+    """One setting of one model; bytes are activations: the peak minus parameters, gradients, optimizer state and batch."""
 
     model: str
     setting: str
@@ -157,7 +157,7 @@ class Result:
 
 
 def modelled(model: Model, hardware: str | Hardware = "H100") -> list[Result]:
-    """Record a big model on fake tensors and predict its settings."""
+    """Record a large model on fake tensors and predict its settings."""
     with torch.device("meta"):
         built = GPTModel(model.config).to(torch.bfloat16).train()
         tokens = torch.zeros(model.batch_size, model.seq_length, dtype=torch.int64)
@@ -189,7 +189,7 @@ def modelled(model: Model, hardware: str | Hardware = "H100") -> list[Result]:
 
 
 class ReferenceStep(Step):
-    """The step of a reference model of any configuration, its weights in the dtype of the flags."""
+    """The step of a reference model of any configuration, with weights in the flags' dtype."""
 
     def __init__(self, flags: Flags, model: Model) -> None:
         torch.set_num_threads(flags.threads)

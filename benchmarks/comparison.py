@@ -1,4 +1,4 @@
-"""One model's comparison: peers and plans are made, their peaks and gradients measured, and both races run."""
+"""Compare recollect with its peers on one model: make plans, measure peaks and gradients, race at equal peak and budget."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Match:
 
 @dataclass(eq=False, kw_only=True)
 class BudgetMatch:
-    """A budget, the plan for it, and the fastest peer within it, if there is one."""
+    """A budget, its plan, and the fastest peer within it, if any."""
 
     fraction: float
     budget_bytes: int
@@ -49,7 +49,7 @@ class BudgetMatch:
 
 
 class Comparison:
-    """All of one model."""
+    """The comparison of one model."""
 
     def __init__(self, flags: StepFlags, model: ModelName, say: Callable[[str], None]) -> None:
         self.say = say
@@ -65,12 +65,12 @@ class Comparison:
 
     @property
     def activation_bytes(self) -> int:
-        """What the plain step adds to parameters, gradients, buffers and batch: the 100 % of the budgets."""
+        """Activations of the step without recompute: its peak minus parameters, gradients, buffers and batch."""
         return self.plain.peak_bytes - self.step.resident_bytes
 
     @property
     def recollect(self) -> list[Contestant]:
-        """All contestants of recollect, the leanest first."""
+        """All contestants of recollect, leanest first."""
         return sorted(self._of_plan.values(), key=lambda one: one.peak_bytes)
 
     @property
@@ -79,7 +79,7 @@ class Comparison:
         return [match.contestant for match in self.matches if match.contestant is not None]
 
     def prepare(self, names: Sequence[str] = (), *, peers: Sequence[Peer] | None = None, num_budgets: int) -> None:
-        """Make all plans, and measure all peaks and gradients. Ctrl+C in here ends the benchmark, in the race only the race.
+        """Make all plans, and measure all peaks and gradients; Ctrl+C ends the benchmark, unlike in the race.
 
         Args:
             names: of the peers to run; all if empty.
@@ -112,7 +112,7 @@ class Comparison:
         self.race.run(finals, seconds=0.25 * seconds, least_rounds=least_rounds)
 
     def smallest_at_time(self, peer: Contestant) -> Contestant | None:
-        """Return recollect's contestant with the least measured peak among those no slower than the peer.
+        """Return recollect's contestant with the lowest measured peak among those no slower than the peer.
 
         Slowdowns count as smoothed over neighbours in peak; else the plan that was luckiest would be the answer.
         """
@@ -121,7 +121,7 @@ class Comparison:
         return next((one for one, slow in zip(ours, smooth, strict=True) if slow <= peer.slowdown), None)
 
     def standing(self) -> tuple[int, int, int]:
-        """Count the peers that a plan of the same peak is ahead of, level with within the spread, and behind."""
+        """Count the peers that are slower than, equal to (within the spread), and faster than the plan of the same peak."""
         ratios = [
             match.ours.time_ratios_to(match.contestant)
             for match in self.matches
@@ -142,7 +142,7 @@ class Comparison:
         return BudgetMatch(fraction=fraction, budget_bytes=budget_bytes, ours=ours, least_bytes=least_bytes)
 
     def _match(self, peer: Peer) -> Match:
-        # Whatever a peer raises is a result of the benchmark, and no reason not to measure the others.
+        # A peer's error is a result; the others are still measured.
         try:
             contestant = self._measured(Contestant(name=peer.name, recompute=peer.recompute(self.step)))
         except Exception as error:
@@ -152,7 +152,7 @@ class Comparison:
         return Match(peer=peer, contestant=contestant, ours=ours, least_bytes=least_bytes)
 
     def _ours(self, budget_bytes: int) -> tuple[Contestant | None, int]:
-        """Put the plan for a budget into the race, once, however many budgets it is the answer to."""
+        """Add the plan for a budget to the race, once even if it serves several budgets."""
         try:
             plan = self._planner.plan(budget_bytes)
         except BudgetTooSmallError as error:
@@ -182,7 +182,7 @@ class Comparison:
 
 @contextmanager
 def _clean_failure(step: Step) -> Iterator[None]:
-    """After an error, let go of the graph that the traceback holds, or it would count in what is measured next."""
+    """Free the graph held by an error's traceback, which would count in the next measurement."""
     try:
         yield
     except Exception as error:
@@ -191,7 +191,7 @@ def _clean_failure(step: Step) -> Iterator[None]:
 
 
 def falling(values: Sequence[float]) -> list[float]:
-    """Return the sequence that never rises and is closest to the values, by squares: means of neighbours that rise."""
+    """Return the non-increasing sequence closest to the values in least squares, by pooling neighbours that rise."""
     blocks: list[list[float]] = []
     for value in values:
         blocks.append([value])

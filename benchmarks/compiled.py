@@ -1,4 +1,4 @@
-"""What one might pick instead: `torch.compile` and its own recompute, against recollect in eager and on compiled blocks.
+"""Compare recollect, eager and on compiled blocks, with `torch.compile` and its own recompute.
 
     python benchmarks/compiled.py
 
@@ -37,7 +37,7 @@ from results_csv import Number, RowsFile
 from subject import Step, StepFlags, largest_difference
 from tables import markdown
 
-# Compiled code adds up in another order: gradients are equal within this part of their largest entry, or the row says no.
+# Compiled code sums in another order: gradients count as equal if they differ by at most this fraction of their largest entry.
 _TOLERANCE = 1e-3
 
 Measured = Callable[[Contestant], Contestant]
@@ -46,27 +46,27 @@ Keep = Callable[[list[Number]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(RunFlags):
-    """Compare recollect with compiled steps, at equal peak."""
+    """Compare recollect with compiled steps at equal peak."""
 
     step: StepFlags = field(default_factory=StepFlags)
     """The training step."""
     models: tuple[ModelName, ...] = ("dense",)
-    """Models to run, one after the other."""
+    """Models to run."""
     minutes: float = 5.0
-    """Time for timed rounds, of each model; compiling and measuring peaks comes on top."""
+    """Seconds of timed rounds per model; compiling and measuring peaks take extra time."""
     only: str = ""
     """Only the variants whose names contain this."""
     compile_minutes: float = 60.0
-    """Time after which no other variant is begun to be compiled."""
+    """Seconds after which no further variant is compiled."""
     backend: str = BACKEND
-    """Of `torch.compile`; another one only to see that everything runs."""
+    """Backend of `torch.compile`; others than inductor only for a smoke test."""
     quick: bool = False
-    """Tiny sizes, few variants and one round, to see that it runs; times mean nothing then."""
+    """Tiny sizes, few variants and one round, as a smoke test; times are meaningless."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Entry:
-    """A variant, and recollect's answers to its peak; `reason`: why there is none."""
+    """A variant, and recollect's plans for its peak; `reason`: why there is none."""
 
     peer: Peer
     contestant: Contestant | None = None
@@ -86,7 +86,7 @@ class EagerPlans:
         self._made: dict[str, Contestant] = {}
 
     def within(self, budget_bytes: int) -> Contestant:
-        """Return the plan for a budget; the same contestant if it is the same plan.
+        """Return the contestant of the plan for a budget, the same one for an equal plan.
 
         Raises:
             BudgetTooSmallError: there is none.
@@ -115,7 +115,7 @@ class RerunBlocks:
         self._made: list[Contestant] = []
 
     def within(self, budget_bytes: int) -> Contestant:
-        """Return the contestant that re-runs the fewest blocks within a budget.
+        """Return the contestant that recomputes the fewest blocks within a budget.
 
         Raises:
             BudgetTooSmallError: there is none.
@@ -138,7 +138,7 @@ class RerunBlocks:
 
 
 class Comparison:
-    """All of one model."""
+    """The comparison of one model."""
 
     def __init__(self, flags: Flags, model: ModelName, say: Callable[[str], None], keep: Keep) -> None:
         self.say = say
@@ -150,7 +150,7 @@ class Comparison:
         self.plain = self._measured(Contestant(name="eager, no recompute", recompute=Nothing()))
 
     def prepare(self, peers: list[Peer], *, compile_s: float = math.inf) -> None:
-        """Compile, plan, and measure peaks and gradients. `compile_s`: after which nothing else is begun to be compiled."""
+        """Compile, plan, and measure peaks and gradients; after `compile_s`, compile nothing more."""
         self.say("compiling")
         ends_s = time.perf_counter() + compile_s
         self.entries = [self._entry(peer) if time.perf_counter() < ends_s else self._left_out(peer) for peer in peers]
@@ -174,13 +174,13 @@ class Comparison:
             entry.reasons[ours.name] = f"needs {self.percent(error.least_peak_bytes)}"
 
     def run(self, *, seconds: float, least_rounds: int) -> None:
-        """Race each variant against its answers."""
+        """Race each variant against its plans."""
         groups = [[e.contestant, *e.answers.values()] for e in self.entries if e.contestant is not None]
         self.say(f"timing {sum(map(len, groups))} contestants for {seconds:.0f} s")
         self.race.run(groups, seconds=seconds, least_rounds=least_rounds)
 
     def percent(self, peak_bytes: int) -> str:
-        """Write a peak as a part of what the eager step adds to what is resident."""
+        """Format a peak as a fraction of the eager step's activations."""
         resident_bytes = self.step.resident_bytes
         part = (peak_bytes - resident_bytes) / (self.plain.peak_bytes - resident_bytes)
         return f"{100 * part:.1f} %"
@@ -197,7 +197,7 @@ class Comparison:
                 self.step.run()
             compile_s = time.perf_counter() - begin
             contestant = self._measured(contestant)
-        except Exception as error:  # what a variant raises is a result, and no reason not to measure the others
+        except Exception as error:  # a variant's error is a result; the others are still measured
             self.step.clear()
             self.say(f"  {peer.name}: {reason(error)}")
             self._keep([Number("failed", "text", peer.name, reason(error))])
@@ -218,7 +218,7 @@ class Comparison:
 
 
 def table(found: Comparison) -> str:
-    """Write the results of one model."""
+    """Format the results of one model."""
     names = [EagerPlans.name, RerunBlocks.name]
     header = ["compiled variant", "its peak", "to eager", *(f"{n}: peak | to eager | to the variant" for n in names)]
     header = " | ".join(header).split(" | ")
@@ -249,7 +249,7 @@ def _change(ratio: float) -> str:
 
 
 def numbers(found: Comparison) -> list[Number]:
-    """All results as rows, but for those of the variants alone, which are kept as they come."""
+    """Return all results as rows, except those of single variants, which are saved as they come."""
     rows = [Number("peak", "bytes", found.plain.name, found.plain.peak_bytes)]
     rows += [Number("resident", "bytes", found.plain.name, found.step.resident_bytes)]
     if found.race.plain_s:
@@ -272,7 +272,7 @@ def numbers(found: Comparison) -> list[Number]:
 
 @few_objects()
 def run_model(flags: Flags, model: ModelName, console: Console, rows: RowsFile | None = None) -> Comparison:
-    """Run one model; rows are written as soon as they are known, by default to `compiled.csv` in the folder of the flags."""
+    """Run one model; write rows as soon as they are known, by default to `compiled.csv` in the folder of the flags."""
     rows = rows or RowsFile(flags.out / "compiled.csv", {**dataclasses.asdict(flags.step), "model": model})
     console.print(f"{DESCRIPTIONS[model]}: {flags.step}", style="bold")
     found = Comparison(
@@ -294,14 +294,14 @@ def run_model(flags: Flags, model: ModelName, console: Console, rows: RowsFile |
 
 
 def quick(flags: Flags) -> Flags:
-    """Return flags of a run on tiny sizes, to see that it runs."""
+    """Return the flags of a smoke test on tiny sizes."""
     step = dataclasses.replace(flags.step, hidden_size=32, num_layers=2, vocab_size=64, seq_length=32, threads=1)
     return dataclasses.replace(flags, step=step, minutes=0.0, least_rounds=1, only=flags.only or "full")
 
 
 @contextmanager
 def empty_cache() -> Iterator[None]:
-    """Look nothing up that was compiled in runs before: the time that compiling takes is reported."""
+    """Disable compile caches of earlier runs, because compile times are reported."""
     with tempfile.TemporaryDirectory(prefix="compiled-", ignore_cleanup_errors=True) as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         yield

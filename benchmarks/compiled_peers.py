@@ -47,7 +47,7 @@ def _run_selectively(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def compiled(modules: Mapping[str, nn.Module], name: str, run: Forward = _run, *, backend: str = BACKEND) -> Forwards:
-    """Compile the forwards of modules; those of one class share what is compiled."""
+    """Compile the forwards of modules; modules of one class share their code."""
     assert isinstance(run, types.FunctionType)
     copy = types.FunctionType(run.__code__.replace(co_name=f"run_{abs(hash(name))}"), run.__globals__, name)
     copy.__kwdefaults__ = run.__kwdefaults__
@@ -56,7 +56,7 @@ def compiled(modules: Mapping[str, nn.Module], name: str, run: Forward = _run, *
 
 
 class WithBudget:
-    """Sets the partitioner's `activation_memory_budget` while a variant runs; it is read when the graph is made."""
+    """Set the partitioner's `activation_memory_budget` while a variant runs; it is read when the graph is compiled."""
 
     def __init__(self, inner: Recompute, budget: float) -> None:
         self._inner = inner
@@ -64,7 +64,7 @@ class WithBudget:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Put both on for the length of a with-block."""
+        """Activate both in a with-block."""
         with functorch_config.patch(activation_memory_budget=self._budget), self._inner.on():
             yield
 
@@ -88,7 +88,7 @@ class _Variants:
 
 
 def compiled_peers(backend: str = BACKEND) -> list[Peer]:
-    """Return all variants. `backend`: of `torch.compile`; another one than inductor only to see that they run."""
+    """Return all variants for a backend of `torch.compile`; others than inductor are for smoke tests."""
     make = _Variants(backend)
     blocks = [(f"compiled blocks, budget {b}", b) for b in BUDGETS]
     wholes = [(f"compiled whole, budget {b}", b) for b in BUDGETS]

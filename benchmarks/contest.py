@@ -1,6 +1,6 @@
-"""Contestants of the benchmarks: ways to recompute, raced against the step without recompute.
+"""Contestants of the benchmarks: ways to recompute, timed against the step without recompute.
 
-The rules stand in `recollect.lab.bench.race`.
+The rules are in `recollect.lab.bench.race`.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from subject import Step
 
 __all__ = ["TIMES_FURTHER", "Contestant", "Race", "percentile", "reason"]
 
-# How much further off than two plain steps are from each other a gradient may be, where plain steps do not repeat themselves:
-# on CUDA the backward of fused attention adds with atomics.
+# How many times the difference between two plain steps a gradient may differ, if plain steps are not deterministic:
+# on CUDA, the backward of fused attention adds with atomics.
 TIMES_FURTHER = 4
 
 
 def reason(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message, as a row has it."""
+    """Format an error for a row: its type and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:120]}"
 
 
 @dataclass(eq=False, kw_only=True)
 class Contestant(race.Contestant):
-    """One way to run the step, and what was measured of it.
+    """A way to run the step, and its measurements.
 
     Attributes:
-        differs_at: the first gradient that is not that of the plain step bit for bit; None if all are.
-        difference: the largest difference of a gradient, over its largest entry.
-        plan: recollect's plan, where it is one of recollect's.
+        differs_at: the first gradient whose bits differ from the plain step's; None if none does.
+        difference: the largest difference of a gradient relative to its largest entry.
+        plan: the plan, for recollect's contestants.
     """
 
     recompute: Recompute
@@ -44,7 +44,7 @@ class Contestant(race.Contestant):
     difference: float = 0.0
 
     def numbers(self, metric: str = "slowdown", name: str | None = None) -> list[Number]:
-        """Return the rows about its times: the median, how many rounds it is of, and the percentiles; none if not timed."""
+        """Return rows with the median time, its number of rounds and percentiles; none if not timed."""
         if not self.ratios:
             return []
         name = self.name if name is None else name

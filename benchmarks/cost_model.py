@@ -1,14 +1,14 @@
-"""How good is the cost model? Modelled op times against measured ones, and the plans that come of them.
+"""Measure the accuracy of the cost model: modelled and measured op times, and the plans they lead to.
 
     python benchmarks/cost_model.py
 
 Five models run their step on real tensors. Each op is timed and modelled on the same arguments, on this device as `recollect
-calibrate` measures it first. On the CPU one thread and its processor time, so that other programs on the machine count less;
-on CUDA the time of the op's kernels.
+calibrate` measures it first. On the CPU, times are processor times of one thread, so that other programs matter less; on
+CUDA, times of the op's kernels.
 
-The regret is what bad times cost: a plan chosen with modelled times, evaluated with measured ones, less the slowdown of
-the plan chosen with measured times, in parts of the step. As controls, plans are also chosen with the times of another
-device (an H100; on CUDA this device as the table has it), and with the same time for every op.
+The regret is the cost of wrong times: the slowdown of a plan chosen with modelled times, minus the slowdown of the plan
+chosen with measured times, both evaluated with measured times. As controls, plans are also chosen with the times of another
+device (an H100; on CUDA this device as in the built-in table), and with equal times for all ops.
 """
 
 from __future__ import annotations
@@ -62,34 +62,34 @@ _NAMES: dict[ModelName, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Sizes of the models, and how long to measure."""
+    """Sizes of the models, and effort of the measurement."""
 
     hidden_size: int = 256
     """Width of the residual stream, a multiple of 128."""
     num_layers: int = 4
     """Layers of each model."""
     vocab_size: int = 1024
-    """Number of token ids."""
+    """Size of the vocabulary."""
     batch_size: int = 2
     """Sequences in the batch."""
     seq_length: int = 256
-    """Tokens in a sequence."""
+    """Tokens per sequence."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of weights and activations."""
     budgets: tuple[float, ...] = (0.75, 0.5, 0.25)
-    """Budgets, as fractions of what recompute can change: 0 is full recompute, 1 none."""
+    """Budgets, as fractions of the range from full recompute (0) to none (1)."""
     recordings: int = 4
-    """Steps that are measured, after one that is not."""
+    """Measured steps, after a warm-up step."""
     calibration_s: float = 40.0
-    """Seconds that the calibration may take; 0 for a quick one."""
+    """Seconds for the calibration; 0 for a quick one."""
     hardware: str | None = None
-    """A file that `recollect calibrate` wrote, used instead of calibrating now."""
+    """A file written by `recollect calibrate`, instead of a new calibration."""
     device: str = "cpu"
     """A torch device."""
     seed: int = 0
-    """Of weights and tokens."""
+    """Seed of weights and tokens."""
     out: Path = RESULTS
-    """Folder of the rows."""
+    """Folder for the rows."""
 
 
 def subjects(flags: Flags) -> Iterator[tuple[str, nn.Module, dict[str, torch.Tensor]]]:
@@ -105,7 +105,7 @@ def subjects(flags: Flags) -> Iterator[tuple[str, nn.Module, dict[str, torch.Ten
 
 
 class BothCosts:
-    """Times each op and models it; `reads` chooses what a profile gets.
+    """Time and model each op; `reads` chooses which times a profile gets.
 
     Args:
         hardware: this device, as it was calibrated.
@@ -123,18 +123,18 @@ class BothCosts:
         self._hardware = {_MODELLED: hardware, self.other: other[1]}
 
     def forget(self) -> None:
-        """Forget what was measured; the next recording counts the runs."""
+        """Forget all measurements; the next recording counts the runs."""
         self.samples.clear()
         self.counts.clear()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Everything between is one step."""
+        """Treat everything in the with-block as one step."""
         self.counts.clear()
         yield
 
     def run(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, *, may_repeat: bool) -> tuple[Any, OpRun]:
-        """Run an op, some more times where that disturbs nothing."""
+        """Run an op, several times if that has no side effects."""
         key = key_of(func, args, kwargs)
         repeats = _REPEATS if may_repeat and not (facts.writes or facts.is_random or facts.keeps) else 1
         for _ in range(repeats):
@@ -155,29 +155,29 @@ class BothCosts:
         return output, time.thread_time() - begin
 
     def seconds_of(self, run: OpRun | None) -> float:
-        """Return the measured median of an op, or the model's answer."""
+        """Return an op's measured median, or its modelled time."""
         if run is None:
             return 0.0
         return self.measured_s(run.key) if self.reads == "measured" else self.modelled[run.key][self.reads]
 
     def working_bytes_of(self, run: OpRun | None) -> int:
-        """Workspaces are the same whatever the times are."""
+        """Return the workspace, which does not depend on times."""
         return 0
 
     def measured_s(self, key: Key) -> float:
-        """Return the median of an op's runs."""
+        """Return the median time of an op."""
         return statistics.median(self.samples[key])
 
 
 def profiles(model: nn.Module, batch: Any, costs: BothCosts, recordings: int) -> dict[str, Profile]:
-    """Record the step some times, and return its profile with measured times and with each kind of modelled ones."""
+    """Record the step several times; return its profile with measured times and with each kind of modelled times."""
 
     def record(reads: str) -> Profile:
         costs.reads = reads
-        torch.manual_seed(0)  # The same random numbers, the same routes, the same shapes.
+        torch.manual_seed(0)  # Equal random numbers give equal routes and shapes.
         return record_with(costs, model, batch)
 
-    record(_MODELLED)  # The first step loads kernels and makes the heap.
+    record(_MODELLED)  # The first step loads kernels and grows the heap.
     costs.forget()
     for _ in range(recordings - 1):
         record(_MODELLED)
@@ -185,7 +185,7 @@ def profiles(model: nn.Module, batch: Any, costs: BothCosts, recordings: int) ->
 
 
 def weighted_quantiles(errors: list[tuple[float, float]], fractions: tuple[float, ...]) -> list[float]:
-    """Return the errors below which these fractions of the weight lie; `errors` are pairs of (error, weight)."""
+    """Return weighted quantiles of errors, given pairs of (error, weight)."""
     total = sum(weight for _, weight in errors)
     found = []
     for fraction in fractions:
@@ -199,13 +199,13 @@ def weighted_quantiles(errors: list[tuple[float, float]], fractions: tuple[float
 
 
 def slowdown(profile: Profile, plan: recollect.Plan) -> float:
-    """Return the slowdown of a plan by the times of a profile."""
+    """Return the slowdown of a plan with the times of a profile."""
     return simulate(profile, decide(profile, plan)).recompute_s / profile.step_s
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan chosen with some times for a budget, by its slowdown.
+    """The slowdown of a plan that was chosen for a budget with one kind of times.
 
     Attributes:
         chosen_with: which times.
@@ -226,7 +226,7 @@ class Choice:
 
 
 def choices(found: dict[str, Profile], budgets: tuple[float, ...]) -> Iterator[Choice]:
-    """Yield the plans for each budget, chosen with each kind of times but the measured ones."""
+    """Yield the plans for each budget, chosen with each kind of times except measured ones."""
     measured = found["measured"]
     plain = recollect.classic_plan(measured, "keep_all").predicted_peak_bytes or 0
     least = recollect.classic_plan(measured, "full").predicted_peak_bytes or 0
@@ -274,7 +274,7 @@ def numbers_of(name: str, costs: BothCosts, found: dict[str, Profile], flags: Fl
 
 
 def table(rows: list[Number], names: list[str], budgets: tuple[float, ...], other: str = OTHER[0]) -> Table:
-    """Return the rows as a table, a model a line, and one for each kind of times; `other`: those of another device."""
+    """Return a table with a line per model, and one per kind of times; `other`: those of another device."""
     values = {(row.metric, row.contestant): row.value for row in rows}
     metrics = [("step_ratio", "step, modelled / measured", ".2f"), ("op_error_median", "op error, median", ".0%")]
     metrics.append(("op_error_90", "op error, 90 %", ".0%"))

@@ -1,4 +1,4 @@
-"""Megatron's output-discarding recompute: run, free the output's memory once its readers have run, fill it again in backward.
+"""Megatron's output-discarding recompute: free an output after its readers have run, and recompute it in backward.
 
 Written from what Megatron-LM's `CheckpointWithoutOutput` does (core/tensor_parallel/random.py). Megatron points the old
 output at the recomputed memory, which needs C++; here the recomputed bytes are copied and their own memory is freed.
@@ -15,7 +15,7 @@ from recompute import Forward
 
 
 class Discarded:
-    """One run of a function of tensors, without its graph.
+    """One call of a function of tensors, without its graph.
 
     Attributes:
         output: the result; empty between `discard` and the moment in backward when `hook_tensor` has its gradient.
@@ -27,7 +27,7 @@ class Discarded:
         self.output: Tensor = _WithoutGraph.apply(self, *args)
 
     def discard(self, hook_tensor: Tensor) -> None:
-        """Free the output; call when its readers have run. `hook_tensor`: its gradient is there before theirs."""
+        """Free the output after its readers have run; backward computes the gradient of `hook_tensor` before theirs."""
         storage = self.output.untyped_storage()
         self._num_bytes = storage.nbytes()
         storage.resize_(0)
@@ -44,11 +44,13 @@ class Discarded:
             self._again = self._function(*self._leaves)
         storage = self.output.untyped_storage()
         storage.resize_(self._num_bytes)
-        storage.copy_(self._again.untyped_storage())  # of storages: autograd's version counters stay as they are
+        storage.copy_(
+            self._again.untyped_storage()
+        )  # copies storages, so that autograd's version counters do not change
         self._again.untyped_storage().resize_(0)
 
     def backward(self, gradient: Tensor) -> list[Tensor | None]:
-        """Return the gradients of the arguments; those of parameters are added up on the way."""
+        """Return the gradients of the arguments, and accumulate those of parameters."""
         torch.autograd.backward(self._again, gradient)
         gradients = [leaf.grad for leaf in self._leaves]
         del self._again, self._leaves, self._args, self.output

@@ -1,4 +1,4 @@
-"""Flags that more than one benchmark has."""
+"""Flags shared by several benchmarks."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFlags:
-    """Where steps run."""
+    """Device and threads."""
 
     device: str = "cpu"
     """A torch device."""
     threads: int = 2
-    """Threads of PyTorch on the CPU."""
+    """PyTorch's threads on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """How long to measure at least, and where the results go."""
+    """Least number of rounds, and the folder of the results."""
 
     least_rounds: int = 3
-    """Rounds that are run even if the time is over."""
+    """Rounds to run even if the time is over."""
     out: Path = RESULTS
-    """Folder of the rows and pictures."""
+    """Folder for rows and pictures."""
 
 
 def parse(kind: type[T], description: str | None = None, arguments: Sequence[str] | None = None) -> T:
-    """Read flags, a dataclass, from the command line; those of a nested dataclass have no prefix.
+    """Parse the command line into a dataclass of flags; nested dataclasses add no prefix.
 
-    tyro is imported here, so that what a benchmark measures can be called where it is not installed.
+    tyro is imported here, so that measurements can be called without it.
     """
     import tyro
 

@@ -1,7 +1,7 @@
-"""Peak against step time, measured: recollect at the peaks of its peers and at budgets of 75 to 15 % of the activations.
+"""Measure peak and step time of recollect, at the peaks of its peers and at budgets of 75 to 15 % of the activations.
 
     python benchmarks/frontier.py
-    python benchmarks/frontier.py --redraw  # the pictures again, from what was measured last
+    python benchmarks/frontier.py --redraw  # draw the pictures again from the last results
 
 For each peer a plan is made whose budget is the peer's measured peak, and the two are timed side by side. Rules of the race:
 `contest.py`; the peers: `peers.py`, `megatron_peers.py`, `milp.py`; what comes out: README.md.
@@ -33,27 +33,27 @@ _QUICK: dict[str, Any] = {"hidden_size": 32, "num_layers": 4, "vocab_size": 64, 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(RunFlags):
-    """Compare recollect's plans with what people set up by hand, at equal peak and at equal time."""
+    """Compare recollect's plans with recompute set up by hand, at equal peak and at equal time."""
 
     step: StepFlags = field(default_factory=partial(StepFlags, num_layers=16))
     """The training step."""
     models: tuple[ModelName, ...] = HUGGING_FACE
-    """Models to run, one after the other."""
+    """Models to run."""
     minutes: float = 6.5
-    """Time for timed rounds, of each model; recording and measuring peaks comes on top, about a minute."""
+    """Seconds of timed rounds per model; recording and measuring peaks take about a minute more."""
     num_budgets: int = 6
-    """Budgets that are measured besides those of the peers' peaks and the fractions, to draw the line."""
+    """Number of further budgets to measure for the line in the picture."""
     peers: tuple[str, ...] = ()
     """Peers to run, by name; all if empty."""
     redraw: bool = False
-    """Draw the pictures again from what `frontier.csv` says last of these models and sizes, and measure nothing."""
+    """Measure nothing, and draw the pictures again from the last results for these models and sizes in `frontier.csv`."""
     quick: bool = False
-    """Tiny sizes and one round, to see that it runs; times mean nothing then."""
+    """Tiny sizes and one round, as a smoke test; times are meaningless."""
 
 
 @few_objects()
 def run_model(flags: Flags, model: ModelName, console: Console, rows: RowsFile | None = None) -> Comparison:
-    """Run one model; rows are written as soon as they are known, by default to `frontier.csv` in the folder of the flags."""
+    """Run one model; write rows as soon as they are known, by default to `frontier.csv` in the folder of the flags."""
     console.print(f"{DESCRIPTIONS[model]}: {flags.step}", style="bold")
     found = Comparison(flags.step, model, lambda text: console.print(text, style="dim", highlight=False))
     rows = rows or RowsFile(flags.out / "frontier.csv", _config(flags, model))
@@ -68,7 +68,7 @@ def run_model(flags: Flags, model: ModelName, console: Console, rows: RowsFile |
 
 
 def redraw(flags: Flags, model: ModelName, console: Console) -> None:
-    """Draw one model's picture from the last rows of it, with the sizes that the flags say."""
+    """Draw one model's picture from its last rows for the sizes of the flags."""
     path = flags.out / "frontier.csv"
     peaks, _ = read_last(path, _config(flags, model), "resident")
     times, source = read_last(path, _config(flags, model), "slowdown")
@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
     if flags.quick:
         step = dataclasses.replace(flags.step, **_QUICK)
         flags = dataclasses.replace(flags, step=step, minutes=0.0, least_rounds=1, num_budgets=2)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a race as Ctrl+C does: with what there is
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl+C, end a race and keep its results
     console = Console(width=None if sys.stdout.isatty() else 140)
     for model in flags.models:
         if flags.redraw:

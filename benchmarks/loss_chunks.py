@@ -1,4 +1,4 @@
-"""Peak and step time against the number of chunks of the loss, for vocabularies of 32 and 128 thousand words.
+"""Measure peak and step time by number of loss chunks, for vocabularies of 32 and 128 thousand words.
 
     python benchmarks/loss_chunks.py                   # about six minutes on two cores
     python benchmarks/loss_chunks.py --least-rounds 0  # bytes and gradients only
@@ -35,7 +35,7 @@ from recompute import Nothing, SwitchablePlan
 from results_csv import Number, append, machine_name
 from subject import Step, StepFlags, largest_difference
 
-# What a matrix product of the loss makes.
+# The results of the loss' matrix products.
 PRODUCTS = {
     "logits": "logits",
     "hidden": "gradient of hidden states",
@@ -46,14 +46,14 @@ PRODUCTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(MachineFlags, RunFlags):
-    """What is measured."""
+    """What to measure, and the sizes of the step."""
 
     vocab_sizes: tuple[int, ...] = (32_768, 131_072)
-    """Words."""
+    """Sizes of the vocabulary."""
     parts: tuple[Literal["steps", "products"], ...] = ("steps", "products")
     """What to measure."""
     chunks: tuple[int, ...] = (2, 4, 8, 32)
-    """Parts of the loss, beside one."""
+    """Numbers of loss chunks, besides one."""
     hidden_size: int = 512
     """Width of the residual stream."""
     num_layers: int = 2
@@ -61,16 +61,16 @@ class Flags(MachineFlags, RunFlags):
     batch_size: int = 2
     """Sequences."""
     seq_length: int = 512
-    """Tokens in a sequence."""
+    """Tokens per sequence."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of activations and matrix products; weights are fp32."""
     minutes: float = 1.2
-    """Time for the rounds of each vocabulary."""
+    """Seconds of rounds for each vocabulary."""
     least_rounds: int = 3
-    """Rounds at least, and times that the products run; 0 measures bytes only."""
+    """Least number of rounds, and runs of the matrix products; 0 measures bytes only."""
 
     def step(self, vocab_size: int) -> Step:
-        """Return the step with so many words."""
+        """Return the step for a size of the vocabulary."""
         same = {field.name for field in dataclasses.fields(StepFlags)} & {
             field.name for field in dataclasses.fields(self)
         }
@@ -78,7 +78,7 @@ class Flags(MachineFlags, RunFlags):
 
 
 def measure_steps(flags: Flags, vocab_size: int, console: Console) -> tuple[Table, list[Number]]:
-    """Measure steps with one vocabulary; return the table to print and the rows to keep."""
+    """Measure steps with one vocabulary; return the table to print and the rows to save."""
     step = flags.step(vocab_size)
     plain = step.gradients()
     one = Contestant(name="1", recompute=Nothing(), peak_bytes=step.peak_bytes())
@@ -119,7 +119,7 @@ def measure_steps(flags: Flags, vocab_size: int, console: Console) -> tuple[Tabl
 
 
 class ProductTimes(TorchDispatchMode):
-    """Times the ops of a loss: matrix products by what they make, and all the rest."""
+    """Time the ops of a loss: matrix products by their result, and all others together."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def product_seconds(flags: Flags, vocab_size: int, num_chunks: int) -> dict[str,
     device, dtype = torch.device(flags.device), {"fp32": torch.float32, "bf16": torch.bfloat16}[flags.dtype]
     num_tokens = flags.batch_size * flags.seq_length
     hidden = torch.randn(num_tokens, flags.hidden_size, device=device, dtype=dtype, requires_grad=True)
-    # As a new model has it; large logits would make the exponentials denormal numbers, which are slow.
+    # As in a new model: large logits would lead to denormal exponentials, which are slow.
     weight = (0.02 * torch.randn(vocab_size, flags.hidden_size, device=device)).requires_grad_()
     labels = torch.randint(vocab_size, (num_tokens,), device=device)
     with ProductTimes(vocab_size, device) as times:
@@ -155,7 +155,7 @@ def product_seconds(flags: Flags, vocab_size: int, num_chunks: int) -> dict[str,
 
 
 def measure_products(flags: Flags, vocab_size: int) -> tuple[Table, list[Number]]:
-    """Measure the chunked loss alone; return the table to print and the rows to keep."""
+    """Measure the chunked loss alone; return the table to print and the rows to save."""
     table = Table("chunks", *(f"{heading}, ms" for heading in PRODUCTS.values()), title=f"vocabulary {vocab_size}")
     rows = []
     product_seconds(flags, vocab_size, 1)

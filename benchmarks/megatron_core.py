@@ -1,4 +1,4 @@
-"""recollect beside megatron-core: the same recompute setting on the same shapes, bytes and ops counted.
+"""Compare recollect with megatron-core: bytes and ops of the same recompute settings on the same models.
 
     python benchmarks/megatron_core.py                # all models, about five minutes on one core
     python benchmarks/megatron_core.py --models llama
@@ -38,44 +38,44 @@ class Flags(MachineFlags, RunFlags):
     """What to compare."""
 
     threads: int = 1
-    """Threads of PyTorch; counts are the same with more."""
+    """PyTorch's threads; counts do not depend on them."""
     models: tuple[str, ...] = tuple(CASES)
-    """Which of the models."""
+    """Models to run."""
     only: tuple[str, ...] = ()
     """Settings to count besides "none", such as "full uniform 2"; all if empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One side's counts of one setting, and of none."""
+    """One side's counts of a setting, and of no recompute."""
 
     counts: StepCounts
     plain: StepCounts
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes kept less than without recompute, on the same side."""
+        """Bytes saved compared with no recompute, on the same side."""
         return self.plain.kept_bytes - self.counts.kept_bytes
 
     @property
     def peak_fall_bytes(self) -> int:
-        """How far the peak lies below that without recompute."""
+        """How far the peak is below that without recompute."""
         return self.plain.peak_bytes - self.counts.peak_bytes
 
     @property
     def ops_again(self) -> int:
-        """Ops that run again."""
+        """Number of recomputed ops."""
         return sum(self.counts.ops_again(self.plain).values())
 
     @property
     def flop_again(self) -> int:
-        """Floating-point operations of matrix products that run again."""
+        """FLOPs of recomputed matrix products."""
         return self.counts.backward_flop - self.plain.backward_flop
 
 
 @dataclass(kw_only=True)
 class Row:
-    """A setting on both sides; a side that failed has its reason instead."""
+    """The counts of a setting on both sides, or the reason why a side failed."""
 
     case: str
     setting: str
@@ -84,7 +84,7 @@ class Row:
 
     @property
     def behind(self) -> list[str]:
-        """In which counts recollect is behind megatron-core.
+        """Return the counts in which recollect is worse than megatron-core.
 
         Bytes kept and the peak count as more if they are more, and also less is saved against the side's own step without
         recompute: the two models differ in a few KiB outside of their layers.
@@ -126,7 +126,7 @@ def recollect_subject(case: Case) -> Subject:
 
 
 def _table_bytes(model: GPTModel, case: Case) -> int:
-    """The rotary angles, which recollect's model makes once in each step for all layers."""
+    """Return the bytes of the rotary angles, which recollect's model computes once per step for all layers."""
     if model.rotary_pos_emb is None:
         return 0
     dtype = torch.bfloat16 if case.is_bf16 else torch.float32
@@ -135,7 +135,7 @@ def _table_bytes(model: GPTModel, case: Case) -> int:
 
 
 def recollect_counts(case: Case, chosen: list[Setting]) -> Iterator[tuple[Setting, StepCounts | str]]:
-    """Count all settings of a case on recollect's side."""
+    """Count all settings of a case for recollect."""
     subject = recollect_subject(case)
     tokens, labels = tokens_of(case)
     profile = recollect.record(subject.model, {"tokens": tokens, "labels": labels}, accumulates_gradients=True)
@@ -150,7 +150,7 @@ def recollect_counts(case: Case, chosen: list[Setting]) -> Iterator[tuple[Settin
 
 
 def megatron_counts(case: Case, chosen: list[Setting]) -> Iterator[tuple[Setting, StepCounts | str]]:
-    """Count all settings of a case on megatron-core's side."""
+    """Count all settings of a case for megatron-core."""
 
     def count(setting: Setting) -> StepCounts:
         subject = megatron_subject(case, setting)
@@ -180,7 +180,7 @@ def compare(name: str, only: Sequence[str]) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """Write the rows of one case as a table."""
+    """Format the rows of one case as a table."""
     header = ("setting", "kept", "saved", "peak", "ops again", "MFLOP again", "Megatron: kept", "saved", "peak")
     return markdown([_cells(row) for row in rows], (*header, "ops again", "MFLOP again", "recollect"))
 
@@ -199,7 +199,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def numbers(row: Row) -> list[Number]:
-    """The row as results."""
+    """Return the row as results."""
     found = []
     for side, counted in row.sides.items():
         name = f"{row.case} / {row.setting} / {side}"

@@ -1,4 +1,4 @@
-"""The same model twice: megatron-core's `GPTModel` by its local spec, and recollect's, from one set of fields.
+"""Build the same model twice from one set of fields: megatron-core's `GPTModel` with its local spec, and recollect's.
 
 The names of the fields are Megatron's on both sides. Both use unfused attention (scores, softmax and dropout as ops of their
 own), because megatron-core has no other without Transformer Engine, and because that is where `core_attn` recompute matters.
@@ -20,7 +20,7 @@ VOCAB_SIZE = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, its batch, and the selective sets that say something on it.
+    """A model, its batch, and the selective module sets that apply to it.
 
     Attributes:
         fields: of both `TransformerConfig`s.
@@ -143,7 +143,7 @@ class Setting:
 
 
 def settings(case: Case) -> list[Setting]:
-    """Return no recompute, `full` by both methods with several counts, and the case's selective sets."""
+    """Return no recompute, `full` with both methods and several numbers of layers, and the case's selective sets."""
     found = [Setting(name="none")]
     counts = {"uniform": (1, 2, 3, case.num_layers), "block": (1, case.num_layers // 2, case.num_layers)}
     for method, numbers in counts.items():
@@ -158,7 +158,7 @@ def settings(case: Case) -> list[Setting]:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model, how to get its loss, how to set the random state before a step, and bytes of tables that steps share."""
+    """A model, functions for its loss and its random state before a step, and bytes of tables shared by steps."""
 
     model: nn.Module
     forward: Callable[[], Tensor]
@@ -227,7 +227,7 @@ def megatron_subject(case: Case, setting: Setting) -> Subject:
 
 
 def _megatron_table_bytes(model: nn.Module, seq_length: int) -> int:
-    """The buffer that all layers' scores start from, and the rotary angles of each module that has some."""
+    """Return the buffer that all layers' scores start from, and the rotary angles of each module that has them."""
     from megatron.core import parallel_state
 
     scores = sum(tensor.nbytes for tensor in parallel_state.get_global_memory_buffer().buffer.values())

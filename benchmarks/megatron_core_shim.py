@@ -1,4 +1,4 @@
-"""What megatron-core needs in order to run on a CPU, where it expects CUDA, Transformer Engine and `grouped_gemm`.
+"""Run megatron-core on a CPU, in place of the CUDA, Transformer Engine and `grouped_gemm` that it expects.
 
 megatron-core asks CUDA for devices, random states and streams wherever it runs. Here those calls are answered by the CPU's.
 What it computes, saves and recomputes stays its own code, with three exceptions, each named where it is made: the grouped
@@ -28,35 +28,35 @@ INSTALL = (
 
 
 def is_installed() -> bool:
-    """Whether megatron-core can be imported."""
+    """Return whether megatron-core can be imported."""
     return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
 
 
 def grouped_matmul(x: Tensor, weights: Tensor, tokens_per_expert: Tensor, trans_b: bool = False) -> Tensor:
-    """Multiply runs of rows of `x` [tokens, in] with one of `weights` [experts, in, out] each; rows are sorted by expert."""
+    """Multiply the rows of `x` [tokens, in], sorted by expert, with their expert's matrix in `weights` [experts, in, out]."""
     ends = tokens_per_expert.to(device=x.device).cumsum(0).to(torch.int32)
     return torch._grouped_mm(x, weights.transpose(-2, -1) if trans_b else weights, offs=ends)
 
 
 class _Stream:
-    """A stream that is always done."""
+    """A stream that never has pending work."""
 
     def wait_stream(self, other: object) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def wait_event(self, event: object) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def record_event(self, event: object = None) -> _Event:
-        """All of it has happened."""
+        """Return True: nothing is pending."""
         return _Event()
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 class _Event:
-    """An event that has happened."""
+    """An event that has already happened."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -86,7 +86,7 @@ def _answer_for_cuda() -> None:
 
 
 def _without_compile() -> None:
-    """Run what megatron-core would compile as it is written, so that its ops are seen one by one."""
+    """Run code that megatron-core would compile eagerly, so that its ops are seen one by one."""
     import megatron.core.jit as jit
 
     jit.disable_jit_fuser()
@@ -115,13 +115,13 @@ def _without_transformer_engine() -> None:
 
 
 def _latent_attention() -> None:
-    """Let the local spec's attention take the two arguments that latent attention gives it."""
+    """Let the local spec's attention accept the two arguments that latent attention passes."""
     from megatron.core.models import backends
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc, unused-ignore]
-        """Megatron's, with values of their own width."""
+        """Megatron's attention, with values of a different width than keys."""
 
         def __init__(
             self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
@@ -133,11 +133,11 @@ def _latent_attention() -> None:
     provider: Any = backends.LocalSpecProvider
     provider.core_attention = lambda self: LatentDotProductAttention
     module: Any = multi_latent_attention
-    module.HAVE_TE = False  # it takes its own stand-ins for Transformer Engine's classes for the real ones
+    module.HAVE_TE = False  # it mistakes its own stand-ins for Transformer Engine's classes
 
 
 def install() -> None:
-    """Make megatron-core run here. Call before anything else imports it.
+    """Make megatron-core run here; call before anything else imports it.
 
     Raises:
         ImportError: it is not installed.
@@ -154,7 +154,7 @@ def install() -> None:
 
 
 def start(seed: int = 0) -> None:
-    """Set up its process groups, of this process alone, and its random states. May be called again to reset the latter."""
+    """Set up its process groups, of this process only, and its random states; call again to reset the latter."""
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
 

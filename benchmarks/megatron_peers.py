@@ -1,4 +1,4 @@
-"""Megatron's selective module sets on Hugging Face's models: which part of a layer each name stands for.
+"""Apply Megatron's selective module sets to Hugging Face's models, by the part of a layer that each name stands for.
 
 `core_attn`, `mlp`, `moe` and `shared_experts` are ordinary checkpoints of that part (inputs and outputs kept); `layernorm`
 and `moe_act` discard the output too (`discarded.py`). Queries, keys and values of `mla_up_proj` are made in the middle of
@@ -21,13 +21,13 @@ from peers import ATTENTION, LINEAR, Peer, saving_some_matmuls
 from recompute import Forward, Recompute, Replaced, Together
 from subject import Step
 
-# Of the five projections of the latent attention, in the order of its forward: down to the queries' latent, down to the
-# latent of keys and values, and out. The others are those up from the latents.
+# Of the five projections of latent attention, in the order of forward: down to the queries' latent vector, down to the latent
+# vector of keys and values, and out. The others project up from the latent vectors.
 _NOT_UP = (1, 3, 5)
 
 
 class CoreAttention:
-    """Checkpoint of `core_attn`, put in by the interface that Hugging Face has for other attention kernels."""
+    """Checkpoint `core_attn`, by Hugging Face's interface for attention kernels."""
 
     def __init__(self, step: Step) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -43,7 +43,7 @@ class CoreAttention:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Choose this kernel for the length of a with-block."""
+        """Use this kernel in a with-block."""
         before = self._config._attn_implementation
         self._config._attn_implementation = self._name
         try:
@@ -88,7 +88,7 @@ def layernorm(step: Step) -> Recompute:
 
 
 def _discarding(module: nn.Module, function: Forward, reader: nn.Module) -> dict[nn.Module, Forward]:
-    """Discard what a module returns, after the module that reads it has run."""
+    """Discard a module's output after the module that reads it has run."""
     runs: list[Discarded] = []
     return {module: _kept_in(runs, function), reader: _then_discard(reader.forward, runs)}
 
@@ -129,7 +129,7 @@ class MoeAct:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Put it on for the length of a with-block."""
+        """Activate it in a with-block."""
         with self._forwards.on():
             for experts, gate in self._gates.items():
                 vars(experts)["_apply_gate"] = gate
@@ -151,7 +151,7 @@ _PARTS: dict[str, Callable[[Step], Recompute]] = {
     "mlp": dense_mlp,
     "moe": moe,
     "shared_experts": shared_experts,
-    # Last: those above take a module's forward as it is, and these two put theirs around the same modules.
+    # Last: those above use a module's original forward, and these two wrap the forwards of the same modules.
     "mla_up_proj": mla_up_proj,
     "moe_act": MoeAct,
     "layernorm": layernorm,
@@ -172,7 +172,7 @@ _SETS = {
 
 
 class _InTurn:
-    """Several parts, each made when the ones before it are on, because they put forwards around the same modules."""
+    """Several parts, each made while the previous ones are active, because they wrap the same modules."""
 
     def __init__(self, step: Step, parts: Sequence[Callable[[Step], Recompute]]) -> None:
         self._made: list[Recompute] = []
@@ -182,7 +182,7 @@ class _InTurn:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Put all of them on for the length of a with-block."""
+        """Activate all of them in a with-block."""
         with Together(self._made).on():
             yield
 

@@ -1,4 +1,4 @@
-"""PyTorch's `sac_milp` as a peer: its private solver, fed with op times measured here, and its answer applied.
+"""PyTorch's `sac_milp` as a peer: run its private solver with op times measured here, and apply its answer.
 
 `torch.distributed._tools.sac_ilp` takes a tree of modules with bytes and times and returns, for each module that it would
 checkpoint, the part of the activation memory to discard; `get_optimal_checkpointing_policy_per_module` turns that into a
@@ -50,7 +50,7 @@ _NUM_TIMED_STEPS = 3
 
 
 class OpTimes(TorchDispatchMode):
-    """Times ops as they run, and answers for fake ones by the median of those with the same arguments, in ms."""
+    """Time ops as they run, and give fake ops the median in ms of those with the same arguments."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class OpTimes(TorchDispatchMode):
         return output
 
     def estimate(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
-        """Run an op on fake tensors; return its result and its time. An op that was not seen takes no time."""
+        """Run an op on fake tensors; return its result and its time, 0 for an op not seen before."""
         output = func(*args, **(kwargs or {}))
         return output, 1e3 * statistics.median(self._seconds.get(_key(func, args), [0.0]))
 
@@ -88,7 +88,7 @@ class _GroupedShapes(TorchDispatchMode):
 
 
 def _forget_without_backward(memory: MemTracker, runtime: RuntimeEstimator) -> None:
-    """Leave out modules that have no backward (positions): the code that adds everything up asks each for its backward."""
+    """Remove modules without a backward (positions), because the code that sums up asks each module for its backward."""
     for module, stats in list(memory.memory_tracking.items()):
         if _ModState.PRE_BW not in stats.snapshots:
             del memory.memory_tracking[module]
@@ -97,7 +97,7 @@ def _forget_without_backward(memory: MemTracker, runtime: RuntimeEstimator) -> N
 
 
 class Solver:
-    """The module tree of a step, and what `sac_milp` says to it."""
+    """The module tree of a step, and the answers of `sac_milp`."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -114,7 +114,7 @@ class Solver:
                 fake.run()
             runtime = RuntimeEstimator()("operator-level-cost-model")
             runtime._estimate = times.estimate
-            with contextlib.redirect_stdout(None), runtime:  # it prints its total
+            with contextlib.redirect_stdout(None), runtime:  # it prints a total
                 fake.run()
             self._estimator = SACEstimator()("operator-level-cost-model")
             self._estimator._estimate_runtime = times.estimate
@@ -125,7 +125,7 @@ class Solver:
             self._stats = aggregate_stats(fake.model, memory, runtime, self._estimator, step.device)
 
     def recompute(self, budget_bytes: int) -> Recompute:
-        """Return its answer to a budget, ready to be put on.
+        """Return its answer to a budget, ready to apply.
 
         Raises:
             ValueError: it finds none.
@@ -138,7 +138,7 @@ class Solver:
         forwards: dict[nn.Module, Forward] = {}
         for name, fraction in discarded.items():
             stats = self._estimator.sac_mod_stats[name]
-            # It returns an empty list where it finds no answer: nothing is saved then.
+            # It returns an empty list if it finds no answer; nothing is saved then.
             saved = get_optimal_checkpointing_policy_per_module(stats, min(1.0, max(0.0, 1 - fraction)))
             module = self._step.model.get_submodule(name.partition(".")[2])
             contexts = functools.partial(_contexts, _saved_ops(stats, saved))
@@ -146,12 +146,12 @@ class Solver:
         return Replaced(forwards)
 
     def _graph(self) -> Graph:
-        # The solver edits what it is given.
+        # The solver changes its arguments.
         return parse_module_info({**self._stats, "mod_stats": [dict(stat) for stat in self._stats["mod_stats"]]})
 
 
 def _saved_ops(stats: SACStats, saved: Sequence[int]) -> frozenset[tuple[str, int]]:
-    """What to save, as the name of an op and which of its runs in the module; fake runs have some ops more than real ones."""
+    """The values to save, as an op's name and the number of its run in the module; fake runs have more ops than real ones."""
     written = {op for pair in stats.inplace_ops for op in pair}
     counts: Counter[str] = Counter()
     chosen = set()
@@ -163,7 +163,7 @@ def _saved_ops(stats: SACStats, saved: Sequence[int]) -> frozenset[tuple[str, in
 
 
 def _contexts(saved_ops: frozenset[tuple[str, int]]) -> Any:
-    # Up to torch 2.12 the policy is asked in recompute too, where it has to count on its own.
+    # Up to torch 2.12 the policy is also called in recompute, which needs its own count.
     counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -193,7 +193,7 @@ def _fit_hulls(estimator: SACEstimator) -> None:
 
 
 def _curve(stats: SACStats, order: SACGreedyOrderMeta) -> list[tuple[float, float]]:
-    """Part of the memory discarded against part of the time run again, as ops are discarded in the greedy order."""
+    """Return the fraction of memory discarded and of time recomputed, as ops are discarded in greedy order."""
     total_bytes, total_ms = sum(stats.memory) or 1, sum(stats.runtimes) or 1.0
     discarded_bytes = sum(stats.memory[op] for op in order.recomputed_ops)
     again_ms = sum(stats.runtimes[op] for op in order.recomputed_ops)
@@ -206,7 +206,7 @@ def _curve(stats: SACStats, order: SACGreedyOrderMeta) -> list[tuple[float, floa
 
 
 def _hull_lines(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Slope and intercept of each edge of the lower convex hull."""
+    """Return slope and intercept of each edge of the lower convex hull."""
     hull: list[tuple[float, float]] = []
     for x, y in sorted(points):
         if hull and x == hull[-1][0]:
@@ -224,7 +224,7 @@ def _slope(low: tuple[float, float], high: tuple[float, float]) -> float:
 
 
 def milp_peers(step: Step, budgets_bytes: Sequence[int], fractions: Sequence[float]) -> list[Peer]:
-    """Return its answers to some budgets; none where its solver is not installed or the model has no use for it."""
+    """Return its answers to some budgets; none if its solver is not installed or does not apply to the model."""
     solver: Callable[[], Solver] = functools.cache(functools.partial(Solver, step))
 
     def peer(budget_bytes: int, fraction: float) -> Peer:

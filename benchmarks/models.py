@@ -1,4 +1,4 @@
-"""The models of the benchmarks: the reference Llama, and three unmodified ones of Hugging Face with random weights."""
+"""The models of the benchmarks: the reference Llama, and unmodified Hugging Face models with random weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEAD_CHANNELS = 64
 
 
 def build(name: ModelName, *, hidden_size: int, num_layers: int, num_heads: int, vocab_size: int) -> nn.Module:
-    """Make a model in training mode. `num_heads`: 0 is one for each 64 channels."""
+    """Return a model in training mode; `num_heads` 0 means one per 64 channels."""
     heads = num_heads or max(1, hidden_size // _HEAD_CHANNELS)
     if name == "reference":
         sizes = llama_config(
@@ -41,7 +41,7 @@ def build(name: ModelName, *, hidden_size: int, num_layers: int, num_heads: int,
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        # As in every training script: the cache of keys and values is for generation.
+        # As in every training script: the key-value cache is for generation.
         "use_cache": False,
     }
     return {"dense": _dense, "moe": _mixture, "mla": _latent}[name](hidden_size, config).train()
@@ -55,7 +55,7 @@ def _dense(hidden_size: int, config: dict[str, Any]) -> nn.Module:
 
 
 def _mixture(hidden_size: int, config: dict[str, Any]) -> nn.Module:
-    """Two of four experts, each as wide as the model: per token about the arithmetic of the dense model."""
+    """Return a mixture with two of four experts, as wide as the model: about as many FLOPs per token as the dense model."""
     import transformers
 
     sizes = {"intermediate_size": _rounded(hidden_size), "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -64,7 +64,7 @@ def _mixture(hidden_size: int, config: dict[str, Any]) -> nn.Module:
 
 
 def _latent(hidden_size: int, config: dict[str, Any]) -> nn.Module:
-    """DeepSeek-V3's proportions: latents narrower than the model, one dense layer, then routed and shared experts."""
+    """Return a model of DeepSeek-V3's proportions: narrow latent vectors, one dense layer, then routed and shared experts."""
     import transformers
 
     heads = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}

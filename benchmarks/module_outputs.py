@@ -1,4 +1,4 @@
-"""What Megatron's choice costs: each module recomputed with its output kept, and with its output dropped.
+"""Measure the cost of Megatron's choice: recompute each module with its output kept, and with its output dropped.
 
     python benchmarks/module_outputs.py
 
@@ -20,7 +20,7 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from tables import markdown
 
-# For each model a layer that has all of the modules.
+# For each model, a layer that has all modules.
 MODULES = {
     "gpt-tiny": ("core_attn", "mlp", "layernorm"),
     "llama-tiny": ("core_attn", "mlp", "layernorm"),
@@ -37,7 +37,7 @@ class Flags(MachineFlags):
     batch_size: int = 2
     """Sequences."""
     seq_length: int = 64
-    """Tokens in a sequence."""
+    """Tokens per sequence."""
 
 
 def rows_of(name: str, core: str, flags: Flags) -> list[tuple[str, ...]]:

@@ -1,9 +1,9 @@
-"""What the tape costs: Python time on tensors so small that nothing else counts, and what is left of it at real sizes.
+"""Measure the overhead of the tape: Python time on tiny tensors, and its effect at real sizes.
 
     python benchmarks/overhead.py
 
-Tiny tensors: time that a step takes longer than the plain step, for checkpoint, selective checkpoint (SAC) and the tape.
-Real sizes: the tape that keeps everything against the plain step, in fp32 and in bf16.
+Tiny tensors: step time minus that of the plain step, for checkpoint, selective checkpoint (SAC) and the tape.
+Real sizes: the tape that keeps everything compared with the plain step, in fp32 and bf16.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _SAME_KEPT_SET = ((TAPE_MATMULS, _SAC_MATMULS), (TAPE_NOTHING, _SAC_NOTHING))
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(MachineFlags, RunFlags):
-    """Sizes and time of the two parts. Tiny tensors get one thread."""
+    """Sizes and times of both parts; tiny tensors get one thread."""
 
     num_layers: int = 8
     """Layers of the tiny model."""
     tiny_minutes: float = 1.0
-    """Time for the rounds on tiny tensors."""
+    """Seconds of rounds on tiny tensors."""
     real_hidden_size: int = 1024
     """Width of the real model."""
     real_num_layers: int = 2
@@ -51,16 +51,16 @@ class Flags(MachineFlags, RunFlags):
     real_seq_length: int = 2048
     """Tokens of the real step."""
     real_minutes: float = 2.2
-    """Time for the rounds at real size, for each dtype."""
+    """Seconds of rounds at real size, for each dtype."""
     dtypes: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
     """Dtypes at real size."""
     least_rounds: int = 5
-    """Rounds that are run even if the time is over."""
+    """Rounds to run even if the time is over."""
 
 
 @dataclass(frozen=True)
 class Drops:
-    """A policy of the tape that goes by the name of the op; units' outputs are kept, as by checkpoint."""
+    """A policy of the tape by op name; outputs of units are kept, as by checkpoint."""
 
     drops_op: Callable[[str], bool]
 
@@ -79,7 +79,7 @@ class Drops:
 
 
 class CountOps(TorchDispatchMode):
-    """Counts the ops that it sees."""
+    """Count all ops."""
 
     num_ops = 0
 
@@ -103,12 +103,12 @@ def ops_per_layer(step: Step) -> int:
 
 
 def on_tape(step: Step, name: str, drops_op: Callable[[str], bool]) -> Contestant:
-    """Put the layers on the tape."""
+    """Apply the tape to the layers."""
     return Contestant(name=name, recompute=SwitchablePlan(apply_policy(step.model, step.layers, Drops(drops_op))))
 
 
 def tiny_contestants(step: Step) -> list[Contestant]:
-    """Everybody in the race on tiny tensors; of the plain step two, which shows the noise."""
+    """Return the contestants on tiny tensors, with the plain step twice to show the noise."""
     layers: Sequence[nn.Module] = list(step.layers.values())
     matmuls = [torch.ops.aten.mm.default]
     return [
@@ -124,7 +124,7 @@ def tiny_contestants(step: Step) -> list[Contestant]:
 
 
 class Tiny:
-    """The race on tiny tensors. Times are added time: a step's time less that of the plain step beside it."""
+    """The race on tiny tensors; overhead is a step's time minus that of the adjacent plain step."""
 
     def __init__(self, flags: Flags, console: Console) -> None:
         sizes = StepFlags(
@@ -135,7 +135,7 @@ class Tiny:
             batch_size=1,
             seq_length=16,
             device=flags.device,
-            threads=1,  # nothing here is worth sharing out, and waiting for each other would be all that threads do
+            threads=1,  # the ops are too small to share, so threads would only wait for each other
         )
         self.step = Step(sizes)
         self.ops_per_layer = ops_per_layer(self.step)
@@ -146,16 +146,16 @@ class Tiny:
         self.plain_s = percentile(self.race.plain_s, 50)
 
     def added_us(self, contestant: Contestant, percent: int = 50) -> float:
-        """Return the microseconds that it adds to a step, forward and backward."""
+        """Return the overhead of a step, forward and backward, in microseconds."""
         return 1e6 * self.plain_s * contestant.percentile(percent)
 
     def ratios(self, tape: str, sac: str) -> list[float]:
-        """Return added time of the tape over added time of SAC, round by round."""
+        """Return the ratio of the tape's overhead to SAC's, round by round."""
         named = {one.name: one.ratios for one in self.contestants}
         return [(named[tape][turn] - 1) / (named[sac][turn] - 1) for turn in named[tape] if named[sac][turn] > 1]
 
     def table(self) -> Table:
-        """Everybody's added time."""
+        """Return the overhead of all contestants."""
         title = f"Added time per step on tiny tensors, 1 thread; the plain step takes {1e3 * self.plain_s:.2f} ms"
         table = Table(title=title, title_justify="left")
         table.add_column("")
@@ -169,7 +169,7 @@ class Tiny:
         return table
 
     def claims(self) -> list[str]:
-        """Compare the tape with SAC at the same kept set."""
+        """Compare the tape with SAC that keeps the same values."""
         lines = []
         for tape, sac in _SAME_KEPT_SET:
             ratios = self.ratios(tape, sac) or [float("nan")]
@@ -199,7 +199,7 @@ class Tiny:
 
 
 def real_race(flags: Flags, dtype: Literal["fp32", "bf16"], console: Console) -> tuple[Race, Contestant]:
-    """Race the tape that keeps everything against the plain step."""
+    """Compare the tape that keeps everything with the plain step."""
     sizes = StepFlags(
         hidden_size=flags.real_hidden_size,
         num_layers=flags.real_num_layers,
@@ -218,7 +218,7 @@ def real_race(flags: Flags, dtype: Literal["fp32", "bf16"], console: Console) ->
 
 
 def check_gradients(step: Step, contestants: Sequence[Contestant]) -> None:
-    """Warm up, and stop if a contestant computes something else; a fast wrong answer is no result.
+    """Warm up, and raise if a contestant computes other gradients.
 
     Raises:
         RuntimeError: a gradient of a contestant has not the bits that it has in the plain step; or, where the plain step does
@@ -234,13 +234,13 @@ def check_gradients(step: Step, contestants: Sequence[Contestant]) -> None:
         with one.recompute.on():
             got = step.gradients(copied=False)
         difference = first_difference(expected, got)
-        # Not "larger than the bound", which NaN is not.
+        # Not "larger than the bound", which is false for NaN.
         if difference is not None and not largest_difference(expected, got) <= bound:
             raise RuntimeError(f"{one.name}: the gradient of {difference} differs from that of the plain step.")
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Return half the width of the interval that holds the true median in 95 of 100 cases, by order statistics."""
+    """Return half the width of the 95 % confidence interval of the median, by order statistics."""
     ordered, num = sorted(values), len(values)
     reach = 0.98 * num**0.5
     low, high = max(0, int(num / 2 - reach)), min(num - 1, int(num / 2 + reach))
@@ -248,7 +248,7 @@ def half_width(values: Sequence[float]) -> float:
 
 
 def real_part(flags: Flags, dtype: Literal["fp32", "bf16"], console: Console) -> list[Number]:
-    """Run and print one dtype at real size, and return its rows."""
+    """Measure and print one dtype at real size, and return its rows."""
     console.print(f"real size, {dtype} ...", style="bold")
     race, tape = real_race(flags, dtype, console)
     plain_s = percentile(race.plain_s, 50)
@@ -267,7 +267,7 @@ def real_part(flags: Flags, dtype: Literal["fp32", "bf16"], console: Console) ->
 
 
 def _now_and_then(console: Console) -> Callable[[str], None]:
-    """Print every so many reports, the fewer the more there are."""
+    """Print reports, ever more rarely the more there are."""
     count = 0
 
     def report(text: str) -> None:

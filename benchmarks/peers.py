@@ -1,6 +1,6 @@
-"""Recompute by hand, layer by layer, as people set it up today: the peers that recollect is compared with.
+"""Recompute set up by hand, layer by layer, as is common today: the peers that recollect is compared with.
 
-Hugging Face's schedules are run by its own switch. The others are written here from what they do, with all settings of
+Hugging Face's schedules use its own switch. The others are reimplemented here, with all settings of
 `torch.utils.checkpoint` at their defaults unless their library sets them, so that all run in one process on one model.
 """
 
@@ -22,7 +22,7 @@ from subject import Step
 
 @dataclass(frozen=True)
 class Peer:
-    """A way to recompute. `recompute`: makes it for a step; it may raise, which is reported with the results."""
+    """A way to recompute; `recompute` makes it for a step, and may raise, which is reported with the results."""
 
     name: str
     what: str
@@ -30,7 +30,7 @@ class Peer:
 
 
 def aten(*names: str) -> frozenset[Any]:
-    """The overloads of these names that this version of PyTorch has."""
+    """Return the default overloads of ops that exist in this version of PyTorch."""
     packets = (getattr(torch.ops.aten, name, None) for name in names)
     return frozenset(packet.default for packet in packets if packet is not None)
 
@@ -46,11 +46,11 @@ ATTENTION = aten(
     "_scaled_dot_product_fused_attention_overrideable",
     "_flash_attention_forward",
     "_efficient_attention_forward",
-    # What the names above are on CUDA, on a CPU. torchtitan does not list it, because nobody trains with it there.
+    # The CPU's counterpart of the above; torchtitan does not list it, because nobody trains with it on a CPU.
     "_scaled_dot_product_flash_attention_for_cpu",
 )
 # torchtitan b5bcd76c66, distributed/activation_checkpoint.py: `compute_intensive_ops` of PyTorch's partitioner, and what
-# that file adds to it. Collectives and compiled regions do not occur here, nor do its names for a router's gate.
+# that file adds to it. Collectives, compiled regions and its names for a router's gate do not occur here.
 TORCHTITAN = (
     MATMUL
     | LINEAR
@@ -67,14 +67,14 @@ def full(layers: Sequence[nn.Module], *, every: int = 1, use_reentrant: bool = F
 
 
 def every_nth(step: Step, *, every: int) -> Recompute:
-    """Checkpoint every nth layer: by the model's own switch if it is one of Hugging Face's."""
+    """Checkpoint every nth layer, by the model's own switch if it is a Hugging Face model."""
     if HuggingFace.is_switch_of(step.model):
         return HuggingFace(step.model, every)
     return Replaced(full(list(step.layers.values()), every=every))
 
 
 def uniform(layers: Sequence[nn.Module], *, length: int) -> Forwards:
-    """Checkpoint regions of so many layers each, as Megatron's `uniform`; the last one may be shorter."""
+    """Checkpoint regions of `length` layers, as Megatron's `uniform`; the last one may be shorter."""
     forwards: dict[nn.Module, Forward] = {}
     for start in range(0, len(layers), length):
         region = layers[start : start + length]
@@ -85,7 +85,7 @@ def uniform(layers: Sequence[nn.Module], *, length: int) -> Forwards:
 
 
 def _chained(region: Sequence[Forward]) -> Forward:
-    """Run layers one after the other; what else they take (positions, a mask) is the same for all."""
+    """Return the forward of several layers in sequence; their other arguments (positions, mask) are the same."""
 
     def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
         for layer_forward in region:
@@ -96,17 +96,17 @@ def _chained(region: Sequence[Forward]) -> Forward:
 
 
 def _pass_on(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for a layer that the region before has run already."""
+    """Replace the forward of a layer that its region has already run."""
     return x
 
 
 def block(layers: Sequence[nn.Module], *, fraction: float) -> Forwards:
-    """Checkpoint the first layers, each on its own, and no others, as Megatron's `block`."""
+    """Checkpoint each of the first layers, and no others, as Megatron's `block`."""
     return full(layers[: max(1, round(fraction * len(layers)))])
 
 
 def selective(layers: Sequence[nn.Module], save: Iterable[Any]) -> Forwards:
-    """Selective checkpoint of each layer that saves what these ops return."""
+    """Checkpoint each layer selectively, saving the outputs of these ops."""
     context_fn = functools.partial(create_selective_checkpoint_contexts, list(save))
     return {
         layer: functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=context_fn)
@@ -122,7 +122,7 @@ def saving_some_matmuls(
     matmul: frozenset[Any] = LINEAR,
     early_stop: bool = True,
 ) -> Forwards:
-    """Selective checkpoint of each module that saves what these ops return, and of the matmuls some, counted from 1."""
+    """Checkpoint each module selectively, saving the outputs of these ops but only some matmuls, counted from 1."""
 
     def contexts() -> Any:
         return create_selective_checkpoint_contexts(_counting_policy(save, saves, matmul))
@@ -138,7 +138,7 @@ def saving_some_matmuls(
 def _counting_policy(
     save: frozenset[Any], saves: Callable[[int], bool], matmul: frozenset[Any]
 ) -> Callable[..., CheckpointPolicy]:
-    # Up to torch 2.12 the policy is asked in recompute too, where it has to count on its own.
+    # Up to torch 2.12 the policy is also called in recompute, which needs its own count.
     counts = {False: itertools.count(1), True: itertools.count(1)}
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -150,7 +150,7 @@ def _counting_policy(
 
 
 def every_other(number: int) -> bool:
-    """The first of two, the third, ..."""
+    """Return whether a number is odd: the first, the third, ..."""
     return number % 2 == 1
 
 
@@ -197,6 +197,6 @@ _FOR_ROUTERS = {"torchtitan SAC less topk"}
 
 
 def layer_peers(step: Step) -> list[Peer]:
-    """Return those that say something on this model."""
+    """Return the peers that apply to this model."""
     has_router = step.model_name == "moe"
     return [peer for peer in LAYER_PEERS if has_router or peer.name not in _FOR_ROUTERS]

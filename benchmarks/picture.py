@@ -1,6 +1,6 @@
-"""The frontier benchmark as a picture: recollect as a line, its peers as numbered points, their names beside it.
+"""Draw the frontier benchmark: recollect as a line, its peers as numbered points with a list of their names.
 
-Drawn from rows of `frontier.csv`, so that it can be drawn again without measuring again.
+The picture is drawn from rows of `frontier.csv`, so it can be drawn again without measuring again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from recollect.pictures.labels import Mark, place_labels
 from recollect.pictures.style import CLASSIC, INK, OURS, new_figure, save_png, set_title
 from results_csv import Number
 
-# The axis has room for all medians, and on either side for this part of their range; longer whiskers are cut off.
+# Room on either side of the medians, as a fraction of their range; longer whiskers are cut off.
 _MARGIN = 0.12
 
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A contestant: its peak in % of the activations, and slowdowns in %: predicted, and median and ends of the measured."""
+    """A contestant: peak in % of the activations, predicted slowdown, median and spread of the measured one, in %."""
 
     name: str
     peak: float
@@ -32,13 +32,13 @@ class _Point:
 
 
 def draw(numbers: Iterable[Number], out: Path, *, title: str, note: str) -> None:
-    """Draw peak against slowdown, both measured, with recollect's predictions. Nothing timed, no picture.
+    """Draw measured slowdown over measured peak, with recollect's predictions; draw nothing if nothing was timed.
 
     Args:
-        numbers: what `tables.peak_numbers` and `tables.time_numbers` say of one comparison.
+        numbers: rows of `tables.peak_numbers` and `tables.time_numbers` for one comparison.
         out: the PNG.
-        title: which model.
-        note: its sizes, and where it ran.
+        title: the model.
+        note: its sizes and machine.
     """
     points = sorted(_points(numbers), key=lambda one: (one.peak, one.median))
     peers = [one for one in points if one.predicted is None]
@@ -53,7 +53,7 @@ def draw(numbers: Iterable[Number], out: Path, *, title: str, note: str) -> None
         [one.peak for one in ours], [one.predicted for one in ours], color=OURS, linewidth=1.4, linestyle=(0, (4, 2)),
         alpha=0.6, label="recollect, predicted", zorder=2,
     )  # fmt: skip
-    # A faster plan at the same peak is no surprise, a slower one with more memory is noise: the line does not follow it.
+    # A plan that is slower with more memory is noise, which the line does not follow.
     smooth = [Mark(one.peak, y) for one, y in zip(ours, falling([one.median for one in ours]), strict=True)]
     axes.plot(
         [corner.x for corner in smooth], [corner.y for corner in smooth], color=OURS, linewidth=2.4, zorder=3,
@@ -73,7 +73,7 @@ def draw(numbers: Iterable[Number], out: Path, *, title: str, note: str) -> None
 
 
 def _points(numbers: Iterable[Number]) -> list[_Point]:
-    """Return those whose steps were timed."""
+    """Return the contestants whose steps were timed."""
     values: dict[str, dict[str, float]] = {}
     for number in numbers:
         if number.unit != "text":
@@ -122,7 +122,7 @@ def _style(axes: Any, title: str, note: str) -> None:
 
 
 def _list_names(axes: Any, peers: Sequence[_Point]) -> None:
-    """Write beside the axes who is who, the leanest first."""
+    """List the names of the peers beside the axes, leanest first."""
     style = {"transform": axes.transAxes, "va": "top", "fontsize": 9, "color": CLASSIC, "linespacing": 1.6}
     axes.text(1.04, 1, "\n".join(str(number) for number in range(1, len(peers) + 1)), ha="right", **style)
     axes.text(1.05, 1, "\n".join(one.name for one in peers), ha="left", **style)

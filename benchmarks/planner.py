@@ -1,4 +1,4 @@
-"""The planner: how far plans are from the bound, how long a plan takes, and whether any budget is exceeded.
+"""Measure the planner: distance of plans to the lower bound, planning time, and whether budgets are kept.
 
     python benchmarks/planner.py
 
@@ -43,11 +43,11 @@ class Flags:
     """What to plan."""
 
     profiles: tuple[str, ...] = ()
-    """Names of profiles (the start of them will do); all if none are given."""
+    """Names of profiles, or prefixes of them; all if empty."""
     parts: tuple[float, ...] = PARTS
-    """Budgets, as parts of the way from the least peak to keeping everything."""
+    """Budgets, as fractions of the range from the least peak to keeping everything."""
     large: str = "70b"
-    """The size of the large model; an empty name leaves it out."""
+    """Name of the large model; empty for none."""
     large_num_budgets: int = 20
     """Budgets for the large model."""
     out: Path = RESULTS
@@ -55,7 +55,7 @@ class Flags:
 
 
 class Subject(NamedTuple):
-    """A model, and how it is recorded."""
+    """A model to record."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -115,14 +115,14 @@ SUBJECTS = (
 
 
 class Planned(NamedTuple):
-    """One budget: the plan's slowdown over the bound's, in parts of a step, and the seconds that planning took."""
+    """One budget: slowdown of the plan and of the bound, as fractions of a step, and seconds of planning."""
 
     gap: float
     plan_s: float
 
 
 def profiles(starts: tuple[str, ...]) -> Iterator[tuple[str, Profile]]:
-    """Yield each subject whose name starts so with AdamW, and on four times the tokens without an optimizer."""
+    """Yield each subject with a matching name, with AdamW, and with four times the tokens without an optimizer."""
     for subject, has_optimizer in itertools.product(SUBJECTS, (True, False)):
         name = subject.name if has_optimizer else f"{subject.name}, no optimizer"
         if starts and not name.startswith(starts):
@@ -137,7 +137,7 @@ def profiles(starts: tuple[str, ...]) -> Iterator[tuple[str, Profile]]:
 
 
 def least_peak(profile: Profile) -> int:
-    """Return the least peak that the planner knows, from its error."""
+    """Return the least peak, from the planner's error."""
     try:
         recollect.plan(profile, 1)
     except BudgetTooSmallError as error:
@@ -146,7 +146,7 @@ def least_peak(profile: Profile) -> int:
 
 
 def planned(profile: Profile, budget_bytes: int) -> Planned:
-    """Plan one budget, and simulate the plan again.
+    """Plan one budget, and simulate the plan.
 
     Raises:
         RuntimeError: the plan's peak is not what it says, or above the budget.
@@ -161,7 +161,7 @@ def planned(profile: Profile, budget_bytes: int) -> Planned:
 
 
 def large_step_s(size: str, num_budgets: int) -> tuple[float, float]:
-    """Return the seconds that recording a large model on fake tensors takes, and planning it for many budgets."""
+    """Return the seconds of recording a large model on fake tensors, and of planning it for many budgets."""
     with torch.device("meta"):
         model = GPTModel(NAMED_CONFIGS[size]).to(torch.bfloat16)
         tokens = torch.zeros(1, 4096, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Ways to put recompute on a model and to take it off again, at no cost worth a mention."""
+"""Ways to recompute that can be switched on and off on one model, at negligible cost."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Forwards = Mapping[nn.Module, Forward]
 
 
 class Recompute(Protocol):
-    """Something that can be put on the model and taken off again."""
+    """A way to recompute that can be switched on and off."""
 
     def on(self) -> AbstractContextManager[None]:
-        """Put it on for the length of a with-block."""
+        """Activate it in a with-block."""
         ...
 
 
 class Nothing:
-    """The model as it is."""
+    """The unmodified model."""
 
     def on(self) -> AbstractContextManager[None]:
         """Do nothing."""
@@ -40,7 +40,7 @@ class Replaced:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Replace the forwards for the length of a with-block."""
+        """Replace the forwards in a with-block."""
         before = {module: vars(module).get("forward") for module in self._forwards}
         for module, forward in self._forwards.items():
             vars(module)["forward"] = forward
@@ -55,7 +55,7 @@ class Replaced:
 
 
 class HuggingFace:
-    """Hugging Face's own activation checkpointing, by its own switch: every layer, or every nth.
+    """Hugging Face's own activation checkpointing, of every layer or every nth.
 
     The switch has a new name since transformers 5.23.
     """
@@ -67,12 +67,12 @@ class HuggingFace:
 
     @classmethod
     def is_switch_of(cls, model: Any) -> bool:
-        """Whether a model has it."""
+        """Return whether a model has this switch."""
         return hasattr(model, "activation_checkpointing_enable") or hasattr(model, "gradient_checkpointing_enable")
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Switch it on for the length of a with-block."""
+        """Switch it on in a with-block."""
         getattr(self._model, f"{self._kind}_checkpointing_enable")(every_n_layers=self._every_n_layers)
         try:
             yield
@@ -82,14 +82,14 @@ class HuggingFace:
 
 
 class Together:
-    """Several at once."""
+    """Several ways at once."""
 
     def __init__(self, parts: Sequence[Recompute]) -> None:
         self._parts = list(parts)
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Put all of them on for the length of a with-block, the last one on the outside."""
+        """Activate all of them in a with-block, the last one outermost."""
         with ExitStack() as stack:
             for part in self._parts:
                 stack.enter_context(part.on())

@@ -1,4 +1,4 @@
-"""The files under `results/`: one row per number, appended and never edited."""
+"""Read and append the files under `results/`: one row per number, never edited."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = ("metric", "unit", "contestant", "value", "config", "machine", "torch"
 
 
 class Number(NamedTuple):
-    """One result: what was measured, in which unit, of whom."""
+    """One result: metric, unit, contestant and value."""
 
     metric: str
     unit: str
@@ -28,14 +28,14 @@ class Number(NamedTuple):
 
 
 def machine_name(device: str) -> str:
-    """Name what the step ran on."""
+    """Name the device of the step."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(torch.device(device))
     return processor_name()
 
 
 def append(path: Path, numbers: Iterable[Number], config: Mapping[str, Any]) -> None:
-    """Add rows to a file, which is made with its header if it is not there.
+    """Append rows to a file, created with a header if missing.
 
     Raises:
         ValueError: the file is there and has other columns.
@@ -63,25 +63,25 @@ def append(path: Path, numbers: Iterable[Number], config: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True)
 class RowsFile:
-    """A file of rows, and what all rows that one run adds to it depend on."""
+    """A file of rows, and the columns shared by all rows of one run."""
 
     path: Path
     config: Mapping[str, Any]
 
     def append(self, numbers: Iterable[Number]) -> None:
-        """Add rows."""
+        """Append rows."""
         append(self.path, numbers, self.config)
 
 
 class Source(NamedTuple):
-    """Where rows come from."""
+    """The origin of rows."""
 
     machine: str
     torch: str
 
 
 def read_last(path: Path, config: Mapping[str, Any], metric: str) -> tuple[list[Number], Source | None]:
-    """Return the rows that were appended together with the last ones of a metric, and where they come from.
+    """Return the rows of the last run that has a metric, and their origin.
 
     Args:
         path: a file that `append` wrote.
@@ -103,7 +103,7 @@ def read_last(path: Path, config: Mapping[str, Any], metric: str) -> tuple[list[
 
 
 def _commit() -> str:
-    """Return the commit that runs, marked where tracked files of the library or the benchmarks differ from it."""
+    """Return the current commit, marked if tracked files of the library or the benchmarks differ from it."""
 
     def git(*arguments: str) -> str:
         here = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""What a training step keeps and what it computes again, counted, of any model and under any way to recompute.
+"""Count what a training step keeps and recomputes, for any model and any way to recompute.
 
 All counts are of one step into gradients that are there before it begins, after one step that was not counted.
 
@@ -53,7 +53,7 @@ class StepCounts:
     digests: Mapping[str, str]
 
     def ops_again(self, plain: StepCounts) -> Counter[str]:
-        """Return the ops that run again, by name, against the step without recompute.
+        """Return the recomputed ops by name, compared with the step without recompute.
 
         Raises:
             ValueError: an op runs less often than without recompute, so that the two are not the same step.
@@ -65,13 +65,13 @@ class StepCounts:
         return +again
 
     def first_difference(self, plain: StepCounts) -> str | None:
-        """Return the name of the first gradient whose bits differ, None if there is none."""
+        """Return the name of the first gradient whose bits differ; None if none does."""
         names = {**plain.digests, **self.digests}
         return next((name for name in names if self.digests.get(name) != plain.digests.get(name)), None)
 
 
 class OpCounter(TorchDispatchMode):
-    """Counts the ops that compute something."""
+    """Count the ops that compute something."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def _computes(func: Any) -> bool:
 
 @contextmanager
 def uncounted_generator_states() -> Iterator[None]:
-    """For a with-block, keep the states of random generators in NumPy's memory, which the meter does not see."""
+    """In a with-block, keep states of random generators in NumPy's memory, which the meter does not see."""
     torch_get, tape_get = torch.get_rng_state, tape_mode.generator_state
 
     def from_torch() -> Tensor:
@@ -114,7 +114,7 @@ def uncounted_generator_states() -> Iterator[None]:
 def count_step(
     model: nn.Module, forward: Callable[[], Tensor], reset: Callable[[], None], table_bytes: Callable[[], int]
 ) -> StepCounts:
-    """Run a step four times: to settle, for its bytes kept, for its peak, and for its ops.
+    """Run a step four times: to warm up, then for its kept bytes, its peak and its ops.
 
     Args:
         model: whose gradients are added up.

@@ -1,4 +1,4 @@
-"""A function in a process of its own, forked from this one: for what may end its process, or take all memory."""
+"""Run a function in a forked process: for functions that may end their process or exhaust memory."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LIMIT_S = 60
 
 
 class ChildError(Exception):
-    """The function raised an error, or its process ended; the text says which."""
+    """The function raised an error, or its process ended; the message says which."""
 
 
 def in_child(function: Callable[[], T], *, limit_bytes: int = _LIMIT_BYTES, limit_s: int = _LIMIT_S) -> T:
-    """Call a function in a forked process and return what it returns.
+    """Call a function in a forked process and return its result.
 
     Args:
         function: whose result can be pickled.

@@ -1,4 +1,4 @@
-"""Predicted and measured step times: five models, from the least peak to that of keeping everything.
+"""Compare predicted with measured step times: five models, budgets from the least peak to keeping everything.
 
     python benchmarks/step_times.py
 
@@ -34,9 +34,9 @@ class Flags(RunFlags):
     step: StepFlags = field(default_factory=lambda: StepFlags(hidden_size=256, num_layers=4))
     """The training step."""
     models: tuple[ModelName, ...] = ("reference", *HUGGING_FACE, "gpt2")
-    """Models to run, one after the other."""
+    """Models to run."""
     budgets: tuple[float, ...] = (0.02, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
-    """Budgets, as fractions of the way from the least peak to that of keeping everything."""
+    """Budgets, as fractions of the range from the least peak to keeping everything."""
     least_rounds: int = 9
     """Rounds of all plans."""
 
@@ -53,7 +53,7 @@ class Timed:
 
     @property
     def off(self) -> float:
-        """How far the prediction is off, in parts of what was measured."""
+        """Relative error of the predicted step time."""
         return self.predicted_s / self.measured_s - 1
 
 
@@ -91,7 +91,7 @@ def run_model(flags: Flags, model: ModelName) -> list[Timed]:
 
 
 def report(found: list[Timed], title: str) -> Table:
-    """Return what is printed of one model."""
+    """Format the results of one model."""
     table = Table(title=title, title_justify="left")
     for heading in ("budget", "predicted", "measured", "off", "predicted slowdown", "measured slowdown"):
         table.add_column(heading, justify="right")

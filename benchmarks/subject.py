@@ -1,4 +1,4 @@
-"""The training step that the contestants run, on random tokens: forward, loss, and backward into existing gradients.
+"""The training step of the benchmarks, on random tokens: forward, loss, and backward into existing gradients.
 
 Gradients are there before the step begins, as in gradient accumulation, and zeroed between steps. So what a step adds to
 memory is activations and working memory, and nothing else: that is what recompute is about.
@@ -25,24 +25,24 @@ from recollect.recording.find_units import find_units
 
 @dataclass(frozen=True, kw_only=True)
 class StepFlags(MachineFlags):
-    """Sizes of the step, and where it runs."""
+    """Sizes of the step, and its machine."""
 
     hidden_size: int = 384
     """Width of the residual stream."""
     num_layers: int = 8
     """Number of decoder layers."""
     num_heads: int = 0
-    """Attention heads; 0: one for each 64 channels."""
+    """Attention heads; 0: one per 64 channels."""
     vocab_size: int = 1024
-    """Number of token ids."""
+    """Size of the vocabulary."""
     batch_size: int = 2
     """Sequences in the batch."""
     seq_length: int = 512
-    """Tokens in a sequence."""
+    """Tokens per sequence."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of activations and matrix products; weights are fp32 in the reference Llama, of this dtype in the others."""
     seed: int = 0
-    """Of weights, tokens, and the order of contestants."""
+    """Seed of weights, tokens and the order of contestants."""
 
     def __str__(self) -> str:
         sizes = f"d={self.hidden_size}, {self.num_layers} layers, {self.batch_size} x {self.seq_length} tokens"
@@ -50,7 +50,7 @@ class StepFlags(MachineFlags):
 
 
 class Step:
-    """One model, one batch, and the step on them. It runs whatever recompute is on the model at the time.
+    """A model, a batch, and the step on them, run with whatever recompute is active on the model.
 
     Attributes:
         layers: the repeated layers, by module path.
@@ -82,13 +82,13 @@ class Step:
         self.resident_bytes = storage_bytes(resident)
 
     def run(self) -> Tensor:
-        """Forward, loss and backward; gradients are added up."""
+        """Run forward, loss and backward, and accumulate gradients."""
         loss: Tensor = self.model(**self.batch).loss
         loss.backward()
         return loss.detach()
 
     def clear(self) -> None:
-        """Make gradients of zeros, in place where there are some."""
+        """Set gradients to zero, in place if they exist."""
         for parameter in self.model.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -102,7 +102,7 @@ class Step:
         return timed(self.run, self.device)[1]
 
     def launched_s(self) -> float:
-        """Run one step, and return the seconds until all of it was launched; on a CPU it is done then."""
+        """Run one step, and return the seconds until all of it was launched (on a CPU: completed)."""
         wait_for(self.device)
         begin = time.perf_counter()
         self.run()
@@ -111,7 +111,7 @@ class Step:
         return launched_s
 
     def peak_bytes(self) -> int:
-        """Run one step and measure its peak, what is resident counted, of the optimizer nothing.
+        """Run one step and measure its peak, including resident memory but no optimizer state.
 
         On CUDA without what others left in the allocator's cache: a block of theirs that is too large counts whole.
         """
@@ -120,7 +120,7 @@ class Step:
         return self.resident_bytes + recollect.measure_peak(self.run, device=self.device).peak_growth_bytes
 
     def gradients(self, *, copied: bool = True) -> dict[str, Tensor]:
-        """Run one step and return the loss and all gradients, by name; `copied`: else they hold until the next step."""
+        """Run one step and return the loss and all gradients by name; unless `copied`, they are valid until the next step."""
         self.clear()
         loss = self.run()
         found = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
@@ -145,7 +145,7 @@ def _to_bf16(model: nn.Module) -> None:
 
 
 def first_difference(expected: dict[str, Tensor], got: dict[str, Tensor]) -> str | None:
-    """Return the name of the first tensor whose bits differ, None if there is none."""
+    """Return the name of the first tensor whose bits differ; None if none does."""
     for name in {**expected, **got}:
         if name not in got or name not in expected or not torch.equal(expected[name], got[name]):
             return name
@@ -153,7 +153,7 @@ def first_difference(expected: dict[str, Tensor], got: dict[str, Tensor]) -> str
 
 
 def largest_difference(expected: dict[str, Tensor], got: dict[str, Tensor]) -> float:
-    """Return the largest difference of any tensor, over that tensor's largest entry."""
+    """Return the largest difference of any tensor, relative to that tensor's largest entry."""
     return max(
         (
             float((got[name] - tensor).abs().max() / tensor.abs().max().clamp_min(1e-30))

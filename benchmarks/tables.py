@@ -1,4 +1,4 @@
-"""The comparison as Markdown tables and as rows of numbers."""
+"""Format a comparison as Markdown tables and as rows of numbers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from results_csv import Number
 
 
 def markdown(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
-    """Write a table, the first column to the left."""
+    """Format a table with the first column aligned left."""
     lines = ["| " + " | ".join(header) + " |", "|---" + "|--:" * (len(header) - 1) + "|"]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def peers_table(found: Comparison) -> str:
-    """Each peer against recollect, at its peak and at its time; peaks are percents of the plain step's activations."""
+    """Compare each peer with recollect at equal peak and at equal time; peaks are in % of the plain step's activations."""
     header = (
         "peer",
         "its peak",
@@ -54,7 +54,7 @@ def _peer_row(found: Comparison, match: Match) -> tuple[str, ...]:
 
 
 def budgets_table(found: Comparison) -> str:
-    """At each budget recollect's plan against the fastest peer that fits."""
+    """Compare recollect's plan for each budget with the fastest peer that fits."""
     header = (
         "budget",
         "recollect",
@@ -96,7 +96,7 @@ def losses(found: Comparison) -> list[str]:
 
 
 def report(found: Comparison) -> str:
-    """All of one model."""
+    """Format the comparison of one model."""
     plain_s = statistics.median(found.race.plain_s) if found.race.plain_s else float("nan")
     resident = format_bytes(found.step.resident_bytes)
     text = f"### {DESCRIPTIONS[found.step.model_name]}\n\n{found.step.flags}. The step without recompute takes {plain_s:.3f} s "
@@ -130,7 +130,7 @@ def _spread(ratios: Sequence[float]) -> str:
 
 
 def peak_numbers(found: Comparison) -> list[Number]:
-    """What is known before the race: peaks, gradients, and what failed."""
+    """Return the rows known before the race: peaks, gradients, and failures."""
     rows = [
         Number("peak", "bytes", found.plain.name, found.plain.peak_bytes),
         Number("resident", "bytes", found.plain.name, found.step.resident_bytes),
@@ -155,7 +155,7 @@ def peak_numbers(found: Comparison) -> list[Number]:
 
 
 def time_numbers(found: Comparison) -> list[Number]:
-    """What the races found."""
+    """Return the rows of the races."""
     rows = (
         [Number("step_time", "s", found.plain.name, statistics.median(found.race.plain_s))]
         if found.race.plain_s

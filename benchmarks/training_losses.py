@@ -1,4 +1,4 @@
-"""Each small sibling trained with dropout, with and without recompute: are all losses and all final weights the same bits?
+"""Train small models with dropout, with and without recompute, and check that losses and final weights have the same bits.
 
     python benchmarks/training_losses.py               # 300 steps each, about eight minutes on one core
     python benchmarks/training_losses.py --num-steps 20
@@ -36,23 +36,23 @@ MODULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(MachineFlags, RunFlags):
-    """How long to train what."""
+    """What to train, and for how long."""
 
     threads: int = 1
-    """Threads of PyTorch."""
+    """PyTorch's threads."""
     models: tuple[str, ...] = tuple(MODULES)
-    """Which of the small siblings."""
+    """Small models to train."""
     num_steps: int = 300
-    """Optimizer steps of each run."""
+    """Optimizer steps per run."""
     batch_size: int = 2
     """Sequences in a batch."""
     seq_length: int = 32
-    """Tokens in a sequence."""
+    """Tokens per sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a training run left.
+    """The result of a training run.
 
     Attributes:
         losses: of all steps, as they are.
@@ -64,14 +64,14 @@ class Run:
 
 
 def new_model(name: str) -> GPTModel:
-    """Make the small sibling with dropout, unfused attention, and always the same weights."""
+    """Return the small model with dropout, unfused attention, and always the same weights."""
     torch.manual_seed(0)
     config = replace(NAMED_CONFIGS[name], hidden_dropout=0.1, attention_dropout=0.1, core_attention="unfused")
     return GPTModel(config).train()
 
 
 def batches(flags: Flags, vocab_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Draw tokens and labels, [batch, sequence] each: steps of -1, 0 or 1 from token to token."""
+    """Draw tokens and labels, each [batch, sequence], with steps of -1, 0 or 1 from token to token."""
     generator = torch.Generator().manual_seed(1)
     while True:
         moves = torch.randint(-1, 2, (flags.batch_size, flags.seq_length + 1), generator=generator)
@@ -102,7 +102,7 @@ def train(name: str, plan: recollect.Plan | None, flags: Flags) -> Run:
 
 
 def plans(name: str, flags: Flags) -> dict[str, recollect.Plan]:
-    """Return the plans to train under: `full`, each module, all modules together, and one for a budget."""
+    """Return the plans to train with: `full`, each module, all modules together, and one for a budget."""
     model = new_model(name)
     tokens, labels = next(batches(flags, model.config.vocab_size))
     profile = recollect.record(
