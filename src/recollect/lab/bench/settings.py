@@ -33,16 +33,16 @@ class KeepAll:
 class MegatronSetting:
     """Fields of Megatron's recompute configuration; missing ones have its defaults."""
 
-    words: Mapping[str, Any]
+    settings: Mapping[str, Any]
     name: str = ""
 
     def __post_init__(self) -> None:
         if not self.name:
-            object.__setattr__(self, "name", _name_of(self.words))
+            object.__setattr__(self, "name", _name_of(self.settings))
 
     def fields(self) -> dict[str, Any]:
         """Return the setting as in a settings file."""
-        return dict(self.words)
+        return dict(self.settings)
 
     @property
     def config(self) -> RecomputeConfig:
@@ -53,14 +53,14 @@ class MegatronSetting:
             ConfigError, NotYetError: see `RecomputeConfig`.
         """
         known = [field.name for field in dataclasses.fields(RecomputeConfig)]
-        for name in self.words:
+        for name in self.settings:
             if name not in known:
                 close = difflib.get_close_matches(str(name), known, n=1)
                 meant = f" Did you mean {close[0]!r}?" if close else ""
                 raise BenchError(
                     f"setting {self.name!r}: got {name!r}, expected names of Megatron's recompute settings.{meant}"
                 )
-        return RecomputeConfig(**self.words)
+        return RecomputeConfig(**self.settings)
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,13 @@ def parse_setting(text: str) -> Setting:
         modules = tuple(name for word in rest for name in word.split(",") if name)
         return MegatronSetting({_GRANULARITY: "selective", **({"recompute_modules": modules} if modules else {})})
     if first == "full":
-        words: dict[str, Any] = {_GRANULARITY: "full"}
+        values: dict[str, Any] = {_GRANULARITY: "full"}
         for word in rest:
-            words["recompute_num_layers" if word.isdecimal() else "recompute_method"] = (
+            values["recompute_num_layers" if word.isdecimal() else "recompute_method"] = (
                 int(word) if word.isdecimal() else word
             )
-        if len(words) == 1 + len(rest):
-            return MegatronSetting(words)
+        if len(values) == 1 + len(rest):
+            return MegatronSetting(values)
     raise BenchError(f"setting {text!r}: cannot be read, expected {_SPELLINGS}.")
 
 
@@ -160,22 +160,22 @@ def _setting(entry: Any, where: str) -> Setting:
             raise BenchError(f"{where}: {problem}") from None
     if not isinstance(entry, Mapping):
         raise BenchError(f"{where}: got {entry!r}, expected {_SPELLINGS}, or a mapping of Megatron's names.")
-    words = {key: value for key, value in entry.items() if key not in ("name", "model")}
-    words |= entry.get("model") or {}
+    values = {key: value for key, value in entry.items() if key not in ("name", "model")}
+    values |= entry.get("model") or {}
     for key in ("recompute_modules", "offload_modules"):  # ROLL writes them as one string
-        if isinstance(words.get(key), str):
-            words[key] = tuple(part.strip() for part in words[key].split(","))
+        if isinstance(values.get(key), str):
+            values[key] = tuple(part.strip() for part in values[key].split(","))
     name = str(entry.get("name", ""))
-    if "memory_budget" in words:
-        if len(words) > 1:
-            others = ", ".join(key for key in words if key != "memory_budget")
+    if "memory_budget" in values:
+        if len(values) > 1:
+            others = ", ".join(key for key in values if key != "memory_budget")
             raise BenchError(
                 f"{where}: got memory_budget with {others}, expected a single way to choose what to recompute."
             )
-        return MemoryBudget(str(words["memory_budget"]), name)
-    if not words or words == {_GRANULARITY: None}:
+        return MemoryBudget(str(values["memory_budget"]), name)
+    if not values or values == {_GRANULARITY: None}:
         return KeepAll(name or "none")
-    return MegatronSetting(words, name)
+    return MegatronSetting(values, name)
 
 
 def named_settings(settings: Sequence[Setting]) -> list[Setting]:
@@ -200,11 +200,11 @@ def named_settings(settings: Sequence[Setting]) -> list[Setting]:
     return found
 
 
-def _name_of(words: Mapping[str, Any]) -> str:
+def _name_of(values: Mapping[str, Any]) -> str:
     """Name a setting as `parse_setting` spells it, followed by its other fields."""
-    parts = [str(words.get(_GRANULARITY))]
-    parts += [str(words[key]) for key in ("recompute_method", "recompute_num_layers") if key in words]
-    if words.get("recompute_modules") is not None:
-        parts.append(",".join(words["recompute_modules"]) or "no modules")
+    parts = [str(values.get(_GRANULARITY))]
+    parts += [str(values[key]) for key in ("recompute_method", "recompute_num_layers") if key in values]
+    if values.get("recompute_modules") is not None:
+        parts.append(",".join(values["recompute_modules"]) or "no modules")
     known = (_GRANULARITY, "recompute_method", "recompute_num_layers", "recompute_modules")
-    return " ".join([*parts, *(f"{key}={value}" for key, value in words.items() if key not in known)])
+    return " ".join([*parts, *(f"{key}={value}" for key, value in values.items() if key not in known)])

@@ -47,15 +47,15 @@ class UpProjection(nn.Module):
             rotary: the rotation of each position.
         """
         q_BTHC = self.linear_q_up_proj(q_BTQ).unflatten(-1, (self.heads, -1))
-        still_BTHC, turned_BTHR = q_BTHC.split(self.query_sizes, dim=-1)
-        q_BTHC = _heads_first(still_BTHC, rotate(turned_BTHR, rotary))
-        still_BTHC, v_BTHE = (
+        unrotated_BTHC, rotated_BTHR = q_BTHC.split(self.query_sizes, dim=-1)
+        q_BTHC = _heads_first(unrotated_BTHC, rotate(rotated_BTHR, rotary))
+        unrotated_BTHC, v_BTHE = (
             self.linear_kv_up_proj(kv_BTL).unflatten(-1, (self.heads, -1)).split(self.key_value_sizes, dim=-1)
         )
-        turned_BTHR = rotate(k_BTR.unsqueeze(2), rotary).expand(-1, -1, self.heads, -1)
+        rotated_BTHR = rotate(k_BTR.unsqueeze(2), rotary).expand(-1, -1, self.heads, -1)
         # Copy the values: as views they would keep the whole product in memory.
         v_BTHE = v_BTHE.transpose(1, 2).contiguous().transpose(1, 2)
-        return q_BTHC, _heads_first(still_BTHC, turned_BTHR), v_BTHE
+        return q_BTHC, _heads_first(unrotated_BTHC, rotated_BTHR), v_BTHE
 
 
 def _heads_first(*parts_BTHC: Tensor) -> Tensor:

@@ -53,8 +53,8 @@ def rotate(x_BTHC: Tensor, rotary: Rotary) -> Tensor:
     """Rotate each pair of channels of `x_BTHC` by the angle of its position."""
     if rotary.is_interleaved:
         even, odd = x_BTHC.unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack((-odd, even), dim=-1).flatten(-2)
+        rotated = torch.stack((-odd, even), dim=-1).flatten(-2)
     else:
         first, second = x_BTHC.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-    return x_BTHC * rotary.cos_T1C + turned * rotary.sin_T1C
+        rotated = torch.cat((-second, first), dim=-1)
+    return x_BTHC * rotary.cos_T1C + rotated * rotary.sin_T1C
