@@ -119,7 +119,7 @@ def test_golden_results_of_another_model_are_refused(tmp_path: Path, capsys: pyt
     data["machine"]["device"] = "another one"
     golden.write_text(json.dumps(data))
     assert main([*QUICK, "--golden", str(golden)]) == 2
-    assert "of another machine (device: stored another one, now" in capsys.readouterr().err
+    assert "from another machine (device: stored another one, now" in capsys.readouterr().err
 
 
 def test_what_is_above_the_limit_is_a_result_and_the_others_go_on(tmp_path: Path) -> None:
