@@ -1,6 +1,6 @@
 """Which engine carries out a unit's plan: one small frozen class for each, and the word that stands for it in JSON.
 
-`recollect.engine.registry` says which code belongs to each class, `recollect.simulation.schedules` how it is simulated.
+`recollect.engine.registry` says which code carries it out, `recollect.simulation.schedules` which plays it in the simulator.
 """
 
 from __future__ import annotations
