@@ -86,6 +86,10 @@ def test_no_import_points_up() -> None:
     assert arrows_up(imports(SOURCE)) == []
 
 
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    assert circle(imports(SOURCE)) == []
+
+
 def test_the_checks_can_fail() -> None:
     up = {"recollect.plans.plan": {"recollect.cli.entry"}, "recollect.cli.entry": {"recollect.plans.plan"}}
     assert arrows_up(up) == ["recollect.plans.plan imports recollect.cli.entry"]
