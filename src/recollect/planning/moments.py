@@ -6,17 +6,20 @@ At a moment, these bytes are alive under *every* plan, because the recorded even
 - values of units that the model's own code still holds;
 - saved values that backward has asked for and not yet released.
 
-And for each unit call there is a set of values that backward will still ask for: at the moment each of them is in
-memory, or ops run later that compute it from what is in memory.
+And there are values that backward will still ask for: at the moment each of them is in memory, or ops run later that
+compute it from what is in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 
-from recollect.planning.pivots import Pivot
+import numpy as np
+from numpy.typing import NDArray
+
 from recollect.profile.events import (
     ALLOC,
     BACKWARD,
@@ -34,228 +37,248 @@ from recollect.profile.profile import Profile
 from recollect.simulation.program import rounded_bytes
 from recollect.simulation.windows import windows
 
-__all__ = ["Demand", "Moment", "moments"]
-
-_Key = tuple[int, int]
-_NO_PIVOTS: Mapping[int, Pivot] = MappingProxyType({})
+__all__ = ["Moments", "moments"]
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What a unit call must still be able to produce: values of its graph; `free` ones are in memory under every plan.
+@dataclass(frozen=True, slots=True, eq=False)
+class Moments:
+    """Moments of a step in order, and the values of all calls as columns: those of call c start at `first_value[c]`.
 
-    `is_asked`: backward has asked for the unit's pivot.
+    Attributes:
+        events: position in the log of each moment; what is said of it holds after that event.
+        stages: how often backward has asked for a value by then. Nothing runs again between moments of the same stage.
+        fixed_bytes: what every plan has alive then.
+        needed: (moment, value): backward still asks for the value.
+        can_cost: (moment, value): the value has been made, and a plan can be without it. Its bytes are not fixed ones.
+        first_value: column of each call's first value, and the number of columns.
+        first_op: likewise for ops.
+        first_use: for each value, the stage that begins when backward first asks for it; one more than all if it never does.
+        reads: (op, value): the op read the value, computed by an op of any call and alive in the recorded step.
     """
 
-    graph: int
-    needed: frozenset[int]
-    free: frozenset[int]
-    is_asked: bool = False
+    events: NDArray[np.int64]
+    stages: NDArray[np.int64]
+    fixed_bytes: NDArray[np.int64]
+    needed: NDArray[np.bool_]
+    can_cost: NDArray[np.bool_]
+    first_value: tuple[int, ...]
+    first_op: tuple[int, ...]
+    first_use: NDArray[np.int64]
+    reads: NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """One moment: bytes that every plan has then, and the demands that changed since the moment before, by call."""
-
-    event: int
-    fixed_bytes: int
-    changed: dict[int, Demand]
-
-
-def moments(profile: Profile, pivots: Mapping[int, Pivot] = _NO_PIVOTS) -> list[Moment]:
-    """Return the moments at which a plan's memory is worth a look, in order.
-
-    In each stretch of the step that belongs to one unit call: where backward begins it, where most bytes are alive
-    under every plan, and where most are alive if everything is kept. And where backward asks for a pivot.
+def moments(profile: Profile, events: Iterable[int] | None = None) -> Moments:
+    """Return what a plan's memory must hold at some moments of a step.
 
     Args:
         profile: the recorded step.
-        pivots: by number of the graph.
+        events: positions in the log. By default, in each stretch of the step that belongs to one unit call: where
+            backward begins it, where most bytes are alive under every plan, and where most are alive if everything is kept.
 
-    Complexity: two walks over the events.
+    Complexity: two walks over the events, then the number of moments times the number of values.
+
+    Example:
+        >>> from recollect.profile.events import ALLOC, FREE, StepLog
+        >>> log = StepLog(blocks=(((ALLOC, 0, 512), (ALLOC, 1, 64), (FREE, 1)),), sequence=((0, -1),))
+        >>> found = moments(Profile((), (), log, step_s=1.0))
+        >>> found.events.tolist(), found.fixed_bytes.tolist()
+        ([1], [576])
     """
-    found = []
-    scan = _Scan(profile, pivots)
-    chosen = _candidates(profile) | scan.pivot_uses
-    for event, position in scan.walk():
-        if position in chosen:
-            found.append(Moment(position, scan.fixed_bytes(event), scan.take_changes()))
-    return found
+    scan = _Scan(profile)
+    scan.walk()
+    fixed_bytes, phases, stages = (np.array(a, dtype=np.int64) for a in (scan.fixed_bytes, scan.phases, scan.stages))
+    if events is None:
+        events = _candidates(profile, fixed_bytes, np.array(scan.demanded_bytes, dtype=np.int64), phases)
+    chosen = np.unique(np.fromiter(events, dtype=np.int64))
+    needed = _at(chosen, scan.needed_changes, scan.first_value[-1])
+    held = _at(chosen, scan.held_changes, scan.first_value[-1])
+    made = _at(chosen, [(position, value, 1) for position, value in scan.made], scan.first_value[-1])
+    return Moments(
+        events=chosen,
+        stages=stages[chosen],
+        fixed_bytes=fixed_bytes[chosen],
+        needed=needed,
+        can_cost=made & ~held,
+        first_value=scan.first_value,
+        first_op=scan.first_op,
+        first_use=np.array(scan.first_use, dtype=np.int64),
+        reads=np.array(sorted(scan.reads), dtype=np.int64).reshape(-1, 2),
+    )
 
 
-def _candidates(profile: Profile) -> frozenset[int]:
+def _at(chosen: NDArray[np.int64], changes: Iterable[tuple[int, int, int]], num_values: int) -> NDArray[np.bool_]:
+    """Return for each chosen moment and value whether its count is above 0, from all changes (event, value, change)."""
+    counts = np.zeros((len(chosen) + 1, num_values), dtype=np.int32)
+    rows = np.array(list(changes), dtype=np.int64).reshape(-1, 3)
+    np.add.at(counts, (np.searchsorted(chosen, rows[:, 0]), rows[:, 1]), rows[:, 2])
+    return np.cumsum(counts[:-1], axis=0, dtype=np.int32) > 0
+
+
+def _candidates(
+    profile: Profile, fixed_bytes: NDArray[np.int64], demanded_bytes: NDArray[np.int64], phases: NDArray[np.int64]
+) -> set[int]:
     """Return the positions of the events to look at."""
     chosen: set[int] = set()
-    scan = _Scan(profile)
-    starts = {window.start for window in windows(profile)}
-    best: dict[str, tuple[int, int]] = {}
-    for event, position in scan.walk():
-        if position in starts:
-            chosen.update(at for _, at in best.values())
-            best = {}
-            if scan.phase == BACKWARD:
-                chosen.add(position)
-        fixed_bytes = scan.fixed_bytes(event)
-        sizes = {"all": fixed_bytes + scan.demanded_bytes}
-        if scan.phase >= BACKWARD:
-            sizes["fixed"] = fixed_bytes
-        for name, nbytes in sizes.items():
-            if name not in best or nbytes > best[name][0]:
-                best[name] = (nbytes, position)
-    return frozenset(chosen.union(at for _, at in best.values()))
+    starts = [window.start for window in windows(profile)]
+    for start, end in itertools.pairwise([*starts, len(fixed_bytes)]):
+        if start == end:
+            continue
+        chosen.add(start + int(np.argmax((fixed_bytes + demanded_bytes)[start:end])))
+        if phases[start] == BACKWARD:
+            chosen.add(start)
+        later = np.flatnonzero(phases[start:end] >= BACKWARD)
+        if len(later):
+            chosen.add(start + int(later[np.argmax(fixed_bytes[start:end][later])]))
+    return chosen
 
 
 class _Scan:
-    """Walks over the events and keeps count of what every plan has and needs."""
+    """Walks over the events and writes down what every plan has and needs after each, and where that changes."""
 
-    def __init__(self, profile: Profile, pivots: Mapping[int, Pivot] = _NO_PIVOTS) -> None:
+    def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._events = list(profile.log.events())
-        self._last_use = {event[1]: at for at, event in enumerate(self._events) if event[0] == USE}
-        calls = {index: pivots[call.graph].value for index, call in enumerate(profile.calls) if call.graph in pivots}
-        pivot_handles = {e[3] for e in self._events if e[0] == SAVE and e[1] in calls and e[2] == calls[e[1]]}
-        self.pivot_uses = frozenset(at for at, e in enumerate(self._events) if e[0] == USE and e[1] in pivot_handles)
-        self._pivot_of = calls
-        self._asked: set[int] = set()
-        self._origins = [{value: (c, v) for value, c, v in call.origins} for call in profile.calls]
+        self._position = 0
+        self._uses_left = Counter(handle for (handle,) in profile.log.operands(USE))
+        graphs = [profile.graph_of(call) for call in profile.calls]
+        self.first_value = (0, *itertools.accumulate(len(graph.values) for graph in graphs))
+        self.first_op = (0, *itertools.accumulate(len(graph.ops) for graph in graphs))
+        self._nbytes = [rounded_bytes(profile, value.nbytes) for graph in graphs for value in graph.values]
+        self._origins = [{value: self.first_value[c] + v for value, c, v in call.origins} for call in profile.calls]
         self._outside = [dict(call.outside) for call in profile.calls]
         # Of storages outside of the units: their bytes, and who holds them (the model's code, and what autograd saved).
         self._storages: dict[int, int] = {}
         self._holders: dict[int, int] = {}
         self._borrowed: dict[int, int] = {}
-        self._handles: dict[int, _Key] = {}
+        self._handles: dict[int, int] = {}
         self._in_use: set[int] = set()
-        self._undead: set[_Key] = set()
+        self._undead: set[int] = set()
         # For each value: how many reasons there are that every plan has it, and how many uses are still to come.
-        self._held: dict[_Key, int] = {}
-        self._waiting: dict[_Key, int] = {}
-        self._changed: set[int] = set()
+        self._held = [0] * len(self._nbytes)
+        self._waiting = [0] * len(self._nbytes)
         self._alive_bytes = profile.persistent_bytes
-        self.demanded_bytes = 0
-        self.phase = 0
+        self._demanded_bytes = 0
+        self._phase = 0
+        # After each event.
+        self.fixed_bytes: list[int] = []
+        self.demanded_bytes: list[int] = []
+        self.phases: list[int] = []
+        self.stages: list[int] = []
+        # (event, value, change), and where values are made.
+        self.needed_changes: list[tuple[int, int, int]] = []
+        self.held_changes: list[tuple[int, int, int]] = []
+        self.made: list[tuple[int, int]] = []
+        self.reads: set[tuple[int, int]] = set()
+        self._num_uses = 0
+        self.first_use = [1 + self._uses_left.total()] * len(self._nbytes)
 
-    def walk(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Yield each event, after it has been counted, with its position."""
-        play: dict[int, Callable[..., object]] = {
+    def walk(self) -> None:
+        """Count every event."""
+        handlers: dict[int, Callable[..., object]] = {
             ALLOC: self._alloc, FREE: self._free, OP: self._op, DIES: self._dies, SAVE: self._save, USE: self._use,
             RELEASE: self._release, PHASE: self._begin_phase,
         }  # fmt: skip
-        for position, event in enumerate(self._events):
-            action = play.get(event[0])
-            if action is not None:
-                action(position, *event[1:])
-            yield event, position
+        for event in self._profile.log.play(handlers):
+            working_bytes = event[1] if event[0] == WORK else 0
+            # As the simulator has it: the calibration is of forward and backward only.
+            calibration_bytes = self._profile.calibration_bytes if self._phase != OPTIMIZER else 0
+            self.fixed_bytes.append(self._alive_bytes + working_bytes + calibration_bytes)
+            self.demanded_bytes.append(self._demanded_bytes)
+            self.phases.append(self._phase)
+            self.stages.append(self._num_uses)
+            self._position += 1
 
-    def fixed_bytes(self, event: tuple[int, ...]) -> int:
-        """Return the bytes that every plan has alive at an event."""
-        working_bytes = event[1] if event[0] == WORK else 0
-        # As the simulator has it: the calibration is of forward and backward only.
-        calibration_bytes = self._profile.calibration_bytes if self.phase != OPTIMIZER else 0
-        return self._alive_bytes + working_bytes + calibration_bytes
+    def _value(self, call: int, value: int) -> int:
+        """Return the column of what a call knows as its `value`."""
+        return self._origins[call].get(value, self.first_value[call] + value)
 
-    def take_changes(self) -> dict[int, Demand]:
-        """Return the demands that changed since this was last asked."""
-        needed: dict[int, set[int]] = {call: set() for call in self._changed}
-        free: dict[int, set[int]] = {call: set() for call in self._changed}
-        for target, counts in ((needed, self._waiting), (free, self._held)):
-            for call, value in counts:
-                if call in target:
-                    target[call].add(value)
-        self._changed.clear()
-        return {
-            call: Demand(
-                self._profile.calls[call].graph, frozenset(needed[call]), frozenset(free[call]), call in self._asked
-            )
-            for call in needed
-        }
+    def _hold(self, value: int, change: int) -> None:
+        before = self._held[value]
+        self._held[value] += change
+        self.held_changes.append((self._position, value, change))
+        if (before == 0) != (before + change == 0):
+            nbytes = self._nbytes[value] if before == 0 else -self._nbytes[value]
+            self._alive_bytes += nbytes
+            if self._waiting[value]:
+                self._demanded_bytes -= nbytes
 
-    def _nbytes(self, key: _Key) -> int:
-        value = self._profile.graph_of(self._profile.calls[key[0]]).values[key[1]]
-        return rounded_bytes(self._profile, value.nbytes)
+    def _wait(self, value: int, change: int) -> None:
+        before = self._waiting[value]
+        self._waiting[value] += change
+        self.needed_changes.append((self._position, value, change))
+        if (before == 0) != (before + change == 0) and not self._held[value]:
+            self._demanded_bytes += self._nbytes[value] if before == 0 else -self._nbytes[value]
 
-    def _hold(self, key: _Key, change: int) -> None:
-        self._count(self._held, key, change)
-
-    def _count(self, counts: dict[_Key, int], key: _Key, change: int) -> None:
-        before = counts.get(key, 0)
-        counts[key] = before + change
-        if counts[key] == 0:
-            del counts[key]
-        if (before == 0) == (before + change == 0):
-            return
-        self._changed.add(key[0])
-        nbytes = self._nbytes(key)
-        if counts is self._held:
-            self._alive_bytes += nbytes if before == 0 else -nbytes
-            if key in self._waiting:
-                self.demanded_bytes -= nbytes if before == 0 else -nbytes
-        elif key not in self._held:
-            self.demanded_bytes += nbytes if before == 0 else -nbytes
-
-    def _alloc(self, _: int, storage: int, nbytes: int) -> None:
+    def _alloc(self, storage: int, nbytes: int) -> None:
         self._storages[storage] = rounded_bytes(self._profile, nbytes)
         self._holders[storage] = 1
         self._alive_bytes += self._storages[storage]
 
-    def _free(self, _: int, storage: int) -> None:
+    def _free(self, storage: int) -> None:
         self._holders[storage] -= 1
         if not self._holders[storage]:
             del self._holders[storage]
             self._alive_bytes -= self._storages.pop(storage)
 
-    def _op(self, _: int, call: int, op_index: int) -> None:
+    def _op(self, call: int, op_index: int) -> None:
         op = self._profile.graph_of(self._profile.calls[call]).ops[op_index]
+        for index in op.inputs:
+            # What the simulator does not hold at this point is always there: parameters, what the batch brought.
+            value = self._value(call, index)
+            if value in self._undead:
+                self.reads.add((self.first_op[call] + op_index, value))
         if op.mutates:
             # The storage goes on under the name of the new value.
-            if self._dies(0, call, op.inputs[0]):
-                self._is_made((call, op.outputs[0]))
+            if self._dies(call, op.inputs[0]):
+                self._make(self.first_value[call] + op.outputs[0])
             return
-        for value in op.outputs:
-            self._is_made((call, value))
+        for index in op.outputs:
+            self._make(self.first_value[call] + index)
 
-    def _is_made(self, key: _Key) -> None:
-        self._undead.add(key)
-        self._hold(key, 1)
+    def _make(self, value: int) -> None:
+        self._undead.add(value)
+        self.made.append((self._position, value))
+        self._hold(value, 1)
 
-    def _dies(self, _: int, call: int, value: int) -> bool:
-        if (call, value) not in self._undead:
+    def _dies(self, call: int, index: int) -> bool:
+        value = self.first_value[call] + index
+        if value not in self._undead:
             return False
-        self._undead.remove((call, value))
-        self._hold((call, value), -1)
+        self._undead.remove(value)
+        self._hold(value, -1)
         return True
 
-    def _save(self, position: int, call: int, value: int, handle: int, saver: int) -> None:
-        storage = self._outside[call].get(value, -1)
+    def _save(self, call: int, index: int, handle: int, saver: int) -> None:
+        storage = self._outside[call].get(index, -1)
         if storage in self._holders:
             self._borrowed[handle] = storage
             self._holders[storage] += 1
-        key = self._origins[call].get(value, (call, value))
-        # What the simulator does not hold at this point costs no bytes there: parameters, what the batch brought.
-        if key in self._undead:
-            self._handles[handle] = key
-            if self._last_use.get(handle, -1) > position:
-                self._count(self._waiting, key, 1)
+        value = self._value(call, index)
+        # What the simulator does not hold costs no bytes.
+        if value in self._undead:
+            self._handles[handle] = value
+            if self._uses_left[handle]:
+                self._wait(value, 1)
 
-    def _use(self, position: int, handle: int) -> None:
-        key = self._handles.get(handle)
-        if key is None:
+    def _use(self, handle: int) -> None:
+        self._num_uses += 1
+        self._uses_left[handle] -= 1
+        value = self._handles.get(handle)
+        if value is None:
             return
+        self.first_use[value] = min(self.first_use[value], self._num_uses)
         if handle not in self._in_use:
             self._in_use.add(handle)
-            self._hold(key, 1)
-        if self._pivot_of.get(key[0]) == key[1]:
-            self._asked.add(key[0])
-            self._changed.add(key[0])
-        if self._last_use[handle] == position:
-            self._count(self._waiting, key, -1)
+            self._hold(value, 1)
+        if not self._uses_left[handle]:
+            self._wait(value, -1)
 
-    def _release(self, _: int, handle: int) -> None:
+    def _release(self, handle: int) -> None:
         if handle in self._borrowed:
-            self._free(0, self._borrowed.pop(handle))
-        key = self._handles.pop(handle, None)
-        if key is not None and handle in self._in_use:
+            self._free(self._borrowed.pop(handle))
+        value = self._handles.pop(handle, None)
+        if value is not None and handle in self._in_use:
             self._in_use.remove(handle)
-            self._hold(key, -1)
+            self._hold(value, -1)
 
-    def _begin_phase(self, _: int, phase: int) -> None:
-        self.phase = phase
+    def _begin_phase(self, phase: int) -> None:
+        self._phase = phase

@@ -1,0 +1,303 @@
+"""The cheapest choice for a whole step when bytes have a price at some moments: one minimum cut.
+
+Each moment e of a step (`planning/moments.py`) has a price lambda_e, in seconds per byte. Moments between which nothing can run
+again, such as all of forward, form a class k:
+
+    r_{o,k} = 1   op o runs again after k           r_{o,k+1} <= r_{o,k}
+    a_{v,k} = 1   value v is available after k      a_{v,k} = 1 if backward asks for v after k
+                                                    a_{v,k} >= r_{o,k} if o reads v
+    m_j = 1       the tape watches module j         m_unit >= m_module(o) >= r_{o,first}
+    cost          price of v in k                   if a_{v,k} = 1 and v's op does not run again after k: v is in memory
+                  time of o                         if r_{o,first} = 1
+                  what the tape takes in forward    if m_j = 1
+
+The price of v in k is bytes(v) times the sum of lambda_e over the moments of k at which v has been made and a plan can be without
+it. Every term is a capacity between two nodes (source side = 1), so the least cost is a minimum cut.
+
+What a plan has in memory at each moment, and which of its ops run again after it, is such a choice, so no plan costs less. All
+else is left out, in favour of the bound: other working memory of recomputing, saved generator states, values that are
+written to later (taken to be keepable), and that calls of one module share a decision. Layers are not taken apart: an
+op that runs again needs its arguments, whichever unit computed them.
+
+SciPy's flows are 32-bit integers. Capacities are rounded down, so that the flow is below the least cost, by about 1e-6 of it. A
+second flow, in what the first one leaves of the capacities, makes up for that: both together are exact to about 1e-15.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import coo_array, csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from recollect.planning.moments import Moments
+from recollect.plans.value_names import module_of
+from recollect.profile.profile import Profile
+from recollect.simulation.program import rounded_bytes
+
+__all__ = ["CheapestStep", "StepChoice", "StepCut"]
+
+# So that a capacity and the flow against it are below 2**31 together.
+_MOST: Final = 2**30 - 1
+_NEVER: Final = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepChoice:
+    """Which ops of a step run again, and when.
+
+    Attributes:
+        runs_until: for each op (columns as in `Moments`), it runs again after the stages before this one; 0: never.
+        recompute_s: seconds of the ops that run again, and of the tape in forward.
+        kept_bytes: for each moment, what is in memory beside what every plan has.
+    """
+
+    runs_until: NDArray[np.int64]
+    recompute_s: float
+    kept_bytes: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepCut:
+    """The cheapest choice at some prices.
+
+    Attributes:
+        cost_s: recompute plus price times kept bytes, summed over the moments. No plan has less: a proven bound.
+        choice: a choice that costs as much.
+    """
+
+    cost_s: float
+    choice: StepChoice
+
+
+class CheapestStep:
+    """The cheapest choices of one step, at any prices.
+
+    Args:
+        profile: the recorded step.
+        moments: of this profile, those that can have a price.
+
+    Complexity: a maximum flow among a node for each op and value of the step at each priced moment. 80 layers: 15 ms for one
+        priced moment, 60 ms for twelve.
+
+    Example:
+        >>> from recollect.planning.moments import moments
+        >>> from recollect.profile.events import BACKWARD, DIES, OP, PHASE, RELEASE, SAVE, USE, StepLog
+        >>> from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
+        >>> values = (ValueRecord("x", 8, producer=None), ValueRecord("h", 100, producer=0, saved=True))
+        >>> events = ((OP, 0, 0), (SAVE, 0, 1, 0, 0), (DIES, 0, 1), (PHASE, BACKWARD), (USE, 0), (RELEASE, 0))
+        >>> log = StepLog((events,), ((0, -1),))
+        >>> profile = Profile((UnitGraph(values, (OpRecord("h", (0,), (1,), 5.0),)),), (UnitCall("a", 0),), log, 9.0)
+        >>> step = CheapestStep(profile, moments(profile, [2]))
+        >>> [(cut.cost_s, step.dropped(cut.choice)) for cut in (step.at(np.array([s])) for s in (0.01, 0.1))]
+        [(1.0, [frozenset()]), (5.0, [frozenset({1})])]
+    """
+
+    def __init__(self, profile: Profile, moments: Moments) -> None:
+        self._moments = moments
+        graphs = [profile.graph_of(call) for call in profile.calls]
+        self._nbytes = np.array([rounded_bytes(profile, v.nbytes) for g in graphs for v in g.values], dtype=np.int64)
+        self._op_s = np.array([op.time_s for g in graphs for op in g.ops], dtype=float)
+        # The op that can compute a value again, or -1.
+        self._maker = np.array(
+            [
+                -1 if value.producer is None or value.must_keep else first + value.producer
+                for graph, first in zip(graphs, moments.first_op, strict=False)
+                for value in graph.values
+            ],
+            dtype=np.int64,
+        )
+        self._readers, self._read = moments.reads[:, 0], moments.reads[:, 1]
+        self._charges = _Charges(profile, moments.first_op)
+        self._first_need = self._first_needs()
+
+    @property
+    def most_s(self) -> float:
+        """Seconds of recompute if all runs again, which is more than any plan has: nothing runs twice."""
+        return math.fsum((*self._op_s, *self._charges.all_s))
+
+    def everything_kept(self) -> StepChoice:
+        """Return the choice that runs nothing again."""
+        return self._choice(np.zeros(len(self._op_s), dtype=np.int64))
+
+    def dropped(self, choice: StepChoice) -> list[frozenset[int]]:
+        """Return for each call the values that are computed again, by index in its graph."""
+        runs = np.append(choice.runs_until > 0, False)[self._maker]
+        starts = self._moments.first_value
+        return [
+            frozenset(np.flatnonzero(runs[start:end]).tolist())
+            for start, end in zip(starts[:-1], starts[1:], strict=True)
+        ]
+
+    def at(self, prices: NDArray[np.float64], *, missing_s: float = 0.0) -> StepCut:
+        """Return the cheapest choice at some prices.
+
+        Args:
+            prices: for each moment, in seconds per byte, 0 or more.
+            missing_s: by how much the bound may be too low, in favour of time.
+        """
+        moments = self._moments
+        priced = np.flatnonzero(prices > 0)
+        stages, first = np.unique(moments.stages[priced], return_index=True)
+        num_classes, num_ops, num_values = len(stages), len(self._op_s), len(self._nbytes)
+        edges = _Edges(num_classes * (num_ops + num_values))
+        fixed_s = 0.0
+        for number, members in enumerate(np.split(priced, first[1:]) if num_classes else ()):
+            cost_s = (prices[members] @ moments.can_cost[members]) * self._nbytes
+            # No value is computed twice: what backward has asked for stays from then on, if it is needed.
+            maker = np.where(moments.first_use <= stages[number], -1, self._maker)
+            nodes = (number * num_ops, num_classes * num_ops + number * num_values)
+            fixed_s += self._add_values(edges, nodes, cost_s, moments.needed[members[-1]], maker)
+            if number:
+                later = number * num_ops + np.arange(num_ops)
+                edges.add(later, later - num_ops, np.inf)
+        if num_classes:
+            edges.add(np.arange(num_ops), edges.sink, self._op_s)
+            self._charges.add_to(edges)
+        cut_s, is_run = edges.cut(missing_s)
+        num_run = is_run[: num_classes * num_ops].reshape(num_classes, num_ops).sum(axis=0)
+        # Between two priced classes, an op runs again where the backward of its unit needs it.
+        lowest = np.array([0, *(stages + 1)])[num_run]
+        highest = np.array([0, *stages[1:], _NEVER])[num_run] if num_classes else lowest
+        runs_until = np.clip(self._first_need, lowest, highest)
+        return StepCut(float(fixed_s + cut_s), self._choice(runs_until))
+
+    def _add_values(
+        self,
+        edges: _Edges,
+        nodes: tuple[int, int],
+        cost_s: NDArray[np.float64],
+        needed: NDArray[np.bool_],
+        maker: NDArray[np.int64],
+    ) -> float:
+        """Add what values cost in one class, of which the first op and value have these nodes; return what is due anyway."""
+        first_op, first_value = nodes
+        asked = np.flatnonzero(needed & (cost_s > 0))
+        is_fixed = maker[asked] < 0
+        edges.add(edges.source, first_op + maker[asked[~is_fixed]], cost_s[asked[~is_fixed]])
+        is_read = ((cost_s > 0) & ~needed)[self._read]
+        edges.add(first_op + self._readers[is_read], first_value + self._read[is_read], np.inf)
+        # A value costs once, however many ops read it.
+        read = np.unique(self._read[is_read])
+        edges.add(first_value + read, np.where(maker[read] < 0, edges.sink, first_op + maker[read]), cost_s[read])
+        return float(cost_s[asked[is_fixed]].sum())
+
+    def _choice(self, runs_until: NDArray[np.int64]) -> StepChoice:
+        """Return what it takes that ops run again after the stages before these."""
+        moments = self._moments
+        needed_until = np.zeros(len(self._nbytes), dtype=np.int64)
+        np.maximum.at(needed_until, self._read, runs_until[self._readers])
+        made_again = np.minimum(np.append(runs_until, 0)[self._maker], moments.first_use)
+        stages = moments.stages[:, None]
+        in_memory = moments.can_cost & (moments.needed | (stages < needed_until)) & (stages >= made_again)
+        runs = np.flatnonzero(runs_until)
+        recompute_s = math.fsum((*self._op_s[runs], *self._charges.seconds(runs)))
+        return StepChoice(runs_until, recompute_s, in_memory @ self._nbytes)
+
+    def _first_needs(self) -> NDArray[np.int64]:
+        """Return for each op the stage in which backward first needs it, if all of its unit runs again."""
+        found = np.full(len(self._op_s), _NEVER)
+        can_run = self._maker >= 0
+        np.minimum.at(found, self._maker[can_run], self._moments.first_use[can_run])
+        first_op = self._moments.first_op
+        call_of_op = np.repeat(np.arange(len(first_op) - 1), np.diff(first_op))
+        makers = self._maker[self._read]
+        is_inside = (makers >= 0) & (call_of_op[self._readers] == call_of_op[makers])
+        # The readers of a value come after its op.
+        for reader, maker in zip(self._readers[is_inside][::-1], makers[is_inside][::-1], strict=True):
+            found[maker] = min(found[maker], found[reader])
+        return found
+
+
+class _Charges:
+    """What the tape takes in forward: for each unit call of which an op runs again, and for each such module of it."""
+
+    def __init__(self, profile: Profile, first_op: tuple[int, ...]) -> None:
+        # (op, its charge), and (a module's charge, its unit's).
+        ops: list[tuple[int, int]] = []
+        units: list[tuple[int, int]] = []
+        self.all_s: list[float] = []
+        for call, first in zip(profile.calls, first_op, strict=False):
+            graph = profile.graph_of(call)
+            if not graph.tape_s and not graph.module_tape_s:
+                continue
+            unit = len(self.all_s)
+            # The path of a module can be empty: its charge is not the unit's.
+            number_of = {module: unit + 1 + number for number, (module, _) in enumerate(graph.module_tape_s)}
+            self.all_s += [graph.tape_s, *(module_s for _, module_s in graph.module_tape_s)]
+            units += [(number, unit) for number in number_of.values()]
+            ops += [(first + index, number_of.get(module_of(op.name), unit)) for index, op in enumerate(graph.ops)]
+        self._ops, self._units = (np.array(pairs, dtype=np.int64).reshape(-1, 2) for pairs in (ops, units))
+        self._seconds = np.array(self.all_s)
+
+    def add_to(self, edges: _Edges) -> None:
+        """Add a node for each charge."""
+        first = edges.num_nodes
+        edges.num_nodes += len(self._seconds)
+        edges.add(self._ops[:, 0], first + self._ops[:, 1], np.inf)
+        edges.add(first + self._units[:, 0], first + self._units[:, 1], np.inf)
+        edges.add(first + np.arange(len(self._seconds)), edges.sink, self._seconds)
+
+    def seconds(self, runs: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the charges that are due if these ops run again."""
+        is_due = np.zeros(len(self._seconds), dtype=bool)
+        is_due[self._ops[np.isin(self._ops[:, 0], runs), 1]] = True
+        is_due[self._units[is_due[self._units[:, 0]], 1]] = True
+        return self._seconds[is_due]
+
+
+class _Edges:
+    """A network of capacities, and its minimum cut."""
+
+    source: Final = -1
+    sink: Final = -2
+
+    def __init__(self, num_nodes: int) -> None:
+        self.num_nodes = num_nodes
+        self._parts: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]] = []
+
+    def add(
+        self, start: NDArray[np.int64] | int, end: NDArray[np.int64] | int, capacity: NDArray[np.float64] | float
+    ) -> None:
+        """Add edges; those between the same two nodes add up."""
+        starts, ends, capacities = np.broadcast_arrays(start, end, capacity)
+        self._parts.append((starts, ends, capacities))
+
+    def cut(self, most_missing: float) -> tuple[float, NDArray[np.bool_]]:
+        """Return the capacity of a minimum cut, less at most so much, and which nodes are on the source's side of it."""
+        if not self._parts:
+            return 0.0, np.zeros(self.num_nodes, dtype=bool)
+        start, end, capacity = (np.concatenate(column) for column in zip(*self._parts, strict=True))
+        most = min(float(capacity[start == self.source].sum()), float(capacity[end == self.sink].sum()))
+        if most <= 0:
+            return 0.0, np.zeros(self.num_nodes, dtype=bool)
+        source, sink = self.num_nodes, self.num_nodes + 1
+        start, end = np.where(start == self.source, source, start), np.where(end == self.sink, sink, end)
+        # Entries of the same place add up.
+        capacities = csr_array(coo_array((capacity, (start, end)), shape=(sink + 1, sink + 1)))
+        total, left, is_reached = _flow(capacities, most, source, sink)
+        missing = float(left[is_reached][:, ~is_reached].sum())
+        if missing > most_missing:
+            more, _, is_reached = _flow(left, missing, source, sink)
+            total += more
+        return total, is_reached[:-2]
+
+
+def _flow(capacities: csr_array, most: float, source: int, sink: int) -> tuple[float, csr_array, NDArray[np.bool_]]:
+    """Return a flow of at most so much, what it leaves of the capacities, and the source's side of the cut for it."""
+    scale = _MOST / most
+    integers = np.floor(np.minimum(capacities.data * scale, _MOST + 1)).astype(np.int32)
+    indices, indptr = capacities.indices.astype(np.int32), capacities.indptr.astype(np.int32)
+    network = csr_array((integers, indices, indptr), shape=capacities.shape)
+    found = maximum_flow(network, source, sink)
+    residual = csr_array(network - found.flow)
+    residual.eliminate_zeros()
+    is_reached = np.zeros(sink + 1, dtype=bool)
+    is_reached[breadth_first_order(residual, source, return_predecessors=False)] = True
+    left = csr_array(capacities - found.flow / scale)
+    left.data = np.maximum(left.data, 0.0)
+    return found.flow_value / scale, left, is_reached
