@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,7 +16,9 @@ import transformers
 import recollect
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.bound import LowerBound, check_bound
+from recollect.planning.cheapest_step import CheapestStep
 from recollect.planning.choose import Planner
+from recollect.planning.moments import moments
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
@@ -87,6 +91,34 @@ def test_no_random_plan_is_below_the_bound(profile: Profile) -> None:
         # The bound of any budget that the plan fits into, the tightest of them.
         of_budget = next((s for b, s in zip(budgets, bounds_s, strict=True) if b >= peaks.peak_bytes), 0.0)
         assert of_budget <= peaks.recompute_s * (1 + TOLERANCE) + 1e-12
+
+
+def without_output(profile: Profile, call: int, decision: CallDecision, rng: random.Random) -> CallDecision:
+    """The same decision, half of the time with the output dropped as well, where the next unit starts from it."""
+    graph = profile.graph_of(profile.calls[call])
+    outputs = {index for index, value in enumerate(graph.values) if value.is_output}
+    drops = profile.calls[call].chained and not outputs.isdisjoint(decision.recompute) and rng.random() < 0.5
+    return replace(decision, keep_output=not drops)
+
+
+def test_no_random_plan_is_below_a_cut_at_any_prices(profile: Profile) -> None:
+    peak_sums = PeakSums(Program(profile, windows(profile)))
+    found = moments(profile)
+    step = CheapestStep(profile, found)
+    rng = random.Random(1)
+    plain_s = step.most_s / float(step.everything_kept().kept_bytes.max())
+    cuts = []
+    for _ in range(40):
+        prices = np.zeros(len(found.events))
+        for moment in rng.sample(range(len(prices)), k=rng.choice((1, 2, 4, 8))):
+            prices[moment] = plain_s * 10 ** rng.uniform(-2, 1)
+        cut = step.at(prices)
+        assert cut.cost_s == pytest.approx(cut.choice.recompute_s + prices @ cut.choice.kept_bytes, rel=1e-11)
+        cuts.append((cut.cost_s + prices @ found.fixed_bytes, prices.sum()))
+    heights_s, slopes = (np.array(column) for column in zip(*cuts, strict=True))
+    for decisions in itertools.islice(random_plans(profile, seed=1), NUM_PLANS // 4):
+        peaks = peak_sums.peaks([without_output(profile, call, decisions[call], rng) for call in range(len(decisions))])
+        assert (heights_s - slopes * peaks.peak_bytes).max() <= peaks.recompute_s * (1 + TOLERANCE) + 1e-12
 
 
 def test_no_plan_is_below_its_own_bound(profile: Profile) -> None:

@@ -34,9 +34,11 @@ from scipy.optimize import linprog
 
 from recollect.planning.cheapest_step import CheapestStep, StepChoice
 from recollect.planning.moments import moments
+from recollect.plans.engines import Tape
+from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
-__all__ = ["LowerBound", "check_bound"]
+__all__ = ["LowerBound", "check_bound", "is_all_on_tape"]
 
 # Part of a number that its last digits may be wrong by, where many are added up.
 _ROUNDING = 1e-12
@@ -155,6 +157,11 @@ class LowerBound:
         self._recompute.append(choice.recompute_s / self._seconds)
         self._alive.append((choice.kept_bytes + self._fixed_bytes) / self._bytes)
         return True
+
+
+def is_all_on_tape(plan: Plan) -> bool:
+    """Whether the bound is of this plan: a module that runs again as a whole drops what the tape has to keep."""
+    return all(isinstance(unit.engine, Tape) for unit in plan.units.values())
 
 
 def check_bound(bound_s: float, recompute_s: float, budget_bytes: int) -> None:

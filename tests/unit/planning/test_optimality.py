@@ -4,45 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import statistics
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import pytest
 
+from every_plan import Point, all_plans, on_a_slow_tape
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.bound import LowerBound, is_all_on_tape
 from recollect.planning.choose import Planner
 from recollect.planning.choose import plan as choose
-from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import CallDecision, simulate
 from synthetic_step import random_step
-from watched_modules import on_modules
 
 TOLERANCE_S = 1e-6
-Point = tuple[int, float]
-
-
-def choices(graph: UnitGraph) -> Iterator[CallDecision]:
-    """Everything that a plan can say of a unit."""
-    droppable = [i for i, v in enumerate(graph.values) if v.producer is not None and not v.must_keep]
-    output = len(graph.values) - 1
-    for size in range(len(droppable) + 1):
-        for dropped in itertools.combinations(droppable, size):
-            yield CallDecision(frozenset(dropped))
-            if output in dropped:
-                yield CallDecision(frozenset(dropped), keep_output=False)
-
-
-def all_plans(profile: Profile) -> list[Point]:
-    """Peak and recompute time of every plan."""
-    units = [list(choices(profile.graph_of(call))) for call in profile.calls]
-    simulations = (simulate(profile, decisions) for decisions in itertools.product(*units))
-    return list({(s.peak_bytes, s.recompute_s) for s in simulations})
 
 
 def budgets(points: list[Point]) -> list[int]:
@@ -111,16 +89,6 @@ def test_plans_of_chains_are_mostly_the_best_of_all_plans() -> None:
     assert found.part_optimal >= 0.8
     assert max(found.gaps) <= 0.1
     assert found.num_missing <= 2
-
-
-def on_a_slow_tape(profile: Profile, seed: int) -> Profile:
-    """The same step, where a unit that recomputes anything pays for the tape too, or for each module that it watches."""
-    ops_s = max(op.time_s for graph in profile.graphs for op in graph.ops)
-    if seed % 2:
-        rng = random.Random(seed)
-        return replace(profile, graphs=tuple(on_modules(graph, rng, most_s=ops_s) for graph in profile.graphs))
-    graphs = tuple(replace(g, tape_s=ops_s * (0.5, 1.0, 4.0)[(seed + i) % 3]) for i, g in enumerate(profile.graphs))
-    return replace(profile, graphs=graphs)
 
 
 def test_plans_and_bounds_with_the_tape_s_own_time() -> None:

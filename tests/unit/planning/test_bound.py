@@ -1,0 +1,150 @@
+"""The bound of a small step against every plan, at whatever prices it was looked for."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from every_plan import all_plans, on_a_slow_tape
+from recollect.planning import bound as bound_module
+from recollect.planning.bound import LowerBound, check_bound
+from recollect.planning.cheapest_step import CheapestStep
+from recollect.planning.moments import moments
+from recollect.profile.events import ALLOC, WORK
+from recollect.profile.profile import Profile
+from synthetic_step import random_step
+
+TOLERANCE_S = 1e-6
+
+
+def step_of(seed: int) -> Profile:
+    num_units = 1 + seed % 3
+    profile = random_step(seed, num_values=(7, 4, 3)[num_units - 1], num_units=num_units, saved_part=0.8)
+    return on_a_slow_tape(profile, seed // 2) if seed % 2 else profile
+
+
+def budgets_of(points: list[tuple[int, float]], fixed_bytes: int) -> list[int]:
+    """From what no plan can do without to keeping everything."""
+    least = min(peak for peak, _ in points)
+    most = min(peak for peak, recompute_s in points if recompute_s == 0)
+    return sorted({fixed_bytes, (fixed_bytes + least) // 2, *(least + (most - least) * i // 6 for i in range(7))})
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_bound_is_the_highest_of_all_prices_and_below_every_plan(seed: int) -> None:
+    profile = step_of(seed)
+    points = all_plans(profile)
+    found = moments(profile)
+    step = CheapestStep(profile, found)
+    bound = LowerBound(profile)
+    rng = random.Random(seed)
+    for budget in budgets_of(points, int(found.fixed_bytes.max())):
+        bound_s = bound.recompute_s(budget)
+        best_s = min((recompute_s for peak, recompute_s in points if peak <= budget), default=math.inf)
+        assert bound_s <= best_s + TOLERANCE_S
+        for _ in range(10):
+            prices = np.zeros(len(found.events))
+            for moment in rng.sample(range(len(prices)), k=min(len(prices), rng.choice((1, 2, 3)))):
+                prices[moment] = step.most_s / 100 * 10 ** rng.uniform(-2, 1)
+            at_these_s = step.at(prices).cost_s + prices @ (found.fixed_bytes - budget)
+            assert at_these_s <= bound_s * (1 + 1e-5) + TOLERANCE_S
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_wrong_prices_still_give_a_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the linear program was solved."""
+    profile = step_of(seed)
+    points = all_plans(profile)
+    rng = np.random.default_rng(seed)
+    solve = bound_module.linprog
+
+    def solve_badly(*args: Any, **options: Any) -> Any:
+        result = solve(*args, **options)
+        marginals = result.ineqlin.marginals
+        result.ineqlin.marginals = marginals * rng.uniform(0.5, 2, len(marginals)) + rng.uniform(
+            -0.1, 0.1, len(marginals)
+        )
+        return result
+
+    monkeypatch.setattr(bound_module, "linprog", solve_badly)
+    for budget in budgets_of(points, 0):
+        bound_s = LowerBound(profile).recompute_s(budget)
+        assert bound_s <= min((s for peak, s in points if peak <= budget), default=math.inf) + TOLERANCE_S
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bound_falls_with_the_budget_and_hangs_little_on_what_was_asked_before(seed: int) -> None:
+    profile = random_step(seed, num_values=8, num_units=4)
+    bound = LowerBound(profile)
+    top = int(
+        CheapestStep(profile, found := moments(profile)).everything_kept().kept_bytes.max() + found.fixed_bytes.max()
+    )
+    budgets = range(int(found.fixed_bytes.max()), top, max(1, top // 40))
+    falling = [bound.recompute_s(budget) for budget in budgets]
+    for more, less in itertools.pairwise(falling):
+        assert less <= more * (1 + 1e-5) + TOLERANCE_S
+    assert bound.recompute_s(top) == 0
+    for budget, bound_s in zip(budgets, falling, strict=True):
+        assert LowerBound(profile).recompute_s(budget) == pytest.approx(bound_s, rel=1e-5, abs=TOLERANCE_S)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_other_units_of_bytes_and_time_give_the_same_slowdown(seed: int) -> None:
+    profile = random_step(seed, num_values=8, num_units=3)
+    bound = LowerBound(profile)
+    factor = 2**20
+    sizes = {ALLOC: 2, WORK: 1}
+    blocks = tuple(
+        tuple(tuple(n * factor if at == sizes.get(e[0]) else n for at, n in enumerate(e)) for e in block)
+        for block in profile.log.blocks
+    )
+    graphs = tuple(
+        replace(
+            graph,
+            values=tuple(replace(value, nbytes=value.nbytes * factor) for value in graph.values),
+            ops=tuple(replace(op, time_s=op.time_s * 1e-7) for op in graph.ops),
+        )
+        for graph in profile.graphs
+    )
+    persistent = {kind: nbytes * factor for kind, nbytes in profile.persistent.items()}
+    log = replace(profile.log, blocks=blocks)
+    scaled = LowerBound(replace(profile, graphs=graphs, log=log, persistent=persistent, step_s=profile.step_s * 1e-7))
+    fixed_bytes = int(moments(profile).fixed_bytes.max())
+    for budget in range(fixed_bytes - 20, fixed_bytes + 400, 60):
+        assert scaled.slowdown(budget * factor) == pytest.approx(bound.slowdown(budget), rel=1e-5, abs=1e-8)
+
+
+def test_an_argument_of_another_unit_is_not_free() -> None:
+    profile = random_step(4, num_values=4, num_units=3, saved_part=0.4)
+    # As if the input of each unit were always there.
+    alone = replace(profile, calls=tuple(replace(call, origins=()) for call in profile.calls))
+    assert LowerBound(profile).recompute_s(196) == pytest.approx(4.0, rel=1e-5)
+    assert LowerBound(alone).recompute_s(196) == pytest.approx(3.0, rel=1e-5)
+    assert min(recompute_s for peak, recompute_s in all_plans(profile) if peak <= 196) >= 4.0
+
+
+def test_an_answer_of_the_solver_that_is_none_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = random_step(0, num_values=8, num_units=4)
+    budget = int(moments(profile).fixed_bytes.max()) + 200
+    assert LowerBound(profile).recompute_s(budget) > 0
+    solve = bound_module.linprog
+
+    def give_up(*args: Any, **options: Any) -> Any:
+        result = solve(*args, **options)
+        result.status = 1
+        return result
+
+    monkeypatch.setattr(bound_module, "linprog", give_up)
+    assert LowerBound(profile).recompute_s(budget) == 0
+
+
+def test_a_plan_below_its_bound_is_an_error() -> None:
+    check_bound(1.0, 1.0, 100)
+    with pytest.raises(RuntimeError, match="no plan for 100 bytes should take less than"):
+        check_bound(1.1, 1.0, 100)

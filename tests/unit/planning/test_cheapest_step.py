@@ -1,0 +1,110 @@
+"""The minimum cut of a whole step at prices: no plan is below it, and a choice costs as much as it says."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from every_plan import all_plans, on_a_slow_tape
+from recollect.planning.cheapest_step import CheapestStep
+from recollect.planning.moments import Moments, moments
+from recollect.profile.profile import Profile
+from recollect.simulation.simulate import CallDecision, simulate
+from synthetic_step import random_step
+
+NUM_PRICES = 8
+
+
+def random_prices(found: Moments, profile: Profile, rng: random.Random) -> NDArray[np.float64]:
+    """Prices for a few moments, from next to nothing to more than all recompute."""
+    seconds = sum(graph.forward_s for graph in profile.graphs)
+    prices = np.zeros(len(found.events))
+    for moment in rng.sample(range(len(prices)), k=min(len(prices), rng.choice((1, 1, 2, 3, 6)))):
+        prices[moment] = seconds / 1000 * 10 ** rng.uniform(-2, 2)
+    return prices
+
+
+def step_of(seed: int) -> Profile:
+    num_units = 1 + seed % 3
+    profile = random_step(seed, num_values=(7, 4, 3)[num_units - 1], num_units=num_units, state_bytes=8, saved_part=0.8)
+    return on_a_slow_tape(profile, seed // 2) if seed % 2 else profile
+
+
+@pytest.mark.parametrize("seed", range(45))
+def test_no_plan_costs_less_at_any_prices(seed: int) -> None:
+    profile = step_of(seed)
+    # All moments, not only those that the bound looks at.
+    found = moments(profile, range(profile.log.num_events))
+    step = CheapestStep(profile, found)
+    points = all_plans(profile)
+    rng = random.Random(seed)
+    for _ in range(NUM_PRICES):
+        prices = random_prices(found, profile, rng)
+        cost_s = step.at(prices).cost_s
+        for peak_bytes, recompute_s in points:
+            # Of a plan, no moment has more bytes than its peak.
+            assert cost_s + prices @ (found.fixed_bytes - peak_bytes) <= recompute_s * (1 + 1e-9) + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_choice_costs_what_the_cut_says(seed: int) -> None:
+    profile = step_of(seed)
+    found = moments(profile, range(profile.log.num_events))
+    step = CheapestStep(profile, found)
+    rng = random.Random(seed)
+    for _ in range(NUM_PRICES):
+        prices = random_prices(found, profile, rng)
+        cut = step.at(prices)
+        costs_s = cut.choice.recompute_s + prices @ cut.choice.kept_bytes
+        assert cut.cost_s == pytest.approx(costs_s, rel=1e-11)
+        assert cut.cost_s <= prices @ step.everything_kept().kept_bytes * (1 + 1e-12)
+        missing_s = 1e-4 * costs_s
+        assert costs_s - missing_s <= step.at(prices, missing_s=missing_s).cost_s <= costs_s * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_what_is_dropped_runs_again(seed: int) -> None:
+    """The choice, as a plan, takes as long as the cut says."""
+    profile = step_of(2 * seed)
+    found = moments(profile)
+    step = CheapestStep(profile, found)
+    rng = random.Random(seed)
+    for _ in range(NUM_PRICES):
+        choice = step.at(random_prices(found, profile, rng)).choice
+        decisions = [
+            CallDecision(dropped, keep_output=len(profile.graph_of(call).values) - 1 not in dropped)
+            for call, dropped in zip(profile.calls, step.dropped(choice), strict=True)
+        ]
+        assert simulate(profile, decisions).recompute_s == pytest.approx(choice.recompute_s)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_other_units_of_time_and_bytes_give_the_same_choice(seed: int) -> None:
+    profile = step_of(seed)
+    found = moments(profile)
+    graphs = tuple(
+        replace(
+            graph,
+            ops=tuple(replace(op, time_s=op.time_s * 1e-7) for op in graph.ops),
+            tape_s=graph.tape_s * 1e-7,
+            module_tape_s=tuple((module, seconds * 1e-7) for module, seconds in graph.module_tape_s),
+        )
+        for graph in profile.graphs
+    )
+    step, scaled = CheapestStep(profile, found), CheapestStep(replace(profile, graphs=graphs), found)
+    rng = random.Random(seed)
+    for _ in range(NUM_PRICES):
+        prices = random_prices(found, profile, rng)
+        cut, other = step.at(prices), scaled.at(prices * 1e-7)
+        assert other.cost_s == pytest.approx(cut.cost_s * 1e-7, rel=1e-11)
+
+
+def test_without_prices_nothing_costs_anything() -> None:
+    profile = step_of(0)
+    found = moments(profile)
+    cut = CheapestStep(profile, found).at(np.zeros(len(found.events)))
+    assert (cut.cost_s, cut.choice.recompute_s) == (0.0, 0.0)
