@@ -10,10 +10,10 @@ so at any prices lambda_e >= 0 its recompute is at least
     cut(lambda) = least recompute + sum of lambda_e * kept_e, over all choices for the whole step (`planning/cheapest_step.py`)
 
 Every lambda gives a bound. The highest is found by cutting planes: each cut comes with a choice, and L is nowhere above what
-that choice costs, which is linear in lambda. The highest point under all planes that are known is a small linear program; at its
-prices the next cut is made. L has finitely many planes, so this ends, and soon: after 5 to 40 cuts for the first budget, 1
-to 10 for each one after it, as the planes are the same for every budget. How exactly the program was solved only decides
-which prices are tried, not whether what is returned is a bound.
+that choice costs, which is linear in lambda. The highest point under all known planes is a small linear program; at its prices
+the next cut is made. L has finitely many planes, so this ends, and soon: after 5 to 40 cuts for the first budget, 1 to 10
+for each one after it, as the planes are the same for every budget. How exactly the program was solved only decides which
+prices are tried, not whether what is returned is a bound.
 
 "Any plan" means: keep or recompute, value by value, unit outputs dropped or not, each op running again at most once, and what
 it computed staying as long as backward has still to ask for it, as on the tape; for the ops and the order of the recorded step.

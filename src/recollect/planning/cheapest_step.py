@@ -11,8 +11,8 @@ again, such as all of forward, form a class k:
                   time of o                         if r_{o,first} = 1
                   what the tape takes in forward    if m_j = 1
 
-The price of v in k is bytes(v) times the sum of lambda_e over the moments of k at which v has been made and a plan can be without
-it. Every term is a capacity between two nodes (source side = 1), so the least cost is a minimum cut.
+The price of v in k is bytes(v) times the sum of lambda_e over the moments of k at which v has been made and a plan can be
+without it. Every term is a capacity between two nodes (source side = 1), so the least cost is a minimum cut.
 
 What a plan has in memory at each moment, and which of its ops run again after it, is such a choice, so no plan costs less. All
 else is left out, in favour of the bound: other working memory of recomputing, saved generator states, values that are

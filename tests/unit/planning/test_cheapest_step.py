@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from every_plan import all_plans, on_a_slow_tape
 from recollect.planning.cheapest_step import CheapestStep
 from recollect.planning.moments import Moments, moments
+from recollect.profile.events import BACKWARD, DIES, OP, PHASE, RELEASE, SAVE, USE, StepLog
+from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.simulate import CallDecision, simulate
 from synthetic_step import random_step
@@ -101,6 +103,24 @@ def test_other_units_of_time_and_bytes_give_the_same_choice(seed: int) -> None:
         prices = random_prices(found, profile, rng)
         cut, other = step.at(prices), scaled.at(prices * 1e-7)
         assert other.cost_s == pytest.approx(cut.cost_s * 1e-7, rel=1e-11)
+
+
+def test_a_value_that_two_ops_read_costs_once() -> None:
+    values = (
+        ValueRecord("x", 8, None),
+        ValueRecord("h", 100, 0),
+        *(ValueRecord(name, 1000, op, saved=True) for op, name in enumerate(("p", "q"), start=1)),
+    )
+    ops = (OpRecord("h", (0,), (1,), 50.0), OpRecord("p", (1,), (2,), 1.0), OpRecord("q", (1,), (3,), 1.0))
+    forward = ((OP, 0, 0), (OP, 0, 1), (SAVE, 0, 2, 0, 0), (OP, 0, 2), (SAVE, 0, 3, 1, 0))
+    dies = tuple((DIES, 0, value) for value in (1, 2, 3))
+    backward = ((PHASE, BACKWARD), (USE, 0), (RELEASE, 0), (USE, 1), (RELEASE, 1))
+    log = StepLog(((*forward, *dies, *backward),), ((0, -1),))
+    profile = Profile((UnitGraph(values, ops),), (UnitCall("layer", 0),), log, step_s=60.0)
+    step = CheapestStep(profile, moments(profile, [7]))
+    cut = step.at(np.array([0.01]))
+    assert cut.cost_s == pytest.approx(100 * 0.01 + 1 + 1)
+    assert step.dropped(cut.choice) == [frozenset({2, 3})]
 
 
 def test_without_prices_nothing_costs_anything() -> None:
