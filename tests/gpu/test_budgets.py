@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from device_steps import RecordProperty
-from quick_meter import few_objects  # noqa: F401
 from training_peaks import Trial, train_under_budget
 
 ROOT = Path(__file__).parents[2]

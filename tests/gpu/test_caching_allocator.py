@@ -13,7 +13,6 @@ import torch
 
 import recollect
 from device_steps import sized
-from quick_meter import few_objects  # noqa: F401
 from recollect.profile.events import StepLog
 from recollect.profile.profile import Profile
 from recollect.simulation.program import rounded_bytes

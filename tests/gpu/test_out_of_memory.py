@@ -18,7 +18,6 @@ from device_steps import FULL_ONLY, sized
 from function_units import UNITS, TwoUnits, Unit, two_units
 from gradients import assert_same_gradients, clear, gradients, step_of
 from policies import Policy, Random
-from quick_meter import few_objects  # noqa: F401
 from recollect.applying import apply_policy
 from watch import Watch, live_tensors
 

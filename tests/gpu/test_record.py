@@ -14,8 +14,8 @@ from device_models import decoder
 from device_steps import RecordProperty, generator_states, moved, plain_step
 from gradients import Step, assert_same_gradients, gradients, step_of
 from predictions import budgets
-from quick_meter import few_objects  # noqa: F401
 from recollect.measuring.meter import storage_bytes
+from recollect.planning.choose import Planner
 from recollect.profile.profile import Profile
 from watch import live_tensors
 from zoo import ZOO
@@ -99,7 +99,7 @@ def test_fit_apply_and_remove(device: torch.device) -> None:
     case = decoder("llama", device)
     model, batch = case.model(), case.data()
     expected = step_of(case, model)
-    (budget_bytes,) = budgets(recollect.record(model, batch), (0.5,))
+    (budget_bytes,) = budgets(Planner(recollect.record(model, batch)), (0.5,))
     plan = recollect.fit(model, batch, budget_bytes)
     assert plan.predicted_peak_bytes is not None
     assert plan.budget_bytes is not None

@@ -218,7 +218,10 @@ def peak_bytes(model: nn.Sequential, policy: Policy | None) -> int:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     hidden = data()
-    with nullcontext() if policy is None else apply_policy(model, units(model), policy), Watch() as watch:
+    with (
+        nullcontext() if policy is None else apply_policy(model, units(model), policy),
+        Watch(follows_peak=True) as watch,
+    ):
         model(hidden).sum().backward()
     return watch.peak_bytes
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gc
 import json
 import subprocess
 import sys
@@ -58,7 +57,8 @@ def test_overhead(tmp_path: Path) -> None:
     assert "of the added time" in output
 
 
-def test_frontier(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")
+def test_frontier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     output = run("frontier.py", "--quick", "--models", "dense", "--out", str(tmp_path))
     found = rows(tmp_path / "frontier.csv")
     peaks, equal = values(found, "peak"), values(found, "gradients_equal")
@@ -91,26 +91,25 @@ def test_frontier(tmp_path: Path) -> None:
     drawn = picture.read_bytes()
     assert drawn.startswith(b"\x89PNG")
     picture.unlink()
-    run("frontier.py", "--quick", "--redraw", "--models", "dense", "--out", str(tmp_path))
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import frontier
+
+    monkeypatch.setattr(frontier.signal, "signal", lambda *_: None)
+    frontier.main(["--quick", "--redraw", "--models", "dense", "--out", str(tmp_path)])
     assert picture.read_bytes() == drawn
     assert len(rows(tmp_path / "frontier.csv")) == len(found)
-    output = run("frontier.py", "--redraw", "--models", "moe", "--out", str(tmp_path))
-    assert "no step times of moe at these sizes: d=384, 16 layers" in " ".join(output.split())
+    frontier.main(["--redraw", "--models", "moe", "--out", str(tmp_path)])
+    assert "no step times of moe at these sizes: d=384, 16 layers" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model", ["dense", "moe", "mla"])
-def test_peers_compute_the_same_gradients(
-    model: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_peers_compute_the_same_gradients(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     from megatron_peers import megatron_peers
     from peers import layer_peers
     from subject import Step, StepFlags, largest_difference
 
-    gc.collect()
-    gc.freeze()  # each measured peak collects garbage, in which the modules of PyTorch would take most of the time
-    request.addfinalizer(gc.unfreeze)
     step = Step(StepFlags(hidden_size=32, num_layers=4, vocab_size=64, seq_length=16, threads=1), model)
     expected, plain_bytes = step.gradients(), step.peak_bytes()
     peers = [*layer_peers(step), *megatron_peers(step)]
@@ -198,7 +197,9 @@ def test_compiled(tmp_path: Path) -> None:
 
 def test_cost_model(tmp_path: Path) -> None:
     sizes = ["--hidden-size", "128", "--num-layers", "2", "--vocab-size", "64", "--seq-length", "32"]
-    output = run("cost_model.py", *sizes, "--calibration-s", "0", "--recordings", "1", "--out", str(tmp_path))
+    output = run(
+        "cost_model.py", *sizes, "--calibration-s", "0", "--recordings", "1", "--budgets", "0.5", "--out", str(tmp_path)
+    )
     found = rows(tmp_path / "cost_model.csv")
     models = {"reference Llama", "HF Llama", "Mixtral", "DeepSeek-V3", "GPT-2 (dropout)"}
     ratios = values(found, "step_ratio")
@@ -214,7 +215,7 @@ def test_cost_model(tmp_path: Path) -> None:
 
 
 def test_planner(tmp_path: Path) -> None:
-    flags = ["--profiles", "Mixtral, 4 layers", "--parts", "0.1", "0.5", "--large", "tiny", "--large-num-budgets", "2"]
+    flags = ["--profiles", "Mixtral, 4 layers", "--parts", "0.5", "--large", "tiny", "--large-num-budgets", "2"]
     output = run("planner.py", *flags, "--out", str(tmp_path))
     found = rows(tmp_path / "planner.csv")
     gaps = values(found, "gap_worst")

@@ -239,7 +239,7 @@ def test_row_7_there_is_no_variant_with_recollect(policy: Policy) -> None:
 
 
 def _peak_bytes(model: nn.Module, data: Tensor) -> int:
-    with Watch() as watch:
+    with Watch(follows_peak=True) as watch:
         model(data).square().mean().backward()
     return watch.peak_bytes
 

@@ -17,7 +17,6 @@ import gradients as steps
 import rank_programs
 import recollect
 from gradients import Step, assert_same_gradients, call
-from quick_meter import few_objects  # noqa: F401
 from rank_programs import run_on_ranks
 from recollect.cli import main
 from recollect.errors import AlreadyAppliedError, BudgetTooSmallError, ChunkedLossError, PlanError, PlanFormatError

@@ -37,7 +37,6 @@ MODULES_OF = {
     "deepseek_v3": ("core_attn", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "layernorm"),
 }
 EVERY_MODULE = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_act", "mla_up_proj")
-OTHERS = [(name, module) for name, has in MODULES_OF.items() for module in EVERY_MODULE if module not in has]
 
 
 def module_sets(name: str) -> list[tuple[str, ...]]:
@@ -73,23 +72,22 @@ def reference_case(name: str) -> Case:
 
 CASES = {name: ZOO[name] if name in ZOO else reference_case(name) for name in MODULES_OF}
 
-SETTINGS = [
-    (name, fields)
-    for name, modules in MODULES_OF.items()
-    for fields in (
-        *(full(method, n) for method in ("uniform", "block") for n in range(1, len(CASES[name].layers) + 1)),
+
+def settings_of(name: str) -> list[dict[str, Any]]:
+    """One layer a region, all but one, all; each set of modules, and each module with its output dropped too."""
+    modules, num_layers = MODULES_OF[name], len(CASES[name].layers)
+    discarded = modules if not name.endswith(" fused") else ()
+    return [
+        *(full(method, n) for method in ("uniform", "block") for n in sorted({1, num_layers - 1, num_layers})),
         *(selective(chosen) for chosen in module_sets(name)),
-        *(selective((module,), recompute_discard_outputs=(module,)) for module in modules),
+        *(selective((module,), recompute_discard_outputs=(module,)) for module in discarded),
         selective(modules, recompute_discard_outputs=()),
         selective(modules, recompute_discard_outputs=modules),
         {"moe_layer_recompute": True} if "moe" in modules else {},
-    )
-]
+    ]
 
 
-def label(setting: tuple[str, dict[str, Any]]) -> str:
-    name, fields = setting
-    return " ".join([name, *(str(value) for value in fields.values())])
+every_model = pytest.mark.parametrize("name", MODULES_OF)
 
 
 @functools.cache
@@ -98,20 +96,15 @@ def profile_of(name: str) -> Profile:
     return recollect.record(case.model(), case.data(), loss_fn=case.loss_fn)
 
 
-@functools.cache
-def step_without(name: str) -> dict[str, Any]:
+@pytest.mark.filterwarnings("ignore:.*(deprecated|multi-token prediction layers):recollect.errors.ConfigWarning")
+@every_model
+def test_gradients_have_the_same_bits(name: str) -> None:
     case = CASES[name]
-    return step_of(case, case.model())
-
-
-@pytest.mark.filterwarnings("ignore:.*(deprecated|layers for further tokens):recollect.errors.ConfigWarning")
-@pytest.mark.parametrize("setting", SETTINGS, ids=label)
-def test_gradients_have_the_same_bits(setting: tuple[str, dict[str, Any]]) -> None:
-    name, fields = setting
-    case, config = CASES[name], RecomputeConfig(**fields)
     model = case.model()
-    with recollect.apply(model, megatron_plan(profile_of(name), config)):
-        assert_same_gradients(step_without(name), step_of(case, model))
+    expected = step_of(case, model)
+    for fields in settings_of(name):
+        with recollect.apply(model, megatron_plan(profile_of(name), RecomputeConfig(**fields))):
+            assert_same_gradients(expected, step_of(case, model), str(fields))
 
 
 def num_ops(case: Case, plan: recollect.Plan) -> int:
@@ -126,27 +119,25 @@ def num_ops(case: Case, plan: recollect.Plan) -> int:
 SAVED_BY_NOBODY = {("deepseek_v3", "mla_up_proj")}
 
 
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [
-        (name, module)
-        for name, modules in MODULES_OF.items()
-        for module in modules
-        if (name, module) not in SAVED_BY_NOBODY
-    ],
-)
-def test_each_module_runs_ops_again(name: str, module: str) -> None:
+@every_model
+def test_each_module_runs_ops_again(name: str) -> None:
     """Without this, a plan that drops nothing would pass the test above."""
     case, profile = CASES[name], profile_of(name)
     plain = num_ops(case, recollect.classic_plan(profile, "keep_all"))
-    discarding = RecomputeConfig(**selective((module,), recompute_discard_outputs=(module,)))
-    assert num_ops(case, megatron_plan(profile, discarding)) > plain
+    for module in MODULES_OF[name]:
+        if (name, module) in SAVED_BY_NOBODY:
+            continue
+        discards = {} if name.endswith("unfused") else {"recompute_discard_outputs": (module,)}
+        config = RecomputeConfig(**selective((module,), **discards))
+        assert num_ops(case, megatron_plan(profile, config)) > plain, module
 
 
-@pytest.mark.parametrize(("name", "module"), OTHERS)
-def test_modules_that_a_model_has_not(name: str, module: str) -> None:
-    with pytest.raises(ConfigError, match=f"no layer of this model has {module}"):
-        megatron_plan(profile_of(name), RecomputeConfig(**selective((module,))))
+@every_model
+def test_modules_that_a_model_has_not(name: str) -> None:
+    for module in EVERY_MODULE:
+        if module not in MODULES_OF[name]:
+            with pytest.raises(ConfigError, match=f"no layer of this model has {module}"):
+                megatron_plan(profile_of(name), RecomputeConfig(**selective((module,))))
 
 
 MTP = "deepseek-v3-tiny fused"
@@ -160,7 +151,9 @@ def test_layers_for_further_tokens_are_regions_of_uniform_whatever_the_number() 
 
 
 def test_layers_for_further_tokens_are_no_part_of_block() -> None:
-    message = "got mtp_num_layers=1, recompute_method='block': the layers for further tokens stand behind .*'uniform'"
+    message = (
+        "got mtp_num_layers=1, recompute_method='block': multi-token prediction layers come after those of.*'uniform'"
+    )
     with pytest.warns(ConfigWarning, match=message):
         plan = megatron_plan(profile_of(MTP), RecomputeConfig(**full("block", 4)))
     assert not plan.units["mtp.layers.0"].recomputes_anything

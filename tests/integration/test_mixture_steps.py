@@ -13,8 +13,7 @@ from torch import Tensor
 
 import recollect
 from gradients import assert_same_gradients, gradients, same_bits
-from policies import EVERY_PLAN, FULL, NOTHING_KEPT, Policy, Random
-from quick_meter import few_objects  # noqa: F401
+from policies import EVERY_PLAN, FULL, NOTHING_KEPT, Random
 from recollect.applying import apply_policy
 from recollect.errors import RecordError
 from recollect.lab.models.gpt import GPTModel
@@ -65,15 +64,15 @@ def unit_paths(model: GPTModel) -> list[str]:
     return [unit.path for unit in find_units(model)]
 
 
-@pytest.mark.parametrize("policy", EVERY_PLAN.values(), ids=EVERY_PLAN)
 @every_case
-def test_gradients_losses_and_counts_are_the_same_to_the_bit(case: str, policy: Policy) -> None:
+def test_gradients_losses_and_counts_are_the_same_to_the_bit(case: str) -> None:
     model, batch = model_of(case), batch_of()
     expected = gradients(model, batch, loss_of)
     assert any(name.endswith("tokens_per_expert") for name in expected) == case.startswith("deepseek")
-    with apply_policy(model, unit_paths(model), policy):
-        for _ in range(2):
-            assert_same_gradients(expected, gradients(model, batch, loss_of))
+    for name, policy in EVERY_PLAN.items():
+        with apply_policy(model, unit_paths(model), policy):
+            for _ in range(2):
+                assert_same_gradients(expected, gradients(model, batch, loss_of), name)
 
 
 @every_model
@@ -135,11 +134,11 @@ def train(
 
 @every_model
 def test_training_is_the_same_with_and_without_plans(case: str) -> None:
-    steps = 25
+    steps = 12
     # Large steps of the bias, so that it changes routes within the test.
     rate = {"moe_router_bias_update_rate": 0.02} if case == "deepseek-v3" else {}
     expected, state = train(model_of(case, **rate), None, steps)
-    assert expected[-1] < 0.6 * expected[0]
+    assert expected[-1] < 0.8 * expected[0]
     profile = recollect.record(model_of(case, **rate), batch_of(sequences=4, length=64))
     plans = [recollect.classic_plan(profile, "full"), recollect.plan(profile, _tight_budget_bytes(profile))]
     for plan in plans:

@@ -18,6 +18,7 @@ import recollect
 from gradients import call as call_model
 from gradients import loss_of
 from predictions import CASES, MAIN_CASES, MOST_OVER_BYTES, budgets, larger
+from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from zoo import Case
@@ -31,8 +32,9 @@ ROUTED = ("mixtral", "deepseek_v3")
 def plans(profile: Profile) -> Iterator[Plan]:
     yield recollect.classic_plan(profile, "keep_all")
     yield recollect.classic_plan(profile, "full")
-    for budget in budgets(profile, (0.3, 0.6)):
-        yield recollect.plan(profile, budget)
+    planner = Planner(profile)
+    for budget in budgets(planner, (0.3, 0.6)):
+        yield planner.plan(budget)
 
 
 def tracked_peak_bytes(case: Case, plan: Plan, *, fake: bool) -> int:

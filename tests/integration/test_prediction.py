@@ -5,10 +5,9 @@ A batch here is eight times that of the zoo, so that activations are the larger 
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -31,8 +30,8 @@ from predictions import (
     reference_batch,
     reference_llama,
 )
-from quick_meter import few_objects  # noqa: F401
 from recollect.measuring.meter import measure_peak, storage_bytes
+from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
@@ -136,22 +135,20 @@ VARIANTS = [(name, True) for name in CASES] + [(name, False) for name in MAIN_CA
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda v: v[0] if v[1] else f"{v[0]}-no_optimizer")
-def tried(request: pytest.FixtureRequest, few_objects: None) -> Iterator[Experiment]:  # noqa: F811
+def tried(request: pytest.FixtureRequest) -> Experiment:
     """Each model under planned, classic and random plans."""
     name, with_optimizer = request.param
-    CASES[name].model()  # Loads its code, which the meter then need not look at.
-    gc.collect()
-    gc.freeze()
     made = experiment(CASES[name], with_optimizer=with_optimizer)
-    for budget in budgets(made.profile, MORE_FRACTIONS if name in MAIN_CASES else FRACTIONS):
-        made.try_plan(f"budget {budget}", recollect.plan(made.profile, budget))
+    planner = Planner(made.profile)
+    for budget in budgets(planner, MORE_FRACTIONS if name in MAIN_CASES else FRACTIONS):
+        made.try_plan(f"budget {budget}", planner.plan(budget))
     made.try_plan("full", recollect.classic_plan(made.profile, "full"))
     made.try_plan("keep all", recollect.classic_plan(made.profile, "keep_all"))
     if any(call.chained and call.repeated for call in made.profile.calls):
         made.try_plan("every 2nd", recollect.classic_plan(made.profile, "every_nth", 2))
     for seed in range(NUM_RANDOM_PLANS):
         made.try_plan(f"random {seed}", random_plan(made.profile, seed))
-    yield made
+    return made
 
 
 def test_measured_peak_is_what_was_predicted(tried: Experiment) -> None:

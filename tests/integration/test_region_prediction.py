@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import recollect
 from gradients import assert_same_gradients, gradients
-from quick_meter import few_objects  # noqa: F401
 from recollect.measuring.meter import measure_peak
 from recollect.plans.action import Action
 from recollect.plans.engines import Region
@@ -25,7 +24,7 @@ from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import windows
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("few_objects")]
+pytestmark = pytest.mark.integration
 
 # A prediction has a KiB for what nobody sees, and holds what a backward formula used until autograd lets go of it: in a
 # region it dies just before, so that the sum over a bias gradient (256 bytes here) need not come on top.

@@ -102,20 +102,21 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     return torch.equal(*as_bytes)
 
 
-def assert_same_gradients(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
-    """Raise unless both steps have the same names and the same bits.
+def assert_same_gradients(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], what: str = "") -> None:
+    """Raise unless both steps have the same names and the same bits; `what` names the second one in the message.
 
     Raises:
         DifferentStepsError: names the tensors only one side has, or the first that differs and by how much.
     """
+    prefix = f"{what}: " if what else ""
     missing, added = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
     if missing or added:
-        raise DifferentStepsError(f"the steps have different tensors: missing {missing}, unexpected {added}")
+        raise DifferentStepsError(f"{prefix}the steps have different tensors: missing {missing}, unexpected {added}")
     differing = [name for name in expected if not same_bits(expected[name], got[name])]
     if differing:
         first = differing[0]
         raise DifferentStepsError(
-            f"{len(differing)} of {len(expected)} tensors differ, the first is {first}: "
+            f"{prefix}{len(differing)} of {len(expected)} tensors differ, the first is {first}: "
             f"{_difference(expected[first], got[first])}; all: {differing}"
         )
 

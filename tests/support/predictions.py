@@ -14,7 +14,7 @@ from recollect.errors import BudgetTooSmallError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.profile.profile import Profile
+from recollect.planning.choose import Planner
 from zoo import ZOO, Batch, Case
 
 IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -67,10 +67,10 @@ CASES = {**ZOO, REFERENCE.name: REFERENCE, REFERENCE_GPT.name: REFERENCE_GPT, GP
 MAIN_CASES = ("reference", "llama", "mixtral", "deepseek_v3", "gpt2_6_layers")
 
 
-def budgets(profile: Profile, fractions: tuple[float, ...]) -> list[int]:
+def budgets(planner: Planner, fractions: tuple[float, ...]) -> list[int]:
     """Budgets from the least peak to that of keeping everything."""
-    most = recollect.classic_plan(profile, "keep_all").predicted_peak_bytes or 0
+    most = recollect.classic_plan(planner.profile, "keep_all").predicted_peak_bytes or 0
     with pytest.raises(BudgetTooSmallError) as refused:
-        recollect.plan(profile, 1)
+        planner.plan(1)
     least = refused.value.least_peak_bytes
     return [round(least + fraction * (most - least)) for fraction in fractions]

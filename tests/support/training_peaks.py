@@ -19,6 +19,7 @@ from device_models import decoder
 from predictions import budgets
 from recollect.lab.bench.machine import few_objects
 from recollect.measuring.meter import measure_peak, storage_bytes
+from recollect.planning.choose import Planner
 from recollect.profile.allocator_blocks import block_bytes
 
 _NUM_STEPS = 3
@@ -51,8 +52,9 @@ def train_under_budget(
     model, batch = case.model(), case.data()
     optimizer = make_optimizer(model.parameters())
     profile = recollect.record(model, batch, optimizer=optimizer)
-    (budget_bytes,) = budgets(profile, (fraction,))
-    plan = recollect.plan(profile, budget_bytes)
+    planner = Planner(profile)
+    (budget_bytes,) = budgets(planner, (fraction,))
+    plan = planner.plan(budget_bytes)
     held_bytes = 0
 
     def train() -> None:

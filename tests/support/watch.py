@@ -20,11 +20,13 @@ class Watch(TorchDispatchMode):
     """Counts ops and follows the storages they make.
 
     `history`: the ops in the order in which they ran, by their short names ("mm").
-    `peak_bytes`: the most bytes of new storages alive after any op.
+    `peak_bytes`: the most bytes of new storages alive after any op, if the watch `follows_peak`: it then looks at all of them
+    after each op.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, follows_peak: bool = False) -> None:
         super().__init__()
+        self._follows_peak = follows_peak
         self.history: list[str] = []
         self.peak_bytes = 0
         self._storages: list[tuple[StorageWeakRef, int]] = []
@@ -37,7 +39,8 @@ class Watch(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in arguments:
                 storage = tensor.untyped_storage()
                 self._storages.append((StorageWeakRef(storage), storage.nbytes()))
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
+        if self._follows_peak:
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes())
         return result
 
     def live_bytes(self) -> int:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import recollect
-from quick_meter import few_objects  # noqa: F401
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.measuring.meter import measure_peak, storage_bytes

@@ -18,7 +18,6 @@ import hugging_face_flag
 import recollect
 from blocks import Experts, Stack
 from gradients import same_bits, step_of
-from quick_meter import few_objects  # noqa: F401
 from recollect.errors import AlreadyAppliedError, RecordError, UnknownNameError, UnsupportedModelError
 from recollect.profile import events
 from recollect.profile.graph import UnitGraph, ValueRecord

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from quick_meter import few_objects  # noqa: F401
 from recollect.costs.hardware_table import HARDWARE
 from recollect.errors import HardwareError, QuantityError, RecordError
 from recollect.lab.models.architectures import llama_config

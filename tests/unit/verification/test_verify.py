@@ -17,7 +17,6 @@ import recollect
 from blocks import Stack
 from gradients import same_bits
 from policies import Random
-from quick_meter import few_objects  # noqa: F401
 from recollect.errors import RecordError, UnknownNameError
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan

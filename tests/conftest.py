@@ -1,0 +1,27 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+# Far more than a test makes, far fewer than a library has that was just loaded.
+_MANY_OBJECTS = 100_000
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Hypothesis asks the collector who holds a random number generator; of frozen objects it cannot know.
+    config.addinivalue_line("filterwarnings", "ignore:It looks like `register_random` was passed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Leave what libraries made out of garbage collections.
+
+    The meter collects garbage before it measures and looks at every Python object that is there: with PyTorch and Transformers
+    loaded, 0.3 s a measurement instead of 0.05 s. Tensors from before the test are out of sight too, which changes no growth.
+    """
+    if len(gc.get_objects()) > _MANY_OBJECTS:
+        gc.collect()
+        gc.freeze()
