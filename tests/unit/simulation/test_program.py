@@ -52,11 +52,11 @@ def peak_of_keeping_everything(profile: Profile) -> int:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-@pytest.mark.parametrize("seed", range(20))
-def test_peak_is_that_of_counting_every_event(seed: int, device: str) -> None:
-    profile = replace(random_step(seed, num_values=8, num_units=3), device=device)
-    keep_all = [CallDecision(frozenset())] * 3
-    assert simulate(profile, keep_all).peak_bytes == peak_of_keeping_everything(profile)
+def test_peak_is_that_of_counting_every_event(device: str) -> None:
+    for seed in range(20):
+        profile = replace(random_step(seed, num_values=8, num_units=3), device=device)
+        keep_all = [CallDecision(frozenset())] * 3
+        assert simulate(profile, keep_all).peak_bytes == peak_of_keeping_everything(profile), seed
 
 
 def test_runs_of_events_that_no_plan_changes_are_one_instruction() -> None:
