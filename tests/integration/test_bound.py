@@ -19,10 +19,13 @@ from recollect.planning.bound import LowerBound, check_bound
 from recollect.planning.cheapest_step import CheapestStep
 from recollect.planning.choose import Planner
 from recollect.planning.moments import moments
+from recollect.plans.action import Action
+from recollect.plans.value_actions import ValueActions
 from recollect.profile.profile import Profile
+from recollect.simulation.call_actions import CallActions
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
-from recollect.simulation.simulate import CallDecision, simulate
+from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import windows
 
 pytestmark = pytest.mark.integration
@@ -61,15 +64,15 @@ def profile(request: pytest.FixtureRequest) -> Profile:
     return recollect.record(model.train(), {"input_ids": tokens, "labels": tokens}, fake=True)
 
 
-def random_plans(profile: Profile, seed: int) -> Iterator[list[CallDecision]]:
+def random_plans(profile: Profile, seed: int) -> Iterator[list[CallActions]]:
     """Choices for each call out of a few for each graph, from keeping nearly all to dropping nearly all."""
     rng = random.Random(seed)
-    choices: list[list[CallDecision]] = []
+    choices: list[list[CallActions]] = []
     for graph in profile.graphs:
         droppable = [i for i, value in enumerate(graph.values) if value.producer is not None and not value.must_keep]
         densities = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)
         dropped = [frozenset(i for i in droppable if rng.random() < density) for density in densities]
-        choices.append([CallDecision(values, keep_output=True) for values in dropped])
+        choices.append([CallActions(ValueActions.recomputing(values)) for values in dropped])
     for _ in range(NUM_PLANS):
         few = [rng.choice(choices[call.graph]) for call in profile.calls]
         same = {graph: rng.choice(options) for graph, options in enumerate(choices)}
@@ -81,7 +84,7 @@ def random_plans(profile: Profile, seed: int) -> Iterator[list[CallDecision]]:
 
 def test_no_random_plan_is_below_the_bound(profile: Profile) -> None:
     peak_sums = PeakSums(Program(profile, windows(profile)))
-    plain = simulate(profile, [CallDecision(frozenset())] * len(profile.calls))
+    plain = simulate(profile, [CallActions()] * len(profile.calls))
     bound = LowerBound(profile)
     budgets = [round(plain.peak_bytes * (i + 1) / NUM_BUDGETS) for i in range(NUM_BUDGETS)]
     bounds_s = [bound.recompute_s(budget) for budget in budgets]
@@ -93,12 +96,12 @@ def test_no_random_plan_is_below_the_bound(profile: Profile) -> None:
         assert of_budget <= peaks.recompute_s * (1 + TOLERANCE) + 1e-12
 
 
-def without_output(profile: Profile, call: int, decision: CallDecision, rng: random.Random) -> CallDecision:
+def without_output(profile: Profile, call: int, decision: CallActions, rng: random.Random) -> CallActions:
     """The same decision, half of the time with the output dropped as well, where the next unit starts from it."""
     graph = profile.graph_of(profile.calls[call])
     outputs = {index for index, value in enumerate(graph.values) if value.is_output}
-    drops = profile.calls[call].chained and not outputs.isdisjoint(decision.recompute) and rng.random() < 0.5
-    return replace(decision, keep_output=not drops)
+    drops = profile.calls[call].chained and not outputs.isdisjoint(decision.values.recomputed) and rng.random() < 0.5
+    return replace(decision, output=Action.RECOMPUTE if drops else Action.KEEP)
 
 
 def test_no_random_plan_is_below_a_cut_at_any_prices(profile: Profile) -> None:
@@ -145,7 +148,7 @@ def test_bound_does_not_hang_on_the_unit_of_time(profile: Profile) -> None:
     )
     bound = LowerBound(profile)
     scaled = LowerBound(replace(profile, graphs=graphs, step_s=profile.step_s * factor))
-    plain = simulate(profile, [CallDecision(frozenset())] * len(profile.calls))
+    plain = simulate(profile, [CallActions()] * len(profile.calls))
     for part in (0.4, 0.6, 0.8):
         budget_bytes = round(part * plain.peak_bytes)
         assert scaled.slowdown(budget_bytes) == pytest.approx(bound.slowdown(budget_bytes), rel=1e-5, abs=1e-9)

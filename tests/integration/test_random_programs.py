@@ -32,10 +32,13 @@ from programs import (
 )
 from recollect.applying import apply_policy
 from recollect.errors import MutatedValueError
+from recollect.plans.action import Action
+from recollect.plans.value_actions import ValueActions
 from recollect.profile.graph import ValueRecord
+from recollect.simulation.call_actions import CallActions
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program as StepProgram
-from recollect.simulation.simulate import CallDecision, simulate
+from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import windows
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated")
@@ -146,9 +149,11 @@ def test_peaks_as_sums_over_units(recipe: Recipe, rng: random.Random) -> None:
     peak_sums = PeakSums(program)
     for share in (0.2, 0.5, 1.0):
         decisions = [
-            CallDecision(
-                frozenset(i for i, v in enumerate(profile.graph_of(call).values) if is_dropped(v, share, rng)),
-                keep_output=rng.random() < 0.5,
+            CallActions(
+                ValueActions.recomputing(
+                    i for i, v in enumerate(profile.graph_of(call).values) if is_dropped(v, share, rng)
+                ),
+                output=rng.choice(tuple(Action)),
             )
             for call in profile.calls
         ]

@@ -7,24 +7,27 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
+from recollect.plans.action import Action
+from recollect.plans.value_actions import ValueActions
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.simulation.simulate import CallDecision, simulate
+from recollect.simulation.call_actions import CallActions
+from recollect.simulation.simulate import simulate
 from watched_modules import on_modules
 
 Point = tuple[int, float]
 """Peak in bytes and seconds of recompute."""
 
 
-def choices(graph: UnitGraph) -> Iterator[CallDecision]:
+def choices(graph: UnitGraph) -> Iterator[CallActions]:
     """Everything that a plan can say of a unit whose last value is its output."""
     droppable = [i for i, v in enumerate(graph.values) if v.producer is not None and not v.must_keep]
     output = len(graph.values) - 1
     for size in range(len(droppable) + 1):
         for dropped in itertools.combinations(droppable, size):
-            yield CallDecision(frozenset(dropped))
+            yield CallActions(ValueActions.recomputing(dropped))
             if output in dropped:
-                yield CallDecision(frozenset(dropped), keep_output=False)
+                yield CallActions(ValueActions.recomputing(dropped), output=Action.RECOMPUTE)
 
 
 def all_plans(profile: Profile) -> list[Point]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recollect.planning.option_table import Choice, OptionTable
+from recollect.simulation.call_actions import CallActions
 from recollect.simulation.peak_sums import Peaks
-from recollect.simulation.simulate import CallDecision
 
 __all__ = ["Candidate"]
 
@@ -39,6 +39,6 @@ class Candidate:
         """Return the bytes by which the peak exceeds a budget, 0 if it does not."""
         return max(0, self.peak_bytes - budget_bytes)
 
-    def decisions(self) -> list[CallDecision]:
+    def decisions(self) -> list[CallActions]:
         """Return what each of the profile's calls drops."""
         return self.table.decisions(self.choice)

@@ -22,9 +22,10 @@ from recollect.planning.solver import SOLVERS, Solver
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.quantities import parse_budget
+from recollect.simulation.call_actions import CallActions
 from recollect.simulation.decisions import decide, simulated_plan
 from recollect.simulation.peak_sums import checked
-from recollect.simulation.simulate import CallDecision, Simulation, simulate
+from recollect.simulation.simulate import Simulation, simulate
 
 __all__ = ["Planner", "plan"]
 
@@ -94,7 +95,7 @@ class Planner:
                 "predicted; record it again"
             )
         self.profile = profile
-        self._plain = simulate(profile, [CallDecision(recompute=frozenset(), keep_output=True)] * len(profile.calls))
+        self._plain = simulate(profile, [CallActions()] * len(profile.calls))
         self._solvers: list[Solver] = []
         self._bound: LowerBound | None = None
 

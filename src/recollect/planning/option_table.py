@@ -13,8 +13,8 @@ from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
+from recollect.simulation.call_actions import CallActions
 from recollect.simulation.decisions import decide_call, keep_all_unit
-from recollect.simulation.simulate import CallDecision
 
 __all__ = ["OptionTable", "Choice", "UnitRow"]
 
@@ -73,7 +73,7 @@ class OptionTable:
         self._is_repeated = {call.path: call.repeated for call in profile.calls}
         self.rows = _rows(profile, dropped_outputs, options_of, free_outputs)
         self._unit_plans: dict[tuple[int, tuple[Action, ...], int], UnitPlan] = {}
-        self._decisions: dict[tuple[int, int, bool], tuple[CallDecision, ...]] = {}
+        self._decisions: dict[tuple[int, int, bool], tuple[CallActions, ...]] = {}
         row_of = {call: index for index, row in enumerate(self.rows) for call in row.calls}
         self._sources = [
             {row_of[source] for call in row.calls for _, source, _ in profile.calls[call].origins} - {index}
@@ -90,9 +90,9 @@ class OptionTable:
         """Every row at its last option."""
         return tuple(len(row.options) - 1 for row in self.rows)
 
-    def decisions(self, choice: Choice) -> list[CallDecision]:
+    def decisions(self, choice: Choice) -> list[CallActions]:
         """Return what each of the profile's calls drops."""
-        result = [CallDecision(recompute=frozenset(), keep_output=True)] * len(self.profile.calls)
+        result = [CallActions()] * len(self.profile.calls)
         for index, column in enumerate(choice):
             known = self._row_decisions(index, column, is_named=self._is_named(index, choice))
             for call, decision in zip(self.rows[index].calls, known, strict=True):
@@ -108,7 +108,7 @@ class OptionTable:
             or any(self.rows[source].outputs[choice[source]] == Action.RECOMPUTE for source in self._sources[index])
         )
 
-    def _row_decisions(self, index: int, column: int, *, is_named: bool) -> tuple[CallDecision, ...]:
+    def _row_decisions(self, index: int, column: int, *, is_named: bool) -> tuple[CallActions, ...]:
         key = (index, column, is_named)
         if key not in self._decisions:
             unit = self._unit_plan(index, column) if is_named else None

@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from recollect.plans.action import Action
+from recollect.plans.value_actions import ValueActions
 from recollect.profile.events import ALLOC, OP, PHASE, RELEASE, RETURN, SAVE, USE
+from recollect.simulation.call_actions import CallActions
 from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp
-from recollect.simulation.simulate import CallDecision
 
 __all__ = ["OUTSIDE", "Division", "Group", "Part"]
 
@@ -77,10 +79,10 @@ class Division:
         self._is_ambiguous = False
         self._walk()
         self._tied = self._share()
-        self._links: dict[tuple[int, frozenset[int], bool], tuple[int, ...]] = {}
+        self._links: dict[tuple[int, ValueActions, Action], tuple[int, ...]] = {}
         self._groups: dict[tuple[tuple[int, ...], ...], tuple[Group, ...]] = {}
 
-    def groups(self, decisions: Sequence[CallDecision]) -> tuple[Group, ...]:
+    def groups(self, decisions: Sequence[CallActions]) -> tuple[Group, ...]:
         """Return the calls that have to be played together under a plan."""
         links = tuple([self._links_of(call, decision) for call, decision in enumerate(decisions)])
         if links not in self._groups:
@@ -88,18 +90,19 @@ class Division:
             self._groups[links] = _connected(self.parts, [*self._tied, *pairs])
         return self._groups[links]
 
-    def _links_of(self, call: int, decision: CallDecision) -> tuple[int, ...]:
+    def _links_of(self, call: int, decision: CallActions) -> tuple[int, ...]:
         """Return who reads a value that a call drops and does not have any more: its output is there once it returned."""
-        key = (call, decision.recompute, decision.keep_output)
+        key = (call, decision.values, decision.output)
         if key not in self._links:
+            dropped = decision.values.recomputed
+            keeps_output = decision.output is Action.KEEP
             values = self.program.profile.graph_of(self.program.profile.calls[call]).values
             self._links[key] = tuple(
                 sorted(
                     {
                         reader
                         for reader, value, is_early in self._readers[call]
-                        if value in decision.recompute
-                        and (is_early or not (decision.keep_output and values[value].is_output))
+                        if value in dropped and (is_early or not (keeps_output and values[value].is_output))
                     }
                 )
             )

@@ -8,9 +8,11 @@ from recollect.plans.action import Action
 from recollect.plans.engines import Region, Tape
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
+from recollect.plans.value_actions import ValueActions
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.simulation.simulate import CallDecision, Simulation
+from recollect.simulation.call_actions import CallActions
+from recollect.simulation.simulate import Simulation
 
 __all__ = [
     "decide",
@@ -49,30 +51,26 @@ def recompute_all_unit(graph: UnitGraph, *, output: Action = Action.KEEP) -> Uni
     return UnitPlan(actions, output=output)
 
 
-def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallDecision:
-    """Return what one call drops under its unit's plan; names that the plan does not have are kept."""
+def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallActions:
+    """Return what happens in one call under its unit's plan; names that the plan does not have are kept."""
     if unit is None:
-        return CallDecision(recompute=frozenset(), keep_output=True, is_planned=False)
+        return CallActions(is_planned=False)
     if type(unit.engine) is not Tape:
-        return CallDecision(recompute=frozenset(), engine=unit.engine)
-    dropped = frozenset(
-        index
-        for index, value in enumerate(graph.values)
-        if value.producer is not None
-        and not value.must_keep
-        and unit.actions.get(value.name, Action.KEEP) == Action.RECOMPUTE
-    )
-    return CallDecision(recompute=dropped, keep_output=unit.output == Action.KEEP)
+        return CallActions(engine=unit.engine)
+    droppable = ((i, v.name) for i, v in enumerate(graph.values) if v.producer is not None and not v.must_keep)
+    actions = {index: unit.actions.get(name, Action.KEEP) for index, name in droppable}
+    return CallActions(ValueActions.of(actions), unit.output)
 
 
-def drop_all(graph: UnitGraph) -> CallDecision:
+def drop_all(graph: UnitGraph) -> CallActions:
     """Return the decision of a call that drops whatever the tape can, but for its output."""
-    return CallDecision(frozenset(i for i, v in enumerate(graph.values) if v.producer is not None and not v.must_keep))
+    dropped = (i for i, v in enumerate(graph.values) if v.producer is not None and not v.must_keep)
+    return CallActions(ValueActions.recomputing(dropped))
 
 
-def decide(profile: Profile, plan: Plan) -> list[CallDecision]:
-    """Return what each of the profile's calls drops under a plan."""
-    known: dict[tuple[int, int], CallDecision] = {}
+def decide(profile: Profile, plan: Plan) -> list[CallActions]:
+    """Return what happens in each of the profile's calls under a plan."""
+    known: dict[tuple[int, int], CallActions] = {}
     decisions = []
     for call in profile.calls:
         unit = plan.units.get(call.path)

@@ -12,9 +12,10 @@ from recollect.plans.plan import Plan
 from recollect.profile.events import BACKWARD
 from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.profile import Profile
+from recollect.simulation.call_actions import CallActions
 from recollect.simulation.decisions import decide
 from recollect.simulation.program import Program
-from recollect.simulation.simulate import GENERATOR, CallDecision, Owner, Playback, Token, calls_on_tape
+from recollect.simulation.simulate import GENERATOR, Owner, Playback, Token, calls_on_tape
 
 __all__ = ["LayerUsage", "layer_usage"]
 
@@ -72,7 +73,7 @@ def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
     accounts = []
     for index, call in enumerate(profile.calls):
         graph, count = profile.graph_of(call), playback.counts[index]
-        dropped = playback.decisions[index].recompute
+        dropped = playback.recomputed[index]
         tape_s = graph.watched_s(dropped) if index in playback.on_tape else 0.0
         names = _names(graph)
         accounts.append(
@@ -137,7 +138,7 @@ class _OwnedToken(Token):
 class _CountingPlayback(Playback):
     token_type = _OwnedToken
 
-    def __init__(self, program: Program, decisions: Sequence[CallDecision]) -> None:
+    def __init__(self, program: Program, decisions: Sequence[CallActions]) -> None:
         self.counts = [_Count() for _ in program.profile.calls]
         self.has_begun_backward = False
         super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))

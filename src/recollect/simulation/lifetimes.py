@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
+from recollect.simulation.call_actions import CallActions
 from recollect.simulation.program import Instruction, Program
-from recollect.simulation.simulate import CallDecision, Owner, Playback, Simulation, Token, calls_on_tape
+from recollect.simulation.simulate import Owner, Playback, Simulation, Token, calls_on_tape
 
 __all__ = ["LOSS", "Lifetime", "Lifetimes", "lifetimes"]
 
@@ -61,7 +62,7 @@ class Lifetimes:
     has_times: bool
 
 
-def lifetimes(profile: Profile, decisions: Sequence[CallDecision]) -> Lifetimes:
+def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
     """Play a step back under a plan and write down when each storage lives.
 
     Args:
@@ -131,7 +132,7 @@ class _WatchedToken(Token):
 class _WatchedPlayback(Playback):
     token_type = _WatchedToken
 
-    def __init__(self, program: Program, decisions: Sequence[CallDecision], untimed_s: float) -> None:
+    def __init__(self, program: Program, decisions: Sequence[CallActions], untimed_s: float) -> None:
         super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
         self.untimed_s = untimed_s
         self.is_over = False

@@ -19,18 +19,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from recollect.plans.action import Action
 from recollect.plans.engines import EngineChoice, Tape
+from recollect.plans.value_actions import KEEP_ALL, ValueActions
 from recollect.profile.events import ALLOC, DIES, OP, OPTIMIZER, RETURN, SAVE
+from recollect.simulation.call_actions import CallActions
 from recollect.simulation.call_groups import OUTSIDE, Division, Group
 from recollect.simulation.program import BULK, Instruction, Key, Program, ProgramOp
-from recollect.simulation.simulate import CallDecision, Playback, Simulation, Token, added_s, calls_on_tape
+from recollect.simulation.simulate import Playback, Simulation, Token, added_s, calls_on_tape
 
 __all__ = ["Peaks", "PeakSums", "checked"]
 
 _NEVER = 2**62
 
-_Choice = tuple[frozenset[int], bool, bool, EngineChoice]
-"""What a call drops, whether its output is kept, whether it is on the tape, and its engine."""
+_Choice = tuple[ValueActions, Action, bool, EngineChoice]
+"""What happens to the values of a call and to its output, whether it is on the tape, and its engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +114,14 @@ class PeakSums:
         # Also what the simulator says of a phase that is not there.
         self._least_peak_bytes = self._profile.persistent_bytes + calibration_bytes
 
-    def peaks(self, decisions: Sequence[CallDecision]) -> Peaks:
+    def peaks(self, decisions: Sequence[CallActions]) -> Peaks:
         """Return what `simulate` does, without the place of the peak."""
         on_tape = calls_on_tape(decisions)
         choices: dict[int, _Choice] = {
-            call: (decision.recompute, decision.keep_output, call in on_tape, decision.engine)
+            call: (decision.values, decision.output, call in on_tape, decision.engine)
             for call, decision in enumerate(decisions)
         }
-        choices[OUTSIDE] = (frozenset(), True, False, Tape())
+        choices[OUTSIDE] = (KEEP_ALL, Action.KEEP, False, Tape())
         placed = [
             self._placed_trace(group, tuple([choices[call] for call in group]))
             for group in self._division.groups(decisions)
@@ -306,8 +309,8 @@ class _PartPlayback(Playback):
 
     def __init__(self, division: Division, layout: _Layout, choices: Sequence[_Choice]) -> None:
         decisions = {
-            call: CallDecision(dropped, keep_output, engine=engine)
-            for call, (dropped, keep_output, _, engine) in zip(layout.group, choices, strict=True)
+            call: CallActions(values, output, engine=engine)
+            for call, (values, output, _, engine) in zip(layout.group, choices, strict=True)
             if call != OUTSIDE
         }
         on_tape = {call for call, choice in zip(layout.group, choices, strict=True) if choice[2]}

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
-from recollect.plans.engines import EngineChoice, Tape
+from recollect.plans.action import Action
+from recollect.plans.engines import Tape
 from recollect.profile.events import (
     ALLOC,
     BACKWARD,
@@ -34,6 +35,7 @@ from recollect.profile.events import (
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.replay import Node, Value
+from recollect.simulation.call_actions import CallActions
 from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp, rounded_bytes
 from recollect.simulation.rerun import Rerun
 from recollect.simulation.schedule import Actions, Saved
@@ -46,21 +48,7 @@ OUTSIDE = -1
 GENERATOR = -2
 
 
-@dataclass(frozen=True, slots=True)
-class CallDecision:
-    """What a plan does with one unit call: which values (by index in its graph) are dropped, and the fate of its output.
-
-    `is_planned`: the plan names the unit, if only to keep everything. `engine`: what carries the plan out; one other than the
-    tape plays the call by a schedule of its own (`recollect.simulation.schedules`), and drops nothing value by value.
-    """
-
-    recompute: frozenset[int]
-    keep_output: bool = True
-    is_planned: bool = True
-    engine: EngineChoice = Tape()
-
-
-_Decisions: TypeAlias = Mapping[int, CallDecision] | Sequence[CallDecision]
+_Decisions: TypeAlias = Mapping[int, CallActions] | Sequence[CallActions]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +79,7 @@ class Simulation:
 
 def simulate(
     profile: Profile,
-    decisions: Sequence[CallDecision],
+    decisions: Sequence[CallActions],
     *,
     windows: Sequence[Window] = (),
     program: Program | None = None,
@@ -115,19 +103,20 @@ def simulate(
     return Playback(program or Program(profile, windows), dict(enumerate(decisions)), on_tape).run()
 
 
-def calls_on_tape(decisions: Sequence[CallDecision]) -> frozenset[int]:
+def calls_on_tape(decisions: Sequence[CallActions]) -> frozenset[int]:
     """Return the calls whose unit `apply` wraps: where outputs are dropped, any that the plan names."""
-    drops_outputs = any(not decision.keep_output for decision in decisions)
+    keep = Action.KEEP
+    keeps_outputs = all([decision.output is keep for decision in decisions])
     return frozenset(
         call
         for call, d in enumerate(decisions)
-        if type(d.engine) is Tape and (d.recompute or not d.keep_output or (drops_outputs and d.is_planned))
+        if type(d.engine) is Tape and (any(d.values) or d.output is not keep or (d.is_planned and not keeps_outputs))
     )
 
 
 def added_s(program: Program, decisions: _Decisions, on_tape: Collection[int], rerun_s: Iterable[float]) -> float:
     """Return the seconds that a plan adds: the tape's own, and those of the ops that run again, in any order."""
-    return math.fsum(chain((program.tape_s(call, decisions[call].recompute) for call in on_tape), rerun_s))
+    return math.fsum(chain((program.tape_s(call, decisions[call].values.recomputed) for call in on_tape), rerun_s))
 
 
 class Token:
@@ -155,12 +144,13 @@ class Playback:
 
     token_type: Callable[[Any, int, Owner], Token] = Token
 
-    def __init__(self, program: Program, decisions: Mapping[int, CallDecision], on_tape: Collection[int]) -> None:
+    def __init__(self, program: Program, decisions: Mapping[int, CallActions], on_tape: Collection[int]) -> None:
         self.program = program
         self.profile = profile = program.profile
         self.decisions = decisions
         self.on_tape = on_tape
-        self.counted = {call: program.counted(call, decision.recompute) for call, decision in decisions.items()}
+        self.recomputed = {call: decision.values.recomputed for call, decision in decisions.items()}
+        self.counted = {call: program.counted(call, dropped) for call, dropped in self.recomputed.items()}
         self.alive_bytes = profile.persistent_bytes
         # At least the peak of the phase, so that the next allocation compares with one number.
         self.window_peak_bytes = self.alive_bytes
@@ -270,7 +260,7 @@ class Playback:
     def _op(self, call: int, run: ProgramOp) -> None:
         op = run.op
         self.call = call
-        drops = self.decisions[call].recompute
+        drops = self.recomputed[call]
         self.work(op)
         if op.mutates:
             self._write(call, run, drops)
@@ -349,7 +339,7 @@ class Playback:
 
     def _return(self, call: int) -> None:
         graph = self.profile.graphs[self.profile.calls[call].graph]
-        if self.decisions[call].keep_output:
+        if self.decisions[call].output is Action.KEEP:
             for index, value in enumerate(graph.values):
                 recorded = self.dropped.pop((call, index), None) if value.is_output else None
                 if recorded is not None:

@@ -14,11 +14,13 @@ from recollect.planning.known_costs import KnownCosts
 from recollect.planning.option_table import Choice, OptionTable
 from recollect.planning.output_choices import single_outputs
 from recollect.planning.unit_options import unit_options
+from recollect.plans.value_actions import ValueActions
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER
 from recollect.profile.profile import Profile
+from recollect.simulation.call_actions import CallActions
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
-from recollect.simulation.simulate import CallDecision, simulate
+from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import windows
 from synthetic_step import random_step
 
@@ -54,7 +56,9 @@ def test_peaks_of_windows_add_up_to_the_peaks_of_the_step(seed: int) -> None:
     rng = random.Random(seed)
     graph = profile.graphs[0]
     droppable = [i for i, v in enumerate(graph.values) if v.producer is not None and not v.must_keep]
-    decisions = [CallDecision(frozenset(i for i in droppable if rng.random() < 0.5)) for _ in profile.calls]
+    decisions = [
+        CallActions(ValueActions.recomputing(i for i in droppable if rng.random() < 0.5)) for _ in profile.calls
+    ]
     plain, split = simulate(profile, decisions), simulate(profile, decisions, windows=found)
     assert len(split.window_peaks) == len(found)
     assert max(split.window_peaks) == split.peak_bytes == plain.peak_bytes

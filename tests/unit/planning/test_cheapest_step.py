@@ -12,10 +12,13 @@ from numpy.typing import NDArray
 from every_plan import all_plans, on_a_slow_tape
 from recollect.planning.cheapest_step import CheapestStep
 from recollect.planning.moments import Moments, moments
+from recollect.plans.action import Action
+from recollect.plans.value_actions import ValueActions
 from recollect.profile.events import BACKWARD, DIES, OP, PHASE, RELEASE, SAVE, USE, StepLog
 from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
-from recollect.simulation.simulate import CallDecision, simulate
+from recollect.simulation.call_actions import CallActions
+from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
 
 NUM_PRICES = 8
@@ -78,7 +81,10 @@ def test_what_is_dropped_runs_again(seed: int) -> None:
     for _ in range(NUM_PRICES):
         choice = step.at(random_prices(found, profile, rng)).choice
         decisions = [
-            CallDecision(dropped, keep_output=len(profile.graph_of(call).values) - 1 not in dropped)
+            CallActions(
+                ValueActions.recomputing(dropped),
+                output=Action.RECOMPUTE if len(profile.graph_of(call).values) - 1 in dropped else Action.KEEP,
+            )
             for call, dropped in zip(profile.calls, step.dropped(choice), strict=True)
         ]
         assert simulate(profile, decisions).recompute_s == pytest.approx(choice.recompute_s)

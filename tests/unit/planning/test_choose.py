@@ -127,7 +127,7 @@ def test_shared_module_has_one_decision_for_all_its_calls() -> None:
     profile = replace(profile, calls=tuple(calls))
     made = plan(profile, "75%")
     assert list(made.units) == ["shared"]
-    assert len({decision.recompute for decision in decide(profile, made)[1:4]}) == 1
+    assert len({decision.values for decision in decide(profile, made)[1:4]}) == 1
     assert (made.predicted_peak_bytes or 0) <= (made.budget_bytes or 0)
 
 

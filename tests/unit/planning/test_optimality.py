@@ -16,8 +16,9 @@ from recollect.planning.bound import LowerBound, is_all_on_tape
 from recollect.planning.choose import Planner
 from recollect.planning.choose import plan as choose
 from recollect.profile.profile import Profile
+from recollect.simulation.call_actions import CallActions
 from recollect.simulation.decisions import decide
-from recollect.simulation.simulate import CallDecision, simulate
+from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
 
 TOLERANCE_S = 1e-6
@@ -133,7 +134,7 @@ def test_bound_is_infinite_where_every_plan_has_more() -> None:
 def test_bound_falls_with_the_budget() -> None:
     profile = random_step(7, num_values=7, num_units=3)
     bound = LowerBound(profile)
-    most = simulate(profile, [CallDecision(frozenset())] * 3).peak_bytes
+    most = simulate(profile, [CallActions()] * 3).peak_bytes
     values = [bound.recompute_s(budget) for budget in (*range(most // 2, most, 10), most)]
     assert all(later <= earlier for earlier, later in itertools.pairwise(values))
     assert values[-1] == 0
@@ -150,7 +151,7 @@ def test_least_peak_of_the_error_can_be_planned() -> None:
 
 def test_a_planner_that_planned_before_is_not_worse() -> None:
     profile = random_step(3, num_values=8, num_units=4)
-    most = simulate(profile, [CallDecision(frozenset())] * 4).peak_bytes
+    most = simulate(profile, [CallActions()] * 4).peak_bytes
     planner = Planner(profile)
     for percent in (95, 90, 85, 80):
         budget = most * percent // 100

@@ -11,9 +11,12 @@ from recollect.planning.chain_solver import ChainSolver
 from recollect.planning.choose import plan
 from recollect.planning.classic import classic_plan
 from recollect.planning.output_choices import dropped_outputs, first_outputs, folded_outputs, longest_chain, most_folded
+from recollect.plans.action import Action
+from recollect.plans.value_actions import ValueActions
 from recollect.profile.profile import Profile
+from recollect.simulation.call_actions import CallActions
 from recollect.simulation.decisions import decide
-from recollect.simulation.simulate import CallDecision, simulate
+from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
 from toy_profile import stack
 
@@ -74,11 +77,11 @@ def least_of_strides(profile: Profile) -> int:
     for stride in range(1, longest_chain(profile) + 1):
         dropped = dropped_outputs(profile, stride=stride)
         decisions = [
-            CallDecision(
-                frozenset(
+            CallActions(
+                ValueActions.recomputing(
                     i for i, v in enumerate(profile.graph_of(call).values) if v.producer is not None and not v.must_keep
                 ),
-                keep_output=call.path not in dropped,
+                output=Action.RECOMPUTE if call.path in dropped else Action.KEEP,
             )
             for call in profile.calls
         ]
@@ -115,7 +118,7 @@ def test_leanest_does_not_depend_on_what_was_planned_before() -> None:
     profile = random_step(4, num_values=8, num_units=4)
     solver = ChainSolver(profile)
     first = solver.leanest()
-    most = simulate(profile, [CallDecision(frozenset())] * 4).peak_bytes
+    most = simulate(profile, [CallActions()] * 4).peak_bytes
     for percent in (95, 90, 85):
         solver.best(most * percent // 100, 0.0)
     again = solver.leanest()

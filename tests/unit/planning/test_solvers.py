@@ -9,7 +9,8 @@ import pytest
 from recollect.planning.bound import LowerBound
 from recollect.planning.solver import SOLVERS, Solver
 from recollect.profile.profile import Profile
-from recollect.simulation.simulate import CallDecision, simulate
+from recollect.simulation.call_actions import CallActions
+from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
 
 PERCENTS = (95, 85, 70)
@@ -21,7 +22,7 @@ def profile(request: pytest.FixtureRequest) -> Profile:
 
 
 def plain_bytes(profile: Profile) -> int:
-    return simulate(profile, [CallDecision(frozenset())] * len(profile.calls)).peak_bytes
+    return simulate(profile, [CallActions()] * len(profile.calls)).peak_bytes
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

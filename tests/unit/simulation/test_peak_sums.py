@@ -9,36 +9,40 @@ from dataclasses import replace
 import pytest
 
 from recollect.planning.chain_solver import ChainSolver
+from recollect.plans.action import Action
 from recollect.plans.engines import Region
+from recollect.plans.value_actions import ValueActions
 from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, RETURN, SAVE, USE, StepLog
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
+from recollect.simulation.call_actions import CallActions
 from recollect.simulation.call_groups import OUTSIDE, Division
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
-from recollect.simulation.simulate import CallDecision, simulate
+from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import windows
 from synthetic_step import INPUT, Event, random_step
 
 DROP_OUTPUTS = (0.0, 0.3, 0.7)
 
 
-def random_decisions(profile: Profile, rng: random.Random) -> list[CallDecision]:
+def random_decisions(profile: Profile, rng: random.Random) -> list[CallActions]:
     """A coin for each value, the same for some of the calls, for each output, and for each call's engine."""
     share, drop_output = rng.choice((0.0, 0.2, 0.5, 0.9, 1.0)), rng.choice(DROP_OUTPUTS)
     region_share = rng.choice((0.0, 0.3, 1.0))
-    made: list[CallDecision] = []
+    made: list[CallActions] = []
     for call in profile.calls:
         values = enumerate(profile.graph_of(call).values)
         dropped = frozenset(i for i, v in values if v.producer is not None and not v.must_keep and rng.random() < share)
-        own = CallDecision(dropped, keep_output=rng.random() >= drop_output, is_planned=rng.random() < 0.8)
+        output = Action.KEEP if rng.random() >= drop_output else Action.RECOMPUTE
+        own = CallActions(ValueActions.recomputing(dropped), output, is_planned=rng.random() < 0.8)
         if rng.random() < region_share:
-            own = CallDecision(frozenset(), engine=Region())
+            own = CallActions(engine=Region())
         made.append(rng.choice([*made, own]) if rng.random() < 0.4 else own)
     return made
 
 
-def check(profile: Profile, peak_sums: PeakSums, decisions: list[CallDecision], what: str = "") -> None:
+def check(profile: Profile, peak_sums: PeakSums, decisions: list[CallActions], what: str = "") -> None:
     expected = simulate(profile, decisions, windows=windows(profile))
     got = peak_sums.peaks(decisions)
     assert got.peak_bytes == expected.peak_bytes, what
@@ -175,7 +179,7 @@ def test_sum_is_what_the_simulator_says(first_seed: int) -> None:
             check(profile, peak_sums, random_decisions(profile, rng), f"seed {seed}")
 
 
-def num_tied(division: Division, decision: CallDecision) -> int:
+def num_tied(division: Division, decision: CallActions) -> int:
     """How many calls are played together with others when all are decided so."""
     groups = division.groups([decision] * (len(division.parts) - 1))
     return sum(len(group) for group in groups if len(group) > 1)
@@ -183,7 +187,7 @@ def num_tied(division: Division, decision: CallDecision) -> int:
 
 def test_the_steps_above_have_all_that_ties_calls_together() -> None:
     divisions = [Division(Program(profile, windows(profile))) for profile in map(step, range(300))]
-    keep_all, drop_all = CallDecision(frozenset()), CallDecision(frozenset(range(20)))
+    keep_all, drop_all = CallActions(), CallActions(ValueActions.recomputing(range(20)))
     assert sum(len(division.parts[OUTSIDE].made) > 0 for division in divisions) > 50
     # Writes tie calls together under every plan, inner values that are read and dropped under some.
     assert sum(num_tied(division, keep_all) > 0 for division in divisions) > 20
@@ -194,20 +198,20 @@ def test_calls_are_tied_where_outputs_are_dropped() -> None:
     division = Division(
         Program(random_step(0, num_values=6, num_units=5), windows(random_step(0, num_values=6, num_units=5)))
     )
-    everything = frozenset(range(1, 7))
-    decisions = [CallDecision(everything, keep_output=call not in (1, 2)) for call in range(5)]
+    drop_all = ValueActions.recomputing(range(1, 7))
+    decisions = [CallActions(drop_all, Action.RECOMPUTE if call in (1, 2) else Action.KEEP) for call in range(5)]
     assert division.groups(decisions) == ((OUTSIDE,), (0,), (1, 2, 3), (4,))
-    assert division.groups([CallDecision(everything)] * 5) == ((OUTSIDE,), (0,), (1,), (2,), (3,), (4,))
+    assert division.groups([CallActions(drop_all)] * 5) == ((OUTSIDE,), (0,), (1,), (2,), (3,), (4,))
 
 
 def test_identical_layers_are_played_once() -> None:
     profile = random_step(3, num_values=8, num_units=12)
     peak_sums = superposition_of(profile)
-    decisions = [CallDecision(frozenset({1, 2, 3} if call % 2 else {4, 5})) for call in range(12)]
+    decisions = [CallActions(ValueActions.recomputing({1, 2, 3} if call % 2 else {4, 5})) for call in range(12)]
     check(profile, peak_sums, decisions)
     # The first and the last layer differ from those between; and what is outside of all layers is played, too.
     assert len(peak_sums._traces) <= 2 + 2 + 1
-    again = [CallDecision(frozenset({4, 5} if call % 3 else {1, 2, 3})) for call in range(12)]
+    again = [CallActions(ValueActions.recomputing({4, 5} if call % 3 else {1, 2, 3})) for call in range(12)]
     check(profile, peak_sums, again)
     assert len(peak_sums._traces) <= 2 * 3 + 1
 
@@ -224,7 +228,7 @@ def test_a_log_that_uses_a_name_twice_is_played_in_one_piece(seed: int) -> None:
             log += [(SAVE, 0, profile.graphs[0].ops[0].outputs[0], last, 0), (RELEASE, last)]
     profile = with_log(profile, log)
     peak_sums = superposition_of(profile)
-    assert len(peak_sums._division.groups([CallDecision(frozenset())] * 3)) == 1
+    assert len(peak_sums._division.groups([CallActions()] * 3)) == 1
     rng = random.Random(seed)
     for _ in range(8):
         check(profile, peak_sums, random_decisions(profile, rng))

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from recollect.plans.action import Action
+from recollect.plans.value_actions import ValueActions
 from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, SAVE, WORK
 from recollect.profile.profile import Profile
+from recollect.simulation.call_actions import CallActions
 from recollect.simulation.program import BULK, WINDOW, Program, rounded_bytes
-from recollect.simulation.simulate import CallDecision, simulate
+from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import windows
 from synthetic_step import random_step
 
@@ -55,7 +58,7 @@ def peak_of_keeping_everything(profile: Profile) -> int:
 def test_peak_is_that_of_counting_every_event(device: str) -> None:
     for seed in range(20):
         profile = replace(random_step(seed, num_values=8, num_units=3), device=device)
-        keep_all = [CallDecision(frozenset())] * 3
+        keep_all = [CallActions()] * 3
         assert simulate(profile, keep_all).peak_bytes == peak_of_keeping_everything(profile), seed
 
 
@@ -76,9 +79,12 @@ def test_windows_divide_the_script() -> None:
 def test_script_can_be_played_again() -> None:
     profile = random_step(2, num_values=8, num_units=2, state_bytes=8)
     program = Program(profile, windows(profile))
-    decisions = [CallDecision(frozenset({1, 2, 3})), CallDecision(frozenset({4}), keep_output=False)]
+    decisions = [
+        CallActions(ValueActions.recomputing({1, 2, 3})),
+        CallActions(ValueActions.recomputing({4}), output=Action.RECOMPUTE),
+    ]
     first = simulate(profile, decisions, program=program)
-    simulate(profile, [CallDecision(frozenset())] * 2, program=program)
+    simulate(profile, [CallActions()] * 2, program=program)
     assert (
         simulate(profile, decisions, program=program) == first == simulate(profile, decisions, windows=windows(profile))
     )

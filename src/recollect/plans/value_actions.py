@@ -1,0 +1,51 @@
+"""What happens to each value of a unit, by its index: what the simulator plays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from recollect.plans.action import Action
+
+__all__ = ["KEEP_ALL", "ValueActions"]
+
+
+class ValueActions(NamedTuple):
+    """An action for each value of a unit, as the set of values with each action; a value in none of them is kept.
+
+    The sets stand apart because the simulator asks for them at each op, and compares them for each plan.
+
+    Attributes:
+        recomputed: the values with `Action.RECOMPUTE`.
+
+    Example:
+        >>> actions = ValueActions.of({2: Action.RECOMPUTE, 4: Action.KEEP})
+        >>> str(actions.action(2)), str(actions.action(3))
+        ('recompute', 'keep')
+        >>> actions == ValueActions.recomputing([2])
+        True
+    """
+
+    recomputed: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, actions: Mapping[int, Action]) -> ValueActions:
+        """Return the actions of a mapping; to name a value with `Action.KEEP` is the same as not to name it."""
+        return cls(recomputed=frozenset(value for value, action in actions.items() if action is Action.RECOMPUTE))
+
+    @classmethod
+    def recomputing(cls, values: Iterable[int]) -> ValueActions:
+        """Return the actions that recompute these values and keep all others."""
+        return cls(recomputed=frozenset(values))
+
+    def action(self, value: int) -> Action:
+        """Return what happens to a value."""
+        return Action.RECOMPUTE if value in self.recomputed else Action.KEEP
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no value has another action than `Action.KEEP`."""
+        return not any(self)
+
+
+KEEP_ALL = ValueActions()
