@@ -6,12 +6,11 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from recollect.plans.plan import Plan
+from recollect.plans.plan import Plan
 
 
 class PlacedForward:

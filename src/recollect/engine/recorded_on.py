@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from recollect.errors import ProfileMismatchWarning
-
-if TYPE_CHECKING:
-    from recollect.plans.plan import Plan
+from recollect.plans.plan import Plan
 
 
 def device_name(device: torch.device) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from recollect.planning.chain_solver import ChainSolver
+from recollect.planning.choose import plan
 from recollect.plans.action import Action
 from recollect.plans.engines import Region
 from recollect.plans.value_actions import ValueActions
@@ -243,4 +243,4 @@ def test_the_simulator_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(
         RuntimeError, match=r"has a peak of \d+ bytes, where the sum over its units says \d+.*report it"
     ):
-        ChainSolver(profile).best(10_000, 0.0)
+        plan(profile, "90%")
