@@ -89,16 +89,14 @@ def least_of_strides(profile: Profile) -> int:
     return min(peaks)
 
 
-def test_error_knows_the_peak_of_running_whole_modules_again() -> None:
-    """Most of this unit cannot be dropped value by value, so that the last resort is leaner than all that is searched."""
-    profile = random_step(5, num_values=7, num_units=10)
-    with pytest.raises(BudgetTooSmallError) as error:
-        plan(profile, profile.persistent_bytes)
-    full = classic_plan(profile, "full")
-    leanest = ChainSolver(profile).leanest()
-    assert leanest is not None
-    assert error.value.least_peak_bytes == full.predicted_peak_bytes
-    assert full.predicted_peak_bytes < leanest.peak_bytes
+def test_error_knows_the_least_peak_of_all_that_was_tried() -> None:
+    for seed in (4, 5):
+        profile = random_step(seed, num_values=7, num_units=10)
+        with pytest.raises(BudgetTooSmallError) as error:
+            plan(profile, profile.persistent_bytes)
+        full, leanest = classic_plan(profile, "full"), ChainSolver(profile).leanest()
+        assert leanest is not None
+        assert error.value.least_peak_bytes == min(full.predicted_peak_bytes or 0, leanest.peak_bytes), seed
 
 
 def test_the_least_peak_is_below_that_of_every_stride() -> None:
