@@ -17,8 +17,8 @@ import recollect
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.bound import LowerBound, check_bound
 from recollect.planning.cheapest_step import CheapestStep
+from recollect.planning.checkpoint_times import checkpoint_times
 from recollect.planning.choose import Planner
-from recollect.planning.moments import moments
 from recollect.plans.action import Action
 from recollect.plans.value_actions import ValueActions
 from recollect.profile.profile import Profile
@@ -106,7 +106,7 @@ def without_output(profile: Profile, call: int, decision: CallActions, rng: rand
 
 def test_no_random_plan_is_below_a_cut_at_any_prices(profile: Profile) -> None:
     peak_sums = PeakSums(Program(profile, windows(profile)))
-    found = moments(profile)
+    found = checkpoint_times(profile)
     step = CheapestStep(profile, found)
     rng = random.Random(1)
     plain_s = step.most_s / float(step.everything_kept().kept_bytes.max())

@@ -1,6 +1,6 @@
 """How fast a plan within a budget can be at best: a lower bound on the recompute of any plan, from prices and minimum cuts.
 
-At every moment e of the step (`planning/moments.py`) a plan within the budget B has
+At every moment e of the step (`planning/checkpoint_times.py`) a plan within the budget B has
 
     fixed_e + kept_e <= B       fixed_e: what every plan has alive; kept_e: what this one has in memory beside it
 
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from recollect.planning.cheapest_step import CheapestStep, StepChoice
-from recollect.planning.moments import moments
+from recollect.planning.checkpoint_times import checkpoint_times
 from recollect.plans.engines import Tape
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
@@ -73,7 +73,7 @@ class LowerBound:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        found = moments(profile)
+        found = checkpoint_times(profile)
         self._fixed_bytes = found.fixed_bytes
         self._step = CheapestStep(profile, found)
         keep_all = self._step.everything_kept()

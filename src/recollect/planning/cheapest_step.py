@@ -1,7 +1,7 @@
-"""The cheapest choice for a whole step when bytes have a price at some moments: one minimum cut.
+"""The cheapest choice for a whole step when bytes have a price at some times: one minimum cut.
 
-Each moment e of a step (`planning/moments.py`) has a price lambda_e, in seconds per byte. Moments between which nothing can run
-again, such as all of forward, form a class k:
+Each checkpoint time e of a step (`planning/checkpoint_times.py`) has a price lambda_e, in seconds per byte. Times between
+which nothing can run again, such as all of forward, form a class k:
 
     r_{o,k} = 1   op o runs again after k           r_{o,k+1} <= r_{o,k}
     a_{v,k} = 1   value v is available after k      a_{v,k} = 1 if backward asks for v after k
@@ -11,7 +11,7 @@ again, such as all of forward, form a class k:
                   time of o                         if r_{o,first} = 1
                   what the tape takes in forward    if m_j = 1
 
-The price of v in k is bytes(v) times the sum of lambda_e over the moments of k at which v has been made and a plan can be
+The price of v in k is bytes(v) times the sum of lambda_e over the times of k at which v has been made and a plan can be
 without it. Every term is a capacity between two nodes (source side = 1), so the least cost is a minimum cut.
 
 What a plan has in memory at each moment, and which of its ops run again after it, is such a choice, so no plan costs less. All
@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from recollect.planning.moments import Moments
+from recollect.planning.checkpoint_times import CheckpointTimes
 from recollect.plans.value_names import module_of
 from recollect.profile.profile import Profile
 from recollect.simulation.program import rounded_bytes
@@ -51,7 +51,7 @@ class StepChoice:
     """Which ops of a step run again, and when.
 
     Attributes:
-        runs_until: for each op (columns as in `Moments`), it runs again after the stages before this one; 0: never.
+        runs_until: for each op (columns as in `CheckpointTimes`), it runs again after the stages before this one; 0: never.
         recompute_s: seconds of the ops that run again, and of the tape in forward.
         kept_bytes: for each moment, what is in memory beside what every plan has.
     """
@@ -66,7 +66,7 @@ class StepCut:
     """The cheapest choice at some prices.
 
     Attributes:
-        cost_s: recompute plus price times kept bytes, summed over the moments. No plan has less: a proven bound.
+        cost_s: recompute plus price times kept bytes, summed over the times. No plan has less: a proven bound.
         choice: a choice that costs as much.
     """
 
@@ -79,26 +79,26 @@ class CheapestStep:
 
     Args:
         profile: the recorded step.
-        moments: of this profile, those that can have a price.
+        times: of this profile, those that can have a price.
 
     Complexity: a maximum flow among a node for each op and value of the step at each priced moment. 80 layers: 15 ms for one
         priced moment, 60 ms for twelve.
 
     Example:
-        >>> from recollect.planning.moments import moments
+        >>> from recollect.planning.checkpoint_times import checkpoint_times
         >>> from recollect.profile.events import BACKWARD, DIES, OP, PHASE, RELEASE, SAVE, USE, StepLog
         >>> from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
         >>> values = (ValueRecord("x", 8, producer=None), ValueRecord("h", 100, producer=0, saved=True))
         >>> events = ((OP, 0, 0), (SAVE, 0, 1, 0, 0), (DIES, 0, 1), (PHASE, BACKWARD), (USE, 0), (RELEASE, 0))
         >>> log = StepLog((events,), ((0, -1),))
         >>> profile = Profile((UnitGraph(values, (OpRecord("h", (0,), (1,), 5.0),)),), (UnitCall("a", 0),), log, 9.0)
-        >>> step = CheapestStep(profile, moments(profile, [2]))
+        >>> step = CheapestStep(profile, checkpoint_times(profile, [2]))
         >>> [(cut.cost_s, step.dropped(cut.choice)) for cut in (step.at(np.array([s])) for s in (0.01, 0.1))]
         [(1.0, [frozenset()]), (5.0, [frozenset({1})])]
     """
 
-    def __init__(self, profile: Profile, moments: Moments) -> None:
-        self._moments = moments
+    def __init__(self, profile: Profile, times: CheckpointTimes) -> None:
+        self._times = times
         graphs = [profile.graph_of(call) for call in profile.calls]
         self._nbytes = np.array([rounded_bytes(profile, v.nbytes) for g in graphs for v in g.values], dtype=np.int64)
         self._op_s = np.array([op.time_s for g in graphs for op in g.ops], dtype=float)
@@ -106,13 +106,13 @@ class CheapestStep:
         self._maker = np.array(
             [
                 -1 if value.producer is None or value.must_keep else first + value.producer
-                for graph, first in zip(graphs, moments.first_op, strict=False)
+                for graph, first in zip(graphs, times.first_op, strict=False)
                 for value in graph.values
             ],
             dtype=np.int64,
         )
-        self._readers, self._read = moments.reads[:, 0], moments.reads[:, 1]
-        self._charges = _Charges(profile, moments.first_op)
+        self._readers, self._read = times.reads[:, 0], times.reads[:, 1]
+        self._charges = _Charges(profile, times.first_op)
         self._first_need = self._first_needs()
 
     @property
@@ -127,7 +127,7 @@ class CheapestStep:
     def dropped(self, choice: StepChoice) -> list[frozenset[int]]:
         """Return for each call the values that are computed again, by index in its graph."""
         runs = np.append(choice.runs_until > 0, False)[self._maker]
-        starts = self._moments.first_value
+        starts = self._times.first_value
         return [
             frozenset(np.flatnonzero(runs[start:end]).tolist())
             for start, end in zip(starts[:-1], starts[1:], strict=True)
@@ -140,18 +140,18 @@ class CheapestStep:
             prices: for each moment, in seconds per byte, 0 or more.
             missing_s: by how much the bound may be too low, in favour of time.
         """
-        moments = self._moments
+        times = self._times
         priced = np.flatnonzero(prices > 0)
-        stages, first = np.unique(moments.stages[priced], return_index=True)
+        stages, first = np.unique(times.stages[priced], return_index=True)
         num_classes, num_ops, num_values = len(stages), len(self._op_s), len(self._nbytes)
         edges = _Edges(num_classes * (num_ops + num_values))
         fixed_s = 0.0
         for number, members in enumerate(np.split(priced, first[1:]) if num_classes else ()):
-            cost_s = (prices[members] @ moments.can_cost[members]) * self._nbytes
+            cost_s = (prices[members] @ times.can_cost[members]) * self._nbytes
             # No value is computed twice: what backward has asked for stays from then on, if it is needed.
-            maker = np.where(moments.first_use <= stages[number], -1, self._maker)
+            maker = np.where(times.first_use <= stages[number], -1, self._maker)
             nodes = (number * num_ops, num_classes * num_ops + number * num_values)
-            fixed_s += self._add_values(edges, nodes, cost_s, moments.needed[members[-1]], maker)
+            fixed_s += self._add_values(edges, nodes, cost_s, times.needed[members[-1]], maker)
             if number:
                 later = number * num_ops + np.arange(num_ops)
                 edges.add(later, later - num_ops, np.inf)
@@ -188,12 +188,12 @@ class CheapestStep:
 
     def _choice(self, runs_until: NDArray[np.int64]) -> StepChoice:
         """Return what it takes that ops run again after the stages before these."""
-        moments = self._moments
+        times = self._times
         needed_until = np.zeros(len(self._nbytes), dtype=np.int64)
         np.maximum.at(needed_until, self._read, runs_until[self._readers])
-        made_again = np.minimum(np.append(runs_until, 0)[self._maker], moments.first_use)
-        stages = moments.stages[:, None]
-        in_memory = moments.can_cost & (moments.needed | (stages < needed_until)) & (stages >= made_again)
+        made_again = np.minimum(np.append(runs_until, 0)[self._maker], times.first_use)
+        stages = times.stages[:, None]
+        in_memory = times.can_cost & (times.needed | (stages < needed_until)) & (stages >= made_again)
         runs = np.flatnonzero(runs_until)
         recompute_s = math.fsum((*self._op_s[runs], *self._charges.seconds(runs)))
         return StepChoice(runs_until, recompute_s, in_memory @ self._nbytes)
@@ -202,8 +202,8 @@ class CheapestStep:
         """Return for each op the stage in which backward first needs it, if all of its unit runs again."""
         found = np.full(len(self._op_s), _NEVER)
         can_run = self._maker >= 0
-        np.minimum.at(found, self._maker[can_run], self._moments.first_use[can_run])
-        first_op = self._moments.first_op
+        np.minimum.at(found, self._maker[can_run], self._times.first_use[can_run])
+        first_op = self._times.first_op
         call_of_op = np.repeat(np.arange(len(first_op) - 1), np.diff(first_op))
         makers = self._maker[self._read]
         is_inside = (makers >= 0) & (call_of_op[self._readers] == call_of_op[makers])

@@ -15,7 +15,7 @@ from every_plan import all_plans, on_a_slow_tape
 from recollect.planning import bound as bound_module
 from recollect.planning.bound import LowerBound, check_bound
 from recollect.planning.cheapest_step import CheapestStep
-from recollect.planning.moments import moments
+from recollect.planning.checkpoint_times import checkpoint_times
 from recollect.profile.events import ALLOC, WORK
 from recollect.profile.profile import Profile
 from synthetic_step import random_step
@@ -40,7 +40,7 @@ def budgets_of(points: list[tuple[int, float]], fixed_bytes: int) -> list[int]:
 def test_bound_is_the_highest_of_all_prices_and_below_every_plan(seed: int) -> None:
     profile = step_of(seed)
     points = all_plans(profile)
-    found = moments(profile)
+    found = checkpoint_times(profile)
     step = CheapestStep(profile, found)
     bound = LowerBound(profile)
     rng = random.Random(seed)
@@ -83,7 +83,8 @@ def test_bound_falls_with_the_budget_and_hangs_little_on_what_was_asked_before(s
     profile = random_step(seed, num_values=8, num_units=4)
     bound = LowerBound(profile)
     top = int(
-        CheapestStep(profile, found := moments(profile)).everything_kept().kept_bytes.max() + found.fixed_bytes.max()
+        CheapestStep(profile, found := checkpoint_times(profile)).everything_kept().kept_bytes.max()
+        + found.fixed_bytes.max()
     )
     budgets = range(int(found.fixed_bytes.max()), top, max(1, top // 40))
     falling = [bound.recompute_s(budget) for budget in budgets]
@@ -115,7 +116,7 @@ def test_other_units_of_bytes_and_time_give_the_same_slowdown(seed: int) -> None
     persistent = {kind: nbytes * factor for kind, nbytes in profile.persistent.items()}
     log = replace(profile.log, blocks=blocks)
     scaled = LowerBound(replace(profile, graphs=graphs, log=log, persistent=persistent, step_s=profile.step_s * 1e-7))
-    fixed_bytes = int(moments(profile).fixed_bytes.max())
+    fixed_bytes = int(checkpoint_times(profile).fixed_bytes.max())
     for budget in range(fixed_bytes - 20, fixed_bytes + 400, 60):
         assert scaled.slowdown(budget * factor) == pytest.approx(bound.slowdown(budget), rel=1e-5, abs=1e-8)
 
@@ -131,7 +132,7 @@ def test_an_argument_of_another_unit_is_not_free() -> None:
 
 def test_an_answer_of_the_solver_that_is_none_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = random_step(0, num_values=8, num_units=4)
-    budget = int(moments(profile).fixed_bytes.max()) + 200
+    budget = int(checkpoint_times(profile).fixed_bytes.max()) + 200
     assert LowerBound(profile).recompute_s(budget) > 0
     solve = bound_module.linprog
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from every_plan import all_plans, on_a_slow_tape
 from recollect.planning.cheapest_step import CheapestStep
-from recollect.planning.moments import Moments, moments
+from recollect.planning.checkpoint_times import CheckpointTimes, checkpoint_times
 from recollect.plans.action import Action
 from recollect.plans.value_actions import ValueActions
 from recollect.profile.events import BACKWARD, DIES, OP, PHASE, RELEASE, SAVE, USE, StepLog
@@ -24,7 +24,7 @@ from synthetic_step import random_step
 NUM_PRICES = 8
 
 
-def random_prices(found: Moments, profile: Profile, rng: random.Random) -> NDArray[np.float64]:
+def random_prices(found: CheckpointTimes, profile: Profile, rng: random.Random) -> NDArray[np.float64]:
     """Prices for a few moments, from next to nothing to more than all recompute."""
     seconds = sum(graph.forward_s for graph in profile.graphs)
     prices = np.zeros(len(found.events))
@@ -43,7 +43,7 @@ def step_of(seed: int) -> Profile:
 def test_no_plan_costs_less_at_any_prices(seed: int) -> None:
     profile = step_of(seed)
     # All moments, not only those that the bound looks at.
-    found = moments(profile, range(profile.log.num_events))
+    found = checkpoint_times(profile, range(profile.log.num_events))
     step = CheapestStep(profile, found)
     points = all_plans(profile)
     rng = random.Random(seed)
@@ -58,7 +58,7 @@ def test_no_plan_costs_less_at_any_prices(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(24))
 def test_the_choice_costs_what_the_cut_says(seed: int) -> None:
     profile = step_of(seed)
-    found = moments(profile, range(profile.log.num_events))
+    found = checkpoint_times(profile, range(profile.log.num_events))
     step = CheapestStep(profile, found)
     rng = random.Random(seed)
     for _ in range(NUM_PRICES):
@@ -75,7 +75,7 @@ def test_the_choice_costs_what_the_cut_says(seed: int) -> None:
 def test_what_is_dropped_runs_again(seed: int) -> None:
     """The choice, as a plan, takes as long as the cut says."""
     profile = step_of(2 * seed)
-    found = moments(profile)
+    found = checkpoint_times(profile)
     step = CheapestStep(profile, found)
     rng = random.Random(seed)
     for _ in range(NUM_PRICES):
@@ -93,7 +93,7 @@ def test_what_is_dropped_runs_again(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_other_units_of_time_and_bytes_give_the_same_choice(seed: int) -> None:
     profile = step_of(seed)
-    found = moments(profile)
+    found = checkpoint_times(profile)
     graphs = tuple(
         replace(
             graph,
@@ -123,7 +123,7 @@ def test_a_value_that_two_ops_read_costs_once() -> None:
     backward = ((PHASE, BACKWARD), (USE, 0), (RELEASE, 0), (USE, 1), (RELEASE, 1))
     log = StepLog(((*forward, *dies, *backward),), ((0, -1),))
     profile = Profile((UnitGraph(values, ops),), (UnitCall("layer", 0),), log, step_s=60.0)
-    step = CheapestStep(profile, moments(profile, [7]))
+    step = CheapestStep(profile, checkpoint_times(profile, [7]))
     cut = step.at(np.array([0.01]))
     assert cut.cost_s == pytest.approx(100 * 0.01 + 1 + 1)
     assert step.dropped(cut.choice) == [frozenset({2, 3})]
@@ -131,6 +131,6 @@ def test_a_value_that_two_ops_read_costs_once() -> None:
 
 def test_without_prices_nothing_costs_anything() -> None:
     profile = step_of(0)
-    found = moments(profile)
+    found = checkpoint_times(profile)
     cut = CheapestStep(profile, found).at(np.zeros(len(found.events)))
     assert (cut.cost_s, cut.choice.recompute_s) == (0.0, 0.0)

@@ -37,12 +37,12 @@ from recollect.profile.profile import Profile
 from recollect.simulation.program import rounded_bytes
 from recollect.simulation.windows import windows
 
-__all__ = ["Moments", "moments"]
+__all__ = ["CheckpointTimes", "checkpoint_times"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Moments:
-    """Moments of a step in order, and the values of all calls as columns: those of call c start at `first_value[c]`.
+class CheckpointTimes:
+    """CheckpointTimes of a step in order, and the values of all calls as columns: those of call c start at `first_value[c]`.
 
     Attributes:
         events: position in the log of each moment; what is said of it holds after that event.
@@ -67,7 +67,7 @@ class Moments:
     reads: NDArray[np.int64]
 
 
-def moments(profile: Profile, events: Iterable[int] | None = None) -> Moments:
+def checkpoint_times(profile: Profile, events: Iterable[int] | None = None) -> CheckpointTimes:
     """Return what a plan's memory must hold at some moments of a step.
 
     Args:
@@ -80,7 +80,7 @@ def moments(profile: Profile, events: Iterable[int] | None = None) -> Moments:
     Example:
         >>> from recollect.profile.events import ALLOC, FREE, StepLog
         >>> log = StepLog(blocks=(((ALLOC, 0, 512), (ALLOC, 1, 64), (FREE, 1)),), sequence=((0, -1),))
-        >>> found = moments(Profile((), (), log, step_s=1.0))
+        >>> found = checkpoint_times(Profile((), (), log, step_s=1.0))
         >>> found.events.tolist(), found.fixed_bytes.tolist()
         ([1], [576])
     """
@@ -93,7 +93,7 @@ def moments(profile: Profile, events: Iterable[int] | None = None) -> Moments:
     needed = _at(chosen, scan.needed_changes, scan.first_value[-1])
     held = _at(chosen, scan.held_changes, scan.first_value[-1])
     made = _at(chosen, [(position, value, 1) for position, value in scan.made], scan.first_value[-1])
-    return Moments(
+    return CheckpointTimes(
         events=chosen,
         stages=stages[chosen],
         fixed_bytes=fixed_bytes[chosen],
