@@ -1,8 +1,8 @@
-"""Put a plan onto a model, and take it off again.
+"""Applies a plan to a model, and removes it again.
 
-Nothing of the model is replaced but the `forward` attribute of the modules inside the planned units, on the instance:
-parameters, buffers, hooks, state dict, class and `repr` stay what they are. Hooks of a unit (FSDP2's gathering, for one)
-run outside of the tape, as they run outside of `forward`.
+Only the instance attribute `forward` of the modules inside the planned units is replaced: parameters, buffers, hooks,
+state dict, class and `repr` stay as they are. A unit's hooks (FSDP2's gathering, for example) run outside the tape, as
+they run outside `forward`.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 
 
 def apply(model: nn.Module, plan: Plan) -> Applied:
-    """Have the model's units keep, drop and recompute what the plan says, from the next forward on.
+    """Make the model's units keep and recompute what the plan says, starting with the next forward.
 
     Args:
         model: the model that the plan was made for, or one with the same modules. It is not copied.
-        plan: units that it does not name, or that recompute nothing, run exactly as before.
+        plan: the plan to apply. Units that it does not name, or that recompute nothing, run exactly as before.
 
     Returns:
-        A handle that takes the plan off again; also a context manager.
+        A handle that removes the plan again; also a context manager.
 
     Raises:
         UnknownNameError: the plan names a unit, or a module in a unit, that the model does not have.
-        AlreadyAppliedError: a plan, `CheckpointWrapper` or Hugging Face's gradient checkpointing is on this model.
-        ChunkedLossError: the plan's loss is in chunks, which this model cannot do.
+        AlreadyAppliedError: the model already has a plan, `CheckpointWrapper` or Hugging Face's gradient checkpointing.
+        ChunkedLossError: the plan computes the loss in chunks, which this model does not support.
 
     Warns:
-        PlanMismatchWarning: once, if the ops that a unit runs are not those of the plan; what the plan does not name is kept.
+        PlanMismatchWarning: once, if a unit runs other ops than the plan names; those are kept.
         ProfileMismatchWarning: the plan's profile was recorded with another version of PyTorch, or on another device.
 
     Example:
@@ -71,13 +71,13 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
 
 
 def applied_to(model: nn.Module) -> list[Applied]:
-    """Find the plans that are on a model now; `fit` leaves one there.
+    """Find the plans currently applied to a model; `fit` leaves one applied.
 
     Args:
         model: any module.
 
     Returns:
-        The handles, each with `remove()`; an empty list if there is none.
+        Their handles, each with `remove()`; an empty list if there are none.
 
     Example:
         >>> import recollect
@@ -92,7 +92,7 @@ def applied_to(model: nn.Module) -> list[Applied]:
 
 
 def apply_policy(model: nn.Module, unit_paths: Iterable[str], policy: Policy | Tape) -> Applied:
-    """Put units on the tape under any policy; `apply` is this with a plan as the policy."""
+    """Put units on the tape under any policy; `apply` does this with a plan as the policy."""
     tape = policy if isinstance(policy, Tape) else Tape(policy)
     forwards = tape_forwards(model, unit_paths, tape)
     _check_not_applied(model, forwards)

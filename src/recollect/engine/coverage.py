@@ -1,4 +1,4 @@
-"""Which part of a buffer has been filled: `torch.empty`, and then slice by slice, as some models put keys together."""
+"""Tells whether a buffer has been filled slice by slice, as when a model assembles its keys in a `torch.empty`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 __all__ = ["Box", "box_of", "is_covered"]
 
 Box = tuple[tuple[int, int], ...]
-"""For each dimension of a buffer where a part of it begins, and where it ends."""
+"""Where a part of a buffer begins and ends in each dimension."""
 
 
 def box_of(
     base_size: Sequence[int], base_stride: Sequence[int], size: Sequence[int], stride: Sequence[int], offset: int
 ) -> Box | None:
-    """Return where a slice of a dense buffer lies, or None for a view that is no slice in its dimensions.
+    """Return where a slice of a dense buffer lies, or None for a view that is not a slice along its dimensions.
 
     Example:
         >>> box_of((2, 6), (6, 1), (2, 4), (6, 1), 2)
@@ -25,7 +25,7 @@ def box_of(
     begins = [0] * len(size)
     for dim in sorted(range(len(size)), key=lambda d: -base_stride[d]):
         if base_size[dim] == 1:
-            continue  # Its stride says nothing.
+            continue  # The stride of a dimension of size 1 means nothing.
         if stride[dim] != base_stride[dim] or not base_stride[dim]:
             return None
         begins[dim], offset = divmod(offset, base_stride[dim])
@@ -35,7 +35,7 @@ def box_of(
 
 
 def is_covered(base_size: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether parts that do not overlap make up the whole buffer; of two that overlap, the second does not count.
+    """Whether non-overlapping parts make up the whole buffer; of two overlapping parts, the second is ignored.
 
     Example:
         >>> is_covered((2, 6), [((0, 2), (2, 6)), ((0, 2), (0, 2))])

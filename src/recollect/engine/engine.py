@@ -1,4 +1,4 @@
-"""What an engine is: it carries out the plans of the units that name it."""
+"""Defines the `Engine` protocol: an engine carries out the plans of the units that name it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Engine"]
 
 
 class Engine(Protocol):
-    """Carries out the plans of units on a model; `recollect.engine.registry` says which engine a plan names."""
+    """Carries out units' plans on a model; `recollect.engine.registry` maps a plan's engine choice to its class."""
 
     def apply(self, model: nn.Module, units: Mapping[str, UnitPlan]) -> list[PlacedForward]:
-        """Return what has to stand in for the modules' `forward`; nothing is on the model yet.
+        """Return the replacements for the modules' `forward`, without placing them on the model yet.
 
         Args:
             model: the whole model.
-            units: all units of the plan that name this engine, by path, in forward order.
+            units: all of the plan's units that name this engine, by path, in forward order.
 
         Raises:
             UnknownNameError: the model has no such unit.

@@ -1,6 +1,6 @@
-"""What the tape has to know about an op before it may run it a second time.
+"""Collects what the tape must know about an op before it may run it a second time.
 
-Everything is read off the op's schema and tags where they tell the truth; the tables below hold what they do not tell.
+Facts come from the op's schema and tags where those tell the truth; the tables below supply the rest.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch
 class OpFacts:
     """Facts about one op overload.
 
-    `name`: as in value names, "mm" or "mylib:op" outside of ATen.
-    `is_view`: makes no storage: every result shares that of an argument, or is no tensor (`prim::device`).
-    `is_lazy`: a view that differs from its base by a sign or conjugate that is applied when it is read; no layout tells it.
+    `name`: as in value names, "mm" or "mylib:op" outside ATen.
+    `is_view`: makes no storage: every result shares an argument's storage, or is not a tensor (`prim::device`).
+    `is_lazy`: a view whose sign or conjugate is only applied when it is read, which its layout does not show.
     `writes`: positions and keywords of the arguments that are written in place.
-    `is_random`: reads the generator of its device, so that a second run needs the same generator state.
-    `keeps`: results are kept whatever the plan says (see `_ALWAYS_KEPT`).
+    `is_random`: reads its device's generator, so that a second run needs the same generator state.
+    `keeps`: results are kept whatever the plan says (`_INDEX_LIKE`, collectives and others; see `facts_of`).
     `keeps_on_cuda`: the same on a CUDA device, where the kernel's result depends on the order of atomic additions.
-    `keeps_with_mask`: the same where an index tensor is a mask; a gather by integers is computed again like any other op.
-    `creates`: makes a tensor of undefined or constant content, to be filled by somebody else.
-    `changes_layout_only`: an in-place op that changes shape and strides, not the content (`squeeze_`).
+    `keeps_with_mask`: the same if an index tensor is a mask; a gather by integers can be recomputed like any other op.
+    `creates`: makes a tensor with undefined or constant content, for something else to fill.
+    `changes_layout_only`: an in-place op that changes shape and strides, not content (`squeeze_`).
     `overwrites`: an in-place op whose result does not depend on the old content.
-    `num_returns`: results by schema; None where the op returns a list of tensors.
-    `dropout_position`: position of an argument `dropout_p`; the op is not random where that is zero.
-    `may_keep`: one of `keeps_on_cuda`, `keeps_with_mask` and `device_keyword`, so that the tape looks at the call and its
-        result before it drops it.
+    `num_returns`: number of results in the schema; None if the op returns a list of tensors.
+    `dropout_position`: position of the argument `dropout_p`; the op is not random if that is zero.
+    `may_keep`: one of `keeps_on_cuda`, `keeps_with_mask` and `device_keyword` is set, so the tape inspects the call and
+        its result before dropping the result.
     `device_keyword`: whether the op can copy to another device.
-    `changes_storage`: writes to a storage, or has a tensor mean something else by it (`changes_layout_only`, `is_lazy`).
-    `running_stats`: positions of statistics that the op updates behind its schema's back (batch norm), and of the flag
-        that says so.
+    `changes_storage`: writes to a storage, or changes how a tensor reads it (`changes_layout_only`, `is_lazy`).
+    `running_stats`: positions of statistics that the op updates without its schema saying so (batch norm), and of the
+        flag that makes it do so.
     """
 
     name: str
@@ -56,51 +56,51 @@ class OpFacts:
     running_stats: tuple[tuple[int, ...], int] | None = None
 
 
-# Their schema says "fresh tensor", but the result shares the argument's storage.
+# The schemas of these promise a fresh tensor, but the result shares the argument's storage.
 _UNANNOTATED_VIEWS = frozenset({"_unsafe_view", "_reshape_alias", "lift", "lift_fresh", "detach"})
 
-# Says that it writes to its argument, and tells the allocator something instead.
+# The schema says that this writes to its argument, but it only informs the allocator.
 _NO_WRITES = frozenset({"record_stream"})
 
 _LAZY_VIEWS = frozenset({"_conj", "_neg_view"})
 
-# Small results that other results hang on: a choice that came out differently the second time would be a wrong gradient,
-# not a rounding error. (Ops whose output *shape* depends on data carry a tag and are kept for the same reason.)
+# Small results that others depend on: a choice that came out differently the second time would make the gradient wrong,
+# not just rounded differently. (Ops whose output *shape* depends on data carry a tag and are kept for the same reason.)
 _INDEX_LIKE = frozenset(
     {"topk", "sort", "msort", "argsort", "argmax", "argmin", "max", "min", "kthvalue", "median", "nanmedian", "mode"}
     | {"searchsorted", "bucketize", "multinomial", "randperm", "randint", "bincount", "histc", "aminmax"}
 )
 
-# A result of these is empty unless an argument requires grad, which it never does below autograd.
+# One result of these is empty unless an argument requires grad, which none does below autograd.
 _GRAD_DEPENDENT = frozenset({"_sparse_mm_reduce_impl"})
 
-# Every rank would have to run a collective again at the same moment.
+# To run a collective again, every rank would have to do so at the same moment.
 _COLLECTIVE_NAMESPACES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "fsdp"}
 )
 
-# CUDA kernels of these add in an order that changes from run to run
-# (torch.use_deterministic_algorithms lists them), so a second run need not give the same bits.
+# CUDA kernels of these add in an order that varies between runs (torch.use_deterministic_algorithms lists them), so a
+# second run need not give the same bits.
 _ATOMIC_ON_CUDA = frozenset(
     {"index_add", "index_add_", "index_put", "index_put_", "_index_put_impl_", "put", "put_", "index_reduce"}
     | {"index_reduce_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "cumsum", "cumsum_"}
     | {"_embedding_bag", "segment_reduce", "bilinear", "histogram", "index_copy", "index_copy_"}
     | {"max_unpool2d", "max_unpool3d", "nll_loss2d_forward"}
 )
-# Where two sources have one target, the last one stays; a number has no order.
+# If two sources have the same target, the last write wins; a scalar source has no order.
 _LAST_ONE_STAYS_ON_CUDA = frozenset({("scatter", "src"), ("scatter_", "src")})
 
-# Tagged as ops whose shape depends on data, which they are only where an index is a mask.
+# Tagged as having data-dependent shapes, which is only true if an index is a mask.
 _GATHERS = frozenset({"index"})
 
 # Kernels that PyTorch cannot see (Triton, ctypes) get their output buffer from one of these and fill it behind the
-# dispatcher: what is read from such a buffer is not what the op made.
+# dispatcher's back: what is later read from the buffer is not what the op made.
 _UNDEFINED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
 _CONSTANT = frozenset(
     {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full"}
 )
 
-# These change which bytes a tensor is about: what was known of its storage does not hold any more.
+# These change which bytes a tensor refers to, so that what was known about its storage no longer holds.
 _MOVES = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 
 _OVERWRITES = frozenset(
@@ -108,15 +108,15 @@ _OVERWRITES = frozenset(
     | {"zero_", "copy_"}
 )
 
-# Batch norm updates its running statistics, and its schema does not say so. Without statistics to update, the same
-# kernel computes the same output, so that is how it is run again: positions of (mean, variance) and of `training`.
+# Batch norm updates its running statistics without its schema saying so. It is run again without statistics, for which
+# the same kernel computes the same output: positions of (mean, variance) and of `training`.
 _RUNNING_STATS = {
     "native_batch_norm": ((3, 4), 5),
     "cudnn_batch_norm": ((3, 4), 5),
     "miopen_batch_norm": ((3, 4), 5),
 }
 
-# Fake tensors answer what C++ asks about them by ops of this namespace.
+# Fake tensors answer C++ queries through ops of this namespace.
 _QUESTIONS = "prim"
 
 _REPLAYABLE_NAMESPACES = frozenset({"aten", "prims", "torchvision"})

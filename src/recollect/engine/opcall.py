@@ -1,4 +1,4 @@
-"""How one recorded op is run again: its arguments, its place in the random stream, its target if it writes."""
+"""Runs one recorded op again, with its arguments, its generator state and, if it writes in place, its target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GeneratorState = tuple[torch.Generator, torch.Tensor]
 
 
 class _Slot:
-    """Stands for the tensor at `index` of the call's tensor arguments."""
+    """Stands for the call's tensor argument number `index`."""
 
     __slots__ = ("index",)
 
@@ -22,10 +22,10 @@ class _Slot:
         self.index = index
 
 
-# Most ops have three tensors at most; their slots are made once.
+# Most ops have at most three tensors; these slots are made once and shared.
 _FIRST_SLOTS = tuple(_Slot(index) for index in range(8))
 
-# Checked before `isinstance(argument, torch.Tensor)`, which is slow for what is no tensor.
+# Checked before `isinstance(argument, torch.Tensor)`, which is slow for anything that is not a tensor.
 _CONSTANTS = frozenset(
     {int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
@@ -36,11 +36,11 @@ def _slot(index: int) -> _Slot:
 
 
 class _Slots(list[Any]):
-    """A list argument (`cat`, `index`) that has tensors in it."""
+    """A list argument (`cat`, `index`) that contains tensors."""
 
 
 class Arguments:
-    """The arguments of a recorded op: tensors as values (`values`, in order of their slots), everything else as it is."""
+    """The arguments of a recorded op: tensors as values (`values`, in slot order), everything else unchanged."""
 
     __slots__ = ("args", "kwargs", "values")
 
@@ -72,7 +72,7 @@ class Arguments:
 
 
 def _fill(arguments: list[Any], tensors: list[Any]) -> list[Any]:
-    """Return the arguments with tensors in place of their slots."""
+    """Return the arguments with their slots replaced by tensors."""
     return [tensors[a.index] if type(a) is _Slot else _fill(a, tensors) if type(a) is _Slots else a for a in arguments]
 
 
@@ -90,7 +90,7 @@ class _Call:
 
     @property
     def state_bytes(self) -> int:
-        """Size of the generator state that is held to run a random op again."""
+        """Size of the generator state held to run a random op again."""
         return 0 if self.state is None else self.state[1].nbytes
 
 
@@ -100,7 +100,7 @@ class OpCall(_Call):
     __slots__ = ()
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Any:
-        """Return the results of one more run."""
+        """Run the op once more and return its results."""
         args = _fill(self.args, tensors)
         if self.kwargs or self.state is not None:
             output = _run(self.func, args, _fill_keywords(self.kwargs, tensors), self.state)
@@ -110,7 +110,7 @@ class OpCall(_Call):
 
 
 class WriteCall(_Call):
-    """Runs an in-place op on a copy of the storage's old content; `view` is the layout of the part that it writes."""
+    """Runs an in-place op on a copy of the storage's old content; `view` is the layout of the part it writes."""
 
     __slots__ = ("view",)
 
@@ -128,7 +128,7 @@ class WriteCall(_Call):
 
 
 def _run(func: Any, args: list[Any], kwargs: dict[str, Any], state: GeneratorState | None) -> Any:
-    """Run an op; a random one from where its generator was in forward, leaving the generator where it is now."""
+    """Run an op; start a random one from its generator state in forward, and restore the current state afterwards."""
     if state is None:
         return func(*args, **kwargs)
     generator, at_forward = state
@@ -141,7 +141,7 @@ def _run(func: Any, args: list[Any], kwargs: dict[str, Any], state: GeneratorSta
 
 
 def generator_state(facts: OpFacts, args: Any, kwargs: dict[str, Any]) -> GeneratorState | None:
-    """Return the generator that a random op is about to read, and its state; None for an op that reads none."""
+    """Return the generator that a random op is about to read, and its state; None if it reads none."""
     if facts.dropout_position is not None:
         position = facts.dropout_position
         probability = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)

@@ -1,4 +1,4 @@
-"""What stands in a module instance's `forward` attribute while a plan is on it, and how it gets there and goes again."""
+"""Replaces the `forward` of module instances while a plan is applied, and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recollect.plans.plan import Plan
 
 
 class PlacedForward:
-    """Stands in for a module's bound `forward`; copies and pickles as the plain method, without any plan."""
+    """Stands in for a module's bound `forward`; copies and pickles as the plain method, without the plan."""
 
     applied: Applied
 
@@ -23,27 +23,27 @@ class PlacedForward:
         self.is_on = False
         self.is_placed = False
         self.forward: Callable[..., Any] = module.forward
-        # Its attributes are not copied: those of another placed forward would become this one's own.
+        # Do not copy attributes: those of another placed forward would become this one's own.
         functools.update_wrapper(self, self.forward, updated=())  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.module, "forward")
 
     def put(self) -> None:
-        """Place it on the module."""
+        """Place this on the module."""
         self.is_on = True
         if not self.is_placed:
-            # Taken now: another forward may have been placed since this object was made.
+            # Read it now: another forward may have been placed since this object was made.
             self.forward = self.module.forward
             self.had_own_forward = "forward" in vars(self.module)
             vars(self.module)["forward"] = self
             self.is_placed = True
 
     def take_off(self) -> None:
-        """Give the module back what it had before."""
+        """Restore what the module had before."""
         self.is_on = False
         if vars(self.module).get("forward") is not self:
-            return  # Somebody put their own forward around this one: it stays, and finds the module's own behind it.
+            return  # Another forward wraps this one: stay in place, switched off, and pass calls through.
         self.is_placed = False
         if self.had_own_forward:
             vars(self.module)["forward"] = self.forward
@@ -52,7 +52,7 @@ class PlacedForward:
 
 
 class Applied:
-    """A plan on a model. `remove()`, or the end of a with-block, takes it off.
+    """A plan applied to a model. `remove()`, or the end of a with-block, removes it.
 
     Example:
         >>> import torch, recollect
@@ -75,7 +75,7 @@ class Applied:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Take the plan off for the length of a with-block."""
+        """Suspend the plan for the duration of a with-block."""
         for forward in reversed(self._forwards):
             forward.take_off()
         try:
@@ -85,7 +85,7 @@ class Applied:
                 forward.put()
 
     def remove(self) -> None:
-        """Give every module its own forward back; does nothing the second time."""
+        """Restore every module's own forward; do nothing the second time."""
         for forward in reversed(self._forwards):
             forward.take_off()
         self._forwards = []

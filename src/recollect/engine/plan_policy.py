@@ -1,4 +1,4 @@
-"""The plans of units as the tape's policy, with one warning where the model does not run what they were made for."""
+"""Makes units' plans the tape's policy, and warns once if the model does not run the ops they were made for."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from recollect.plans.value_names import module_of
 
 
 class PlanPolicy:
-    """Looks values up in the plans of units; keeps what it does not know.
+    """Looks values up in units' plans, and keeps values that it does not know.
 
-    A loop inside a module (experts that got tokens) may run an op more or fewer times than when the plan was made: a call
-    that the plan does not name follows the plan's calls of the same op in the same module, if those agree.
+    A loop inside a module (over the experts that got tokens) may run an op more or fewer times than when the plan was
+    made. A call that the plan does not name follows the named calls of the same op in the same module, if they agree.
     """
 
     def __init__(self, units: Mapping[str, UnitPlan]) -> None:
@@ -33,7 +33,7 @@ class PlanPolicy:
         self._has_warned = False
 
     def action(self, unit_path: str, value_name: str) -> Action:
-        """Return what the plan says of this value."""
+        """Return the plan's action for this value."""
         unit = self._units.get(unit_path)
         if unit is None:
             return Action.KEEP
@@ -47,11 +47,11 @@ class PlanPolicy:
         return Action.KEEP
 
     def acts_in(self, unit_path: str, module_path: str) -> bool:
-        """Whether the plan does not keep all values of a module."""
+        """Whether the plan does anything but keep all of a module's values."""
         return (unit_path, module_path) in self._acting
 
     def output_action(self, unit_path: str) -> Action:
-        """Return what the plan says of what this unit returns."""
+        """Return the plan's action for the unit's output."""
         unit = self._units.get(unit_path)
         return Action.KEEP if unit is None else unit.output
 
@@ -69,7 +69,7 @@ class PlanPolicy:
 
 
 def _without_count(name: str) -> str:
-    """Drop the "#2" of a repeated call: "mlp.mm#2.1" becomes "mlp.mm.1"."""
+    """Strip the "#2" of a repeated call: "mlp.mm#2.1" becomes "mlp.mm.1"."""
     stem, mark, rest = name.partition("#")
     if not mark:
         return name

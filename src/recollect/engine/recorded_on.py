@@ -1,4 +1,4 @@
-"""Whether a plan is used where its profile was recorded."""
+"""Warns if a plan is used with another PyTorch, or on another device, than its profile was recorded on."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from recollect.plans.plan import Plan
 
 
 def device_name(device: torch.device) -> str:
-    """Name what a device is: "NVIDIA H100 80GB HBM3", "cpu"."""
+    """Return a device's model name, such as "NVIDIA H100 80GB HBM3", or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def warn_if_recorded_elsewhere(model: nn.Module, plan: Plan) -> None:
-    """Warn if the plan's profile was recorded with another PyTorch, or on another device than the model is on.
+    """Warn if the plan's profile was recorded with another PyTorch, or on another device than the model's.
 
-    Builds of one version ("2.13.0+cpu") count as the same: what differs between them is the device.
+    Builds of one version ("2.13.0+cpu") count as equal: they only differ in the device.
     """
     differences = []
     recorded, here = (version.partition("+")[0] for version in (plan.torch_version, torch.__version__))

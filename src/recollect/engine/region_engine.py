@@ -1,4 +1,4 @@
-"""The region engine: re-run a whole module in backward, for modules that the tape cannot see into."""
+"""Implements the region engine: re-runs whole modules in backward, for modules that the tape cannot see into."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["RegionEngine"]
 
 
 class RegionEngine:
-    """Runs each unit under `torch.utils.checkpoint`; `recollect.simulation.region_schedule` says what that costs."""
+    """Runs each unit under `torch.utils.checkpoint`; `recollect.simulation.region_schedule` simulates the cost."""
 
     def apply(self, model: nn.Module, units: Mapping[str, UnitPlan]) -> list[PlacedForward]:
-        """Re-run each of the units as a whole."""
+        """Return forwards that re-run each unit as a whole."""
         return [_RegionForward(unit_module(model, path)) for path in units]
 
 
 class _RegionForward(PlacedForward):
     """Runs a unit, keeps only its inputs, and runs it again when backward needs what it saved.
 
-    Non-reentrant, so that it works where no input requires grad and where only some outputs are used. The module's
-    Python runs twice: side effects (counters, caches) happen twice, which is why the tape is the engine of first choice.
+    Non-reentrant, so that it works even if no input requires grad or only some outputs are used. The module's Python
+    runs twice, so side effects (counters, caches) happen twice: that is why the tape is the preferred engine.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which engine carries out which choice of a plan: the one place where a new engine is entered."""
+"""Maps each engine choice of a plan to the engine that carries it out: the one place to register a new engine."""
 
 from __future__ import annotations
 

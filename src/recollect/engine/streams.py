@@ -1,8 +1,8 @@
-"""CUDA streams: a value that belongs to one stream is read on another one only when it is there, and stays until then.
+"""Synchronises values across CUDA streams: a read on another stream waits for the value and keeps its memory alive.
 
-Forward and backward of an op run on the same stream, so plain autograd needs nothing of this. Computing a value again does.
-Whoever asks first computes it, on its own stream, and somebody on another stream may ask next. And what is computed again on
-one stream may be made of what forward had on another, where the memory goes to the next tensor as soon as nobody holds it.
+An op's forward and backward run on the same stream, so plain autograd needs none of this, but recomputation does. The
+first to ask for a value computes it on its own stream, and the next may ask on another. A recomputed value may also be
+made from what forward had on another stream, where memory is reused as soon as nothing holds it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from recollect._torch_private import current_raw_stream, disable_torch_dispatch,
 __all__ = ["Stream", "read_here", "stream_of"]
 
 Stream = tuple[int, int]
-"""A CUDA device and a stream of it, as numbers that are quick to compare."""
+"""A CUDA device and one of its streams, as numbers that are quick to compare."""
 
 _streams: dict[Stream, torch.cuda.Stream] = {}
 
 
 def stream_of(tensor: torch.Tensor) -> Stream | None:
-    """Return the stream that is current on a tensor's device; None for one that is not on CUDA, or is fake.
+    """Return the current stream of a tensor's device; None if the tensor is not on CUDA, or is fake.
 
     Example:
         >>> import torch
@@ -37,9 +37,9 @@ def stream_of(tensor: torch.Tensor) -> Stream | None:
 
 
 def read_here(tensor: torch.Tensor, stream: Stream) -> None:
-    """Have the current stream wait for a tensor's own, and keep the tensor's memory until it is done with it.
+    """Make the current stream wait for the tensor's, and keep the tensor's memory until the current stream is done.
 
-    Nothing happens if they are the same.
+    Do nothing if they are the same stream.
     """
     here = stream_of(tensor)
     if here is None or here == stream:

@@ -1,4 +1,4 @@
-"""Tensor subclasses that wrap other tensors (DTensor and its kin): taken apart for the tape, and put together again."""
+"""Takes wrapper tensor subclasses (DTensor and its kin) apart for the tape, and puts them together again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recollect._torch_private import is_traceable_wrapper_subclass, tree_leaves
 
 
 class PackedSubclass:
-    """A saved tensor subclass (DTensor, ...): its inner tensors as values, and how to put them together again."""
+    """A saved tensor subclass (DTensor, ...): its inner tensors as values, and what is needed to rebuild it."""
 
     __slots__ = ("context", "kind", "others", "packed", "size", "stride")
 
@@ -22,18 +22,18 @@ class PackedSubclass:
         self.size, self.stride = tensor.size(), tensor.stride()
         inner = {name: getattr(tensor, name) for name in names}
         self.packed = {name: pack(item) for name, item in inner.items() if isinstance(item, torch.Tensor)}
-        # Not all of them are tensors: a DTensor names its device mesh too.
+        # Not all of them are tensors: a DTensor also lists its device mesh.
         self.others = {name: item for name, item in inner.items() if name not in self.packed}
 
     def rebuild(self, unpack: Any) -> torch.Tensor:
-        """Return the subclass, its inner tensors given by `unpack`."""
+        """Return the subclass, with inner tensors obtained from `unpack`."""
         inner = {**self.others, **{name: unpack(item) for name, item in self.packed.items()}}
         tensor: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
         return tensor
 
 
 def strided_tensors(output: Any) -> Iterator[torch.Tensor]:
-    """Return the tensors with a storage in a nest of containers; of a DTensor and its kin, the inner ones."""
+    """Yield the strided tensors in nested containers; for a DTensor and its kin, the inner tensors."""
     for tensor in tree_leaves(output):
         if not isinstance(tensor, torch.Tensor):
             continue

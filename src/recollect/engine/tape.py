@@ -1,23 +1,23 @@
-"""The tape: sees every op of a unit's forward, forgets what the plan drops, and computes it again when backward asks.
+"""Implements the tape: sees each op of a unit's forward, drops what the plan says, and recomputes it for backward.
 
-Two hooks do the work while a unit runs forward. `TapeMode` sees each ATen op below autograd and, for a result that is
-to be dropped, remembers how it was made. The saved-tensor hooks then hand autograd a `TapeValue` for every tensor that
-it wants to save: one that holds the tensor, or one that only knows how to make it.
+Two hooks do the work while a unit runs forward. `TapeMode` sees each ATen op below autograd and remembers how each
+result to be dropped was made. The saved-tensor hooks then hand autograd a `TapeValue` for every tensor that it wants to
+save: one that holds the tensor, or one that only knows how to make it.
 
 NOTE [ Rules of the tape ]
-1. Identity. A tensor is recognised by its storage, layout and version; what is not recognised is kept.
-2. Mutation. An in-place op makes a new value on the same storage. Whoever holds the old content gets a private copy
-   first. A change that the tape cannot see raises `MutatedValueError` at replay, never a wrong gradient.
-3. Randomness. A random op is kept, or runs again under the generator state that it had.
-4. Choices (`topk`, `sort`, ...), shapes that depend on data, and collectives are kept (`facts.py`).
+1. Identity. A tensor is recognised by its storage, layout and version; anything not recognised is kept.
+2. Mutation. An in-place op makes a new value on the same storage; whatever holds the old content first gets a private
+   copy. A change that the tape cannot see raises `MutatedValueError` at replay, and never gives a wrong gradient.
+3. Randomness. A random op is kept, or runs again from the generator state that it had.
+4. Choices (`topk`, `sort`, ...), data-dependent shapes and collectives are kept (`facts.py`).
 5. Tensor subclasses desugar first; their inner tensors are recorded.
-6. A leaf whose storage was freed (FSDP2 resharding) must be back before the unit's backward; else it is an error.
-7. What runs behind the dispatcher is kept: buffers filled by foreign kernels, and whatever runs with gradients switched
-   off, because custom autograd Functions and compiled regions may write to the results of ops out of sight.
-8. No state but the frame of the running unit, per thread: any number of forwards may be in flight.
-9. Modules of which the plan drops nothing run out of the mode's sight once they have run twice, unless they write in
-   place: to the tape their ops are ones whose results are kept. Those that save nothing dropped run without the hooks
-   as well. Should they do so later, it is kept; should they write to what is held, rule 2 finds it.
+6. A leaf whose storage was freed (FSDP2 resharding) must be back before the unit's backward; otherwise it is an error.
+7. What runs behind the dispatcher's back is kept: buffers filled by foreign kernels, and whatever runs with gradients
+   switched off, because custom autograd Functions and compiled regions may write to results of ops unseen.
+8. The only state is the running unit's frame, one per thread: any number of forwards may be in flight.
+9. Once a module has run twice, it runs out of the mode's sight if the plan drops none of its values and it writes
+   nothing in place: the tape keeps the results of ops it does not see. If it saves nothing dropped, it also runs
+   without the hooks. Should it save such a value later, that is kept; should it write to a held tensor, rule 2 applies.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Tape(TapeState):
 
     @property
     def mode(self) -> TapeMode | None:
-        """The mode of the unit that is running on this thread."""
+        """The mode of the unit running on this thread, if any."""
         return getattr(self._local, "mode", None)
 
     def new_mode(self, unit_path: str) -> TapeMode:
-        """Return the mode for one call of a unit."""
+        """Return a mode for one call of a unit."""
         return TapeMode(self, unit_path)
 
     def run(self, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ class Tape(TapeState):
             self._local.mode = None
 
     def hold_outputs(self, unit_path: str, output: Any) -> None:
-        """Keep what a unit returns: from here on its storages are held by whoever needs them."""
+        """Keep a unit's output: from here on, its storages are held by whatever needs them."""
         for tensor in strided_tensors(output):
             storage = tensor.untyped_storage()
             record = record_of(storage)
@@ -94,14 +94,14 @@ class Tape(TapeState):
 
     @untraced
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Give backward the tensor that it saved; compute it if it was dropped."""
+        """Give backward a tensor that was saved, recomputing it if it was dropped."""
         if type(packed) is not TapeValue:
             rebuilt: torch.Tensor = packed.rebuild(self.unpack)
             return rebuilt
         value: TapeValue = packed
         if value.tensor is not None:
             return value.fetch()
-        # As the ops ran in forward: below autograd and autocast, with gradients switched on, which some kernels look at.
+        # As ops ran in forward: below autograd and autocast, with gradients switched on, which some kernels check.
         with torch.enable_grad(), below_autograd(), disable_autocast():
             tensor: torch.Tensor = value.get()
         return tensor
@@ -109,7 +109,7 @@ class Tape(TapeState):
 
 @contextmanager
 def _inside(mode: TapeMode, unit_path: str) -> Iterator[TapeMode]:
-    """A unit runs within another one: its ops have its own names."""
+    """Run a unit within another one, with its ops under its own names."""
     outer = mode.unit_path, mode.counts
     mode.unit_path, mode.counts = unit_path, {}
     try:

@@ -1,4 +1,4 @@
-"""The tape as an engine: units run on it, and the modules inside of them tell it which one is running."""
+"""Makes the tape an engine: runs units on it, and has the modules inside them tell it which one is running."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = ["TapeEngine", "tape_forwards"]
 
 
 class TapeEngine:
-    """Decides value by value; see `recollect.engine.tape`."""
+    """Keeps or drops value by value; see `recollect.engine.tape`."""
 
     def apply(self, model: nn.Module, units: Mapping[str, UnitPlan]) -> list[PlacedForward]:
-        """Put the units on one tape. What recomputes nothing runs as before."""
-        # A unit that keeps everything still has to be on the tape where what it gets may have been dropped by another one.
+        """Return forwards that run the units on one tape; units that recompute nothing run as before."""
+        # A unit that keeps everything still belongs on the tape if another unit may have dropped its input.
         drops_outputs = any(unit.output is Action.RECOMPUTE for unit in units.values())
         paths = [path for path, unit in units.items() if unit.recomputes_anything or drops_outputs]
         return tape_forwards(model, paths, Tape(PlanPolicy(units)))
 
 
 def tape_forwards(model: nn.Module, unit_paths: Iterable[str], tape: Tape) -> list[PlacedForward]:
-    """Return what puts units on a tape.
+    """Return the forwards that run units on a tape.
 
     Raises:
         UnknownNameError: the model has no such unit.
@@ -63,7 +63,7 @@ class _UnitForward(PlacedForward):
 
 
 class _ScopeForward(PlacedForward):
-    """Tells the tape which module inside a unit is running, so that values have the names that the plan knows."""
+    """Tells the tape which module inside a unit is running, so that values get the names that the plan uses."""
 
     def __init__(self, module: nn.Module, tape: Tape, scope: str) -> None:
         super().__init__(module)

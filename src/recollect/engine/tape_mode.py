@@ -1,6 +1,6 @@
-"""The mode of one running unit: remembers how dropped results are made, and hands autograd recipes in place of tensors.
+"""Watches one running unit: remembers how dropped results are made, and hands autograd recipes in place of tensors.
 
-The rules that it keeps are those of `engine/tape.py`.
+It follows the rules in `engine/tape.py`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from recollect.engine.values import (
 from recollect.plans.action import Action
 from recollect.replay import Node
 
-# Looked up several times an op.
+# Module globals, because they are looked up several times per op.
 _STRIDED = torch.strided
 _RECOMPUTE = Action.RECOMPUTE
-# An index tensor of these says which elements to take, not where they are.
+# An index tensor of these types is a mask: it marks elements instead of giving their positions.
 _MASKS = frozenset({torch.bool, torch.uint8})
 
 _EVERYTHING = Watch(ops=True, saves=True)
@@ -60,11 +60,11 @@ class TapeMode(TorchDispatchMode):
         self.unit_path = unit_path
         self.scope = ""
         self.is_watching = True
-        # The tape's hooks while they are off. They are not held otherwise: they hold this mode.
+        # The tape's hooks while they are off. Not held otherwise, because they hold this mode.
         self._hooks: tuple[Any, Any] | None = None
-        # Hooks further out see what the tape's own let through; a checkpoint around several units would lose count.
+        # Outer hooks see what the tape's hooks let through; a checkpoint around several units would lose count.
         self._may_unhook = not has_saved_tensors_hooks()
-        # What was seen of modules that the tape has not settled yet.
+        # What was seen of modules that the tape has not yet settled.
         self.unsettled: dict[ModuleKey, Watch] = {}
         self._writes: set[ModuleKey] = set()
         self._saves_dropped: set[ModuleKey] = set()
@@ -73,7 +73,7 @@ class TapeMode(TorchDispatchMode):
         self._parameters: dict[int, TapeValue] = {}
 
     def run_module(self, module_path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a module of the unit: its values have its names, and of its ops and saves is seen what is of use."""
+        """Run a module of the unit under its own names, watching its ops and saves only where that is useful."""
         outer = self.scope, self.is_watching, self._hooks is None
         self.scope = module_path
         key = (self.unit_path, module_path)
@@ -88,10 +88,10 @@ class TapeMode(TorchDispatchMode):
             self._watch(*watch_of)
 
     def _watch(self, ops: bool, saves: bool) -> None:
-        """See ops and saved tensors from here on, or not.
+        """Switch the watching of ops and of saved tensors on or off.
 
-        Nothing is switched off while a mode or hooks of the model's own lie on top; and hooks of its own (a checkpoint inside
-        the unit) stay on top, because what runs again in backward has no tape's hooks on it.
+        Nothing is switched off while the model's own mode or hooks are on top. The model's own hooks (a checkpoint
+        inside the unit) stay on top, because what they run again in backward runs without the tape's hooks.
         """
         if ops and not self.is_watching:
             push_dispatch_mode(self)
@@ -106,12 +106,12 @@ class TapeMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled regions run compiled: the tape sees them as one opaque op and keeps what they save."""
+        """Let compiled regions run compiled: the tape sees each as one opaque op and keeps what it saves."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Keeps torch from wrapping `__torch_dispatch__` (1 us an op); `untraced` does what that is for.
+        # Keep torch from wrapping `__torch_dispatch__` (1 us per op); `untraced` serves the same purpose.
         return False
 
     @untraced
@@ -122,7 +122,7 @@ class TapeMode(TorchDispatchMode):
         facts = facts_of(func)
         self._op = facts.name
         if facts.is_view:
-            return func(*args, **kwargs)  # A view is made from its base when somebody asks for it.
+            return func(*args, **kwargs)  # A view is made from its base when something asks for it.
         if facts.changes_storage:
             self._writes.add((self.unit_path, self.scope))
         if facts.changes_layout_only:
@@ -153,7 +153,7 @@ class TapeMode(TorchDispatchMode):
         return output
 
     def _op_actions(self, facts: OpFacts, asks: bool) -> OpActions:
-        """Return what happens to the results of the op that is about to run; counted but not asked for if `asks` is False."""
+        """Count the op about to run; return the actions for its results, or that all are kept if `asks` is False."""
         key = (self.unit_path, self.scope, facts.name)
         count = self.counts.get(key, 0)
         self.counts[key] = count + 1
@@ -165,7 +165,7 @@ class TapeMode(TorchDispatchMode):
             return
         storage = result.untyped_storage()
         if is_known(storage) or result.storage_offset():
-            # The op returned a view that its schema does not mention: known through the storage, or kept.
+            # The op returned a view that its schema does not mention: it is known by its storage, or kept.
             node.add_output(None)
             return
         value = TapeValue(None, node)
@@ -199,7 +199,7 @@ class TapeMode(TorchDispatchMode):
         return output
 
     def _bind_write(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Node | None:
-        """Describe an in-place op as a function from the old content of the storage to the new one, where that is known."""
+        """Describe an in-place op as a function from the storage's old content to its new one, if the old is known."""
         if facts.writes[0] != 0 or not isinstance(args[0], torch.Tensor):
             return None
         target = args[0]
@@ -209,21 +209,21 @@ class TapeMode(TorchDispatchMode):
         if record is None or not record.is_current(target._version) or layout[3] != record.layout[3]:
             return None
         if record.layout[0].numel() * target.element_size() != storage.nbytes():
-            return None  # The base does not cover its storage densely, so a clone would not have its layout.
+            return None  # The base does not densely cover its storage, so a clone would have another layout.
         if record.created == "undefined" and not (
             facts.overwrites and (layout == record.layout or record.part(layout) is not None)
         ):
-            return None  # A write that reads the old content reads what a kernel may have put there.
+            return None  # The write reads old content, which a foreign kernel may have put there.
         base = record.base
         state = generator_state(facts, args, kwargs) if facts.is_random else None
         arguments = Arguments(self._value_in_mode, facts, args[1:], kwargs)
         if any(value.holds(storage) for value in arguments.values):
-            return None  # A held alias of the very storage: holding it in its own record would be a cycle.
+            return None  # An argument is an alias of this same storage: holding it in the record would be a cycle.
         view = None if layout == record.layout else layout
         return Node(WriteCall(func, arguments, state, view), [base, *arguments.values], mutates=True)
 
     def _known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
-        """Return the dropped value that a tensor is, or None for a tensor that the tape did not drop."""
+        """Return the value that stands for a dropped tensor, or None if the tape did not drop it."""
         record = record_of(storage)
         if record is None:
             return None
@@ -233,7 +233,7 @@ class TapeMode(TorchDispatchMode):
         return record.value_of(layout_of(tensor)) if record.is_current(tensor._version) else None
 
     def _value_in_mode(self, tensor: torch.Tensor) -> TapeValue:
-        """Return the value of an op's argument: a dropped one where it is known, else one that holds the tensor."""
+        """Return the value of an op's argument: the dropped one if known, else one that holds the tensor."""
         if type(tensor) is Parameter:
             known = self._parameters.get(id(tensor))
             if known is None or known.version != tensor._version:
@@ -246,7 +246,7 @@ class TapeMode(TorchDispatchMode):
 
     def _leaf(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None, *, in_hook: bool) -> TapeValue:
         held, version = self.tape.alias(tensor, in_hook)
-        # Autograd saves the arguments of some ops before it runs them, so a hook does not know for which op it is called.
+        # Autograd saves some ops' arguments before it runs them, so a hook cannot know which op it is called for.
         op = "" if in_hook else self._op
         value = TapeValue(held, None, version, (self.unit_path, self.scope, op))
         if storage is not None:
@@ -255,7 +255,7 @@ class TapeMode(TorchDispatchMode):
 
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Give autograd something to hold instead of a tensor that it saves."""
+        """Return what autograd holds in place of a tensor that it saves."""
         if type(tensor) is Parameter:
             known = self._parameters.get(id(tensor))
             if known is None or known.version != tensor._version:
@@ -269,12 +269,12 @@ class TapeMode(TorchDispatchMode):
         if known is not None:
             self._saves_dropped.add((self.unit_path, self.scope))
             return known
-        # Not watched: if it is written to before backward, that is an error with plain autograd too.
+        # Not watched: writing to it before backward is an error in plain autograd too.
         return self._leaf(tensor, None, in_hook=True)
 
 
 def _is_dropped(args: Any) -> bool:
-    """Whether the first argument of an in-place op has a recipe; a buffer, or what is kept, is written to as it is."""
+    """Whether the first argument of an in-place op has a recipe; buffers and kept tensors are written to directly."""
     target = args[0] if args else None
     if not isinstance(target, torch.Tensor) or target.layout is not _STRIDED:
         return False
@@ -282,10 +282,10 @@ def _is_dropped(args: Any) -> bool:
 
 
 def _must_keep_result(facts: OpFacts, args: Any, output: Any, kwargs: Any) -> bool:
-    """What only the call tells: rule 4 on CUDA and for masks, and copies from another device (a synchronisation)."""
+    """Whether to keep this call's result: rule 4, on CUDA or for masks, or a copy between devices (it would sync)."""
     if facts.keeps_with_mask:
         return any(index is not None and index.dtype in _MASKS for index in args[1])
     if facts.keeps_on_cuda:
         return any(isinstance(t, torch.Tensor) and t.is_cuda for t in tree_leaves(output))
-    # PyTorch names the device in copies that stay on it, too (the last op of `rms_norm` in bf16).
+    # PyTorch also names the device in copies that stay on it (the last op of `rms_norm` in bf16).
     return facts.device_keyword and kwargs.get("device") is not None and bool(output.device != args[0].device)

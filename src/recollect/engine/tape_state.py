@@ -1,6 +1,6 @@
-"""What a tape remembers from call to call: the policy's answers, and which modules need not be watched.
+"""Holds what a tape remembers between calls: the policy's answers, and which modules need not be watched.
 
-A call of a unit (`tape_mode.py`) reads it while it runs; the tape (`tape.py`) starts the calls.
+The tape (`tape.py`) starts the calls of units; each call (`tape_mode.py`) reads this state while it runs.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from recollect.plans.value_names import result_names, value_stem
 
 __all__ = ["ALL_KEPT", "RUNS_TO_SETTLE", "ModuleKey", "OpActions", "OpKey", "TapeState", "Watch"]
 
-# A unit that runs twice a step may get another one's dropped output the second time only.
+# A unit that runs twice per step may get another unit's dropped output only the second time.
 RUNS_TO_SETTLE = 2
 
 ModuleKey = tuple[str, str]
-"""Path of a unit, and of a module in it; the latter is empty for the unit itself."""
+"""Paths of a unit and of a module in it; the second is empty for the unit itself."""
 
 OpKey = tuple[str, str, str]
 """A `ModuleKey` and the name of an op that the module runs."""
 
 OpActions = tuple[Action, ...]
-"""What happens to the results of an op, one by one; a single action is that of all, and none is needed to keep all."""
+"""Actions for the results of an op, in order: one action if it applies to all, and none to keep all."""
 ALL_KEPT: OpActions = ()
 
 
 class Watch(NamedTuple):
-    """What has to be seen of what a module itself runs: its ops, and the tensors that autograd saves."""
+    """What to watch while a module itself runs: its ops, and the tensors that autograd saves."""
 
     ops: bool
     saves: bool
 
 
 class TapeState:
-    """What the calls of the units of one applied model share.
+    """State shared by all unit calls of one applied model.
 
     Attributes:
         policy: asked once for each value name.
-        settled: what has to be watched of modules that ran often enough to know it.
+        settled: what to watch in modules that have run often enough to tell.
     """
 
     def __init__(self, policy: Policy, *, runs_to_settle: int = RUNS_TO_SETTLE) -> None:
@@ -57,7 +57,7 @@ class TapeState:
         self._num_runs: Counter[ModuleKey] = Counter()
 
     def learn(self, seen: dict[ModuleKey, Watch]) -> None:
-        """Take over what had to be seen of the modules that ran in one call of a unit: rule 9."""
+        """Learn from one call of a unit what needs watching in the modules that ran: rule 9."""
         for key, watch_of in seen.items():
             before = self._watched.get(key, Watch(self.policy.acts_in(*key), False))
             self._watched[key] = Watch(before.ops or watch_of.ops, before.saves or watch_of.saves)
@@ -66,14 +66,14 @@ class TapeState:
                 self.settled[key] = self._watched[key]
 
     def alias(self, tensor: torch.Tensor, in_hook: bool) -> tuple[torch.Tensor, int]:
-        """Return a tensor to hold in place of one that is kept, and the version at which it is right."""
+        """Return a tensor to hold in place of one that is kept, and the version at which it is valid."""
         if is_fake_tensor(tensor):
-            return tensor.detach(), UNWATCHED  # Fake tensors are made by a dispatch mode, so no guard goes around it.
+            return tensor.detach(), UNWATCHED  # A dispatch mode makes fake tensors, so no guard may disable it.
         held = alias_in_hook(tensor) if in_hook else alias_in_mode(tensor)
         return held, UNWATCHED if tensor.is_inference() else tensor._version
 
     def op_actions(self, key: OpKey, count: int, facts: OpFacts, asks: bool) -> OpActions:
-        """Return what happens to the results of a module's `count`-th call of an op; they are kept if `asks` is False."""
+        """Return the actions for the results of a module's `count`-th call of an op; all kept if `asks` is False."""
         if facts.keeps or not asks:
             return ALL_KEPT
         known = self._known.get(key)

@@ -1,4 +1,4 @@
-"""Finds the module of a unit, and the modules below it that may get another `forward`."""
+"""Finds the module of a unit, and the modules below it whose `forward` may be replaced."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def unit_module(model: nn.Module, path: str) -> nn.Module:
 def plain_submodules(unit: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
     """Return the modules below a unit whose `forward` may be wrapped, with their paths in the unit.
 
-    Not scripted modules, not compiled ones, nor what lies inside of those.
+    Scripted and compiled modules are left out, with everything inside them.
     """
     found: list[tuple[str, nn.Module]] = []
     for name, child in unit.named_children():

@@ -1,8 +1,8 @@
-"""The tape's view of tensors: what is known about a storage, and the values that stand for tensors.
+"""Represents tensors to the tape: what it knows about each storage, and the values that stand for tensors.
 
-A dropped tensor is recognised by its storage: the storage object carries a `StorageRecord` as a Python attribute, which
-PyTorch preserves for as long as the bytes live and which dies with them, so that a reused address can never be mistaken
-for an old one. A storage without a record is unknown to the tape, and what is unknown is kept.
+A dropped tensor is recognised by its storage. The storage object carries a `StorageRecord` as a Python attribute, which
+lives and dies with the bytes, so a reused address can never be mistaken for an old one. A storage without a record is
+unknown to the tape, and anything unknown is kept.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from recollect.replay import Node, Value
 
 _RECORD = "_recollect_record"
 _LEAVES = "_recollect_leaves"
-# Dead weak references are swept out of a storage's list of leaves when it has grown to this length. Parameters and
-# buffers outlive the values that stand for them, step after step; other storages hardly ever see more than a handful.
+# Dead weak references are removed from a storage's list of leaves when it reaches this length. Parameters and buffers
+# outlive the values that stand for them, step after step; other storages rarely see more than a handful.
 _SWEEP_LENGTH = 16
 
-# Never true for a version counter: the tensor of this value is not watched for changes.
+# Not a valid version counter: marks a value whose tensor is not watched for changes.
 UNWATCHED = -1
 
 Layout = tuple[torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype]
-"""Shape, strides, storage offset, dtype: what tells apart two tensors on one storage."""
+"""Shape, strides, storage offset and dtype, which tell apart tensors on one storage."""
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """Return what tells this tensor apart from others on its storage."""
+    """Return the layout that tells this tensor apart from others on its storage."""
     return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 class TapeValue(Value):
-    """A value whose tensor, once it is held, must not be changed in place before it is used.
+    """A value whose tensor, once held, must not be changed in place before it is used.
 
     `version`: the tensor's version counter when it was taken, or `UNWATCHED`.
-    `label`: (unit path, module path, op) of whoever took it first, for the error message.
-    `stream`: the CUDA stream on which it became available; None elsewhere.
+    `label`: (unit path, module path, op) of the first taker, for the error message.
+    `stream`: the CUDA stream on which it became available; None on other devices.
     """
 
     __slots__ = ("label", "stream", "version")
 
-    # Every slot is set here, without the base class's constructor: this runs several times an op.
+    # Sets every slot without calling the base class's constructor, because this runs several times per op.
     def __init__(
         self,
         tensor: torch.Tensor | None = None,
@@ -68,7 +68,7 @@ class TapeValue(Value):
         self.stream = None if tensor is None else stream_of(tensor)
 
     def fetch(self) -> torch.Tensor:
-        """Return the tensor; raise `MutatedValueError` or `FreedValueError` if it is not what it was when it was taken."""
+        """Return the tensor; raise `MutatedValueError` or `FreedValueError` if it has changed since it was taken."""
         tensor: torch.Tensor = self.tensor
         if self.stream is not None:
             read_here(tensor, self.stream)
@@ -83,13 +83,13 @@ class TapeValue(Value):
         return tensor
 
     def hold(self, tensor: torch.Tensor, version: int) -> None:
-        """Become available with a tensor that somebody else may write to."""
+        """Become available with a tensor that something else may write to."""
         self.take(tensor)
         self.version = version
         self.is_viewed = True
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether this value holds a tensor on a storage."""
+        """Whether this value holds a tensor on this storage."""
         tensor: torch.Tensor | None = self.tensor
         return tensor is not None and tensor.layout is torch.strided and tensor.untyped_storage() is storage
 
@@ -101,15 +101,15 @@ class TapeValue(Value):
 
 
 class StorageRecord:
-    """What the tape knows of one dropped storage: the value that covers all of it, and how to find views of it.
+    """What the tape knows about one dropped storage: the value that covers all of it, and the views of it.
 
-    `base`: the value of the tensor that was made with this storage; `layout` is that tensor's.
-    `views`: values of other tensors on this storage, made from `base` when they are first asked for.
-    `version`: the version counter at which this holds; `is_bumped`: an in-place op that the tape saw has been run, and
-        the counter rises by one when autograd gets it back.
-    `created`: "undefined" or "constant" while the content came from nowhere (`torch.empty`, `torch.zeros`): only writes
-        that the tape sees, to all of it if it is undefined, give it one that can be made again.
-    `filled`: the parts of an undefined buffer that were written.
+    `base`: the value of the tensor that was made with this storage; `layout` is that tensor's layout.
+    `views`: values of other tensors on this storage, made from `base` on first request.
+    `version`: the version counter at which this record holds; `is_bumped`: the tape saw an in-place op run, and the
+        counter rises by one when autograd gets control back.
+    `created`: "undefined" or "constant" while the tensor has only its initial content (`torch.empty`, `torch.zeros`).
+        It can be made again only after writes that the tape sees, which must cover all of it if it is undefined.
+    `filled`: the parts of an undefined buffer written so far.
     """
 
     __slots__ = ("base", "created", "filled", "is_bumped", "layout", "version", "views")
@@ -124,7 +124,7 @@ class StorageRecord:
         self.views: dict[Layout, TapeValue] = {}
 
     def rebase(self, base: TapeValue, version: int, written: Layout) -> None:
-        """Replace the content: an in-place op, run at `version` on the part `written`, made a new value on the same storage."""
+        """Replace the content: an in-place op at `version` wrote the part `written` and so made the new value `base`."""
         self.base = base
         self.views = {}
         if self.created == "undefined" and written != self.layout:
@@ -136,17 +136,17 @@ class StorageRecord:
         self.expect_bump(version)
 
     def part(self, layout: Layout) -> Box | None:
-        """Return which part of the storage a tensor is, or None for a tensor that is no slice of it."""
+        """Return which part of the storage a tensor occupies, or None if the tensor is not a slice of it."""
         size, stride, offset, _ = layout
         return box_of(*self.layout[:2], size, stride, offset) if isinstance(offset, int) else None
 
     def expect_bump(self, version: int) -> None:
-        """An in-place op that the tape saw ran at this version."""
+        """Note that an in-place op that the tape saw ran at this version."""
         self.version = version
         self.is_bumped = True
 
     def is_current(self, version: int) -> bool:
-        """Whether a tensor with this version counter still has the content that the record describes."""
+        """Whether a tensor with this version counter still has the content this record describes."""
         if version == self.version:
             return True
         if self.is_bumped and version == self.version + 1:
@@ -156,7 +156,7 @@ class StorageRecord:
         return False
 
     def value_of(self, layout: Layout) -> TapeValue | None:
-        """Return the value of a tensor on this storage, or None where it cannot be made from the base."""
+        """Return the value of a tensor on this storage, or None if it cannot be made from the base."""
         if layout == self.layout:
             return self.base
         view = self.views.get(layout)
@@ -192,39 +192,39 @@ def record_of(storage: torch.UntypedStorage) -> StorageRecord | None:
 
 
 def is_known(storage: torch.UntypedStorage) -> bool:
-    """Whether a tensor on this storage was seen before: it is dropped, or held for somebody."""
+    """Whether a tensor on this storage was seen before, and is either dropped or held."""
     known = vars(storage)
     return _RECORD in known or _LEAVES in known
 
 
 def attach_record(storage: torch.UntypedStorage, record: StorageRecord) -> None:
-    """Remember how the content of this storage was made, for as long as the storage lives."""
+    """Remember how this storage's content was made, for as long as the storage lives."""
     vars(storage)[_RECORD] = record
 
 
 def forget_record(storage: torch.UntypedStorage) -> None:
-    """From here on the content of this storage is kept by whoever needs it."""
+    """Forget how this storage's content was made: from here on, whatever needs it keeps it."""
     vars(storage).pop(_RECORD, None)
 
 
 def alias_in_hook(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the same storage, with the same version counter, that does not hold the autograd graph.
 
-    Holding the tensor itself would be a reference cycle through its own `grad_fn`. For saved-tensor hooks: the guard keeps
-    `detach` out of the active dispatch modes (0.6 us instead of 17 us).
+    Holding the tensor itself would make a reference cycle through its `grad_fn`. For use in saved-tensor hooks: the
+    guard hides `detach` from the active dispatch modes (0.6 us instead of 17 us).
     """
     with disable_torch_dispatch():
         return tensor.detach()
 
 
 def alias_in_mode(tensor: torch.Tensor) -> torch.Tensor:
-    """The same for code that runs inside a dispatch mode, below autograd, where an alias has a version counter of its own."""
+    """Do the same inside a dispatch mode, below autograd, where an alias would get its own version counter."""
     with share_version_counters():
         return tensor.detach()
 
 
 def expect_bump(tensor: torch.Tensor) -> None:
-    """An op is about to change the layout of a tensor in place: its version rises, and its content stays what it is."""
+    """Prepare for an op that changes a tensor's layout in place: the version rises but the content stays the same."""
     storage = tensor.untyped_storage()
     record = record_of(storage)
     if record is not None and record.is_current(tensor._version):
@@ -236,7 +236,7 @@ def expect_bump(tensor: torch.Tensor) -> None:
 
 
 def private_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor out of sight of the active dispatch modes: the copy is the tape's own, not an op of the model."""
+    """Copy a tensor unseen by the active dispatch modes, because the copy is the tape's, not an op of the model."""
     if is_fake_tensor(tensor):
         return tensor.clone()
     with disable_torch_dispatch(), torch.no_grad():
@@ -244,7 +244,7 @@ def private_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def watch(value: TapeValue, storage: torch.UntypedStorage) -> None:
-    """Have `snapshot_leaves` find this value when its storage is about to be written to."""
+    """Let `snapshot_leaves` find this value when its storage is about to be written to."""
     known = vars(storage)
     leaves: list[weakref.ref[TapeValue]] | None = known.get(_LEAVES)
     if leaves is None:
@@ -256,7 +256,7 @@ def watch(value: TapeValue, storage: torch.UntypedStorage) -> None:
 
 
 def snapshot_leaves(storage: torch.UntypedStorage) -> None:
-    """Give every value that holds a tensor on this storage a private copy: an in-place op is about to run."""
+    """Give every value that holds a tensor on this storage a private copy, because an in-place op is about to run."""
     for reference in vars(storage).pop(_LEAVES, ()):
         value = reference()
         if value is not None:

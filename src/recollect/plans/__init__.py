@@ -1,1 +1,1 @@
-"""What happens to each value of each unit: plans as data, as text, and the names in them."""
+"""Defines plans, which say what happens to each value of each unit: as data, as text, and the names in them."""

@@ -1,4 +1,4 @@
-"""What can happen to a value between forward and backward."""
+"""Defines the actions: what can happen to a value between forward and backward."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["Action"]
 
 
 class Action(str, Enum):
-    """What happens to one value. A choice says "value -> action", and what it does not name is kept.
+    """What happens to one value. A plan maps values to actions and keeps what it does not name.
 
-    Each is also its word, the one that plans have in JSON and people may pass.
+    Each action equals its word, which plans use in JSON and people may pass in its place.
 
     Attributes:
-        KEEP: stays in memory for as long as something needs it.
-        RECOMPUTE: is dropped in forward, and computed again when backward asks for it.
+        KEEP: the value stays in memory for as long as something needs it.
+        RECOMPUTE: the value is dropped in forward and computed again when backward asks for it.
 
     Example:
         >>> Action("recompute") is Action.RECOMPUTE, Action.KEEP == "keep", str(Action.KEEP)

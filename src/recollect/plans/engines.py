@@ -1,6 +1,7 @@
-"""Which engine carries out a unit's plan: one small frozen class for each, and the word that stands for it in JSON.
+"""Defines a unit's choice of engine: one small frozen class for each engine, and its word in JSON.
 
-`recollect.engine.registry` says which code carries it out, `recollect.simulation.schedules` which plays it in the simulator.
+`recollect.engine.registry` maps each choice to the code that carries it out, `recollect.simulation.schedules` to the
+code that simulates it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["ENGINE_WORDS", "EngineChoice", "EngineWord", "Region", "Tape", "engi
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """Decide value by value: what the plan drops is computed again, op by op, when backward asks for it."""
+    """Keep or drop value by value: what the plan drops is recomputed, op by op, when backward asks for it."""
 
     word: ClassVar[EngineWord] = "tape"
 
@@ -25,9 +26,9 @@ class Tape:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Run the whole module again when backward first asks for something; its inputs and its output are kept.
+    """Run the whole module again when backward first asks for something; its inputs and output are kept.
 
-    For modules that the tape cannot see into. What the module's Python does besides, it does twice.
+    For modules that the tape cannot see into. Side effects of the module's Python happen twice.
     """
 
     word: ClassVar[EngineWord] = "region"
@@ -44,7 +45,7 @@ ENGINE_WORDS: Final = tuple(_BY_WORD)
 
 
 def engine_choice(engine: EngineChoice | str) -> EngineChoice:
-    """Return the engine that a word stands for; what is an engine already stays.
+    """Return the engine that a word stands for, or the argument itself if it is an engine already.
 
     Raises:
         PlanError: no engine has this name.

@@ -1,7 +1,7 @@
-"""Module paths in short: "model.layers.0-22" stands for the 23 paths "model.layers.0" to "model.layers.22".
+"""Abbreviates module paths: "model.layers.0-22" stands for the 23 paths "model.layers.0" to "model.layers.22".
 
-A range is two whole numbers without leading zeros, the smaller one first, as one component of a path. A path of which a
-component really is called "0-22" cannot be written in short and `is_plain` says so.
+A range is a path component made of two whole numbers without leading zeros, the smaller one first. A path with a
+component that is really called "0-22" cannot be abbreviated; `is_plain` is False for it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ __all__ = ["compress_paths", "expand_paths", "is_plain"]
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 _RANGE = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})", re.ASCII)
-# More paths than any model has units; a longer range in a file is a mistake that would fill the memory.
+# More paths than any model has units; a longer range in a file is a mistake that would fill memory.
 _LONGEST_RANGE = 100_000
 
 
 def is_plain(path: str) -> bool:
-    """Whether no component of the path could be taken for a range."""
+    """Whether no component of the path could be mistaken for a range."""
     return not any(_RANGE.fullmatch(part) for part in path.split("."))
 
 
 def compress_paths(paths: Sequence[str]) -> list[str]:
-    """Return the paths with neighbours that count up by one joined to a range; the order stays.
+    """Return the paths in the same order, with neighbours that count up by one joined into ranges.
 
     Example:
         >>> compress_paths(["embed", "layers.0", "layers.1", "layers.2", "layers.4"])
@@ -44,10 +44,10 @@ def compress_paths(paths: Sequence[str]) -> list[str]:
 
 
 def expand_paths(pattern: str) -> list[str]:
-    """Return the paths that `compress_paths` would write as this pattern.
+    """Return the paths that a pattern from `compress_paths` stands for.
 
     Raises:
-        ValueError: more than one range, a range that counts down, or an absurdly long one.
+        ValueError: the pattern has more than one range, or one that does not count up or is absurdly long.
 
     Example:
         >>> expand_paths("layers.8-10.mlp")
@@ -69,7 +69,7 @@ def expand_paths(pattern: str) -> list[str]:
 
 
 def _step(path: str, following: str) -> int:
-    """Return the component by which `following` is the next path after `path`, or -1."""
+    """Return the index of the only component in which `following` differs, counting up by one; -1 if none does."""
     old, new = path.split("."), following.split(".")
     if len(old) != len(new) or not (is_plain(path) and is_plain(following)):
         return -1

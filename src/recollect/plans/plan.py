@@ -1,8 +1,8 @@
-"""The choice: what happens to each value of each unit between its forward and its backward.
+"""Defines `Plan`: what happens to each value of each unit between its forward and its backward.
 
-A `Plan` is a value: frozen, the same for every run, written as JSON that people can read and edit. A value that is
-kept stays in memory if something needs it; a value that is recomputed is dropped and computed again when backward asks.
-What a plan does not name is kept.
+A `Plan` is immutable, the same for every run, and written as JSON that people can read and edit. A kept value stays in
+memory while something needs it; a recomputed value is dropped and computed again when backward asks for it. Values that
+a plan does not name are kept.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _TEXTS = ("note", "torch_version", "device_name")
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What every unit keeps, for which budget, and what is predicted of it.
+    """What every unit keeps, under which budget, and with what predicted peak and slowdown.
 
     Attributes:
-        units: by module path, in forward order. Units that are not named keep everything.
-        budget_bytes: the bound on the peak of the whole step that was asked for.
+        units: unit plans by module path, in forward order. Units that are not named keep everything.
+        budget_bytes: the requested bound on the peak of the whole step.
         predicted_peak_bytes: simulated peak of the whole step.
-        predicted_slowdown: seconds of recompute over seconds of forward and backward without it; 0.03 is 3 %.
-        bound_slowdown: no plan within the budget can be below this.
+        predicted_slowdown: recompute time divided by the time of forward and backward without it; 0.03 is 3 %.
+        bound_slowdown: lower bound on the slowdown of any plan within the budget.
         note: where the plan comes from, in words.
-        torch_version, device_name: of the profile that the plan was made from; empty where they do not matter, such as the
-            device of a fake profile. `apply` compares them with what it finds.
-        loss_chunks: parts in which output matrix and loss are computed, so that only one part's logits are alive; 1: as
-            the model computes them.
+        torch_version, device_name: those of the profile that the plan was made from; empty if they do not matter, such
+            as the device of a fake profile. `apply` compares them with what it finds.
+        loss_chunks: number of parts in which the output matrix and loss are computed, so that only one part's logits
+            are alive at a time; 1 leaves them as the model computes them.
 
     Raises:
-        PlanError: a negative number of bytes, a slowdown that is negative or not finite, or fewer chunks than one.
+        PlanError: a negative number of bytes, a slowdown that is negative or not finite, or fewer than one chunk.
 
     Example:
         >>> lean = UnitPlan({"norm.mul": "recompute", "mlp.up.mm": "keep", "mlp.act.silu": "recompute"})
@@ -110,7 +110,7 @@ class Plan:
         return [*([line] if line else []), *([self.note] if self.note else [])]
 
     def diff(self, other: Plan) -> str:
-        """Return, as text, what changes from this plan to `other`."""
+        """Describe what changes from this plan to `other`, as text."""
         lines = changed_units(self.units, other.units)
         for what, before, after in (
             ("budget", _bytes(self.budget_bytes), _bytes(other.budget_bytes)),
@@ -123,18 +123,18 @@ class Plan:
         return "\n".join(lines) or "no difference"
 
     def to_json(self) -> str:
-        """Return the plan as JSON; units with one and the same choice are written once, with ranges of paths."""
+        """Return the plan as JSON; units with equal plans are written once, with ranges of paths."""
         numbers = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
         document = {"format": _FORMAT, "version": _VERSION, **numbers, "units": _encode_units(self.units)}
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan.
+        """Read a plan from JSON.
 
         Raises:
-            PlanFormatError: no JSON, no plan, of a later version, an unknown action or key, a wrong type, or a unit
-                that is there twice; says where.
+            PlanFormatError: the text is not JSON, not a plan or of a later version, or it has an unknown action or key,
+                a wrong type or a duplicate unit; the message says where.
         """
         root = read_document(text, format=_FORMAT, version=_VERSION, error=PlanFormatError)
         root.keys(allowed=["format", "version", *(field.name for field in fields(cls))])
@@ -163,10 +163,10 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan that `save` wrote, or that was edited by hand.
+        """Read a plan from a file that `save` wrote or someone edited by hand.
 
         Raises:
-            PlanFormatError: as `from_json`; names the file.
+            PlanFormatError: as for `from_json`; the message names the file.
             OSError: the file cannot be read.
         """
         try:

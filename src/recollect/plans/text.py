@@ -1,9 +1,9 @@
-"""Plans as text for people: what each group of units keeps, in at most about a hundred columns.
+"""Prints plans for people: what each group of units keeps, in about a hundred columns at most.
 
-A unit can have hundreds of values, so names are shortened where that says the same: a module of which all values are
-treated alike stands for them, a module path is cut to the part that names one module of the unit, and several ops of
-one module share its name: "self_attn.{mul,cat}". `_scaled_dot_product_*` ops are written as `sdpa`. Of what is kept and
-what is recomputed the shorter list is shown; the other is "all else".
+A unit can have hundreds of values, so names are shortened without losing meaning: a module stands for its values if all
+are treated alike, a module path is cut to the part that identifies the module within the unit, and several ops of one
+module share its name: "self_attn.{mul,cat}". `_scaled_dot_product_*` ops are written as `sdpa`. Of the kept and the
+recomputed values, the shorter list is shown; the other is "all else".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Names = tuple[str, ...]
 
 
 def unit_table(units: Mapping[str, UnitPlan], *, loss: str = "") -> list[str]:
-    """Return what each group of units keeps, as lines, and what becomes of the loss if there is something to say."""
+    """Return lines that say what each group of units keeps, and what happens to the loss if `loss` is not empty."""
     paths_of: dict[tuple[str, ...], list[str]] = {}
     for path, unit in units.items():
         paths_of.setdefault(tuple(_unit_items(unit)), []).append(path)
@@ -41,7 +41,7 @@ def unit_table(units: Mapping[str, UnitPlan], *, loss: str = "") -> list[str]:
 
 
 def changed_units(old: Mapping[str, UnitPlan], new: Mapping[str, UnitPlan]) -> list[str]:
-    """Return what changes for units from one plan to another, as lines; those that change alike share a row."""
+    """Return lines that say how units change from one plan to another; those that change alike share a row."""
     paths_of: dict[tuple[str, ...], list[str]] = {}
     for path in dict.fromkeys([*old, *new]):
         if items := _unit_changes(old.get(path), new.get(path)):
@@ -50,7 +50,7 @@ def changed_units(old: Mapping[str, UnitPlan], new: Mapping[str, UnitPlan]) -> l
 
 
 def label_paths(paths: Sequence[str]) -> str:
-    """Return paths in short; those that differ in their last component only share the rest.
+    """Abbreviate paths; those that differ only in their last component share the rest.
 
     Example:
         >>> label_paths(["layers.0", "layers.1", "layers.2", "layers.4"])
@@ -69,7 +69,7 @@ def label_paths(paths: Sequence[str]) -> str:
 
 
 def _table(rows: list[tuple[str, list[str]]]) -> list[str]:
-    """Lay rows out as a label and its items; a label that is too wide gets a line of its own."""
+    """Lay out each row as a label and its items; a label that is too wide gets its own line."""
     width = max((len(label) for label, _ in rows if len(label) <= _WIDEST_LABEL), default=0)
     lines = []
     for label, items in rows:
@@ -109,7 +109,7 @@ def _unit_items(unit: UnitPlan) -> list[str]:
     if set(summary) == {Action.KEEP}:
         return ["keep all but the output"]
     keep, recompute = (" ".join(summary[action]) for action in (Action.KEEP, Action.RECOMPUTE))
-    # One list says it all: the shorter one.
+    # The shorter list says it all.
     keep, recompute = (keep, "all else") if len(keep) <= len(recompute) else ("all else", recompute)
     return [f"keep       \t{keep}", f"recompute  \t{recompute}{and_output}"]
 
@@ -129,7 +129,7 @@ def _unit_changes(old: UnitPlan | None, new: UnitPlan | None) -> list[str]:
 
 
 def summarise_names(marks: Mapping[str, _Mark]) -> dict[_Mark, list[str]]:
-    """Return, for each mark, short names of what has it, in forward order; "all" if everything has.
+    """Return, for each mark, short names of the values that have it, in forward order; "all" if all values do.
 
     Example:
         >>> summarise_names({"mlp.up.mm": "keep", "mlp.act.silu": "drop", "mlp.mul": "drop", "mlp.mul#1": "drop"})
@@ -149,7 +149,7 @@ def summarise_names(marks: Mapping[str, _Mark]) -> dict[_Mark, list[str]]:
 
 
 def _place(name: str) -> _Names:
-    """Split a value name into its module's components, the op, and what tells calls and outputs of that op apart."""
+    """Split a value name into its module's components, the op, and the suffix for the op's call and output."""
     parts = name.split(".")
     output = parts.pop() if len(parts) > 1 and parts[-1].isdecimal() else ""
     *module, call = parts
@@ -158,7 +158,7 @@ def _place(name: str) -> _Names:
 
 
 def _written(nodes: list[_Names], modules: set[_Names]) -> list[str]:
-    """Write nodes of the name tree in short, neighbouring ops of one module together."""
+    """Abbreviate nodes of the name tree, with ops of one module together."""
     ops_of: dict[_Names, list[str]] = {}
     order: dict[_Names, None] = {}
     for node in nodes:
@@ -175,7 +175,7 @@ def _written(nodes: list[_Names], modules: set[_Names]) -> list[str]:
         if module and ops:
             label = f"{label}.{ops[0]}" if len(ops) == 1 else f"{label}.{{{','.join(ops)}}}"
         result.append(label if module or not ops else " ".join(ops))
-    # Experts and the like: all "experts.*.up_proj" together, so that they become one range.
+    # Put all "experts.*.up_proj" and the like together, so that they become one range.
     alike: dict[str, list[str]] = {}
     for label in result:
         alike.setdefault(re.sub(r"\d+", "*", label), []).append(label)
@@ -185,14 +185,14 @@ def _written(nodes: list[_Names], modules: set[_Names]) -> list[str]:
 def _module_and_op(node: _Names, modules: set[_Names]) -> tuple[_Names, str]:
     if node in modules:
         return node, ""
-    # What is below the modules is an op, or one call or output of it.
+    # A node below the modules is an op, or one call or output of it.
     depth = max(depth for depth in range(len(node)) if node[:depth] in modules)
     op = node[depth].lstrip("_")
     return node[:depth], ("sdpa" if "scaled_dot_product" in op else op) + "".join(node[depth + 1 :])
 
 
 def _short_module(module: _Names, modules: set[_Names]) -> str:
-    """Return the shortest end of the path that names only this module, and does not begin with a number."""
+    """Return the shortest end of the path that identifies this module and does not begin with a number."""
     if not module:
         return "all"
     for length in range(1, len(module)):

@@ -1,4 +1,4 @@
-"""What happens to each value of one unit, by name."""
+"""Defines `UnitPlan`: what happens to each value of one unit, by name."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class UnitPlan:
     """What one unit keeps.
 
     Attributes:
-        actions: what happens to each value, by name, in forward order. Made from actions or their words.
-        output: `Action.RECOMPUTE` if what the unit returns is dropped too, and computed again from an earlier unit's input.
-        engine: `Tape()` follows `actions`; `Region()` re-runs the whole module, for modules that the tape cannot see into, and
-            keeps its output. Made from an engine or its word, "tape" or "region".
+        actions: what happens to each value, by name, in forward order. May be given as actions or their words.
+        output: `Action.RECOMPUTE` if the unit's output is dropped too, and recomputed from an earlier unit's input.
+        engine: `Tape()` follows `actions`; `Region()` re-runs the whole module, for modules that the tape cannot see
+            into, and keeps its output. May be given as an engine or its word, "tape" or "region".
 
     Raises:
-        PlanError: another word than these.
+        PlanError: a word is none of these.
 
     Example:
         >>> unit = UnitPlan({"norm.mul": "recompute", "up.mm": "keep"})
@@ -45,7 +45,7 @@ class UnitPlan:
         output: Action | str = Action.KEEP,
         engine: EngineChoice | str = Tape(),  # noqa: B008, it is frozen
     ) -> None:
-        # Nearly always actions already: the planner makes many of these.
+        # Fast path for values that are already actions: the planner makes many unit plans.
         checked = {n: a if type(a) is Action else _action(f"value {n!r}", a) for n, a in actions.items()}
         object.__setattr__(self, "actions", MappingProxyType(checked))
         object.__setattr__(self, "output", _action("output", output))

@@ -1,4 +1,4 @@
-"""What happens to each value of a unit, by its index: what the simulator plays."""
+"""Defines `ValueActions`: what happens to each value of a unit, by index, in the form that the simulator plays."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["KEEP_ALL", "ValueActions"]
 
 
 class ValueActions(NamedTuple):
-    """An action for each value of a unit, as the set of values with each action; a value in none of them is kept.
+    """An action for each value of a unit, as one set of values for each action; values in no set are kept.
 
-    The sets stand apart because the simulator asks for them at each op, and compares them for each plan.
+    Sets, because the simulator looks values up at each op and compares them for each plan.
 
     Attributes:
         recomputed: the values with `Action.RECOMPUTE`.
@@ -30,7 +30,7 @@ class ValueActions(NamedTuple):
 
     @classmethod
     def of(cls, actions: Mapping[int, Action]) -> ValueActions:
-        """Return the actions of a mapping; to name a value with `Action.KEEP` is the same as not to name it."""
+        """Return the actions in a mapping; naming a value with `Action.KEEP` is the same as not naming it."""
         return cls(recomputed=frozenset(value for value, action in actions.items() if action is Action.RECOMPUTE))
 
     @classmethod
@@ -44,7 +44,7 @@ class ValueActions(NamedTuple):
 
     @property
     def keeps_all(self) -> bool:
-        """Whether no value has another action than `Action.KEEP`."""
+        """Whether every value's action is `Action.KEEP`."""
         return not any(self)
 
 

@@ -1,4 +1,4 @@
-"""Names of values inside a unit: the module that computes them, the op, and which call of it; plans speak of values so."""
+"""Names the values of a unit, for use in plans: by the module that computes them, the op, and which call of the op."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def value_stem(module_path: str, op_name: str, count: int) -> str:
 
 
 def result_names(stem: str, num_results: int | None) -> tuple[str, ...]:
-    """Name the results of an op call: by the call itself where there is one, or a list of them (None).
+    """Name the results of an op call: by the call alone if it has one result or returns a list (None).
 
     Example:
         >>> result_names("mlp.router.topk", 2)
@@ -29,7 +29,7 @@ def result_names(stem: str, num_results: int | None) -> tuple[str, ...]:
 
 
 def module_of(value_name: str) -> str:
-    """Return the path, in the unit, of the module that computes a value; it is empty for the unit's own ops.
+    """Return the path within the unit of the module that computes a value; empty for the unit's own ops.
 
     Example:
         >>> module_of("mlp.down_proj.mm#1"), module_of("mlp.down_proj.topk.0"), module_of("add")

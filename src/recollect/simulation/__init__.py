@@ -1,1 +1,1 @@
-"""What a step does under a plan: its peak, its time, and what is alive when, played back from the profile."""
+"""Predicts a step under a plan by playing its profile back: the peak, the time, and what is alive when."""

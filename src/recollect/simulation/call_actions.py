@@ -1,4 +1,4 @@
-"""What a plan does with one call of a unit: what the simulator is told of it."""
+"""A plan's decision for one call of a unit, in the form that the simulator takes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["CallActions"]
 
 @dataclass(frozen=True, slots=True)
 class CallActions:
-    """What happens to the values of one call, and to its output.
+    """What happens to one call's values and output.
 
     Attributes:
-        values: by index in the call's graph.
-        output: what happens to what the call returns.
-        is_planned: the plan names the unit, if only to keep everything.
-        engine: what carries the plan out; one other than the tape plays the call by a schedule of its own
-            (`recollect.simulation.schedules`), and has no actions for single values.
+        values: actions by index in the call's graph.
+        output: action for what the call returns.
+        is_planned: whether the plan names the unit, even if only to keep everything.
+        engine: which engine carries the plan out. Engines other than the tape play the call by their own schedule
+            (`recollect.simulation.schedules`) and have no actions for single values.
     """
 
     values: ValueActions = KEEP_ALL

@@ -1,12 +1,12 @@
-"""A step in parts that can be played by themselves: the instructions of a program by unit call, and what ties calls together.
+"""Divides a step into groups of unit calls that can be played independently.
 
-What a playback does for one call depends on another call only where
+Playing one call depends on another call only if it reads a value
 
-- it reads a value that the plan drops there, and so runs ops of the other one, or
-- it reads a value that an op writes to.
+- that the plan drops there, so that the other call's ops run again, or
+- that an op writes to.
 
-Such calls are played together (`Division.groups`). All that is left between groups are values that several calls hold:
-their bytes are free when the last one has let go.
+Such calls are played together (`Division.groups`). Groups then share only values that several calls hold, whose bytes
+are freed when the last call releases them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp
 __all__ = ["OUTSIDE", "Division", "Group", "Part"]
 
 OUTSIDE: Final = -1
-"""In place of a call: what is made between units."""
+"""Stands in for a call: whatever is made between units."""
 
 Group = tuple[int, ...]
-"""Calls that are played together, in order."""
+"""Calls to play together, in order."""
 
 
 @dataclass(slots=True)
 class Part:
-    """What belongs to one call.
+    """The instructions and values of one call.
 
     Attributes:
-        positions: those of its instructions in the program.
-        reads: values that others made and it reads, in the order in which it first does.
-        made: its values that others read.
+        positions: where its instructions are in the program.
+        reads: values of other calls that it reads, in order of first read.
+        made: its own values that other calls read.
     """
 
     positions: list[int] = field(default_factory=list)
@@ -47,19 +47,19 @@ class Part:
 
 
 class Division:
-    """The parts of a program.
+    """A program divided into parts, one for each call.
 
     Args:
-        program: of a profile with its windows.
+        program: the program of a profile and its windows.
 
     Attributes:
-        parts: by call, or `OUTSIDE`.
-        window_starts: for each window, a position before all of its instructions and after those of earlier ones.
-        present: for each value in some `made`, the positions between which the model's own code holds it; the second one is
-            None if it does to the end.
-        nbytes: what these values take.
+        parts: each part by its call, or by `OUTSIDE`.
+        window_starts: for each window, a position before all its instructions and after those of earlier windows.
+        present: for each value in some `made`, the positions where the model's own code starts and stops holding it;
+            the second is None if it holds the value to the end.
+        nbytes: the sizes of these values.
 
-    Complexity: one walk over the instructions.
+    Complexity: one pass over the instructions.
     """
 
     def __init__(self, program: Program) -> None:
@@ -71,11 +71,11 @@ class Division:
         self._alive: dict[Key, int] = {}
         self._homes: dict[int, int] = {}
         self._returned: set[int] = set()
-        # For each call: who reads which of its values, and whether before it returned.
+        # For each call: (reader, value, whether the read comes before the call returns).
         self._readers: defaultdict[int, set[tuple[int, int, bool]]] = defaultdict(set)
-        # Values that an op writes to, and what they are afterwards.
+        # Values that an op writes to, before and after the write.
         self._written = set(program.written)
-        # Something is made twice, so that its name is not enough to tell what it is: all is one part.
+        # Set if a name is used twice and so does not identify a value: everything is then one group.
         self._is_ambiguous = False
         self._walk()
         self._tied = self._share()
@@ -83,7 +83,7 @@ class Division:
         self._groups: dict[tuple[tuple[int, ...], ...], tuple[Group, ...]] = {}
 
     def groups(self, decisions: Sequence[CallActions]) -> tuple[Group, ...]:
-        """Return the calls that have to be played together under a plan."""
+        """Return the groups of calls that must be played together under a plan."""
         links = tuple([self._links_of(call, decision) for call, decision in enumerate(decisions)])
         if links not in self._groups:
             pairs = [(call, reader) for call, readers in enumerate(links) for reader in readers]
@@ -91,7 +91,7 @@ class Division:
         return self._groups[links]
 
     def _links_of(self, call: int, decision: CallActions) -> tuple[int, ...]:
-        """Return who reads a value that a call drops and does not have any more: its output is there once it returned."""
+        """Return the calls that read values this call dropped; a kept output can be read once the call has returned."""
         key = (call, decision.values, decision.output)
         if key not in self._links:
             dropped = decision.values.recomputed
@@ -117,10 +117,10 @@ class Division:
         self.present.update((key, (born, None)) for key, born in self._alive.items())
 
     def _home(self, position: int, code: int, operands: tuple[Any, ...]) -> int:
-        """Return whose an instruction is; note what it makes, reads and ends."""
+        """Return the call that an instruction belongs to; note what it makes, reads and ends."""
         home: int = operands[0]
         if code == BULK:
-            # What no plan changes goes with what surrounds it, so that there are few and long runs of instructions.
+            # No plan changes these: put them with their surroundings, so that runs of instructions are few and long.
             home = self.program.windows[len(self.window_starts) - 1].call
         elif code == OP:
             self._op(position, *operands)
@@ -172,7 +172,7 @@ class Division:
         return True
 
     def _share(self) -> list[tuple[int, int]]:
-        """Note which values are shared; return the pairs that are played together under every plan."""
+        """Find the shared values; return the pairs of calls to play together under every plan."""
         if self._is_ambiguous:
             self.present = {}
             return [(OUTSIDE, call) for call in self.parts]
@@ -190,7 +190,7 @@ class Division:
 
 
 def _connected(calls: Sequence[int] | dict[int, Part], pairs: Sequence[tuple[int, int]]) -> tuple[Group, ...]:
-    """Return the calls in groups, in which each pair is together."""
+    """Group the calls so that the members of each pair are together."""
     group_of = {call: [call] for call in calls}
     for one, other in pairs:
         here, there = group_of[one], group_of[other]

@@ -1,4 +1,4 @@
-"""What a plan tells the simulator, and the two plans of a unit at the ends: keep everything, recompute everything."""
+"""Turns plans into decisions for the simulator, and builds a unit's two extreme plans: keep or recompute everything."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ __all__ = [
 ]
 
 
-# Routing indices and the like are kept on the tape and are a few percent; a unit of foreign kernels is nearly all opaque.
+# The tape keeps routing indices and the like, a few percent of a unit; a unit of foreign kernels is almost all opaque.
 _OPAQUE_FRACTION = 0.5
 
 
 def keep_all_unit(graph: UnitGraph) -> UnitPlan:
-    """Keep whatever backward needs."""
+    """Keep everything that backward needs."""
     return UnitPlan({value.name: Action.KEEP for value in graph.values if value.producer is not None})
 
 
 def recompute_all_unit(graph: UnitGraph, *, output: Action = Action.KEEP) -> UnitPlan:
-    """Drop every value that can be computed again.
+    """Drop every value that can be recomputed.
 
-    A unit that mostly saves values without a recipe (compiled code, kernels that PyTorch does not see) is re-run as a
-    whole instead.
+    A unit that mostly saves values without a recipe (compiled code, kernels invisible to PyTorch) is re-run as a whole
+    instead.
     """
     saved = [value for value in graph.values if value.saved and value.producer is not None]
     opaque_bytes = sum(value.nbytes for value in saved if value.must_keep)
@@ -52,7 +52,7 @@ def recompute_all_unit(graph: UnitGraph, *, output: Action = Action.KEEP) -> Uni
 
 
 def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallActions:
-    """Return what happens in one call under its unit's plan; names that the plan does not have are kept."""
+    """Return the decision for one call under its unit's plan; values that the plan does not name are kept."""
     if unit is None:
         return CallActions(is_planned=False)
     if type(unit.engine) is not Tape:
@@ -63,13 +63,13 @@ def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallActions:
 
 
 def drop_all(graph: UnitGraph) -> CallActions:
-    """Return the decision of a call that drops whatever the tape can, but for its output."""
+    """Return the decision that drops everything the tape can, except the output."""
     dropped = (i for i, v in enumerate(graph.values) if v.producer is not None and not v.must_keep)
     return CallActions(ValueActions.recomputing(dropped))
 
 
 def decide(profile: Profile, plan: Plan) -> list[CallActions]:
-    """Return what happens in each of the profile's calls under a plan."""
+    """Return a plan's decision for each of the profile's calls."""
     known: dict[tuple[int, int], CallActions] = {}
     decisions = []
     for call in profile.calls:
@@ -82,14 +82,14 @@ def decide(profile: Profile, plan: Plan) -> list[CallActions]:
 
 
 def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan:
-    """Return the plan with what the simulation predicts of it."""
+    """Return the plan with the simulation's predictions filled in."""
     slowdown = simulation.recompute_s / profile.step_s if profile.step_s > 0 else 0.0
     return replace(
         plan,
         predicted_peak_bytes=simulation.peak_bytes,
         predicted_slowdown=slowdown,
         torch_version=profile.torch_version,
-        # A fake profile is of no device: its times are modelled.
+        # A fake profile belongs to no device: its times are modelled.
         device_name="" if profile.fake else profile.device_name,
         loss_chunks=profile.loss_chunks,
     )

@@ -1,6 +1,7 @@
-"""What each layer keeps and computes again under a plan: bytes, ops, seconds, by name.
+"""Reports what each layer keeps and recomputes under a plan: bytes, ops and seconds, by name.
 
-Read from a playback of the recorded step (`simulation/simulate.py`), so the sums over all layers are what the plan predicts.
+Everything is read from a playback of the recorded step (`simulation/simulate.py`), so the layers add up to the plan's
+predictions.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ __all__ = ["LayerUsage", "layer_usage"]
 
 @dataclass(frozen=True, slots=True)
 class LayerUsage:
-    """What one run of a unit keeps and computes again.
+    """What one run of a unit keeps and recomputes.
 
     Attributes:
         path: module path of the unit.
-        kept: values that it made, by name, with the bytes that are alive when backward begins. What it gets from the unit
-            before it is that unit's. Bytes that ops wrote to in place have the name of what autograd saved of them.
-        generator_bytes: states of random generators that are held to repeat random ops.
-        recomputed: ops that run again, by the name of their result, in the order in which they do; twice if twice.
-        recompute_s: seconds of these, and of the tape in forward.
+        kept: name and bytes of each of its values alive when backward begins. Its input belongs to the unit before it.
+            Bytes that ops wrote to in place go by the name of the value that autograd saved.
+        generator_bytes: size of the random generator states held to repeat random ops.
+        recomputed: ops that run again, named by their results, in order; an op that runs twice is listed twice.
+        recompute_s: seconds of these ops, plus the tape's overhead in forward.
     """
 
     path: str
@@ -41,7 +42,7 @@ class LayerUsage:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that the unit leaves for backward."""
+        """Bytes that the unit holds for backward."""
         return sum(nbytes for _, nbytes in self.kept) + self.generator_bytes
 
     @property
@@ -51,16 +52,16 @@ class LayerUsage:
 
 
 def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
-    """Return what each unit of a step keeps and computes again under a plan.
+    """Return what each unit of a step keeps and recomputes under a plan.
 
     Args:
         profile: the recorded step.
-        plan: of this model.
+        plan: a plan for this model.
 
     Returns:
-        One account for each of `profile.calls`, in order. What runs outside of all units (the loss) is in none.
+        One account for each of `profile.calls`, in order. None covers what runs outside the units (the loss).
 
-    Complexity: about that of two simulations.
+    Complexity: about two simulations.
 
     Example:
         >>> from recollect.profile.events import StepLog
@@ -89,9 +90,10 @@ def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
 
 
 def _names(graph: UnitGraph) -> list[str]:
-    """Name each value; the first of a chain of writes in place, to which the bytes belong, after the one autograd saved.
+    """Name each value.
 
-    Without one that was saved, it is the last one: what the bytes are when backward begins.
+    The first value of a chain of in-place writes owns the bytes; it is named after the one that autograd saved or, if
+    none was, after the last one, which the bytes are when backward begins.
     """
     written = {op.inputs[0]: op.outputs[0] for op in graph.ops if op.mutates}
     names = [value.name for value in graph.values]
@@ -113,14 +115,14 @@ class _Count:
 
 
 class _EveryToken(Program):
-    """Each value has a token of its own, also where counting would do."""
+    """Gives every value its own token, even where counting bytes would do."""
 
     def counted(self, call: int, dropped: frozenset[int]) -> frozenset[int]:
         return frozenset()
 
 
 class _OwnedToken(Token):
-    """Bytes that are in their owner's account while they are alive."""
+    """Bytes charged to their owner's account while they are alive."""
 
     __slots__ = ("counting", "owner")
 
@@ -149,7 +151,7 @@ class _CountingPlayback(Playback):
         self.counts[call].recompute_s += op.time_s
 
     def add(self, owner: Owner, nbytes: int) -> None:
-        """Count bytes that forward makes or frees; those of the loss and of parameters belong to no unit."""
+        """Count bytes that forward makes or frees; those of the loss and the parameters belong to no unit."""
         call, value = owner
         if self.has_begun_backward:
             return

@@ -1,4 +1,4 @@
-"""When each storage of a step is made and freed under a plan, in seconds: the simulation, with the owners written down."""
+"""Records when each storage of a step is made and freed under a plan, in seconds, and who owns it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from recollect.simulation.simulate import Owner, Playback, Simulation, Token, ca
 __all__ = ["LOSS", "Lifetime", "Lifetimes", "lifetimes"]
 
 LOSS = 3
-"""What runs in forward after the last unit, as a phase beside those of `recollect.profile.events`."""
+"""What runs in forward after the last unit: one more phase besides those of `recollect.profile.events`."""
 
-# Times are sums of rounded nanoseconds; what is missing beyond this was not recorded.
+# Times are sums of rounded nanoseconds; a larger gap than this means that times were not recorded.
 _MISSING_PART = 0.01
 
 
 @dataclass(slots=True)
 class Lifetime:
-    """A storage, or what an op works in (`op` names it then).
+    """A storage, or an op's workspace (`op` then names the op).
 
-    `born` and `died` are numbers of moments: it is alive at those from `born` up to the one before `died`, which is -1
-    for what outlives the step.
+    It is alive from moment `born` up to but excluding moment `died`, which is -1 for what outlives the step.
     """
 
     owner: Owner
@@ -42,16 +41,16 @@ class Lifetime:
 
 @dataclass(frozen=True, eq=False)
 class Lifetimes:
-    """A simulated step, moment by moment: one whenever something is made or freed, or a phase begins.
+    """A simulated step as moments: one each time something is made or freed, or a phase begins.
 
     Attributes:
-        simulation: the same as `simulate` returns.
-        storages: in the order in which they are made.
-        time_s: when each moment is. The optimizer's ops are not timed: its moments are all at the end of backward.
+        simulation: what `simulate` returns.
+        storages: all storages, in the order in which they are made.
+        time_s: time of each moment. The optimizer's ops are not timed: all its moments are at the end of backward.
         phases: FORWARD, LOSS, BACKWARD or OPTIMIZER, for each moment.
-        calls: index of the unit call that runs or is asked by backward, or -1.
-        has_times: False if the profile has no times for what runs outside of the units: the rest of `step_s` is then
-            spread evenly over these ops.
+        calls: index of the unit call that runs, or whose values backward asks for; -1 if none.
+        has_times: False if the profile has no times for ops outside the units; the rest of `step_s` is then spread
+            evenly over them.
     """
 
     simulation: Simulation
@@ -63,13 +62,13 @@ class Lifetimes:
 
 
 def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
-    """Play a step back under a plan and write down when each storage lives.
+    """Play a step back under a plan and record when each storage lives.
 
     Args:
         profile: the recorded step.
         decisions: one for each of `profile.calls`, in order.
 
-    Complexity: about three times that of `simulate`.
+    Complexity: about three times `simulate`.
     """
     untimed_s = _untimed_s(profile)
     playback = _WatchedPlayback(_EveryEvent(profile), decisions, untimed_s or 0.0)
@@ -88,12 +87,12 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
 
 
 def _stretched(time_s: NDArray[np.float64], end_s: float) -> NDArray[np.float64]:
-    """Make the last moment what the whole step takes: op times one by one leave out what is between ops."""
+    """Scale times so that the last is the whole step's: the ops' own times leave out the gaps between them."""
     return time_s * (end_s / time_s[-1]) if time_s[-1] > 0 else time_s
 
 
 def _untimed_s(profile: Profile) -> float | None:
-    """Return seconds for each op outside of the units that has no time of its own; None if all have one."""
+    """Return the seconds to assume for each untimed op outside the units; None if all are timed."""
     works = list(profile.log.operands(WORK))
     times_ns = [time_ns for _, *timed in works for time_ns in timed]
     untimed = len(works) - len(times_ns)
@@ -105,7 +104,7 @@ def _untimed_s(profile: Profile) -> float | None:
 
 
 class _EveryEvent(Program):
-    """Nothing is worked out in advance: each storage has its own token."""
+    """Works nothing out in advance: each storage gets its own token."""
 
     def counted(self, call: int, dropped: frozenset[int]) -> frozenset[int]:
         return frozenset()
@@ -145,20 +144,20 @@ class _WatchedPlayback(Playback):
         self.moment()
 
     def moment(self) -> int:
-        """Write down that something changes now."""
+        """Record that something changes now; return the number of the moment."""
         self.times_s.append(self.clock_s)
         self.phases.append(self.phase)
         self.calls.append(self.call)
         return len(self.times_s) - 1
 
     def begin(self, owner: Owner, nbytes: int, op: str | None = None) -> Lifetime:
-        """Note that a storage is made."""
+        """Record that a storage is made."""
         made = Lifetime(owner, nbytes, self.moment(), recomputed=bool(self.is_recomputing), op=op)
         self.storages_made.append(made)
         return made
 
     def end(self, lifetime: Lifetime) -> None:
-        """Note that it is freed."""
+        """Record that it is freed."""
         if not self.is_over:
             lifetime.died = self.moment()
 

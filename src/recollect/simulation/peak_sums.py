@@ -1,11 +1,11 @@
-"""The peaks of a plan as a sum: each unit's part of the step is played once for each choice, and the parts are added up.
+"""Computes a plan's peaks quickly: plays each part of the step once for each choice, and adds the parts up.
 
 What runs when does not depend on how many bytes are alive, so the bytes of a step are the sum of what its parts
-(`simulation/call_groups.py`) hold at each moment. A part is played by the simulator's own code; of its instructions, which are
-runs between those of other parts, as much is written down as the sum needs: how far memory rises, by how much it changes,
-and when it lets go of what others may hold as well. Identical layers under equal decisions are played once.
+(`simulation/call_groups.py`) hold at each moment. The simulator's own code plays a part. A part's instructions come in
+runs between those of other parts, and the trace records only what the sum needs: how far memory rises, by how much it
+changes, and when the part releases what others may hold too. Identical layers under equal decisions are played once.
 
-The sum is equal to what `simulation/simulate.py` says of the whole step, to the byte; what it does not say is what is where.
+The sum equals what `simulation/simulate.py` finds for the whole step, to the byte; it does not say what is where.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = ["Peaks", "PeakSums", "checked"]
 _NEVER = 2**62
 
 _Choice = tuple[ValueActions, Action, bool, EngineChoice]
-"""What happens to the values of a call and to its output, whether it is on the tape, and its engine."""
+"""A call's value actions, its output's action, whether it is on the tape, and its engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What a search has to know of a plan; the attributes of `Simulation` with these names."""
+    """What a search needs to know about a plan: the attributes of `Simulation` with these names."""
 
     peak_bytes: int
     recompute_s: float
@@ -46,10 +46,10 @@ class Peaks:
 
 
 def checked(simulation: Simulation, peaks: Peaks) -> Simulation:
-    """Return what the simulator, which runs the engine's own code on the whole step, says of a plan.
+    """Return the simulation of a plan, which runs the engine's own code on the whole step, if the sum agrees with it.
 
     Raises:
-        RuntimeError: the sum over the units says something else.
+        RuntimeError: the sum over the units differs.
     """
     if (simulation.peak_bytes, simulation.recompute_s) != (peaks.peak_bytes, peaks.recompute_s):
         raise RuntimeError(
@@ -64,10 +64,10 @@ class _Trace:
     """A group, played by itself.
 
     Attributes:
-        runs: for each piece, the number of the run of instructions that it is of.
+        runs: for each piece, the number of its run of instructions.
         most_bytes, change_bytes: how far memory rises in each piece, and by how much it changes.
-        ends: for each shared value by its number, the piece with which its bytes are let go of; -1 if that never happens.
-            One that is let go of while the model's own code holds it does not matter.
+        ends: for each shared value by its number, the piece that releases its bytes; -1 if none does. Releases while
+            the model's own code still holds the value do not matter.
         rerun_s: seconds of each op that ran again.
     """
 
@@ -80,7 +80,7 @@ class _Trace:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A trace in the step: pieces by position, and for the end of each shared value its position and piece."""
+    """A trace placed in the step: the position of each piece, and (value, position, piece) where shared values end."""
 
     positions: NDArray[np.int64]
     trace: _Trace
@@ -88,13 +88,13 @@ class _Placed:
 
 
 class PeakSums:
-    """Plans of one profile, simulated as sums.
+    """Simulates plans of one profile as sums.
 
     Args:
-        program: of the profile with its windows.
+        program: the program of the profile and its windows.
 
-    Complexity: a call under a choice that no identical call had before costs as much as its part of a whole simulation;
-        a plan of known choices about a thirtieth of one.
+    Complexity: a call under a choice new to it and its identical calls costs its share of a whole simulation; a plan
+        of known choices costs about a thirtieth of one.
     """
 
     def __init__(self, program: Program) -> None:
@@ -111,11 +111,11 @@ class PeakSums:
         self._phases = np.array([window.phase for window in self._windows])
         calibration_bytes = self._profile.calibration_bytes
         self._calibration_bytes = np.where(self._phases == OPTIMIZER, 0, calibration_bytes)
-        # Also what the simulator says of a phase that is not there.
+        # The simulator gives a missing phase this peak too.
         self._least_peak_bytes = self._profile.persistent_bytes + calibration_bytes
 
     def peaks(self, decisions: Sequence[CallActions]) -> Peaks:
-        """Return what `simulate` does, without the place of the peak."""
+        """Return the same peaks as `simulate`, without where the peak is."""
         on_tape = calls_on_tape(decisions)
         choices: dict[int, _Choice] = {
             call: (decision.values, decision.output, call in on_tape, decision.engine)
@@ -142,7 +142,7 @@ class PeakSums:
         )
 
     def _subtract_ends(self, placed: Sequence[_Placed], change_bytes: NDArray[np.int64]) -> None:
-        """Free what several parts hold where the last of them lets go."""
+        """Free what several parts hold where the last of them releases it."""
         last: dict[Key, tuple[int, int]] = {}
         first_piece = len(self._starts)
         for part in placed:
@@ -173,14 +173,14 @@ class PeakSums:
         return placed
 
     def _sizes_inside(self, group: Group, choices: tuple[_Choice, ...]) -> tuple[int, ...]:
-        """Return the sizes of what calls allocate without an op of theirs: engines that run it again make it again."""
+        """Return the sizes of what calls allocate without an op: engines that re-run a call allocate it again."""
         calls = [call for call, choice in zip(group, choices, strict=True) if type(choice[3]) is not Tape]
         forwards = [self._script.forwards[call] for call in calls]
         return tuple([operands[1] for forward in forwards for code, operands in forward if code == ALLOC])
 
 
 class _Forms:
-    """What each part does, written so that it is equal for parts that do the same."""
+    """Describes what each part does, so that parts which do the same compare equal."""
 
     def __init__(self, division: Division) -> None:
         self._division = division
@@ -188,7 +188,7 @@ class _Forms:
         self._known: dict[int, int] = {}
 
     def of(self, call: int) -> int:
-        """Return a number that is the same for calls which differ in nothing but names."""
+        """Return a number that is the same for calls which differ only in names."""
         if call not in self._known:
             form = self._form(call)
             self._known[call] = self._numbers.setdefault(form, len(self._numbers))
@@ -227,9 +227,9 @@ class _Layout:
 
     Attributes:
         shape: equal for groups that play alike.
-        keys: the values that this group and others may hold, by their numbers in a `_Trace`.
-        changes: (run, number, whether it comes) of values of others that come or go before a run.
-        run_positions: of the first instruction of each run.
+        keys: the values that both this group and others may hold, by their numbers in a `_Trace`.
+        changes: (run, number, whether it comes) for other groups' values that come or go before a run.
+        run_positions: the position of each run's first instruction.
     """
 
     def __init__(self, division: Division, forms: _Forms, group: Group) -> None:
@@ -263,7 +263,7 @@ class _Layout:
     def _changes(
         self, division: Division, outer: Collection[Key], number_of: Mapping[Key, int]
     ) -> list[tuple[int, int, bool]]:
-        """Return (run, number, True) where a value of others comes before a run, False where it goes."""
+        """Return (run, number, True) where another group's value comes before a run, and False where it goes."""
         found = []
         for key in outer:
             if key in division.present:
@@ -278,7 +278,7 @@ class _Layout:
 
     @cached_property
     def runs(self) -> list[list[Instruction]]:
-        """Return the instructions, run by run."""
+        """The instructions of each run."""
         bounds = [*self._firsts.tolist(), len(self._positions)]
         program = self._script.instructions
         return [
@@ -288,7 +288,7 @@ class _Layout:
 
 
 class _Shared(Token):
-    """A value that other groups may hold too: its owner counts its bytes when it is made, and nobody when it goes."""
+    """A value that other groups may hold too: its owner counts its bytes when it is made, and the sum frees them."""
 
     __slots__ = ("number",)
 
@@ -305,7 +305,7 @@ class _Shared(Token):
 
 
 class _PartPlayback(Playback):
-    """Plays one group, and writes its trace."""
+    """Plays one group and records its trace."""
 
     def __init__(self, division: Division, layout: _Layout, choices: Sequence[_Choice]) -> None:
         decisions = {
@@ -322,7 +322,7 @@ class _PartPlayback(Playback):
         self._pieces: list[tuple[int, int, int]] = []
         self._start_bytes = self.alive_bytes
         self._run = 0
-        # What goes now need not be written down.
+        # Releases while this is set are not recorded.
         self._is_between = False
 
     def trace(self) -> _Trace:
@@ -344,7 +344,7 @@ class _PartPlayback(Playback):
         self._ends.update((number, -1) for number in self.held)
         self._is_between = True
         columns = np.array(self._pieces, dtype=np.int64).reshape(-1, 3)
-        # Breaks the circle of playback and tokens.
+        # Break the reference cycle between playback and tokens.
         self.tensors.clear()
         self.handles.clear()
         return _Trace(
@@ -359,7 +359,7 @@ class _PartPlayback(Playback):
         self.window_peak_bytes = self.alive_bytes
 
     def lets_go(self, number: int) -> None:
-        """Write down that nobody here holds a shared value any more."""
+        """Record that this group no longer holds a shared value."""
         self.held.discard(number)
         if not self._is_between:
             self._end_piece()
@@ -393,6 +393,6 @@ class _PartPlayback(Playback):
             self._share(key, nbytes)
 
     def _share(self, key: Key, nbytes: int) -> None:
-        """Let others hold a value that was just made; its bytes are counted already."""
+        """Let others hold a value that was just made; its bytes are already counted."""
         self.tensors[key] = _Shared(self, self._made[key])
         self.alive_bytes += nbytes

@@ -1,8 +1,8 @@
-"""The events of a step, made ready to be played back many times: what no plan changes is worked out once.
+"""Compiles the events of a step into a program for many playbacks: what no plan changes is worked out once.
 
-A plan changes only when values of units come and go. Between these moments whole runs of events, such as the gradients that
-a backward formula makes and lets go of, are two numbers: how far memory rises meanwhile, and by how much it has changed
-in the end (`BULK`).
+A plan only changes when the values of units come and go. Between those moments, whole runs of events, such as the
+gradients that a backward formula makes and releases, reduce to two numbers: how far memory rises meanwhile, and by how
+much it has changed in the end (`BULK`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _OF_FORWARD = frozenset({ALLOC, BULK, DIES, FREE, OP, SAVE, WORK})
 
 Instruction = tuple[int, tuple[Any, ...]]
 Key = tuple[int, int]
-"""A value: the call that computed it, and its index there; or (-1, number of a storage) for what no unit made."""
+"""A value: the call that computed it and its index there, or (-1, storage number) for what no unit made."""
 
 
 def rounded_bytes(profile: Profile, nbytes: int) -> int:
-    """Return what a storage of so many bytes takes on the profile's device."""
+    """Return the bytes that a storage of this size takes on the profile's device."""
     return block_bytes(nbytes, profile.device)
 
 
@@ -43,10 +43,10 @@ class ProgramOp:
     """One op of a call. Values are named by the call that computed them: (call, value).
 
     Attributes:
-        op: what runs.
+        op: the op to run.
         inputs: the values that it reads.
         results: the values that it computes, each with its bytes.
-        sizes: the bytes of the results.
+        sizes: the bytes of each result.
     """
 
     op: OpRecord
@@ -56,16 +56,16 @@ class ProgramOp:
 
 
 class Program:
-    """What there is to play back of one profile.
+    """The instructions to play back for one profile.
 
     Args:
         profile: the recorded step.
-        windows: stretches of the step whose peaks are asked for.
+        windows: the stretches of the step whose peaks are wanted.
 
     Attributes:
-        instructions: (code, operands): events as in `recollect.profile.events`, in which an op is a `ProgramOp`, a value or a
-            storage a `Key`, with runs of what no plan changes as one `BULK`.
-        lasting: for each call, the values whose bytes somebody besides the unit's ops may hold on to, under some plan.
+        instructions: (code, operands) pairs: the events of `recollect.profile.events`, with a `ProgramOp` for each op,
+            a `Key` for each value or storage, and one `BULK` for each run of events that no plan changes.
+        lasting: for each call, the values whose bytes something other than the unit's ops may hold, under some plan.
         written: values whose bytes an op writes to later.
     """
 
@@ -83,7 +83,7 @@ class Program:
             {value: (c, v) for value, c, v in call.origins} | {value: (-1, storage) for value, storage in call.outside}
             for call in profile.calls
         ]
-        # Storages outside of the units that a plan may make live longer.
+        # Storages from outside the units that a plan may keep alive longer.
         self._borrowed = frozenset(storage for call in profile.calls for _, storage in call.outside)
         self._translations: dict[int, Callable[..., tuple[Any, ...]]] = {
             ALLOC: self._alloc,
@@ -100,8 +100,7 @@ class Program:
     def forwards(self) -> Mapping[int, Sequence[Instruction]]:
         """The instructions of each call's forward, in order.
 
-        What is allocated there without an op of the unit (inside of custom autograd Functions) belongs to the call whose op
-        ran last.
+        Allocations without an op of the unit (inside custom autograd Functions) belong to the call whose op ran last.
         """
         found: defaultdict[int, list[Instruction]] = defaultdict(list)
         running = -1
@@ -122,17 +121,17 @@ class Program:
         return found
 
     def counted(self, call: int, dropped: frozenset[int]) -> frozenset[int]:
-        """Return the values of a call that only have to be counted: nobody but the model's own code holds them."""
+        """Return the values of a call that need only be counted: only the model's own code holds them."""
         key = (call, dropped)
         if key not in self._counted:
             graph = self.profile.graph_of(self.profile.calls[call])
-            # What an op reads that may run again is held by it, unless it is a recipe itself.
+            # An op that may run again holds what it reads, except values that are recipes themselves.
             read = {v for op in graph.ops if not dropped.isdisjoint(op.outputs) for v in op.inputs} - dropped
             self._counted[key] = frozenset(range(len(graph.values))) - self.lasting[call] - read
         return self._counted[key]
 
     def tape_s(self, call: int, dropped: frozenset[int]) -> float:
-        """Return the seconds that the forward of a call takes longer on the tape."""
+        """Return the seconds that the tape adds to a call's forward."""
         graph = self.profile.calls[call].graph
         key = (graph, dropped)
         if key not in self._tape_s:
@@ -171,7 +170,7 @@ class Program:
         return event[0] != WORK and event[1] in self._borrowed
 
     def operands(self, event: Event) -> tuple[Any, ...]:
-        """Return the operands of the instruction that stands for an event."""
+        """Return the operands of an event's instruction."""
         code, *numbers = event
         translate = self._translations.get(code)
         return tuple(numbers) if translate is None else translate(*numbers)
@@ -199,7 +198,7 @@ class Program:
 
 
 def _lasting(profile: Profile) -> list[frozenset[int]]:
-    """Return, for each call, what is saved, returned, read by another call, or shares its bytes with another value."""
+    """Return each call's values that are saved, returned, read by another call, or share bytes with another value."""
     found: list[set[int]] = [set() for _ in profile.calls]
     for index, call in enumerate(profile.calls):
         graph = profile.graph_of(call)

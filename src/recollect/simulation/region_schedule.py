@@ -1,13 +1,13 @@
-"""How a region is played: forward keeps its inputs only, and backward runs it again as a whole.
+"""Plays regions: forward keeps only a unit's inputs, and backward runs the whole unit again.
 
-`torch.utils.checkpoint`, non-reentrant, holds what the module was called with and the state of the random generators. The
-first time that backward asks for something which the module saved, its forward runs again, op by op, and values die as
-they do in forward; only what autograd saved stays, each until backward has used it. The run stops at the last saved
-value. When backward needs nothing of the module any more, inputs and state go as well.
+Non-reentrant `torch.utils.checkpoint` holds the module's inputs and the state of the random generators. The first time
+that backward asks for something the module saved, its forward runs again, op by op, and values die as they do in
+forward; only what autograd saved stays, each value until backward has used it. The run stops at the last saved value.
+Once backward needs nothing more of the module, the inputs and the state are released too.
 
-Limitations: autograd saves parameters too, of which a profile says nothing. Where the last thing saved is a parameter alone
-(a frozen matrix), the run goes on for some ops more than here. What a custom autograd Function makes as the first op of
-a unit counts as an input.
+Limitations: autograd also saves parameters, which a profile does not record. If the last thing saved is a parameter
+alone (a frozen matrix), the real run goes on for a few ops more than this one. What a custom autograd Function makes as
+the first op of a unit counts as an input.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from recollect.simulation.schedule import Actions, PlayedStep
 __all__ = ["CPU_GENERATOR_BYTES", "RegionSchedule"]
 
 CPU_GENERATOR_BYTES: Final = 5056
-"""Size of the state of PyTorch's random generator in host memory; those of other devices are held there too, and are small."""
+"""Size of PyTorch's CPU random generator state; those of other devices are held in host memory too, and are small."""
 
 
 class RegionSchedule:
     """Plays the calls that are re-run as a whole.
 
     Args:
-        step: what is played.
-        calls: which calls these are.
+        step: the step being played.
+        calls: the calls to play as regions.
     """
 
     def __init__(self, step: PlayedStep, calls: Collection[int]) -> None:
@@ -41,7 +41,7 @@ class RegionSchedule:
         self._regions: dict[int, _Region] = {}
 
     def actions(self, play: Actions) -> Actions:
-        """Return the actions with those for regions in place."""
+        """Return the actions with those for regions replaced."""
         self._play = play
         return {**play, OP: self._op, SAVE: self._save, RETURN: self._return}
 
@@ -69,7 +69,7 @@ class RegionSchedule:
 
 
 class _SavedByRegion:
-    """Stands for a value that a region saved; holds the region, and once that ran again, the value's bytes."""
+    """Stands for a value that a region saved: holds the region and, once it has run again, the value's bytes."""
 
     __slots__ = ("__weakref__", "bytes", "region")
 
@@ -78,13 +78,13 @@ class _SavedByRegion:
         self.bytes: Any = None
 
     def get(self) -> Any:
-        """Run the region again, if it has not."""
+        """Return the value's bytes, running the region again first if it has not."""
         self.region.run_again()
         return self.bytes
 
 
 class _Region:
-    """One call; it is there as long as it runs, or as backward may ask for something that it saved."""
+    """One call: exists while it runs and while backward may ask for something it saved."""
 
     def __init__(self, step: PlayedStep, call: int, play: Actions) -> None:
         self._step = step
@@ -98,18 +98,18 @@ class _Region:
         self._ran_again = False
 
     def hold(self, keys: Iterable[Key]) -> None:
-        """Hold what others made of these values: the region was called with them."""
+        """Hold those of these values that others made: they are the region's inputs."""
         for key in keys:
             if key[0] != self._call and key not in self._makes:
                 self._inputs.setdefault(key, self._step.tensors.get(key))
 
     def saves(self, handle: int) -> _SavedByRegion:
-        """Return what autograd holds for something that the region saves."""
+        """Return what autograd holds in place of something the region saves."""
         saved = self._saved[handle] = _SavedByRegion(self)
         return saved
 
     def run_again(self) -> None:
-        """Run forward once more, and store what it saved; does nothing the second time."""
+        """Run forward once more and store what it saved; do nothing the second time."""
         if self._ran_again:
             return
         self._ran_again = True
@@ -128,7 +128,7 @@ class _Region:
             else:
                 self._play[code](*operands)
                 change_bytes += operands[1] if code == BULK else 0
-        # What is left of these goes with the run.
+        # Bytes left over from these are freed when the run ends.
         self._play[BULK](0, -change_bytes)
         del present_state
 

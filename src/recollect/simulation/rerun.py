@@ -1,4 +1,4 @@
-"""How the tape runs an op again, on bytes."""
+"""Simulates how the tape runs an op again: on byte counts instead of tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Rerun"]
 
 
 class Rerun:
-    """Runs an op again: makes its results' bytes anew and counts its time."""
+    """Runs an op again: allocates its results anew and counts its time."""
 
     __slots__ = ("op", "results", "sizes", "state", "step")
 
@@ -29,9 +29,9 @@ class Rerun:
         return self.step.generator_state(self.results[0][0][0], self.op.state_bytes)
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
-        """Run it, as `recollect.replay` asks."""
+        """Run the op when `recollect.replay` asks for it."""
         self.step.runs_again(self.results[0][0][0], self.op)
-        # The generator's present state is put aside while the op runs from the old one.
+        # The generator's current state is set aside while the op runs from the old one.
         present_state = self._new_state()
         results = self._results(tensors, may_overwrite_first)
         del present_state

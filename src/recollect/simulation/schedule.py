@@ -1,4 +1,4 @@
-"""How the calls of an engine are played back: what a schedule is, and what it uses of the step that is played."""
+"""Defines a schedule, which plays back the calls of one engine, and the parts of a playback that it may use."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from recollect.simulation.program import Key, Program
 __all__ = ["Actions", "PlayedStep", "Saved", "Schedule"]
 
 Actions: TypeAlias = Mapping[int, Callable[..., None]]
-"""What to do for each code of a program, given its operands."""
+"""A handler for each instruction code of a program, called with the operands."""
 
 
 class Saved(Protocol):
     """What autograd holds in place of a tensor."""
 
     def get(self) -> Any:
-        """Return the bytes that backward asks for, once they are there."""
+        """Return the bytes that backward asks for, computing them first if needed."""
 
 
 class PlayedStep(Protocol):
-    """What a schedule, or an op that runs again, uses of `recollect.simulation.simulate.Playback`.
+    """The part of `recollect.simulation.simulate.Playback` that schedules and re-run ops use.
 
     Attributes:
         tensors: what the model's own code holds.
@@ -36,23 +36,23 @@ class PlayedStep(Protocol):
     handles: dict[int, tuple[Saved, int]]
 
     def make(self, key: Key, nbytes: int) -> Any:
-        """Return what holds the bytes of a value, as long as somebody refers to it."""
+        """Return an object that holds a value's bytes for as long as anything refers to it."""
 
     def generator_state(self, call: int, nbytes: int) -> Any:
-        """Return what holds the state of a random generator for a call."""
+        """Return an object that holds the state of a random generator for a call."""
 
     def work(self, op: OpRecord) -> None:
-        """Run an op in its working memory."""
+        """Run an op in its workspace."""
 
     def runs_again(self, call: int, op: OpRecord) -> None:
         """Count an op that runs a second time."""
 
 
 class Schedule(Protocol):
-    """Plays the calls whose units name one engine other than the tape, which the playback plays by itself."""
+    """Plays the calls of one engine other than the tape; the playback itself plays the tape."""
 
     def __init__(self, step: PlayedStep, calls: Collection[int]) -> None:
         """Play these calls of a step."""
 
     def actions(self, play: Actions) -> Actions:
-        """Return the actions with those for these calls in place; `play` is what to do for all others."""
+        """Return the actions with those for these calls replaced; `play` handles all other calls."""

@@ -1,4 +1,4 @@
-"""Which schedule plays the calls of which engine: the one place where that of a new engine is entered."""
+"""Maps each engine to the schedule that plays its calls: the one place to register a new engine's schedule."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from recollect.simulation.schedule import Actions, PlayedStep, Schedule
 __all__ = ["SCHEDULES", "with_schedules"]
 
 SCHEDULES: Final[Mapping[type[EngineChoice], type[Schedule]]] = {Region: RegionSchedule}
-"""Of the tape there is none: what it does is what the playback does by itself."""
+"""The tape has no entry: the playback itself plays it."""
 
 
 def with_schedules(play: Actions, step: PlayedStep, engines: Mapping[int, EngineChoice]) -> Actions:
-    """Return the actions of a playback with those of its calls' engines in place.
+    """Return a playback's actions with those of its calls' engines in place.
 
     Args:
-        play: what to do on the tape.
-        step: what is played.
-        engines: of each call.
+        play: the actions for calls on the tape.
+        step: the step being played.
+        engines: the engine of each call.
     """
     for engine, schedule in SCHEDULES.items():
         calls = [call for call, choice in engines.items() if type(choice) is engine]

@@ -1,10 +1,10 @@
-"""The peak of a plan, by playing the recorded step's memory events back under it.
+"""Predicts a plan's peak by playing back the recorded step's memory events under the plan.
 
-The same `replay` code that computes dropped tensors in a real backward runs here on tokens that only count bytes, with the
-same reference counts, so that what is computed when, what is cached and what is let go happens here as it will there.
+The `replay` code that computes dropped tensors in a real backward runs here on tokens that only count bytes, with the
+same reference counts. Values are therefore computed, cached and released exactly when they will be in the real step.
 
-What the events do not tell: bytes that the allocator hands out behind PyTorch's ops. `Profile.calibration_bytes`, measured
-on the recorded step, is added for them.
+The events miss bytes that the allocator hands out behind PyTorch's ops; `Profile.calibration_bytes`, measured on the
+recorded step, is added for them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from recollect.simulation.schedules import with_schedules
 from recollect.simulation.windows import Window
 
 Owner: TypeAlias = tuple[int, int]
-"""Whose bytes: the `Key` of a value, or one of the following, with the number of the storage or call."""
+"""Who owns bytes: the `Key` of a value, or one of the following constants with the number of the storage or call."""
 OUTSIDE = -1
 GENERATOR = -2
 
@@ -56,14 +56,14 @@ class Simulation:
     """The predicted step.
 
     Attributes:
-        peak_bytes: most bytes alive at any moment, persistent ones and calibration included.
-        forward_peak_bytes, backward_peak_bytes: the same for these phases, without the calibration.
-        recompute_s: seconds that recompute adds: ops that run a second time, and the tape's own time in forward.
-        recomputed_ops: number of these.
+        peak_bytes: most bytes alive at any moment, including persistent bytes and calibration.
+        forward_peak_bytes, backward_peak_bytes: the same for each phase, without calibration.
+        recompute_s: seconds that recomputation adds: ops that run again, plus the tape's overhead in forward.
+        recomputed_ops: number of ops that run again.
         peak_call: path of the unit at the peak, or what else runs then ("the loss", "the optimizer step").
         peak_note: where the peak is, in words.
-        kept_bytes: bytes alive when forward has ended and backward begins, persistent ones not counted.
-        window_peaks: the peak of each window that was asked for, as in `peak_bytes`.
+        kept_bytes: bytes alive when backward begins, without persistent bytes.
+        window_peaks: the peak of each requested window, counted like `peak_bytes`.
     """
 
     peak_bytes: int
@@ -89,11 +89,11 @@ def simulate(
     Args:
         profile: the recorded step.
         decisions: one for each of `profile.calls`, in order.
-        windows: also return the peak of each of these stretches; all of `recollect.simulation.windows.windows(profile)`.
-        program: of this profile and these windows, if there is one from an earlier simulation.
+        windows: if given, also return the peak of each; must be all of `recollect.simulation.windows.windows(profile)`.
+        program: the program of this profile and these windows, to reuse from an earlier simulation.
 
     Raises:
-        ValueError: not one decision for each call.
+        ValueError: the number of decisions is not the number of calls.
 
     Complexity: linear in the number of events.
     """
@@ -104,7 +104,7 @@ def simulate(
 
 
 def calls_on_tape(decisions: Sequence[CallActions]) -> frozenset[int]:
-    """Return the calls whose unit `apply` wraps: where outputs are dropped, any that the plan names."""
+    """Return the calls whose units `apply` puts on the tape: if any output is dropped, all that the plan names."""
     keep = Action.KEEP
     keeps_outputs = all([decision.output is keep for decision in decisions])
     return frozenset(
@@ -115,19 +115,19 @@ def calls_on_tape(decisions: Sequence[CallActions]) -> frozenset[int]:
 
 
 def added_s(program: Program, decisions: _Decisions, on_tape: Collection[int], rerun_s: Iterable[float]) -> float:
-    """Return the seconds that a plan adds: the tape's own, and those of the ops that run again, in any order."""
+    """Return the seconds that a plan adds: the tape's overhead plus the ops that run again, in any order."""
     return math.fsum(chain((program.tape_s(call, decisions[call].values.recomputed) for call in on_tape), rerun_s))
 
 
 class Token:
-    """Bytes that are alive as long as somebody refers to this object."""
+    """Bytes that stay alive as long as anything refers to this object."""
 
     __slots__ = ("nbytes", "playback")
 
     def __init__(self, playback: Playback, nbytes: int, owner: Owner) -> None:
         self.playback = playback
         self.nbytes = nbytes
-        # Written out, as it runs for each value of each simulation: `allocate`.
+        # Inlined, since it runs for every value of every simulation.
         playback.alive_bytes += nbytes
         if playback.alive_bytes > playback.window_peak_bytes:
             playback.note_peak()
@@ -139,7 +139,8 @@ class Token:
 class Playback:
     """Plays a step back, with a decision for each call.
 
-    `simulation/lifetimes.py` derives from it to see who owns which bytes when, `simulation/peak_sums.py` to play single units.
+    `simulation/lifetimes.py` subclasses it to see who owns which bytes when, `simulation/peak_sums.py` to play parts of
+    a step.
     """
 
     token_type: Callable[[Any, int, Owner], Token] = Token
@@ -152,39 +153,39 @@ class Playback:
         self.recomputed = {call: decision.values.recomputed for call, decision in decisions.items()}
         self.counted = {call: program.counted(call, dropped) for call, dropped in self.recomputed.items()}
         self.alive_bytes = profile.persistent_bytes
-        # At least the peak of the phase, so that the next allocation compares with one number.
+        # Never below the alive bytes at the window's start, so that an allocation compares with one number only.
         self.window_peak_bytes = self.alive_bytes
         self.window_peaks: list[int] = []
         self.peaks_bytes = [self.alive_bytes] * len(PHASE_NAMES)
         self.peaks_at = [(-1, "")] * len(PHASE_NAMES)
         self.kept_bytes = 0
-        # The seconds of each op that runs again.
+        # Seconds of each op that runs again.
         self.rerun_s: list[float] = []
         self.phase = FORWARD
         self.call = -1
         self.is_recomputing = ""
-        # A number of bytes in place of a token where nobody can hold on to it.
+        # A plain number of bytes replaces the token where nothing else can hold it.
         self.tensors: dict[Key, Token | int] = {}
         self.dropped: dict[Key, Value] = {}
-        # Values that hold a tensor which an op will write to: they get a private copy then.
+        # Values that hold a tensor which an op will write to: they then get a private copy.
         self.leaves: dict[Key, list[weakref.ref[Value]]] = {}
         self.handles: dict[int, tuple[Saved, int]] = {}
 
     def run(self) -> Simulation:
-        """Play everything back."""
+        """Play back the whole step."""
         play = self.plays()
         for code, operands in self.program.instructions:
             play[code](*operands)
         return self._finished()
 
     def plays(self) -> Actions:
-        """Return what to do for each code of the program: for each call, what its engine does."""
+        """Return the handler for each code of the program, with each call played as its engine would."""
         return with_schedules(
             self.actions(), self, {call: decision.engine for call, decision in self.decisions.items()}
         )
 
     def actions(self) -> dict[int, Callable[..., None]]:
-        """Return what to do for each code of the program on the tape."""
+        """Return the tape's handler for each code of the program."""
         return {
             BULK: self._bulk,
             WINDOW: self._end_window,
@@ -201,7 +202,7 @@ class Playback:
 
     def _finished(self) -> Simulation:
         self._end_window()
-        # The calibration was measured on forward and backward; the optimizer step has no part in it.
+        # Calibration was measured on forward and backward; it does not apply to the optimizer step.
         calibration_bytes = (self.profile.calibration_bytes, self.profile.calibration_bytes, 0)
         totals = [peak + extra for peak, extra in zip(self.peaks_bytes, calibration_bytes, strict=True)]
         peak_call, peak_note = self._describe_peak(totals.index(max(totals)))
@@ -219,14 +220,14 @@ class Playback:
         )
 
     def note_peak(self) -> None:
-        """More bytes are alive than ever before in this window."""
+        """Record a new peak: more bytes are alive than ever before in this window."""
         self.window_peak_bytes = self.alive_bytes
         if self.alive_bytes > self.peaks_bytes[self.phase]:
             self.peaks_bytes[self.phase] = self.alive_bytes
             self.peaks_at[self.phase] = (self.call, self.is_recomputing)
 
     def work(self, op: OpRecord) -> None:
-        """Run an op in its working memory, results included: all that is alive together, if only for a moment."""
+        """Run an op in its workspace, results included: everything that is alive at once, if only for a moment."""
         if op.working_bytes:
             self._bulk(op.working_bytes, 0)
 
@@ -242,11 +243,11 @@ class Playback:
         self.window_peak_bytes = self.alive_bytes
 
     def make(self, key: Key, nbytes: int) -> Token:
-        """Return what holds the bytes of a value."""
+        """Return a token for the bytes of a value."""
         return self.token_type(self, nbytes, key)
 
     def generator_state(self, call: int, nbytes: int) -> Token:
-        """Return what holds the state of a random generator for a call."""
+        """Return a token for the state of a random generator that a call holds."""
         return self.token_type(self, rounded_bytes(self.profile, nbytes), (GENERATOR, call))
 
     def runs_again(self, call: int, op: OpRecord) -> None:
@@ -303,7 +304,7 @@ class Playback:
             self.dropped[call, value] = recorded
 
     def _values(self, keys: Sequence[Key]) -> list[Value]:
-        """Return what stands for values: the recipe of one that was dropped, else a value that holds its bytes."""
+        """Return a value for each key: the recipe if it was dropped, else one that holds its bytes."""
         dropped = self.dropped
         return [dropped[key] if key in dropped else self._held(key) for key in keys]
 
@@ -324,9 +325,9 @@ class Playback:
         if saver == call or saver in self.on_tape:
             value = self.dropped.get(key) or self._held(key)
         else:
-            # Autograd itself saves what a unit off the tape gets, so that it stays whatever the plan says.
+            # Off the tape, autograd itself saves the unit's inputs, so they stay whatever the plan says.
             value = Value(tensor=self.tensors.get(key, _NOTHING))
-        # Backward asks for it in the unit that saved it, whichever unit made it.
+        # Backward asks for it in the unit that saved it, no matter which unit made it.
         self.handles[handle] = (value, saver)
 
     def _use(self, handle: int) -> None:
@@ -348,7 +349,7 @@ class Playback:
 
     def _begin_phase(self, phase: int) -> None:
         if phase != self.phase:
-            # It begins a window.
+            # A new phase begins a new window.
             self.window_peak_bytes = self.alive_bytes
         self.phase = phase
         self.call = -1
@@ -369,7 +370,7 @@ class Playback:
 
 
 class _Nothing:
-    """Bytes that are counted elsewhere: parameters, or what was made outside of the units."""
+    """Bytes counted elsewhere: parameters, or what was made outside the units."""
 
 
 _NOTHING = _Nothing()

@@ -1,20 +1,20 @@
-"""The memory of a step over time under a plan, and what is alive at any moment of it, above all at the peak.
+"""Shows a step's memory over time under a plan, and what is alive at any moment, above all at the peak.
 
-Every byte belongs to one category, and the categories add up to the predicted bytes exactly, because they are read from
-the same playback that predicts the peak (`simulation/simulate.py`).
+Every byte belongs to one category, and the categories add up exactly to the predicted bytes, because they come from the
+playback that predicts the peak (`simulation/simulate.py`).
 
 | category | what it is |
 |---|---|
 | parameters, optimizer state | there before the step |
 | buffers and batch | likewise |
-| other allocations | likewise, on CUDA: what else the allocator counts, such as workspaces of libraries and other models |
-| gradients | what backward makes and leaves behind, or was there before (accumulation) |
-| kept values | values of the units that forward makes and backward finds; states of random generators |
+| other allocations | likewise, on CUDA: what else the allocator counts, such as library workspaces and other models |
+| gradients | what backward makes and leaves behind, or what was there before (accumulation) |
+| kept values | the units' values that forward makes and backward still finds; states of random generators |
 | outside of the units | what forward makes there: the loss and what it saves |
 | recomputed values | made again for backward |
-| passing values | values that die in the phase that made them: gradients on their way, results that nobody saves |
-| working memory | what an op works in while it runs, its results among them |
-| calibration | measured peak of the recorded step less its simulated one (`Profile.calibration_bytes`) |
+| passing values | values that die in the phase that made them: gradients in flight, results that nothing saves |
+| working memory | an op's workspace while it runs, including its results |
+| calibration | measured peak of the recorded step minus its simulated peak (`Profile.calibration_bytes`) |
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CATEGORIES = (
     "working memory",
     "calibration",
 )
-"""From what stays longest to what comes and goes."""
+"""Ordered from what stays longest to what comes and goes."""
 
 PHASES = {FORWARD: "forward", LOSS: "loss", BACKWARD: "backward", OPTIMIZER: "optimizer step"}
 
@@ -65,7 +65,7 @@ _OTHER_PERSISTENT = "buffers and batch"
 
 @dataclass(frozen=True, slots=True)
 class AliveItem:
-    """Bytes that are alive at a moment, alike ones of identical layers together."""
+    """Bytes alive at a moment; equal values of identical layers are one item."""
 
     category: str
     name: str
@@ -79,7 +79,7 @@ class PeakReport:
     Attributes:
         peak_bytes: predicted peak; the items add up to it.
         where: the phase and the unit, in words.
-        items: categories in the order of `CATEGORIES`, the largest item first in each.
+        items: sorted by category in the order of `CATEGORIES`, largest first within each.
     """
 
     peak_bytes: int
@@ -88,7 +88,7 @@ class PeakReport:
 
     @property
     def by_category(self) -> dict[str, int]:
-        """Bytes of each category that is there."""
+        """Bytes of each category present."""
         found: dict[str, int] = {}
         for item in self.items:
             found[item.category] = found.get(item.category, 0) + item.nbytes
@@ -111,14 +111,14 @@ class Timeline:
     Attributes:
         time_s: seconds since the step began. The optimizer's ops are not timed: its moments are all at the end.
         phases: a key of `PHASES` for each moment.
-        calls: index in `paths` of the unit that runs, or whose values backward asked for last; -1 outside of them.
+        calls: index in `paths` of the unit that runs, or whose values backward asked for last; -1 outside the units.
         bytes_of: bytes alive at each moment, by category.
-        paths: module paths of the units' runs.
-        plan: whose memory it is.
+        paths: module path of each run of a unit.
+        plan: the plan whose memory this is.
         peak: the moment of the peak.
-        report: what is alive then.
-        has_times: False if only the units' ops are timed (a profile of an earlier version); the rest of the step is then
-            spread evenly over the ops outside of them.
+        report: what is alive at the peak.
+        has_times: False if only the units' ops are timed (a profile of an earlier version); the rest of the step is
+            then spread evenly over the ops outside them.
     """
 
     time_s: NDArray[np.float64]
@@ -137,7 +137,7 @@ class Timeline:
         return _total(self.bytes_of)
 
     def where(self, moment: int) -> str:
-        """Return what runs at a moment: "backward of layers.3"."""
+        """Return what runs at a moment, such as "backward of layers.3"."""
         call = int(self.calls[moment])
         phase = PHASES[int(self.phases[moment])]
         return f"{phase} of {self.paths[call]}" if call >= 0 else phase
@@ -148,10 +148,10 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
 
     Args:
         profile: the recorded step.
-        plan: any plan for it.
+        plan: any plan for that step.
 
     Returns:
-        All moments at which something is made or freed, with the bytes alive then and the unit that runs.
+        Every moment at which something is made or freed, with the bytes alive and the unit running then.
 
     Complexity: a few simulations; 32 layers take about 0.2 s.
 
@@ -179,7 +179,7 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
         if storage.died >= 0:
             changes[storage.died] -= storage.nbytes
     alive = {category: np.cumsum(changes)[:num_moments] for category, changes in bytes_of.items()}
-    # As the simulator has it: the calibration was measured on forward and backward.
+    # As in the simulator: calibration was measured on forward and backward.
     alive["calibration"] += np.where(lives.phases == OPTIMIZER, 0, profile.calibration_bytes)
     total = _total(alive)
     peak = int(np.argmax(total))
@@ -198,14 +198,14 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
 
 
 def explain_peak(profile: Profile, plan: Plan) -> PeakReport:
-    """Return what is alive at the predicted peak of a step, and where in the step that is.
+    """Return what is alive at the predicted peak of a step, and where in the step the peak is.
 
     Args:
         profile: the recorded step.
-        plan: any plan for it.
+        plan: any plan for that step.
 
     Returns:
-        Items that add up to the plan's predicted peak, to the byte; printed, a table.
+        Items that add up to the plan's predicted peak, to the byte; prints as a table.
 
     Example:
         >>> import torch, recollect
@@ -227,7 +227,7 @@ def _total(bytes_of: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
 
 
 class _Categories:
-    """Which category a storage belongs to."""
+    """Assigns storages to categories."""
 
     def __init__(self, lives: Lifetimes) -> None:
         self._phases = lives.phases
@@ -251,7 +251,7 @@ class _Categories:
 
 
 def _alive_at(profile: Profile, lives: Lifetimes, categories: _Categories, moment: int) -> tuple[AliveItem, ...]:
-    """Return what is alive at a moment, alike values of identical layers as one."""
+    """Return what is alive at a moment, with equal values of identical layers as one item."""
     items = [
         AliveItem(_PERSISTENT.get(kind, _OTHER_PERSISTENT), kind.replace("_", " "), nbytes)
         for kind, nbytes in profile.persistent.items()
@@ -277,14 +277,14 @@ def _alive_at(profile: Profile, lives: Lifetimes, categories: _Categories, momen
 
 
 class _ShortNames:
-    """Names of storages for people."""
+    """Names storages for people to read."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._of_graph: dict[int, dict[str, str]] = {}
 
     def of(self, storage: Lifetime, category: str, lives: Lifetimes) -> str:
-        """Return the name, without the path of the unit."""
+        """Return a storage's name, without the path of its unit."""
         owner, index = storage.owner
         if storage.op is not None:
             op = "an op of backward" if lives.phases[storage.born] == BACKWARD else "an op outside of the units"
@@ -299,7 +299,7 @@ class _ShortNames:
             self._of_graph[graph] = {name: " ".join(short) for name, short in summarise_names(marks).items()}
         name = self._profile.graphs[graph].values[index].name
         short = self._of_graph[graph].get(name, name)
-        # The only value of a unit.
+        # "all" means that this is the unit's only value.
         return short if short != "all" else name.rpartition(".")[2]
 
     @staticmethod

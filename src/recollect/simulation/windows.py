@@ -1,4 +1,4 @@
-"""The stretches of a step that belong to one unit call: its forward, and its backward."""
+"""Splits a step into windows: stretches that each belong to the forward or the backward of one unit call."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["Window", "windows"]
 class Window:
     """The events from `start` (a position in the log) to the next window: the work of one unit call in one phase.
 
-    In backward, that is the last call that saved something for which backward still asks; what earlier calls saved can be
-    asked for meanwhile. What runs outside of the units, such as the loss, belongs to the call before it; `call` is -1
-    before the first one.
+    In backward, that call is the last one with saved values that backward has yet to use; meanwhile it may also use
+    what earlier calls saved. What runs outside the units, such as the loss, belongs to the call before it; `call` is -1
+    before the first call.
     """
 
     start: int
@@ -29,14 +29,14 @@ class Window:
 def windows(profile: Profile) -> list[Window]:
     """Return the windows of a step in order; the first starts at 0.
 
-    Complexity: two walks over the events.
+    Complexity: two passes over the events.
     """
     scan = _Scan(profile.log)
     handlers: dict[int, Callable[..., None]] = {PHASE: scan.begin_phase, OP: scan.op, SAVE: scan.save, USE: scan.use}
     found = [Window(0, scan.phase, scan.call)]
     for position, _ in enumerate(profile.log.play(handlers)):
         if (scan.phase, scan.call) != (found[-1].phase, found[-1].call):
-            # No window is empty.
+            # Drop a window that would be empty.
             if found[-1].start == position:
                 found.pop()
             found.append(Window(position, scan.phase, scan.call))
@@ -44,14 +44,14 @@ def windows(profile: Profile) -> list[Window]:
 
 
 class _Scan:
-    """Follows which call runs in forward, and for which one backward asks."""
+    """Tracks which call runs in forward, and which one backward is in."""
 
     def __init__(self, log: StepLog) -> None:
         self.phase = FORWARD
         self.call = -1
         self._uses_left = Counter(handle for (handle,) in log.operands(USE))
         self._saver: dict[int, int] = {}
-        # How many saved values of each call backward still asks for.
+        # How many saved values of each call backward has yet to use.
         self._num_waiting: Counter[int] = Counter()
 
     def begin_phase(self, phase: int) -> None:
