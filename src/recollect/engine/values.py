@@ -124,7 +124,7 @@ class StorageRecord:
         self.views: dict[Layout, TapeValue] = {}
 
     def rebase(self, base: TapeValue, version: int, written: Layout) -> None:
-        """Replace the content: an in-place op at `version` wrote the part `written` and so made the new value `base`."""
+        """Replace the content: an in-place op at `version` wrote the part `written`, making the new value `base`."""
         self.base = base
         self.views = {}
         if self.created == "undefined" and written != self.layout:
