@@ -1,1 +1,1 @@
-"""Profile and budget in, plan out; nothing here imports torch."""
+"""Choose what to recompute: a profile and a budget go in, a plan comes out; nothing here imports torch."""

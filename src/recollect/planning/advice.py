@@ -1,4 +1,4 @@
-"""What would help where no plan fits: chosen by what takes the bytes at the least peak."""
+"""Advise what to change when no plan fits the budget, judging by what takes the memory at the lowest peak."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from recollect.profile.profile import Profile
 
 __all__ = ["advice", "lasting_bytes"]
 
-# Logits below this part of the bytes that grow with the batch are not worth a chunked loss.
+# A chunked loss pays only if the logits are at least this fraction of the bytes that grow with the batch.
 _LARGE_PART = 0.1
 
 
 def advice(profile: Profile, *, budget_bytes: int, least_peak_bytes: int, peak_call: str) -> tuple[str, ...]:
-    """Return sentences that say what would make a budget possible, the most promising first.
+    """Return suggestions that would make the budget feasible, the most promising first.
 
     Args:
         profile: the recorded step.
         budget_bytes: the budget that no plan fits.
-        least_peak_bytes: the least peak of any plan that was found.
-        peak_call: the unit at that peak, or what else runs then, as in `Simulation`.
+        least_peak_bytes: the lowest peak of any plan found.
+        peak_call: what runs at that peak, a unit or something else, as in `Simulation`.
 
     Example:
         >>> from recollect.profile.events import StepLog
@@ -52,7 +52,7 @@ recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 pa
             'in chunks (recollect.fit(..., loss_chunks="auto")).'
         )
     fraction = (budget_bytes - fixed_bytes) / (least_peak_bytes - fixed_bytes)
-    # What grows with the batch does so in proportion; rounded down, to be on the safe side.
+    # The rest scales with the batch; rounded down, to be safe.
     found.append(
         f"Use a smaller micro-batch, with gradient accumulation: about {int(100 * fraction)} % of the recorded one "
         f"({profile.batch or 'size unknown'}) fits."
@@ -64,7 +64,7 @@ recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 pa
 
 
 def lasting_bytes(profile: Profile) -> int:
-    """Return the bytes that forward and backward make and leave behind for the optimizer: gradients."""
+    """Return the bytes of the gradients: what forward and backward allocate and leave for the optimizer."""
     alive: dict[int, int] = {}
     for event in profile.log.play({ALLOC: alive.__setitem__, FREE: lambda storage: alive.pop(storage, None)}):
         if event == (PHASE, OPTIMIZER):
@@ -73,7 +73,7 @@ def lasting_bytes(profile: Profile) -> int:
 
 
 def _logits_bytes(profile: Profile, peak_call: str) -> int:
-    """Return the bytes that the last unit returns, if the peak is in it or in the loss; else 0."""
+    """Return the output bytes of the last unit if the peak is in it or in the loss, else 0."""
     if not profile.calls:
         return 0
     last = profile.calls[-1]

@@ -1,7 +1,7 @@
-"""Values that the model's own code holds until forward ends, such as a cache of keys and values, and options with them.
+"""Find values alive until the loss whatever the plan (such as a cache of keys and values), and add options with them.
 
-Under every plan they are in memory when the loss is computed. To keep them costs bytes in backward only, so what is best
-depends on two numbers of bytes: what an option keeps, and what it keeps beside those values.
+The model's own code holds these values, so keeping them costs memory in backward only. An option therefore has two
+sizes: the bytes it keeps, and the bytes it keeps besides these values.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from recollect.profile.profile import Profile
 
 __all__ = ["held_values", "unheld_bytes", "with_held"]
 
-# More than these are kept or dropped together.
+# If a unit holds more values than this, they are kept or dropped together.
 _MOST_HELD_APART = 2
 
 
 def held_values(profile: Profile) -> tuple[frozenset[int], ...]:
-    """Return, for each graph, the produced values that are there until forward ends in every call, whatever is dropped.
+    """Return, for each graph, the produced values that stay alive until the loss in every call, even if dropped.
 
-    Complexity: one walk over the events of forward.
+    Complexity: one pass over the events of forward.
     """
     events = list(profile.log.events())
     end = next((at for at, event in enumerate(events) if event[0] == PHASE and event[1] == BACKWARD), len(events))
@@ -46,16 +46,17 @@ def held_values(profile: Profile) -> tuple[frozenset[int], ...]:
 def with_held(
     graph: UnitGraph, options: Iterable[Option], held: frozenset[int], *, output: Action = Action.KEEP
 ) -> tuple[Option, ...]:
-    """Return the options, and those that differ in which of the held values they keep, as far as others do not beat them.
+    """Return the options, plus undominated variants that keep other subsets of the held values.
 
     Args:
         graph: the unit.
-        options: choices for it.
-        held: values that forward holds anyway; where they are many, all of them are kept or none.
-        output: as the options have it.
+        options: its options.
+        held: values alive until the loss; if there are many, all or none of them are kept.
+        output: the action of the output in `options`.
 
     Returns:
-        All options, and what nothing beats in all of: bytes, bytes beside the held values, and seconds; by their bytes.
+        All given options, and the variants that no other beats in bytes, bytes besides the held values, and seconds;
+        sorted by bytes.
     """
     evaluator = Evaluator(graph, output=output)
     given = {option.keep: option for option in options}
@@ -73,7 +74,7 @@ def with_held(
 
 
 def unheld_bytes(graph: UnitGraph, option: Option, held: frozenset[int]) -> int:
-    """Return the bytes that an option keeps beside the values that forward holds anyway."""
+    """Return the bytes that an option keeps besides the values alive until the loss."""
     return option.kept_bytes - sum(graph.values[v].nbytes for v in option.keep & held)
 
 

@@ -1,4 +1,4 @@
-"""A choice for every unit of a step, with its cost: what solvers look for and the planner makes plans of."""
+"""Define a candidate, an option for every unit with the exact cost; solvers find them, the best becomes the plan."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Candidate"]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A choice of one option for each row of a table, and the cost of the step under it.
+    """One option for each row of a table, and the cost of the step with them.
 
     Attributes:
-        table: the options that there are.
-        choice: for each row, the option chosen.
-        cost: the exact peaks and the recompute time.
+        table: all options.
+        choice: the chosen option of each row.
+        cost: exact peaks and recompute time.
     """
 
     table: OptionTable
@@ -27,18 +27,18 @@ class Candidate:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the whole step."""
+        """Return the peak of the whole step."""
         return self.cost.peak_bytes
 
     @property
     def recompute_s(self) -> float:
-        """Seconds that recompute adds to the step."""
+        """Return the seconds that recompute adds to the step."""
         return self.cost.recompute_s
 
     def excess_bytes(self, budget_bytes: int) -> int:
-        """Return the bytes by which the peak exceeds a budget, 0 if it does not."""
+        """Return the bytes by which the peak exceeds a budget, at least 0."""
         return max(0, self.peak_bytes - budget_bytes)
 
     def decisions(self) -> list[CallActions]:
-        """Return what each of the profile's calls drops."""
+        """Return what each call of the profile drops."""
         return self.table.decisions(self.choice)

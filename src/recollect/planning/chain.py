@@ -1,18 +1,18 @@
-"""The choice across units as a chain: dynamic programming over what earlier units keep, with measured working sets.
+"""Choose one option per unit by dynamic programming over the bytes that earlier units keep, with measured working sets.
 
-Units in forward order; unit l with option k keeps s(l, k) bytes and runs ops of t(l, k) seconds again. In each window
-w of l's forward or backward (`simulation/windows.py`), the step holds
+Take units in forward order: unit l with option k keeps s(l, k) bytes and recomputes for t(l, k) seconds. In each window
+w of l's forward or backward (`simulation/windows.py`), the step must satisfy
 
     base(w) + sum over earlier units j of s(j, k_j) + m(l, k, w) <= budget
 
-where base and m come from simulated steps, in which identical units stand at different options, so that one simulation
-measures many. The program carries exact bytes; states that differ by less than a thousandth of the range of bytes share
-a cell, in which the fastest survives. What it returns is simulated; where a window's peak turns out to be another one than
-the model says, the model's base is corrected and the program runs again.
+Simulated steps measure base and m; identical units take different options in one simulation, so that it measures many.
+The program carries exact bytes; states closer than a thousandth of the range of bytes share a cell, where the fastest
+survives. Each result is simulated; if the peak of a window differs from the model's, its base is corrected and the
+program runs again.
 
-Limitations: a window's peak is taken to depend on its own unit and the sum of the earlier ones. Where it does not (outputs
-that are dropped, several calls of one module), corrections have to make up for it, and the best simulated plan is returned,
-whatever the model says.
+Limitation: the model assumes that the peak of a window depends only on its own unit and the sum of the earlier ones.
+Where that fails (dropped outputs, several calls of one module), corrections make up for it, and the best simulated plan
+counts, whatever the model says.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _MOST_ROUNDS = 8
 
 _Kind = tuple[int, tuple[Action, ...], bool, int]
 WorkingSets = dict[tuple[_Kind, int], dict[int, int]]
-"""Bytes by option, over those of the reference, for each kind of unit and each of its windows."""
+"""For each kind of unit and each of its windows: bytes of each option minus those of the reference option."""
 Play = Callable[[Choice], Candidate]
-"""Returns the cost of a choice."""
+"""Simulates a choice and returns it with its cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One row of the table in the program, by option: bytes that it keeps, what it costs, and the bytes of its windows."""
+    """One row of the table as the program sees it; per option: bytes kept, seconds, and peak bytes of its windows."""
 
     kept_bytes: NDArray[np.int64]
     recompute_s: NDArray[np.float64]
@@ -53,18 +53,18 @@ class Stage:
 
 
 class Chain:
-    """The program for one table, for any number of budgets.
+    """Solves the chain of one table for any number of budgets.
 
     Args:
         table: the rows and their options.
         windows: the windows of the step.
-        play: returns the cost of a choice, with the peaks of these windows.
-        most_probes: how many simulations may measure working sets; an option between two that were measured is taken to
-            lie between them, until it is in a plan that is simulated.
-        working: what chains over other tables of the same profile measured; this chain adds to it.
+        play: simulates a choice, and returns its cost with the peaks of these windows.
+        most_probes: the most simulations to measure working sets with; options in between are interpolated until a
+            simulated plan contains them.
+        working: working sets measured by chains over other tables of the same profile; this chain adds to them.
 
-    Complexity: one simulation for each option that a unit has, divided by how many identical units there are; then, for
-        each budget, up to six rounds of one program and one simulation.
+    Complexity: (options per unit / identical units) simulations once; then, for each budget, up to eight rounds of one
+        program and one simulation.
     """
 
     def __init__(
@@ -82,21 +82,21 @@ class Chain:
         self._order = sorted(range(len(table.rows)), key=lambda row: table.rows[row].calls[0])
         self._places = self._assign(windows)
         self._base = np.zeros(len(windows), dtype=np.int64)
-        # Bytes of windows that the model is refused, because a plan that it took to fit did not.
+        # Bytes withheld from the model in each window, because a plan that it thought would fit did not.
         self._refused = np.zeros(len(windows), dtype=np.int64)
         self._kinds = self._sort_into_kinds()
         self._working: WorkingSets = {} if working is None else working
         self._known_kinds = {kind for kind, _ in self._working}
-        # The leanest options; outputs stay where that is a choice, since a dropped one is work for the next unit.
+        # The leanest options, with outputs kept where possible: a dropped output adds work to the next unit.
         self._reference = tuple(
             row.outputs.index(Action.KEEP) if Action.KEEP in row.outputs else 0 for row in table.rows
         )
-        # The probe with the least peak, which the model can fall back on.
+        # The probe with the lowest peak, for the model to fall back on.
         self._leanest: Candidate | None = None
         self._measure()
 
     def _assign(self, windows: Sequence[Window]) -> list[tuple[int, int]]:
-        """Return, for each window, the position in the order of its unit (-1: before all), and its number there."""
+        """Return, for each window, the chain position of its unit (-1: before the first), and its number there."""
         first_calls = [self._table.rows[row].calls[0] for row in self._order]
         numbers: dict[tuple[int, int], int] = {}
         rows = []
@@ -126,7 +126,7 @@ class Chain:
                     known.setdefault(choice[row], peaks[window] - earlier[window] - int(self._base[window]))
 
     def _probes(self) -> Iterator[Choice]:
-        """Yield choice that, together, have each option of each distinct unit somewhere; the reference first."""
+        """Yield the reference, then choices that together cover each option of each distinct unit."""
         yield self._reference
         for part, group in enumerate(self._groups()):
             alike: dict[_Kind, list[int]] = {}
@@ -141,7 +141,7 @@ class Chain:
             for probe in range(num_probes):
                 choice = list(self._reference)
                 for members in alike.values():
-                    # The last ones have the windows that matter most; the probe walks from the fattest option down.
+                    # The windows of the last units matter most, so they get the fattest options first.
                     for place, index in enumerate(reversed(members)):
                         slot, num_slots = probe * len(members) + place, num_probes * len(members)
                         top = len(self._table.rows[index].options) - 1
@@ -149,7 +149,7 @@ class Chain:
                 yield tuple(choice)
 
     def _groups(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the rows that may be measured together: an output that is dropped is work for the next unit."""
+        """Group rows to measure together; neighbors that can drop outputs are apart, as that adds work to the next."""
         fixed: list[int] = []
         free: tuple[list[int], list[int]] = ([], [])
         for position, index in enumerate(self._order):
@@ -158,7 +158,7 @@ class Chain:
         return fixed, *free
 
     def _sort_into_kinds(self) -> dict[int, _Kind]:
-        """Say which rows work in the same way: same graph and options, and alike in whether they read a dropped output."""
+        """Return the kind of each row; a kind shares graph and options, and whether the input is dropped."""
         kinds: dict[int, _Kind] = {}
         reads_dropped = False
         for index in self._order:
@@ -168,41 +168,41 @@ class Chain:
         return kinds
 
     def _working_of(self, row: int, number: int) -> dict[int, int]:
-        """Return the bytes of working set by option, over that of the reference, in one of the unit's windows."""
+        """Return the working set of each option minus that of the reference, in one window of the unit."""
         return self._working.setdefault((self._kinds[row], number), {})
 
     def _earlier(self, choice: Choice) -> list[int]:
-        """Return, for each window, the bytes that the units before its own keep."""
+        """Return, for each window, the bytes kept by the units before its own."""
         kept = (self._table.rows[row].options[choice[row]].kept_bytes for row in self._order)
         before = [0, *accumulate(kept)]
         return [before[max(0, position)] for position, _ in self._places]
 
     def estimate_s(self, budget_bytes: int) -> float:
-        """Return the seconds of recompute of the best plan by the model, without simulating it; inf if there is none."""
+        """Return the recompute seconds of the model's best plan, not simulated; inf if there is none."""
         choice = self._solve(budget_bytes)
         if choice is None:
             return math.inf
         return math.fsum(self._table.rows[row].options[column].recompute_s for row, column in enumerate(choice))
 
     def correct(self, candidate: Candidate) -> None:
-        """Take over what a candidate's cost says about each window."""
+        """Correct the model by the simulated peaks of a candidate."""
         earlier = self._earlier(candidate.choice)
         for window, (position, number) in enumerate(self._places):
             if position >= 0:
                 row = self._order[position]
                 known = self._working_of(row, number)
                 growth_bytes = candidate.cost.window_peaks[window] - earlier[window]
-                # What was not measured before is now; where it was, the window is another one than the model thought.
+                # An option without a measurement gets one here; with one, the base must have been wrong.
                 working = known.setdefault(candidate.choice[row], growth_bytes - int(self._base[window]))
                 self._base[window] = growth_bytes - working
 
     def best(self, budget_bytes: int) -> Iterator[Candidate]:
-        """Yield candidates for a budget, each made with what was learned from the one before.
+        """Yield candidates for a budget, each from a model corrected by the one before.
 
-        Ends when the model has no plan, or says of its best plan what the simulation said.
+        Stops when the model has no plan, or repeats a plan that was simulated.
         """
         tried: set[Choice] = set()
-        # Bytes that the model is refused, because plans that it took to fit did not.
+        # Bytes withheld from the model, because plans that it thought would fit did not.
         margin_bytes = excess_bytes = 0
         for _ in range(_MOST_ROUNDS):
             choice = self._solve(budget_bytes - margin_bytes)
@@ -221,7 +221,7 @@ class Chain:
             excess_bytes = candidate.peak_bytes - budget_bytes
 
     def _own_bytes(self, windows: Iterable[int]) -> list[NDArray[np.int64]]:
-        """Return, for each position and option, the most bytes in some windows, less what earlier units keep."""
+        """Return, for each position and option, the peak over some windows minus what earlier units keep."""
         own = [np.full(len(self._table.rows[row].options), -_NO_LIMIT) for row in self._order]
         for window in windows:
             position, number = self._places[window]
@@ -231,7 +231,7 @@ class Chain:
         return own
 
     def _stages(self, windows: Iterable[int]) -> list[Stage]:
-        """Return the program's stages, for what it should look at of some windows."""
+        """Return the stages of the program, constrained by some windows only."""
         options = [self._table.rows[row].options for row in self._order]
         return [
             Stage(
@@ -247,7 +247,7 @@ class Chain:
         return None if chosen is None else self._choice_of(chosen)
 
     def _choice_of(self, chosen: Sequence[int]) -> Choice:
-        """Return the choice of the options that are chosen, position by position."""
+        """Reorder chosen options from chain positions to table rows."""
         choice = [0] * len(self._order)
         for row, option in zip(self._order, chosen, strict=True):
             choice[row] = option
@@ -255,12 +255,12 @@ class Chain:
 
 
 def cheapest(stages: Sequence[Stage], budget_bytes: int, *, num_cells: int = _NUM_CELLS) -> list[int] | None:
-    """Return the option of each stage with which the chain costs least; None if nothing is within the budget.
+    """Return the option of each stage that together cost least, or None if nothing fits.
 
     Args:
-        stages: in the order of the chain.
-        budget_bytes: for what earlier stages keep and an own working set together.
-        num_cells: states that differ by less than this part of the range of bytes are one.
+        stages: in chain order.
+        budget_bytes: limit on what earlier stages keep plus the own bytes of a stage.
+        num_cells: cells that the range of bytes is divided into; one state survives in each.
 
     Complexity: stages times options times cells.
     """
@@ -286,14 +286,14 @@ def cheapest(stages: Sequence[Stage], budget_bytes: int, *, num_cells: int = _NU
 
 
 def _filled_in(known: Mapping[int, int], num_options: int) -> NDArray[np.int64]:
-    """Return the bytes of all options; those of one that was not measured lie between its neighbours'."""
+    """Return the bytes of all options, interpolating between those measured."""
     choice = sorted(known)
     filled = np.interp(np.arange(num_options), choice, [known[column] for column in choice])
     return np.asarray(np.rint(filled), dtype=np.int64)
 
 
 def _most_kept(stages: Sequence[Stage], budget_bytes: int) -> list[int]:
-    """Return, for each stage, the most bytes that units up to it may keep for the later ones to fit at all."""
+    """Return, for each stage, the most bytes that units up to it may keep so that the later ones can still fit."""
     most = [_NO_LIMIT]
     for stage in reversed(stages[1:]):
         most.append(int(np.minimum(budget_bytes - stage.own_bytes, most[-1] - stage.kept_bytes).max()))
@@ -301,14 +301,14 @@ def _most_kept(stages: Sequence[Stage], budget_bytes: int) -> list[int]:
 
 
 def _survivors(kept: NDArray[np.int64], seconds: NDArray[np.float64], num_cells: int) -> NDArray[np.int64]:
-    """Return the fastest state of each cell of bytes, without those that a leaner state beats."""
+    """Return the fastest state of each cell, without those that a leaner state beats."""
     least = int(kept.min())
     width = max(1, -(-(int(kept.max()) - least + 1) // num_cells))
     cell_of = (kept - least) // width
     num_used = int(cell_of.max()) + 1
     least_s = np.full(num_used, np.inf)
     np.minimum.at(least_s, cell_of, seconds)
-    # From the last one on, since of several that are written to one place the last one stays: the first of the fastest.
+    # Reversed: NumPy keeps the last of several writes to one place, and the first of the fastest should stay.
     among_fastest = np.flatnonzero(seconds == least_s[cell_of])[::-1]
     fastest = np.full(num_used, -1)
     fastest[cell_of[among_fastest]] = among_fastest

@@ -1,8 +1,8 @@
-"""The solver that walks over chains: how many layer outputs to drop, with the best candidate of each chain for a budget.
+"""Find the fastest candidate within a budget by searching which layer outputs to drop, with one chain per choice.
 
-For each number of outputs there are a few choices of which (`planning/output_choices.py`). One simulation and one run of the
-chain's program (`planning/chain.py`) give an estimate of each, since chains share what they measured; for the best ones
-candidates are made. Numbers are doubled from 1 on, then refined around the best.
+For each number of dropped outputs, try a few choices of which (`planning/output_choices.py`). Chains share
+measurements, so one simulation and one run of the chain's program (`planning/chain.py`) estimate a choice; only the
+best get candidates. The number doubles from 1, then is refined around the best.
 """
 
 from __future__ import annotations
@@ -28,39 +28,38 @@ from recollect.simulation.windows import Window, windows
 
 __all__ = ["ChainSolver"]
 
-# Events that may be played to measure working sets: about 0.1 s.
+# The most events to play for measuring working sets: about 0.1 s.
 _PROBED_EVENTS = 320_000
 _FEWEST_PROBES = 12
-# Among many units, those at different options make up for options that none of them has.
+# With many units, mixing options across them replaces finer options within each.
 _OPTIONS_OF_ALL_CALLS = 768
 _FEWEST_OPTIONS = 16
-# Numbers of dropped outputs that are tried between the best and its neighbours.
+# Numbers of dropped outputs to try between the best and its neighbors.
 _MOST_REFINEMENTS = 3
-# Segments at the front, in layers; beside those that balance outputs and working bytes.
+# Segment lengths in layers to try at the front, besides segments that balance outputs and workspace.
 _LONGEST_SEGMENTS = (2, 3)
-# Choices of dropped outputs for which candidates are made.
+# Choices of dropped outputs to make candidates for.
 _MOST_FULL_RUNS = 3
 
-# Attempts at a lower peak than the least one so far, by steps down to this part of it.
+# Attempts to lower the least peak so far, in steps no smaller than this fraction of it.
 _MOST_SQUEEZES = 8
 _SMALLEST_SQUEEZE = 0.001
 _NO_BUDGET = 2**62
 
 Dropped = frozenset[str] | None
-"""Paths of the units whose output is dropped, beside those of single units where that is a choice; None: no output at all,
-so that a unit that keeps everything is off the tape."""
+"""Paths of units whose output is dropped, apart from single units, which choose for themselves. None: no unit drops its
+output, so that a unit that keeps everything stays off the tape."""
 
 Score = tuple[int, float]
-"""Bytes over the budget, and seconds of recompute: the less the better."""
+"""Bytes over the budget, then recompute seconds; lower is better."""
 
 
 class ChainSolver:
-    """The chains of one profile, and the costs of all candidates that they led to.
+    """Solves for one profile with chains, remembering the cost of every candidate.
 
     Args:
         profile: a recorded step with its events.
-        like: a solver for the same profile, whose options and played units this one takes over; what that one finds does
-            not change.
+        like: a solver of the same profile to share options and simulated units with; its results do not change.
 
     Attributes:
         program, peak_sums: of the profile.
@@ -86,7 +85,7 @@ class ChainSolver:
 
     @cached_property
     def _working_bytes(self) -> list[int]:
-        """Workspace of computing each layer again."""
+        """Workspace for recomputing each layer."""
         leanest = {call.graph: 0 for call in self.profile.calls}
         for number in {call.graph for call in self.profile.calls if call.repeated}:
             graph = self.profile.graphs[number]
@@ -94,7 +93,7 @@ class ChainSolver:
         return [leanest[call.graph] for call in self.profile.calls]
 
     def best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
-        """Return the fastest candidate within the budget that is found, or None; see `Solver`."""
+        """Return the fastest candidate found within the budget, or None; see `Solver`."""
         goal = (0, enough_s)
         if self._has_tape_s and self._run(None, budget_bytes, enough_s) <= goal:
             return self._best_known(budget_bytes)
@@ -114,7 +113,7 @@ class ChainSolver:
         return best
 
     def leanest(self) -> Candidate | None:
-        """Return the candidate with the least peak that is found; the same whatever was planned before."""
+        """Return the candidate with the lowest peak found, independent of earlier calls."""
         solver = ChainSolver(self.profile, like=self)
         solver.best(0, 0.0)
         least = solver._best_known(_NO_BUDGET, by_peak=True)
@@ -127,7 +126,7 @@ class ChainSolver:
             step_bytes = step_bytes if found else step_bytes // 4
         if least is None:
             return None
-        # What the chains have learned of so lean plans shows them faster ones that are as lean.
+        # Having seen such lean plans, the chains find faster ones that are as lean.
         return solver.best(least.peak_bytes, 0.0)
 
     def _promising(self, budget_bytes: int) -> list[frozenset[str]]:
@@ -148,7 +147,7 @@ class ChainSolver:
     def _add_estimates(
         self, number: int, budget_bytes: int, estimates: dict[frozenset[str], tuple[float, int]]
     ) -> None:
-        """Add choices of so many outputs: seconds by the chain's model, then the peak of the leanest plan."""
+        """Estimate choices of `number` outputs: seconds by the chain's model, then the lowest known peak."""
         choices = {folded_outputs(self.profile, self._working_bytes, num_dropped=number)}
         choices |= {first_outputs(self.profile, longest=longest, num_dropped=number) for longest in _LONGEST_SEGMENTS}
         for dropped in sorted(choices - estimates.keys(), key=sorted):
@@ -157,7 +156,7 @@ class ChainSolver:
             estimates[dropped] = chain.estimate_s(budget_bytes), least_bytes
 
     def _run(self, dropped: Dropped, budget_bytes: int, enough_s: float) -> Score:
-        """Make the candidates of one chain for a budget; return the score of the best one."""
+        """Make the candidates of one chain for a budget, and return the best score."""
         costs, chain = self._chain(dropped)
         for _ in chain.best(budget_bytes):
             pass
@@ -177,7 +176,7 @@ class ChainSolver:
         return self._chains[dropped]
 
     def _best_known(self, budget_bytes: int, *, by_peak: bool = False) -> Candidate | None:
-        """Return the fastest candidate within the budget of all chains, or the one with the least peak."""
+        """Return the fastest candidate of all chains within the budget, or the one with the lowest peak."""
 
         def rank(found: tuple[Dropped, Candidate]) -> tuple[object, ...]:
             dropped, candidate = found
@@ -205,7 +204,7 @@ def _working_bytes(graph: UnitGraph, leanest: Option) -> int:
 
 
 def _between(numbers: Sequence[int], best: int) -> int | None:
-    """Return a number between the best one and the neighbour that is farther away; None if there is none."""
+    """Return the midpoint of the best number and its farther neighbor, or None if they are adjacent."""
     after = min((n for n in numbers if n > best), default=best)
     before = max((n for n in (0, *numbers) if n < best), default=best)
     other = after if after - best >= best - before else before

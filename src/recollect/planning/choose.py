@@ -1,10 +1,10 @@
-"""From a budget to a plan.
+"""Make the plan for a budget: search, check and fall back.
 
-1. The solvers (`planning/solver.py`) look for the candidate with the least recompute whose peak is within the budget.
-2. The bound (`planning/bound.py`) says how much faster any plan could be, and so when to stop looking.
-3. The simulator plays the best candidate back and has the last word: a plan over its budget is never returned.
-4. If no solver finds a plan, full recompute of the layers is tried, then the candidate with the least peak; if that does not
-   fit either, the error names its peak.
+1. The solvers (`planning/solver.py`) search for the candidate with the least recompute whose peak is within the budget.
+2. The bound (`planning/bound.py`) says how much faster any plan could be, and so when to stop.
+3. The simulator has the last word: no plan over its budget is returned.
+4. If no solver finds a plan, try full recompute of the layers, then the candidate with the lowest peak; if that does
+   not fit either, the error names its peak.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from recollect.simulation.simulate import Simulation, simulate
 
 __all__ = ["Planner", "plan"]
 
-# A plan this close to the bound is not worth a search for a better one: part of the plan's recompute, and of the step.
+# Stop searching this close to the bound: a fraction of the bound itself, and one of the step.
 _SMALL_GAP = 0.01
 _SMALL_GAP_OF_STEP = 0.001
 
@@ -39,19 +39,18 @@ def plan(profile: Profile, budget: int | str) -> Plan:
 
     Args:
         profile: the recorded step.
-        budget: bytes for the whole step (parameters, gradients, optimizer state, kept values, working memory): an int,
-            or text such as "16GiB", "80GB", "60%" of the peak of the step that keeps everything, or "90% of the device".
+        budget: bytes for the whole step (parameters, gradients, optimizer state, kept values, workspace): an int,
+            or text such as "16GiB", "80GB", "60%" (of the peak when everything is kept), or "90% of the device".
 
     Returns:
         A plan with `predicted_peak_bytes <= budget_bytes`, the same for every run.
 
     Raises:
-        BudgetTooSmallError: no plan that is tried fits; carries the least peak, the unit that needs it, and what
-            would help.
+        BudgetTooSmallError: no plan fits; carries the lowest peak found, the unit at that peak, and advice.
         ProfileFormatError: the profile has units, but no memory events to predict a peak from.
-        QuantityError: the budget is no number of bytes.
+        QuantityError: the budget is not a number of bytes.
 
-    Complexity: about as many simulations as the distinct units have options. To plan for many budgets, use `Planner`.
+    Complexity: about one simulation per option of a distinct unit. To plan for many budgets, use `Planner`.
 
     Example:
         >>> import torch, recollect
@@ -68,7 +67,7 @@ def plan(profile: Profile, budget: int | str) -> Plan:
 
 
 class Planner:
-    """Plans one profile for any number of budgets; what was computed and simulated for one helps the next.
+    """Plans one profile for any number of budgets, reusing computation from one to the next.
 
     Args:
         profile: the recorded step.
@@ -101,17 +100,17 @@ class Planner:
 
     @property
     def plain_peak_bytes(self) -> int:
-        """Predicted peak of the step that keeps everything."""
+        """Return the predicted peak of the step that keeps everything."""
         return self._plain.peak_bytes
 
     def bound_slowdown(self, budget_bytes: int) -> float | None:
-        """Return the least slowdown of any plan within a budget; inf if there is none, None where no bound is known."""
+        """Return a lower bound on the slowdown of any plan within a budget; inf if no plan fits, None if unknown."""
         if self.profile.step_s <= 0 or not self.profile.calls:
             return None
         return self._bound_s(budget_bytes) / self.profile.step_s
 
     def plan(self, budget: int | str) -> Plan:
-        """Return the plan for a budget; the same as `plan`, or a better one that an earlier budget happened to find.
+        """Return the plan for a budget, as `plan` does, or a better one found for an earlier budget.
 
         Raises:
             BudgetTooSmallError, QuantityError: as `plan`.
@@ -137,7 +136,7 @@ class Planner:
         raise self._too_small(budget_bytes, full, leanest)
 
     def _best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
-        """Return the fastest candidate of all solvers; the first that is good enough ends the search."""
+        """Return the fastest candidate of all solvers; stop at the first that is good enough."""
         if not self.profile.calls:
             return None
         if not self._solvers:
@@ -168,7 +167,7 @@ class Planner:
         )
 
     def _bound_s(self, budget_bytes: int) -> float:
-        """Return the least seconds of recompute of any plan."""
+        """Return a lower bound on the recompute seconds of any plan."""
         if not self.profile.calls:
             return 0.0
         if self._bound is None:
@@ -176,11 +175,11 @@ class Planner:
         return self._bound.recompute_s(budget_bytes)
 
     def _simulated(self, candidate: Candidate) -> Simulation:
-        """Play a candidate back as a whole, by the code that the engine runs."""
+        """Simulate the whole step of a candidate, with the decisions that the engine runs, and check its cost."""
         return checked(simulate(self.profile, candidate.decisions()), candidate.cost)
 
     def _finished(self, candidate: Candidate, budget_bytes: int, bound_s: float) -> Plan:
-        """Return the plan of a candidate, with its prediction and its bound."""
+        """Return the plan of a candidate, with predictions and bound."""
         chosen = candidate.table.plan(candidate.choice)
         return self._predicted(chosen, self._simulated(candidate), budget_bytes, bound_s)
 

@@ -1,13 +1,13 @@
-"""The schedules that everybody knows, as plans on the same profile, for comparison.
+"""Make plans of the well-known recompute schedules, to compare the planner with.
 
 | name | keeps |
 |---|---|
-| keep_all | everything: the step without recompute |
+| keep_all | everything, so no recompute |
 | full | each layer's input |
 | every_nth | the input of every nth layer |
-| sqrt | the input of every nth layer, n the rounded square root of the number of layers |
+| sqrt | the input of every nth layer, where n is the rounded square root of the number of layers |
 
-Embedding, final norm and head keep everything, as they do under the libraries' own switches.
+Embedding, final norm and LM head keep everything, as with the switches of the libraries themselves.
 
 References:
     T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016, section 4.1, for the
@@ -39,14 +39,14 @@ def classic_plan(profile: Profile, name: ClassicName, n: int | None = None) -> P
     Args:
         profile: the recorded step.
         name: "keep_all", "full", "every_nth" or "sqrt".
-        n: for "every_nth" only: the input of every nth layer is kept; 1 is the same as "full".
+        n: only for "every_nth": keep the input of every nth layer; 1 is the same as "full".
 
     Returns:
         A plan without a budget.
 
     Raises:
-        ValueError: an unknown name; `n` missing, below 1, or given where there is no choice; layers that do not feed
-            each other, where only some inputs should be kept.
+        ValueError: unknown name; `n` missing, below 1, or given for another name; `n` above 1 for layers that do not
+            feed each other.
 
     Example:
         >>> import torch, recollect
@@ -73,7 +73,7 @@ def classic_plan(profile: Profile, name: ClassicName, n: int | None = None) -> P
 
 
 def _stride(profile: Profile, name: str, n: int | None) -> tuple[int, str]:
-    """Return how many layers share one kept input, 0 for keeping everything, and what to call that."""
+    """Return how many layers share one kept input (0: keep everything), and the note of the plan."""
     if name not in CLASSIC_NAMES:
         close = difflib.get_close_matches(str(name), CLASSIC_NAMES, n=1)
         meant = f" Did you mean {close[0]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""A plan layer by layer, and beside it the plan that a budget of the same peak would choose."""
+"""Explain a plan layer by layer, and compare it with the plan that the planner makes for the same peak."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["Explained", "Explanation", "LayerGroup", "explain_plan"]
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that keep and recompute the same.
+    """Layers that keep and recompute the same values.
 
     Attributes:
         paths: their module paths, shortened: ("decoder.layers.0-7",).
-        num_layers: how many they are; a unit that runs twice counts twice.
-        kept: bytes that one of them holds when backward begins, by value, the largest first.
-        generator_bytes: states of random generators that one of them holds.
-        recomputed: how often each op of one of them runs again, in the order of the first time.
-        recompute_s: seconds of these, and of the tape in forward, of one of them.
+        num_layers: number of layers; a unit that runs twice counts twice.
+        kept: bytes that one layer holds when backward begins, by value, largest first.
+        generator_bytes: bytes of random generator states that one layer holds.
+        recomputed: how often each op of one layer runs again, in order of its first run.
+        recompute_s: seconds of these ops for one layer, plus the overhead of the tape in forward.
     """
 
     paths: tuple[str, ...]
@@ -42,12 +42,12 @@ class LayerGroup:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that one of the layers leaves for backward."""
+        """Return the bytes that one layer holds for backward."""
         return sum(self.kept.values()) + self.generator_bytes
 
     @property
     def recomputed_ops(self) -> int:
-        """Ops that run again for one of the layers."""
+        """Return the number of op runs that recompute adds for one layer."""
         return sum(self.recomputed.values())
 
 
@@ -57,12 +57,12 @@ class Explained:
 
     Attributes:
         plan: with its predictions.
-        groups: of layers, in forward order of their first.
-        kept_bytes: alive when backward begins, what lives through the whole step not counted.
-        outside_bytes: of these, what is in no layer's account: made outside of all units, such as the loss and its logits.
+        groups: groups of layers, in forward order of the first layer.
+        kept_bytes: alive when backward begins, apart from what lives through the whole step.
+        outside_bytes: the part of `kept_bytes` made outside of all units, such as the loss and its logits.
         recomputed_ops, recompute_s: of the whole step.
-        peak_bytes: the peak of the whole step, and `peak_at` where it is.
-        slowdown: `recompute_s` over the seconds of forward and backward without recompute.
+        peak_bytes: peak of the whole step; `peak_at` says where.
+        slowdown: `recompute_s` divided by the seconds of forward and backward without recompute.
     """
 
     plan: Plan
@@ -78,13 +78,13 @@ class Explained:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A plan, the plan of a budget of the same peak, and what no plan can do better.
+    """A plan, the planner's plan for the same peak, and the bound on all plans.
 
     Attributes:
         plain: the step that keeps everything.
-        given: the plan that was asked about.
-        budget: the plan for a budget of that plan's peak; None if the planner finds none, which `problem` explains.
-        bound_slowdown: no plan within that budget can be below; None where it is not known.
+        given: the plan to explain.
+        budget: the planner's plan for the peak of `given`; None if it finds none, and `problem` says why.
+        bound_slowdown: lower bound on the slowdown of any plan within that peak; None if unknown.
         step_s: seconds of forward and backward without recompute.
         persistent: bytes that live through the whole step, by kind.
     """
@@ -110,15 +110,15 @@ class Explanation:
 
 
 def explain_plan(profile: Profile, plan: Plan, *, planner: Planner | None = None) -> Explanation:
-    """Say what a plan keeps and recomputes, and what a budget of the same peak would.
+    """Return what a plan keeps and recomputes, and what the planner would for the same peak.
 
     Args:
         profile: the recorded step.
-        plan: of this model, such as `recollect.megatron_plan` makes from Megatron's settings.
-        planner: of this profile, if there is one.
+        plan: a plan for this model, such as one that `recollect.megatron_plan` makes from Megatron's settings.
+        planner: a planner of this profile to reuse.
 
     Returns:
-        The explanation; its numbers are those of the simulator, and sum up.
+        The explanation, with the numbers of the simulator; the parts add up to the totals.
 
     Example:
         >>> import torch, recollect
@@ -173,7 +173,7 @@ def _explained(profile: Profile, plan: Plan) -> Explained:
 def _groups(accounts: tuple[LayerUsage, ...]) -> tuple[LayerGroup, ...]:
     alike: dict[tuple[object, ...], list[LayerUsage]] = {}
     for account in accounts:
-        # Sums of the same seconds in another order differ in their last bits.
+        # Sums of the same seconds in a different order differ in their last bits.
         key = (account.kept, account.generator_bytes, account.recomputed, round(account.recompute_s, 12))
         alike.setdefault(key, []).append(account)
     return tuple(
@@ -190,7 +190,7 @@ def _groups(accounts: tuple[LayerUsage, ...]) -> tuple[LayerGroup, ...]:
 
 
 def _added_up(account: LayerUsage) -> dict[str, int]:
-    """Bytes by name; leaves may share a name."""
+    """Return bytes by name; leaves can share a name."""
     total: Counter[str] = Counter()
     for name, nbytes in account.kept:
         total[name] += nbytes

@@ -1,4 +1,4 @@
-"""Slowdown against peak, for every budget: the planner's plans, the bound below them, the classic schedules beside them."""
+"""Trace slowdown against peak over all budgets: the planner's plans, the bound, and the classic schedules."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from recollect.profile.profile import Profile
 
 __all__ = ["BoundPoint", "Frontier", "FrontierPoint", "frontier"]
 
-# Where between the least peak (0) and the plain one (1) plans are made: closer together where the curve bends most.
+# Where to plan between the lowest peak (0) and the plain one (1): closer together where the curve bends most.
 _FRACTIONS = (0.0, 0.01, 0.02, 0.04, 0.07, *(step / 16 for step in range(2, 16)), 0.98, 1.0)
-# How far below the least peak the bound is looked at, as parts of the same stretch, until it says that there is no plan.
+# Where to compute the bound below the lowest peak, as fractions of that range, until it rules out any plan.
 _FRACTIONS_BELOW = (0.02, 0.05, 0.1, 0.2, 0.4)
 _NUM_HALVINGS = 5
 _STRIDES = (2, 4, 8)
-# Each try plans for the least peak that the one before it found.
+# Each try plans for the lowest peak that the last one found.
 _MOST_LEAST_TRIES = 4
 
 
@@ -32,7 +32,7 @@ _MOST_LEAST_TRIES = 4
 class FrontierPoint:
     """One plan, with its predicted peak in bytes and its predicted slowdown (0.03 is 3 %).
 
-    `bound_slowdown`: no plan whose peak is within `peak_bytes` can be below this; None where no bound is known.
+    `bound_slowdown`: lower bound on the slowdown of any plan with a peak within `peak_bytes`; None if unknown.
     """
 
     peak_bytes: int
@@ -44,7 +44,7 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True)
 class BoundPoint:
-    """No plan whose peak is within a budget can have a slowdown below this one; inf if there is no such plan at all."""
+    """Lower bound on the slowdown of any plan within a budget; inf if no plan fits."""
 
     budget_bytes: int
     slowdown: float
@@ -55,10 +55,10 @@ class Frontier:
     """Plans from the leanest to the fastest.
 
     Attributes:
-        points: peaks rise and slowdowns fall; no point is beaten by another in both. One point alone means that no byte
-            can be saved: there is nothing to recompute.
-        classics: full recompute, every Nth layer and so on, by name; not filtered.
-        bound: least possible slowdown by budget, the smallest budget first; empty where no bound is known.
+        points: plans with rising peaks and falling slowdowns, none dominated. A single point means that recompute
+            cannot save a byte.
+        classics: full recompute, every nth layer and so on, by name; dominated ones included.
+        bound: lower bound on the slowdown by budget, smallest budget first; empty if unknown.
         plain_peak_bytes: predicted peak of the step that keeps everything.
 
     Raises:
@@ -84,24 +84,24 @@ class Frontier:
         return "\n".join(lines)
 
     def best_within(self, budget_bytes: int) -> FrontierPoint | None:
-        """Return the fastest point whose peak is within the budget, or None."""
+        """Return the fastest point with a peak within the budget, or None."""
         return next((point for point in reversed(self.points) if point.peak_bytes <= budget_bytes), None)
 
 
 def frontier(profile: Profile) -> Frontier:
-    """Return plans for all budgets, the bound on all of them, and the classic schedules on the same profile.
+    """Return plans over all budgets, the bound on each, and the classic schedules for the same profile.
 
     Args:
         profile: the recorded step.
 
     Returns:
-        About 22 points at most, the first of them the leanest plan that is known, the last one without recompute. Each
-        plan has its own peak as its budget. Where nothing can be saved, one point.
+        About 22 points at most, from the leanest known plan to the one without recompute; a single point if nothing can
+        be saved. The budget of each plan is its own peak.
 
     Raises:
         ProfileFormatError: the profile has units, but no memory events to predict a peak from.
 
-    Complexity: one plan for each point (`Planner`), and two linear programs. 32 recorded layers: a few seconds.
+    Complexity: one plan per point (`Planner`), and two linear programs; a few seconds for 32 recorded layers.
 
     Example:
         >>> import torch, recollect
@@ -126,7 +126,7 @@ def frontier(profile: Profile) -> Frontier:
 
 
 def _plans(planner: Planner) -> list[Plan]:
-    """Return plans from the least peak that is known to the plain one."""
+    """Return plans from the lowest known peak to the plain one."""
     leanest = _leanest(planner)
     least_bytes = leanest.predicted_peak_bytes or 0
     stretch_bytes = planner.plain_peak_bytes - least_bytes
@@ -135,7 +135,7 @@ def _plans(planner: Planner) -> list[Plan]:
 
 
 def _leanest(planner: Planner) -> Plan:
-    """Return the plan with the least peak that the planner knows."""
+    """Return the plan with the lowest peak that the planner knows."""
     budget_bytes = 0
     for _ in range(_MOST_LEAST_TRIES):
         try:
@@ -147,7 +147,7 @@ def _leanest(planner: Planner) -> Plan:
 
 def _point(planner: Planner, plan: Plan, name: str = "") -> FrontierPoint:
     peak_bytes, slowdown = plan.predicted_peak_bytes or 0, plan.predicted_slowdown or 0.0
-    # The bound is of the tape: a module that is re-run as a whole drops what the tape has to keep.
+    # The bound holds for the tape only: a module re-run as a whole drops values that the tape has to keep.
     bound = planner.bound_slowdown(peak_bytes) if is_all_on_tape(plan) else None
     if bound is not None:
         check_bound(bound * planner.profile.step_s, slowdown * planner.profile.step_s, peak_bytes)
@@ -157,7 +157,7 @@ def _point(planner: Planner, plan: Plan, name: str = "") -> FrontierPoint:
 
 
 def _bound(planner: Planner, peaks_bytes: list[int]) -> tuple[BoundPoint, ...]:
-    """Return the bound at these peaks, and below them until it says that there is no plan."""
+    """Return the bound at these peaks, and below them until it rules out any plan."""
     stretch_bytes = max(planner.plain_peak_bytes - peaks_bytes[0], 0)
     below = [peaks_bytes[0] - round(stretch_bytes * fraction) for fraction in _FRACTIONS_BELOW]
     found = []
@@ -172,7 +172,7 @@ def _bound(planner: Planner, peaks_bytes: list[int]) -> tuple[BoundPoint, ...]:
 
 
 def _with_edge(planner: Planner, found: list[BoundPoint]) -> list[BoundPoint]:
-    """Return the bound with the stretch halved a few times in which it becomes infinite, the largest budget first."""
+    """Bisect the range where the bound becomes infinite; return all points, largest budget first."""
     *finite, infinite = found
     for _ in range(_NUM_HALVINGS if finite else 0):
         budget_bytes = (finite[-1].budget_bytes + infinite.budget_bytes) // 2

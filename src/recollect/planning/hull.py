@@ -1,21 +1,21 @@
-"""The exact trade between bytes and seconds inside one unit: every best choice, from the leanest to the fattest.
+"""Trade kept bytes for recompute seconds inside one unit: find all options on the convex hull, by minimum cuts.
 
-Which values to keep and which ops to run again, at a price `lambda` (seconds per kept byte), is a minimum cut:
+At a price `lambda` (seconds per kept byte), choosing the values to keep and the ops to recompute is a minimum cut:
 
     a_v = 1   value v is available in backward          a_v = 1 for what autograd saved
     r_o = 1   op o runs again                           r_o <= a_u for each argument u of o
     m_j = 1   the tape watches module j                 r_o <= m_module(o) <= m_unit
     cost      lambda * bytes(v)  if a_v = 1 and r_producer(v) = 0: v is kept
-              time(o)            if r_o = 1, and what the tape itself takes in forward if m_j = 1
+              time(o)            if r_o = 1, and the overhead of the tape in forward if m_j = 1
 
-Every term is a capacity between two nodes (source side = 1), so one cut is the best choice at that price. The outputs
-of one op share its r. Leaves are available at no cost, and so is the unit's output where the plan keeps it. Each
-segment between two known choices is tested at its own slope: the cut there is either on the segment, which is then an
-edge of the hull, or a new choice below it. So n choices take about 2 n cuts.
+Every term is a capacity between two nodes (source side = 1), so one cut gives the best option at that price. The
+outputs of one op share its r. Leaves are free, and so is the unit's output where the plan keeps it. Each line between
+two known options is tested at its own slope: the cut there is either on the line, which is then an edge of the hull, or
+a new option below it. So n options take about 2 n cuts.
 
-Flow or LP: SciPy's Dinic needs 0.2 ms for a unit of 100 ops and 0.6 ms for 1000, the same LP under HiGHS 2 and 10 ms
-(2 cores, SciPy 1.17). The flow is in 32-bit integers: capacities are scaled so that they add up to 2**30, hence a
-choice that is better by less than about 1e-8 of the unit's cost can be missed; what is returned is always consistent.
+Flow or LP: SciPy's Dinic takes 0.2 ms for a unit of 100 ops and 0.6 ms for 1000, the same LP under HiGHS 2 and 10 ms
+(2 cores, SciPy 1.17). The flow is in 32-bit integers, with capacities scaled to add up to 2**30, so an option that is
+better by less than about 1e-8 of the unit's cost can be missed; every option returned is consistent.
 
 References:
     M. J. Eisner, D. G. Severance, "Mathematical techniques for efficient record segmentation in large shared
@@ -40,20 +40,20 @@ from recollect.profile.graph import UnitGraph
 __all__ = ["Evaluator", "Option", "evaluate", "unit_hull"]
 
 _INFINITE = 2**31 - 1
-# The finite capacities add up to this, so that no flow reaches _INFINITE.
+# The sum of the finite capacities, so that no flow reaches _INFINITE.
 _TOTAL_CAPACITY = 2**30
 _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One choice for one unit.
+    """One way to keep and recompute the values of one unit.
 
     Attributes:
-        keep: indices of the values that are kept; with them every saved value is there or can be computed.
+        keep: indices of the kept values; every saved value is among them or can be computed from them.
         recompute_ops: indices of the ops that run again in backward.
-        kept_bytes: bytes of `keep`, the unit's output included where it is kept.
-        recompute_s: seconds of `recompute_ops`, and of the tape in forward for the modules that they are in.
+        kept_bytes: bytes of `keep`, including the unit's output if kept, and of generator states to rerun random ops.
+        recompute_s: seconds of `recompute_ops`, plus the overhead of the tape in forward for their modules.
     """
 
     keep: frozenset[int]
@@ -63,16 +63,16 @@ class Option:
 
 
 def unit_hull(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
-    """Return the lower convex hull of (kept bytes, recompute seconds) over all choices for one unit.
+    """Return the lower convex hull of (kept bytes, recompute seconds) over all options for one unit.
 
     Args:
-        graph: the unit. Ops with a `must_keep` output never run again. A value that is `mutated_later` is not kept,
-            unless autograd itself saved it; ops that read such a leaf never run again.
+        graph: the unit. Ops with a `must_keep` output, or that read a leaf that is `mutated_later`, never run again. A
+            produced value that is `mutated_later` is kept only if autograd itself saved it.
         output: "keep" if the unit's output stays in memory anyway, because the next unit starts from it.
 
     Returns:
         Options from the leanest (fewest bytes) to the fattest, which keeps exactly what autograd saves and recomputes
-        nothing; bytes rise and seconds fall from one to the next (the last step may save no time, when ops cost none).
+        nothing. Bytes rise and seconds fall from one to the next (the last may save no time, if ops take none).
 
     Complexity: two minimum cuts per option; 0.05 s for 100 ops, 1 s for 1000 ops with all times and sizes different.
 
@@ -106,15 +106,15 @@ def unit_hull(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option
 
 
 def evaluate(graph: UnitGraph, keep: Iterable[int], *, output: Action = Action.KEEP) -> Option:
-    """Return what keeping `keep` means: which ops run again, and which kept values are of use at all.
+    """Return the option that keeps `keep`: find the ops that must run again, and leave out kept values of no use.
 
-    Values outside `keep` that are needed but cannot be computed again are kept too, as the engine does.
+    Needed values that cannot be computed again are kept even if not in `keep`, as in the engine.
     """
     return Evaluator(graph, output=output).option(keep)
 
 
 class Evaluator:
-    """`evaluate` for many choices of one unit.
+    """Evaluates many sets of kept values for one unit, as `evaluate` does for one.
 
     Example:
         >>> from recollect.profile.graph import OpRecord, ValueRecord
@@ -138,14 +138,14 @@ class Evaluator:
 
     @cached_property
     def _bits(self) -> tuple[int, list[tuple[int, int, int]]]:
-        """What autograd saved, and for each op, the last first: its index, results, and arguments that ops computed."""
+        """Return the saved values, and per op, last first: its index, its results, its arguments that ops produced."""
         ops = enumerate(zip(self._graph.ops, self._produced_inputs, strict=True))
         return _bits(self._saved), [(index, _bits(op.outputs), _bits(inputs)) for index, (op, inputs) in ops][::-1]
 
     def option(self, keep: Iterable[int]) -> Option:
-        """Return what keeping these values means."""
+        """Return the option that keeps these values."""
         graph = self._graph
-        # Sets of values as bits of a number: this runs hundreds of times for each unit.
+        # Sets of values are bits of an integer, for speed: this runs hundreds of times per unit.
         wanted, needed, rows = _bits(keep), *self._bits
         unavailable = ~(wanted | _bits(self._free))
         recompute_ops = set()
@@ -168,7 +168,7 @@ class Evaluator:
         )
 
     def _tape_s(self, recompute_ops: Collection[int]) -> Iterator[float]:
-        """Yield what the tape itself takes in forward so that these ops can run again."""
+        """Yield the overheads, in seconds, of the tape in forward that let these ops run again."""
         if recompute_ops:
             yield self._graph.tape_s
         for module in {self._modules[op] for op in recompute_ops} & self._module_tape_s.keys():
@@ -180,7 +180,7 @@ def _saved(graph: UnitGraph) -> set[int]:
 
 
 def _bits(values: Iterable[int]) -> int:
-    """Return the number in which the bits of these values are set."""
+    """Return an integer with the bits of these values set."""
     bits = 0
     for value in values:
         bits |= 1 << value
@@ -188,7 +188,7 @@ def _bits(values: Iterable[int]) -> int:
 
 
 def _fixed_ops(graph: UnitGraph) -> set[int]:
-    """Return the ops that never run again: a result has to be kept, or a leaf that they read is written to later."""
+    """Return the ops that can never run again: a result must be kept, or a leaf that they read is mutated later."""
     fixed = {value.producer for value in graph.values if value.must_keep and value.producer is not None}
     lost = {i for i, value in enumerate(graph.values) if value.producer is None and value.mutated_later}
     return fixed | {index for index, op in enumerate(graph.ops) if not lost.isdisjoint(op.inputs)}
@@ -199,7 +199,7 @@ def _point(option: Option) -> tuple[int, float]:
 
 
 def _descending(options: Iterable[Option], fattest: Option) -> tuple[Option, ...]:
-    """Order options by bytes and leave out those that cost time without saving bytes; the fattest stays in any case."""
+    """Sort options by bytes and drop dominated ones; the fattest always stays."""
     result: list[Option] = []
     for option in sorted(options, key=_point):
         if not result or option.recompute_s < result[-1].recompute_s:
@@ -210,7 +210,7 @@ def _descending(options: Iterable[Option], fattest: Option) -> tuple[Option, ...
 
 
 class _Network:
-    """The flow network of one unit. Nodes: value v is v, op o is num_values + o, then source, sink, unit and modules."""
+    """The flow network of one unit. Nodes: v for value v, num_values + o for op o, then source, sink, unit, modules."""
 
     def __init__(self, graph: UnitGraph, *, keeps_output: bool) -> None:
         self._graph = graph
@@ -224,7 +224,7 @@ class _Network:
         self._shape = (max(num_nodes, self._sink + 1),) * 2
         start, end, nbytes, seconds = (np.array(column) for column in zip(*edges, strict=True)) if edges else [[]] * 4
         order = coo_array((np.arange(1, len(edges) + 1), (start, end)), shape=self._shape).tocsr()
-        # The edges in the order of the sparse matrix, so that each cut only replaces its numbers.
+        # Store the edges in the order of the sparse matrix, so that each cut only replaces its numbers.
         self._indices, self._indptr = order.indices.astype(np.int32), order.indptr.astype(np.int32)
         position = order.data - 1
         self._nbytes = np.asarray(nbytes, dtype=float)[position]
@@ -245,7 +245,7 @@ class _Network:
     def _op_edges(self) -> Iterable[tuple[int, int, int, float]]:
         for index, op in enumerate(self._graph.ops):
             node = self._num_values + index
-            # To run a random op again its generator's state has to be held meanwhile.
+            # A random op can run again only if its generator's state is held until then.
             yield node, self._sink, op.state_bytes, op.time_s
             for value in set(op.inputs):
                 yield node, value, -1, 0.0
@@ -264,7 +264,7 @@ class _Network:
                 yield self._num_values + index, node_of.get(module_of(op.name), unit), -1, 0.0
 
     def cut(self, *, byte_price: float, second_price: float) -> Option:
-        """Return the cheapest option when a kept byte and a recomputed second cost this much."""
+        """Return the cheapest option at these prices of a kept byte and a recomputed second."""
         price = np.where(self._is_infinite, 0.0, byte_price * self._nbytes + second_price * self._seconds)
         total = float(price.sum())
         scale = _TOTAL_CAPACITY / total if total > 0 else 0.0

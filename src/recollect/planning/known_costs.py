@@ -1,4 +1,4 @@
-"""The costs of one table's choices, each worked out once."""
+"""Cache the exact cost of each choice of one table, so that it is computed once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["KnownCosts"]
 
 
 class KnownCosts:
-    """Makes candidates of choices, and remembers them.
+    """Makes candidates of choices, and remembers their costs.
 
     Args:
-        peak_sums: returns the cost of decisions.
-        table: the options to choose from.
+        peak_sums: computes the cost of decisions.
+        table: the options that choices refer to.
     """
 
     def __init__(self, peak_sums: PeakSums, table: OptionTable) -> None:
@@ -25,11 +25,11 @@ class KnownCosts:
         self._costs: dict[Choice, Peaks] = {}
 
     def candidate(self, choice: Choice) -> Candidate:
-        """Return a choice with its cost."""
+        """Return the candidate of a choice."""
         if choice not in self._costs:
             self._costs[choice] = self._peak_sums.peaks(self.table.decisions(choice))
         return Candidate(self.table, choice, self._costs[choice])
 
     def known(self) -> Iterator[Candidate]:
-        """Yield every candidate so far."""
+        """Yield all candidates so far."""
         return (Candidate(self.table, choice, cost) for choice, cost in self._costs.items())

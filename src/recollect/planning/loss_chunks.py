@@ -1,8 +1,8 @@
-"""In how many chunks should the loss be computed? The plan for a budget, over recordings with different counts.
+"""Choose the number of loss chunks, by recording and planning with different numbers.
 
-One chunk is the model's own loss, to the bit, so it stays wherever it costs next to nothing. More chunks can only help where
-the logits are at the peak. Recording a step takes about as long as a few steps, so counts grow by a factor of four, and the
-search ends as soon as more chunks neither fit better nor run faster: at most four recordings.
+One chunk is bit-equal to the model's own loss, so prefer it wherever it costs next to nothing. More chunks help only if
+the logits are at the peak. Recording takes about as long as a few steps, so the number grows by factors of four, and
+the search stops once more chunks neither fit better nor run faster: at most four recordings.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["COUNTS", "LossChunks", "Planned", "plan_with_chunks"]
 LossChunks = int | Literal["auto"]
 COUNTS = (1, 4, 16, 64)
 
-# Of the step without recompute: a plan this much slower is as good, and one this near to no recompute cannot be beaten.
+# Fractions of step time: a plan this much slower is as good, and one with this little slowdown is good enough.
 _SAME_TIME = 0.01
-# Of the leanest plan's peak: where more chunks free less than this, logits are no longer at the peak.
+# If more chunks save less than this fraction of the lowest peak, the logits are no longer at the peak.
 _SAME_PEAK = 0.01
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, the profile that it was made from, and the predicted peak of the model's own step without recompute."""
+    """A plan, the profile it was made from, and the predicted peak without recompute of the step recorded first."""
 
     plan: Plan
     profile: Profile
@@ -39,20 +39,20 @@ class Planned:
 
 
 def plan_with_chunks(record: Callable[[int], Profile], budget: int | str, loss_chunks: LossChunks) -> Planned:
-    """Record and plan, with a given number of loss chunks or the one whose plan has the least predicted step time.
+    """Record and plan with a given number of loss chunks, or the number that gives the least predicted step time.
 
     Args:
-        record: records the step with so many chunks.
-        budget: bytes, or text; a part such as "60%" is one of the step that is recorded first: with "auto" the model's own.
-        loss_chunks: a number, or "auto" to try 1, 4, 16 and 64, and take the fewest of those that are equally fast.
+        record: records the step with a number of chunks.
+        budget: bytes, or text; "60%" is relative to the step recorded first, which with "auto" is the model's own.
+        loss_chunks: a number, or "auto" to try 1, 4, 16 and 64 and take the smallest of those that are equally fast.
 
     Returns:
-        The plan and what it was made from.
+        The plan and the profile it was made from.
 
     Raises:
-        BudgetTooSmallError: no plan fits with any of the numbers; has the least peak of them all.
+        BudgetTooSmallError: no plan fits with any number; carries the lowest peak of all.
         ChunkedLossError, RecordError, QuantityError: as `record` and `plan`. With "auto", a model whose loss cannot be
-            computed in chunks is planned without them; if nothing fits then, the first error is the cause of the second.
+            chunked is planned without chunks; if nothing fits, BudgetTooSmallError has ChunkedLossError as its cause.
     """
     counts = COUNTS if loss_chunks == "auto" else (loss_chunks,)
     profile = record(counts[0])

@@ -1,4 +1,4 @@
-"""What there is to choose from: for each unit of a step its options, and what a choice of them says as a plan."""
+"""List the options of each unit, one row per unit, and turn a choice of one per row into decisions or a plan."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from recollect.simulation.decisions import decide_call, keep_all_unit
 __all__ = ["OptionTable", "Choice", "UnitRow"]
 
 Choice = tuple[int, ...]
-"""For each row, the index of its option."""
+"""The index of the chosen option of each row."""
 
 
 class OptionsOf(Protocol):
-    """`unit_hull` and `unit_options`."""
+    """The signature of `unit_hull` and `unit_options`."""
 
     def __call__(self, graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
-        """Return options for one unit."""
+        """Return options for one unit, from the leanest to the fattest."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitRow:
-    """What is decided as one: all calls of one path.
+    """The options of one unit, which all calls of its path share.
 
     Attributes:
         path: module path of the unit.
         calls: indices in `Profile.calls`; several if the model runs the module several times.
         graph: index in `Profile.graphs` of the first call.
-        output: whether the plan keeps the unit's output, where the option does not say.
+        output: action of the unit's output; the first one if options differ in it.
         options: from the leanest to the fattest.
-        outputs: for each option, whether the plan keeps the unit's output.
+        outputs: action of the unit's output for each option.
     """
 
     path: str
@@ -54,10 +54,10 @@ class OptionTable:
     """One row of options for each unit of a profile.
 
     Args:
-        profile: what to plan for.
+        profile: the recorded step.
         dropped_outputs: paths of the units whose output is dropped too.
-        options_of: what there is to choose from for one unit, from the leanest to the fattest.
-        free_outputs: paths of the units for which either fate of the output is a choice.
+        options_of: returns the options of one unit, from the leanest to the fattest.
+        free_outputs: paths of the units that may keep or drop their output.
     """
 
     def __init__(
@@ -82,16 +82,16 @@ class OptionTable:
 
     @property
     def leanest(self) -> Choice:
-        """Every row at its first option."""
+        """Return the choice of the first option of every row."""
         return (0,) * len(self.rows)
 
     @property
     def fattest(self) -> Choice:
-        """Every row at its last option."""
+        """Return the choice of the last option of every row."""
         return tuple(len(row.options) - 1 for row in self.rows)
 
     def decisions(self, choice: Choice) -> list[CallActions]:
-        """Return what each of the profile's calls drops."""
+        """Return what each call of the profile drops."""
         result = [CallActions()] * len(self.profile.calls)
         for index, column in enumerate(choice):
             known = self._row_decisions(index, column, is_named=self._is_named(index, choice))
@@ -100,7 +100,7 @@ class OptionTable:
         return result
 
     def _is_named(self, index: int, choice: Choice) -> bool:
-        """Whether the plan names the row: layers, what recomputes, and what reads a dropped output, through the tape then."""
+        """Return whether the plan names the row: it is a layer, recomputes, or reads a dropped output."""
         row = self.rows[index]
         return (
             self._is_repeated[row.path]
@@ -126,7 +126,7 @@ class OptionTable:
         others = {self.profile.calls[call].graph for call in row.calls} - {row.graph}
         if not others:
             return shared
-        # A module that runs in two shapes: what only the other run computes is kept, so that the plan names everything.
+        # A module that runs with two graphs: keep what only the other one computes, so that the plan names everything.
         rest: Mapping[str, Action] = {
             name: action
             for graph in others
@@ -135,7 +135,7 @@ class OptionTable:
         return UnitPlan({**rest, **shared.actions}, output=shared.output)
 
     def plan(self, choice: Choice, *, budget_bytes: int | None = None, note: str = "") -> Plan:
-        """Return the plan; units outside the repeated layers are named only where they have to be on the tape."""
+        """Return the plan; it names units outside the repeated layers only if they must be on the tape."""
         units = {
             row.path: self._unit_plan(index, choice[index])
             for index, row in enumerate(self.rows)
@@ -168,6 +168,6 @@ def _choices(graph: UnitGraph, fates: Sequence[Action], options_of: OptionsOf) -
     choices = [(option, fate) for fate in fates for option in options_of(graph, output=fate)]
     if len(fates) == 1:
         return choices
-    # Between two that are as good, the output that is kept.
+    # Of two options that cost the same, prefer the one that keeps the output.
     choices.sort(key=lambda choice: (choice[0].kept_bytes, -choice[0].recompute_s, choice[1]))
     return choices

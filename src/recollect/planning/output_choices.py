@@ -1,9 +1,9 @@
-"""Runs of repeated layers that feed each other, and which of their outputs to drop.
+"""Choose which layer outputs to drop in a chain of repeated layers that feed each other.
 
-Layers whose outputs are dropped are computed again together with the layer after them, in one segment, which works in the
-bytes of all of them. At a layer's backward there are the outputs kept before it and its segment's working bytes, so early
-segments may be long, where little is kept yet, and the last ones must be short: a fixed stride makes the last segment as
-long as the first, and its peak is higher than it needs to be.
+A layer whose output is dropped is recomputed together with the next one, in a segment of layers that needs the
+workspace of all of them. In backward of a layer, memory holds the outputs kept before it and the workspace of its
+segment. Early segments can therefore be long, while little is kept, and the last ones must be short. With a fixed
+stride the last segment is as long as the first, and the peak is higher than necessary.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = [
 
 
 def chains(profile: Profile) -> list[list[int]]:
-    """Return runs of calls, as indices in `Profile.calls`, in which each one's output is the next one's input.
+    """Return chains of calls (indices in `Profile.calls`) where each output is the input of the next call.
 
-    Only repeated layers that are called once: an output that a shared module drops would be dropped in all its calls.
-    And only outputs that no other call reads: a skip connection would hold them anyway.
+    A chain has only repeated layers called once, since a shared module would drop its output in all calls; and only
+    outputs that no other call reads, since a skip connection would hold them anyway.
     """
     readers: dict[int, set[int]] = {}
     for index, call in enumerate(profile.calls):
@@ -57,9 +57,9 @@ def longest_chain(profile: Profile) -> int:
 
 
 def dropped_outputs(profile: Profile, *, stride: int) -> frozenset[str]:
-    """Return the paths of units whose output is dropped when only every `stride`-th layer's input is kept.
+    """Return the paths of units whose output is dropped if only every `stride`-th layer input is kept.
 
-    The output of a chain's last layer is kept: what comes after the chain needs it.
+    The last output of a chain is kept, because what follows the chain needs it.
     """
     return outputs_within(
         profile,
@@ -72,13 +72,13 @@ def dropped_outputs(profile: Profile, *, stride: int) -> frozenset[str]:
 
 
 def outputs_within(profile: Profile, segments: Iterable[Sequence[str]]) -> frozenset[str]:
-    """Return the paths of units whose output is dropped when each segment of layers keeps only its input.
+    """Return the paths of units whose output is dropped if each segment of layers keeps only its input.
 
-    The output of a segment's last layer is kept, and one that the next layer is not alone to read.
+    The last output of a segment is kept, and any output that calls other than the next layer read.
 
     Args:
         profile: the recorded step.
-        segments: paths of layers that follow each other.
+        segments: paths of consecutive layers.
     """
     following = {
         profile.calls[here].path: profile.calls[there].path
@@ -89,22 +89,22 @@ def outputs_within(profile: Profile, segments: Iterable[Sequence[str]]) -> froze
 
 
 def most_folded(profile: Profile) -> int:
-    """Return how many outputs can be dropped at most: all but the last of each chain."""
+    """Return the most outputs that can be dropped: all but the last of each chain."""
     return sum(len(chain) - 1 for chain in chains(profile))
 
 
 def folded_outputs(profile: Profile, working_bytes: Sequence[int], *, num_dropped: int) -> frozenset[str]:
-    """Return the paths of units whose output to drop, if it should be so many and layers keep no more than their outputs.
+    """Return the paths of `num_dropped` units whose output to drop, assuming that layers keep nothing but outputs.
 
-    Segments are made from the first layer on, each as long as a limit on kept outputs and working bytes allows; the least
-    limit is taken with which so many outputs can be dropped.
+    Segments are cut from the first layer on, each as long as a limit on kept outputs plus workspace allows; the limit
+    is the least one that drops enough outputs.
 
     Args:
         profile: the recorded step.
-        working_bytes: for each call, what computing it again works in.
-        num_dropped: how many outputs, `most_folded` at most.
+        working_bytes: workspace for recomputing each call.
+        num_dropped: number of outputs, `most_folded` at most.
 
-    Complexity: about 60 walks over the calls.
+    Complexity: about 60 passes over the calls.
     """
     sizes = [
         (
@@ -129,7 +129,7 @@ def folded_outputs(profile: Profile, working_bytes: Sequence[int], *, num_droppe
 
 
 def _folded(runs: Sequence[Sequence[int]], sizes: Sequence[tuple[int, int]], limit: int, most: int) -> list[int]:
-    """Return the calls whose output is dropped, `most` of them at most, with segments up to a limit of bytes."""
+    """Return at most `most` calls whose output is dropped, with segments within a limit of bytes."""
     dropped: list[int] = []
     kept = 0
     for run in runs:
@@ -147,7 +147,7 @@ def _folded(runs: Sequence[Sequence[int]], sizes: Sequence[tuple[int, int]], lim
 
 
 def first_outputs(profile: Profile, *, longest: int, num_dropped: int) -> frozenset[str]:
-    """Return the paths of the first units whose outputs can be dropped, with segments of at most `longest` layers."""
+    """Return the paths of the first units whose output can be dropped, in segments of at most `longest` layers."""
     inner = [
         index for chain in chains(profile) for position, index in enumerate(chain[:-1]) if (position + 1) % longest
     ]
@@ -155,9 +155,9 @@ def first_outputs(profile: Profile, *, longest: int, num_dropped: int) -> frozen
 
 
 def single_outputs(profile: Profile) -> frozenset[str]:
-    """Return the paths of units whose output no stride drops, but that may be dropped: embedding, last layer, final norm.
+    """Return the paths of units outside segments that can still drop their output: embedding, last layer, final norm.
 
-    They run once, and backward asks for their output itself, so that the unit's own choice says what dropping it costs.
+    They run once and backward reads their output itself, so the options of the unit alone price dropping it.
     """
     num_calls = Counter(call.path for call in profile.calls)
     inner = {profile.calls[index].path for chain in chains(profile) for index in chain[:-1]}

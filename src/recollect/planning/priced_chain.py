@@ -1,11 +1,11 @@
-"""The chain where the model's own code holds values until forward ends: bytes of forward have a price.
+"""Solve the chain of a model with values alive until the loss, by putting a price on the bytes kept in forward.
 
-Where the loss is computed, a unit has what it keeps beside the held values (`planning/held.py`); in backward, all that it
-keeps. The chain's program counts one number of bytes, those of backward; those of forward are a constraint that is
-taken into the cost, at a price that is searched for (Lagrangian relaxation, as in Everett, "Generalized Lagrange multiplier
-method for solving problems of optimum allocation of resources", Operations Research 11(3), 1963). Identical units answer
-a price alike, all at once, so between the last price that is too low and the first that is high enough, units are
-switched one by one, and what room is left then is filled.
+At the loss, a unit costs only what it keeps besides these values (`planning/alive_until_loss.py`); in backward, all
+that it keeps. The chain's program counts the bytes of backward; those of forward are a second constraint, moved into
+the cost at a price to search for: Lagrangian relaxation, as in Everett, "Generalized Lagrange multiplier method for
+solving problems of optimum allocation of resources", Operations Research 11(3), 1963. Identical units switch together
+as the price rises, so between the last price that is too low and the first that is high enough, switch units one by
+one, then fill the room that is left.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from recollect.simulation.windows import Window
 __all__ = ["PricedChain"]
 
 _NUM_CELLS = 400
-# Factors of two between the price to begin with and the right one, and halvings of what is between the last two.
+# Doublings or halvings of the first price to bracket the right one, then bisections of the bracket.
 _MOST_DOUBLINGS = 24
 _NUM_BISECTIONS = 5
-# Simulations that filling the room in a plan may take.
+# The most simulations for filling the room in a plan.
 _MOST_FILLINGS = 12
-# When room is filled, a byte of backward counts so much of one of forward.
+# Weight of a byte of backward, relative to one of forward, when filling room.
 _BACKWARD_WEIGHT = 0.3
 _NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """One position of the chain, by option: the stage for backward, and the two numbers of bytes for forward."""
+    """One position of the chain: the stage for backward; for forward, bytes kept and own bytes of each option."""
 
     backward: Stage
     forward_kept_bytes: NDArray[np.int64]
@@ -47,13 +47,13 @@ class _Unit:
 
 
 class PricedChain(Chain):
-    """As `Chain`, where forward holds values anyway.
+    """A `Chain` for a model with values alive until the loss.
 
     Args:
         table, windows, play, most_probes: as in `Chain`.
-        held: for each graph, the values that forward holds anyway.
+        held: for each graph, the values alive until the loss.
 
-    Complexity: about ten runs of the program where `Chain` has one, each with fewer cells.
+    Complexity: about ten runs of the program for each one of `Chain`, with fewer cells.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PricedChain(Chain):
         ]
 
     def better(self, start: Candidate, budget_bytes: int) -> Iterator[Candidate]:
-        """Yield candidates, each made from the last one within the budget by filling the room that it leaves.
+        """Yield candidates, each filling the room left by the last one within the budget.
 
         Args:
             start: a candidate within the budget.
@@ -145,7 +145,7 @@ class PricedChain(Chain):
         price_s: float,
         free: list[int],
     ) -> tuple[float, float, list[int], list[int] | None]:
-        """Return a price that is too low, one that is high enough, and what is chosen at both."""
+        """Return a price that is too low, one that is high enough, and the choices at both."""
         low, high, unfitting, fitting = 0.0, 0.0, free, None
         for _ in range(_MOST_DOUBLINGS):
             chosen = at(price_s)
@@ -163,7 +163,7 @@ class PricedChain(Chain):
 
 
 def _priced(unit: _Unit, price_s: float, budget_bytes: int) -> Stage:
-    """Return the stage with forward's bytes in its cost; an option that alone is too much for forward is no option."""
+    """Return the stage with the price of forward bytes in its cost, ruling out options too large for forward alone."""
     is_too_much = unit.forward_own_bytes > budget_bytes
     return replace(
         unit.backward,
@@ -173,7 +173,7 @@ def _priced(unit: _Unit, price_s: float, budget_bytes: int) -> Stage:
 
 
 def _usual_price_s(units: Sequence[_Unit]) -> float:
-    """Return the seconds that a byte of forward is worth, over all that can be kept."""
+    """Return the average seconds that a byte of forward saves, to start the price search with."""
     seconds = sum(float(np.ptp(unit.backward.recompute_s)) for unit in units)
     nbytes = sum(int(np.ptp(unit.forward_kept_bytes)) for unit in units)
     return seconds / nbytes if seconds > 0 and nbytes > 0 else 1.0
@@ -189,7 +189,7 @@ def _fits_forward(units: Sequence[_Unit], chosen: Sequence[int], budget_bytes: i
 
 
 def _mixed(units: Sequence[_Unit], fitting: list[int], unfitting: list[int], budget_bytes: int) -> list[int]:
-    """Return the choice that fits, with as many units as the other has them as still fit, the last ones first."""
+    """Return the fitting choice, with units switched to the other choice while it still fits, last units first."""
     room = _Room(units, fitting, budget_bytes)
     for position in reversed(range(len(units))):
         option = unfitting[position]
@@ -199,7 +199,7 @@ def _mixed(units: Sequence[_Unit], fitting: list[int], unfitting: list[int], bud
 
 
 def _filled(units: Sequence[_Unit], chosen: list[int], budget_bytes: int) -> list[int]:
-    """Return the choice with units at faster options as far as there is room, those first that save most per byte."""
+    """Return the choice with units switched to faster options while there is room, most seconds per byte first."""
     smallest = min((int(b) for unit in units for b in np.diff(np.unique(unit.forward_kept_bytes))), default=1)
     while True:
         room = _Room(units, chosen, budget_bytes)
@@ -219,7 +219,7 @@ def _filled(units: Sequence[_Unit], chosen: list[int], budget_bytes: int) -> lis
 
 
 class _Room:
-    """What one unit could choose instead, if the others stay as they are."""
+    """The room for one unit to switch options while the others stay."""
 
     def __init__(self, units: Sequence[_Unit], chosen: list[int], budget_bytes: int) -> None:
         self.chosen = chosen
@@ -238,13 +238,13 @@ class _Room:
         )
 
     def saved_s(self, position: int) -> NDArray[np.float64]:
-        """Return, for each option of a unit, the seconds that it saves over the chosen one."""
+        """Return the seconds that each option of a unit saves over the chosen one."""
         seconds = self._units[position].backward.recompute_s
         saved: NDArray[np.float64] = seconds[self.chosen[position]] - seconds
         return saved
 
     def fits(self, position: int) -> NDArray[np.bool_]:
-        """Return, for each option of a unit, whether it is within the budget, here and in later units."""
+        """Return whether each option of a unit fits the budget, here and in later units."""
         unit, here = self._units[position], self.chosen[position]
         fits = np.ones(len(unit.forward_kept_bytes), dtype=np.bool_)
         for kept, own, (before, after) in (
@@ -256,7 +256,7 @@ class _Room:
 
 
 def _before_and_after(kept: Sequence[int], own: Sequence[int], budget_bytes: int) -> tuple[list[int], list[int]]:
-    """Return what units before each one keep, and how many bytes more it could keep for all later ones to fit."""
+    """Return, for each unit, the bytes kept before it, and how many more it could keep so that all later ones fit."""
     before = [0, *accumulate(kept)]
     free = [budget_bytes - start - working for start, working in zip(before, own, strict=False)]
     after = [*accumulate(reversed(free[1:]), min)]

@@ -1,7 +1,6 @@
-"""The search where the model's own code holds values until forward ends, after that of `planning/chain_solver.py`.
+"""Improve the best candidate of `planning/chain_solver.py` for models with values alive until the loss.
 
-With the outputs dropped that the best plan there drops, a chain that tells bytes of forward from those of backward
-(`planning/priced_chain.py`).
+Drop the same outputs, and solve a chain that tells forward bytes from backward bytes (`planning/priced_chain.py`).
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from recollect.simulation.windows import Window
 
 __all__ = ["PricedSearch"]
 
-# Layers share simulations: more are for units that run once, whose options hardly count.
+# Identical layers share simulations; more would only measure units that run once, whose options hardly matter.
 _MOST_PROBES = 12
 
 
 class PricedSearch:
-    """The priced chains of one profile, and the peaks of their plans.
+    """Searches the priced chains of one profile, remembering the cost of every candidate.
 
     Args:
         profile: the recorded step.
-        windows: of this profile.
-        peak_sums: tells the peaks of plans, in these windows.
-        options_of: what there is to choose from for a unit, before the held values are varied.
+        windows: the windows of this profile.
+        peak_sums: computes the cost of plans, in these windows.
+        options_of: returns the options of a unit, before varying the held values.
     """
 
     def __init__(self, profile: Profile, windows: Sequence[Window], peak_sums: PeakSums, options_of: OptionsOf) -> None:
@@ -53,7 +52,7 @@ class PricedSearch:
 
     @property
     def is_worthwhile(self) -> bool:
-        """Whether layers save values that forward holds anyway."""
+        """Return whether layers save values that are alive until the loss."""
         graphs = self.profile.graphs
         return any(
             graphs[call.graph].values[v].saved and not graphs[call.graph].values[v].is_output
@@ -63,11 +62,11 @@ class PricedSearch:
         )
 
     def run(self, start: Candidate, budget_bytes: int) -> None:
-        """Look for candidates that drop the same outputs as a given one, and are faster.
+        """Search for faster candidates that drop the same outputs as a given one.
 
         Args:
             start: a candidate within the budget.
-            budget_bytes: of the whole step.
+            budget_bytes: limit on the peak of the whole step.
         """
         dropped = start.table.drops_outputs
         if dropped not in self._chains:
@@ -81,7 +80,7 @@ class PricedSearch:
             pass
 
     def known(self) -> Iterator[Candidate]:
-        """Yield all candidates that were looked at."""
+        """Yield all candidates so far."""
         for costs, _ in self._chains.values():
             yield from costs.known()
 
@@ -98,7 +97,7 @@ class PricedSearch:
 
 
 def _same_choice(candidate: Candidate, table: OptionTable) -> Choice:
-    """Return the candidate's choice in another table, which has all its options."""
+    """Translate a candidate's choice to another table that has all its options."""
     same = []
     for row, column, there in zip(candidate.table.rows, candidate.choice, table.rows, strict=True):
         choices = [(option.keep, output) for option, output in zip(there.options, there.outputs, strict=True)]

@@ -1,7 +1,7 @@
-"""The seam between a budget and a plan: what the planner asks of a solver, and the solvers that there are.
+"""Define the interface between the planner and its solvers, and list the solvers.
 
-A solver is made once for a profile and remembers what it measured, so that the next budget is planned faster. The contract
-in `tests/unit/planning/test_solvers.py` runs over all of `SOLVERS`.
+A solver is made once per profile and remembers what it measured, which makes later budgets faster. All of `SOLVERS`
+must pass the contract in `tests/unit/planning/test_solvers.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["SOLVERS", "Solver"]
 
 
 class Solver(Protocol):
-    """Finds candidates for any number of budgets; deterministic, without limits in wall-clock time.
+    """Finds candidates for any number of budgets; deterministic, with no wall-clock limit.
 
     Args:
         profile: a recorded step with its events.
@@ -25,16 +25,16 @@ class Solver(Protocol):
     def __init__(self, profile: Profile) -> None: ...
 
     def best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
-        """Return the fastest candidate within the budget that is found, or None.
+        """Return the fastest candidate found within the budget, or None.
 
         Args:
-            budget_bytes: for the peak of the whole step.
-            enough_s: seconds of recompute that are good enough to end the search.
+            budget_bytes: limit on the peak of the whole step.
+            enough_s: recompute seconds that are good enough to end the search.
         """
 
     def leanest(self) -> Candidate | None:
-        """Return the candidate with the least peak that is found; the same whatever was asked before."""
+        """Return the candidate with the lowest peak found, independent of earlier calls."""
 
 
 SOLVERS: tuple[type[Solver], ...] = (ChainSolver,)
-"""In the order in which the planner asks them; it takes the best answer."""
+"""The solvers, in the order the planner calls them; the best answer wins."""

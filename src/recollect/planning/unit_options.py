@@ -1,9 +1,8 @@
-"""More choices for one unit than its convex hull has: what fits a gap in the budget that no hull option fills.
+"""Find more options for one unit than its convex hull has, to fill gaps in the budget between hull options.
 
-Every hull option is varied by one value: kept where it was dropped, or dropped where it was kept; and by one module of
-which everything is kept, so that the tape need not watch it. Of all these, options
-stay that no other one beats in all of: kept bytes, recompute seconds, and bytes of recomputed values, which backward of
-the unit works in.
+Vary each hull option by one value, kept instead of dropped or dropped instead of kept; and by one module, whose values
+are all kept so that the tape need not watch it. Keep the options that no other dominates in kept bytes, recompute
+seconds, and workspace (bytes of recomputed values, which the unit needs in backward).
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ __all__ = ["unit_options"]
 
 
 def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options: int = 64) -> tuple[Option, ...]:
-    """Return options for one unit, those of its hull among them, from the leanest to the fattest.
+    """Return options for one unit, including its hull, from the leanest to the fattest.
 
     Args:
         graph: the unit.
-        output: whether the unit's output stays in memory anyway.
-        most_options: how many to return, if the hull does not have more.
+        output: "keep" if the unit's output stays in memory anyway.
+        most_options: the most to return, unless the hull alone has more.
 
-    Complexity: one walk over the unit for each hull option and value.
+    Complexity: one pass over the unit for each hull option and value.
     """
     hull = unit_hull(graph, output=output)
-    # Where the tape costs nothing there are more corners: small savings, too, that a charge per module puts off the hull.
+    # The hull without overhead of the tape adds corners: small savings that the overhead per module hides.
     free = hull if not graph.module_tape_s else unit_hull(replace(graph, tape_s=0.0, module_tape_s=()), output=output)
     corners = [*hull, *(option for option in free if option not in hull)]
     produced = _produced(graph)
@@ -46,7 +45,7 @@ def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options
 
 
 def _without_modules(graph: UnitGraph, option: Option) -> Iterator[frozenset[int]]:
-    """Yield what is kept if one of the modules that recompute keeps its values instead."""
+    """Yield the kept values if one of the recomputing modules keeps its values instead."""
     computed: dict[str, set[int]] = {}
     for op in sorted(option.recompute_ops):
         computed.setdefault(module_of(graph.ops[op].name), set()).update(graph.ops[op].outputs)
@@ -60,7 +59,7 @@ def _produced(graph: UnitGraph) -> frozenset[int]:
 def _evaluated(
     graph: UnitGraph, keeps: Iterable[frozenset[int]], hull: tuple[Option, ...], output: Action
 ) -> list[Option]:
-    """Return the options of the hull and, without repetition, those that keep these values."""
+    """Return the options of the hull and those that keep these values, without duplicates."""
     seen = {option.keep: option for option in hull}
     evaluator = Evaluator(graph, output=output)
     for keep in keeps:
@@ -71,7 +70,7 @@ def _evaluated(
 
 
 def _undominated(graph: UnitGraph, options: Iterable[Option]) -> list[Option]:
-    """Return the options that no other one beats, in the order of their bytes."""
+    """Return the options that no other dominates, in order of bytes."""
     measured = [(option.kept_bytes, option.recompute_s, _working_bytes(graph, option), option) for option in options]
     measured.sort(key=lambda m: m[:3])
     kept: list[tuple[int, float, int, Option]] = []
@@ -86,7 +85,7 @@ def _working_bytes(graph: UnitGraph, option: Option) -> int:
 
 
 def _thinned(options: list[Option], hull: frozenset[frozenset[int]], most_options: int) -> tuple[Option, ...]:
-    """Return at most so many of the options, evenly spread; those of the hull stay."""
+    """Return at most `most_options` options, evenly spread; those of the hull always stay."""
     others = [option for option in options if option.keep not in hull]
     room = max(0, most_options - (len(options) - len(others)))
     if len(others) > room:

@@ -1,4 +1,4 @@
-"""Write a choice of the minimum cut as the plan of a unit."""
+"""Turn an option of one unit into its plan: the action for each value, by name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["unit_plan"]
 
 
 def unit_plan(graph: UnitGraph, option: Option, *, output: Action = Action.KEEP) -> UnitPlan:
-    """Write a hull option as a unit's plan.
+    """Return the plan of a unit for one option.
 
-    "recompute" is what ops compute that run again, unless it is kept for somebody. What nobody needs after forward is
-    named "keep", which costs no bytes and lets the tape overlook the modules that compute nothing else. Of an output that
-    is dropped, somebody else may have need: the ops that it takes run again as well.
+    "recompute" goes to results of ops that run again, unless a reader needs them kept. Values that nobody needs after
+    forward get "keep": that costs no bytes and lets the tape skip modules that compute nothing else. If the output is
+    dropped, its readers may need it, so the ops that compute it run again too.
     """
     ops = option.recompute_ops | (_ops_of_outputs(graph, option) if output == Action.RECOMPUTE else frozenset())
     needed = {value for op in ops for value in graph.ops[op].inputs}
@@ -28,7 +28,7 @@ def unit_plan(graph: UnitGraph, option: Option, *, output: Action = Action.KEEP)
 
 
 def _ops_of_outputs(graph: UnitGraph, option: Option) -> frozenset[int]:
-    """Return the ops that compute the unit's outputs from what is kept."""
+    """Return the ops that compute the outputs of the unit from what is kept."""
     needed = {index for index, value in enumerate(graph.values) if value.is_output} - option.keep
     ops = set()
     for index in range(len(graph.ops) - 1, -1, -1):
