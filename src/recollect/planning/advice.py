@@ -41,7 +41,7 @@ recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 pa
         )
     if peak_call == "the optimizer step":
         return (
-            "The peak is what the optimizer's step works in, which no recompute changes: make the optimizer with "
+            "The peak is the workspace of the optimizer's step, which no recompute changes: make the optimizer with "
             "foreach=False (one parameter at a time) or fused=True, or use one with less state.",
         )
     found = []

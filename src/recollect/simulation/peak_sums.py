@@ -98,7 +98,7 @@ class PeakSums:
     """
 
     def __init__(self, program: Program) -> None:
-        self._script = program
+        self._program = program
         self._profile = program.profile
         self._windows = program.windows
         self._division = Division(program)
@@ -137,7 +137,9 @@ class PeakSums:
         window_peaks = np.maximum.reduceat(tops, firsts) + self._calibration_bytes
         return Peaks(
             peak_bytes=max(int(window_peaks.max()), self._least_peak_bytes),
-            recompute_s=added_s(self._script, decisions, on_tape, chain.from_iterable(p.trace.rerun_s for p in placed)),
+            recompute_s=added_s(
+                self._program, decisions, on_tape, chain.from_iterable(p.trace.rerun_s for p in placed)
+            ),
             window_peaks=tuple(window_peaks.tolist()),
         )
 
@@ -175,7 +177,7 @@ class PeakSums:
     def _sizes_inside(self, group: Group, choices: tuple[_Choice, ...]) -> tuple[int, ...]:
         """Return the sizes of what calls allocate without an op: engines that re-run a call allocate it again."""
         calls = [call for call, choice in zip(group, choices, strict=True) if type(choice[3]) is not Tape]
-        forwards = [self._script.forwards[call] for call in calls]
+        forwards = [self._program.forwards[call] for call in calls]
         return tuple([operands[1] for forward in forwards for code, operands in forward if code == ALLOC])
 
 
@@ -258,7 +260,7 @@ class _Layout:
         self.group = group
         self._positions = positions
         self._firsts = firsts
-        self._script = division.program
+        self._program = division.program
 
     def _changes(
         self, division: Division, outer: Collection[Key], number_of: Mapping[Key, int]
@@ -280,7 +282,7 @@ class _Layout:
     def runs(self) -> list[list[Instruction]]:
         """The instructions of each run."""
         bounds = [*self._firsts.tolist(), len(self._positions)]
-        program = self._script.instructions
+        program = self._program.instructions
         return [
             [program[position] for position in self._positions[first:end].tolist()]
             for first, end in zip(bounds, bounds[1:], strict=False)

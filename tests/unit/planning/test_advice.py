@@ -57,7 +57,7 @@ def test_optimizer_step() -> None:
     profile = stack(1)
     (said,) = advice(profile, budget_bytes=8000, least_peak_bytes=9000, peak_call="the optimizer step")
     assert said == (
-        "The peak is what the optimizer's step works in, which no recompute changes: make the optimizer with foreach=False "
+        "The peak is the workspace of the optimizer's step, which no recompute changes: make the optimizer with foreach=False "
         "(one parameter at a time) or fused=True, or use one with less state."
     )
 
@@ -128,6 +128,6 @@ def test_planner_gives_the_advice_of_the_least_peak() -> None:
     events = tuple((WORK, 5000) if event == (WORK, 30) else event for event in profile.log.blocks[0])
     profile = replace(profile, log=replace(profile.log, blocks=(events,)))
     with pytest.raises(
-        BudgetTooSmallError, match=r"which the optimizer step needs\. Raise the budget\. The peak is what the"
+        BudgetTooSmallError, match=r"which the optimizer step needs\. Raise the budget\. The peak is the workspace"
     ):
         plan(profile, 4000)

@@ -50,7 +50,7 @@ def check(profile: Profile, peak_sums: PeakSums, decisions: list[CallActions], w
     assert got.window_peaks == expected.window_peaks, what
 
 
-def superposition_of(profile: Profile) -> PeakSums:
+def peak_sums_of(profile: Profile) -> PeakSums:
     return PeakSums(Program(profile, windows(profile)))
 
 
@@ -173,7 +173,7 @@ def step(seed: int) -> Profile:
 def test_sum_is_what_the_simulator_says(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 100):
         profile = step(seed)
-        peak_sums = superposition_of(profile)
+        peak_sums = peak_sums_of(profile)
         rng = random.Random(-seed)
         for _ in range(8):
             check(profile, peak_sums, random_decisions(profile, rng), f"seed {seed}")
@@ -206,7 +206,7 @@ def test_calls_are_tied_where_outputs_are_dropped() -> None:
 
 def test_identical_layers_are_played_once() -> None:
     profile = random_step(3, num_values=8, num_units=12)
-    peak_sums = superposition_of(profile)
+    peak_sums = peak_sums_of(profile)
     decisions = [CallActions(ValueActions.recomputing({1, 2, 3} if call % 2 else {4, 5})) for call in range(12)]
     check(profile, peak_sums, decisions)
     # The first and the last layer differ from those between; and what is outside of all layers is played, too.
@@ -227,7 +227,7 @@ def test_a_log_that_uses_a_name_twice_is_played_in_one_piece(seed: int) -> None:
         if event[0] == OP and event[1:] == (0, 0):
             log += [(SAVE, 0, profile.graphs[0].ops[0].outputs[0], last, 0), (RELEASE, last)]
     profile = with_log(profile, log)
-    peak_sums = superposition_of(profile)
+    peak_sums = peak_sums_of(profile)
     assert len(peak_sums._division.groups([CallActions()] * 3)) == 1
     rng = random.Random(seed)
     for _ in range(8):
