@@ -5,14 +5,15 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from gpu.measured import Measured
 from gpu.page_tables import TABLES
 from subject import StepFlags
 
-__all__ = ["Measured", "page", "read", "write_page"]
+__all__ = ["page", "read", "write_page"]
 
 _ROOT = Path(__file__).parents[2]
 PAGE = _ROOT / "docs" / "gpu.md"
@@ -29,39 +30,6 @@ _NOTHING = """
 Nothing has been measured on a GPU yet: recollect has not run on CUDA so far. All numbers in its documentation are from CPUs, or
 modelled and marked so.
 """
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The rows of one file.
-
-    Attributes:
-        part: which part wrote them.
-        machine, torch, commit, date: of the last row.
-        versions: of what took part.
-        command: that wrote them.
-        sizes: of the step, in words; empty where it is not one.
-        values: by metric and contestant, the last ones written.
-    """
-
-    part: str
-    machine: str
-    torch: str
-    commit: str
-    date: str
-    versions: dict[str, str]
-    command: str
-    sizes: str = ""
-    values: dict[str, dict[str, str]] = field(default_factory=dict)
-
-    def of(self, metric: str) -> dict[str, str]:
-        """Return the values of a metric, by contestant."""
-        return self.values.get(metric, {})
-
-    def number(self, metric: str, name: str) -> float | None:
-        """Return one value; None where there is none."""
-        text = self.of(metric).get(name)
-        return None if text is None else float(text)
 
 
 def read(path: Path, parts: tuple[str, ...]) -> Measured | None:

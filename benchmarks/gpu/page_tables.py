@@ -5,13 +5,10 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from gpu.measured import Measured
 from recollect.byte_format import format_bytes
 from recollect.quantities import format_seconds
-
-if TYPE_CHECKING:
-    from gpu.page import Measured
 
 __all__ = ["TABLES"]
 
