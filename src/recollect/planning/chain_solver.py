@@ -13,14 +13,12 @@ from functools import cache, cached_property, partial
 
 from recollect.planning.candidate import Candidate
 from recollect.planning.chain import Chain, WorkingSets
-from recollect.planning.hull import Option
 from recollect.planning.known_costs import KnownCosts
 from recollect.planning.option_table import OptionsOf, OptionTable
 from recollect.planning.output_choices import first_outputs, folded_outputs, most_folded, single_outputs
 from recollect.planning.priced_search import PricedSearch
-from recollect.planning.unit_options import unit_options
+from recollect.planning.unit_options import unit_options, working_bytes
 from recollect.plans.action import Action
-from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
@@ -89,18 +87,18 @@ class ChainSolver:
         leanest = {call.graph: 0 for call in self.profile.calls}
         for number in {call.graph for call in self.profile.calls if call.repeated}:
             graph = self.profile.graphs[number]
-            leanest[number] = _working_bytes(graph, self._options_of(graph, output=Action.RECOMPUTE)[0])
+            leanest[number] = working_bytes(graph, self._options_of(graph, output=Action.RECOMPUTE)[0])
         return [leanest[call.graph] for call in self.profile.calls]
 
     def best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
         """Return the fastest candidate found within the budget, or None; see `Solver`."""
         goal = (0, enough_s)
-        if self._has_tape_s and self._run(None, budget_bytes, enough_s) <= goal:
+        if self._has_tape_s and self._run(None, budget_bytes) <= goal:
             return self._best_known(budget_bytes)
-        score = self._run(frozenset(), budget_bytes, enough_s)
+        score = self._run(frozenset(), budget_bytes)
         if score > goal:
             for dropped in self._promising(budget_bytes)[:_MOST_FULL_RUNS]:
-                score = min(score, self._run(dropped, budget_bytes, enough_s))
+                score = min(score, self._run(dropped, budget_bytes))
                 if score <= goal:
                     break
         best = self._best_known(budget_bytes)
@@ -155,7 +153,7 @@ class ChainSolver:
             least_bytes = min(candidate.peak_bytes for candidate in costs.known())
             estimates[dropped] = chain.estimate_s(budget_bytes), least_bytes
 
-    def _run(self, dropped: Dropped, budget_bytes: int, enough_s: float) -> Score:
+    def _run(self, dropped: Dropped, budget_bytes: int) -> Score:
         """Make the candidates of one chain for a budget, and return the best score."""
         costs, chain = self._chain(dropped)
         for _ in chain.best(budget_bytes):
@@ -197,10 +195,6 @@ class ChainSolver:
 def _by_time(candidate: Candidate) -> tuple[object, ...]:
     dropped = sorted(candidate.table.drops_outputs)
     return candidate.recompute_s, candidate.peak_bytes, dropped, candidate.choice
-
-
-def _working_bytes(graph: UnitGraph, leanest: Option) -> int:
-    return sum(graph.values[v].nbytes for op in leanest.recompute_ops for v in graph.ops[op].outputs)
 
 
 def _between(numbers: Sequence[int], best: int) -> int | None:

@@ -16,7 +16,7 @@ from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import UnitGraph
 
-__all__ = ["unit_options"]
+__all__ = ["unit_options", "working_bytes"]
 
 
 def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options: int = 64) -> tuple[Option, ...]:
@@ -71,7 +71,7 @@ def _evaluated(
 
 def _undominated(graph: UnitGraph, options: Iterable[Option]) -> list[Option]:
     """Return the options that no other dominates, in order of bytes."""
-    measured = [(option.kept_bytes, option.recompute_s, _working_bytes(graph, option), option) for option in options]
+    measured = [(option.kept_bytes, option.recompute_s, working_bytes(graph, option), option) for option in options]
     measured.sort(key=lambda m: m[:3])
     kept: list[tuple[int, float, int, Option]] = []
     for candidate in measured:
@@ -80,7 +80,8 @@ def _undominated(graph: UnitGraph, options: Iterable[Option]) -> list[Option]:
     return [option for *_, option in kept]
 
 
-def _working_bytes(graph: UnitGraph, option: Option) -> int:
+def working_bytes(graph: UnitGraph, option: Option) -> int:
+    """Return the bytes of all values that an option recomputes."""
     return sum(graph.values[v].nbytes for op in option.recompute_ops for v in graph.ops[op].outputs)
 
 
