@@ -58,16 +58,12 @@ class ChainSolver:
     Args:
         profile: a recorded step with its events.
         like: a solver of the same profile to share options and simulated units with; its results do not change.
-
-    Attributes:
-        program, peak_sums: of the profile.
     """
 
     def __init__(self, profile: Profile, *, like: ChainSolver | None = None) -> None:
         self.profile = profile
         self._windows: list[Window] = like._windows if like else windows(profile)
-        self.program: Program = like.program if like else Program(profile, self._windows)
-        self.peak_sums: PeakSums = like.peak_sums if like else PeakSums(self.program)
+        self._peak_sums: PeakSums = like._peak_sums if like else PeakSums(Program(profile, self._windows))
         num_events = profile.log.num_events or 1
         self._most_probes = max(_FEWEST_PROBES, _PROBED_EVENTS // num_events)
         # Hulls and options are the same for every chain.
@@ -79,7 +75,7 @@ class ChainSolver:
         self._working: WorkingSets = {}
         self._has_tape_s = any(graph.tape_s for graph in profile.graphs)
         self._chains: dict[Dropped, tuple[KnownCosts, Chain]] = {}
-        self._priced = PricedSearch(profile, self._windows, self.peak_sums, self._options_of)
+        self._priced = PricedSearch(profile, self._windows, self._peak_sums, self._options_of)
 
     @cached_property
     def _working_bytes(self) -> list[int]:
@@ -168,7 +164,7 @@ class ChainSolver:
                 options_of=self._options_of,
                 free_outputs=frozenset() if dropped is None else single_outputs(self.profile),
             )
-            costs = KnownCosts(self.peak_sums, table)
+            costs = KnownCosts(self._peak_sums, table)
             chain = Chain(table, self._windows, costs.candidate, most_probes=self._most_probes, working=self._working)
             self._chains[dropped] = costs, chain
         return self._chains[dropped]

@@ -134,14 +134,14 @@ class OptionTable:
         }
         return UnitPlan({**rest, **shared.actions}, output=shared.output)
 
-    def plan(self, choice: Choice, *, budget_bytes: int | None = None, note: str = "") -> Plan:
+    def plan(self, choice: Choice) -> Plan:
         """Return the plan; it names units outside the repeated layers only if they must be on the tape."""
         units = {
             row.path: self._unit_plan(index, choice[index])
             for index, row in enumerate(self.rows)
             if self._is_named(index, choice)
         }
-        return Plan(units, budget_bytes=budget_bytes, note=note)
+        return Plan(units)
 
 
 def _rows(
