@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recollect.applying import applied_to, apply
+    from recollect.attaching.attach import attach
+    from recollect.attaching.attached import Attached
     from recollect.engine.placed_forward import Applied
     from recollect.fitting import fit
     from recollect.integrations.megatron.compile import megatron_plan
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Applied",
+    "Attached",
     "Frontier",
     "LayerUsage",
     "PeakMeasurement",
@@ -42,6 +45,7 @@ __all__ = [
     "UnitPlan",
     "applied_to",
     "apply",
+    "attach",
     "chunked_cross_entropy",
     "classic_plan",
     "explain_peak",
@@ -60,6 +64,7 @@ __version__ = "0.1.0"
 
 _HOME_OF_NAME = {
     "Applied": "recollect.engine.placed_forward",
+    "Attached": "recollect.attaching.attached",
     "Frontier": "recollect.planning.frontier",
     "LayerUsage": "recollect.simulation.layer_usage",
     "PeakMeasurement": "recollect.measuring.meter",
@@ -72,6 +77,7 @@ _HOME_OF_NAME = {
     "UnitPlan": "recollect.plans.unit_plan",
     "applied_to": "recollect.applying",
     "apply": "recollect.applying",
+    "attach": "recollect.attaching.attach",
     "chunked_cross_entropy": "recollect.loss.chunked",
     "classic_plan": "recollect.planning.classic",
     "explain_peak": "recollect.simulation.timeline",

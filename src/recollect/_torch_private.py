@@ -21,6 +21,7 @@ from torch._C._autograd import (
     _prepare_profiler,
     _profiler_enabled,
 )
+from torch._C._functorch import peek_interpreter_stack
 from torch._C._profiler import (
     ProfilerActivity,
     ProfilerConfig,
@@ -29,12 +30,14 @@ from torch._C._profiler import (
     _EventType,
     _ExperimentalConfig,
 )
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -46,28 +49,39 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "desugars",
+    "dispatch_mode_stack",
     "current_raw_stream",
     "disable_autocast",
     "disable_torch_dispatch",
     "disable_torch_function",
+    "function_mode_stack",
     "has_saved_tensors_hooks",
     "is_checkpoint_wrapper",
     "is_compiled_module",
+    "is_data_parallel",
+    "is_fully_sharded",
     "is_fake_tensor",
+    "is_opaque_subclass",
     "below_autograd",
     "current_autograd_node",
     "is_traceable_wrapper_subclass",
     "keep_busy",
+    "kernel_switches",
     "keeps_graph",
+    "num_dispatch_modes",
     "pop_dispatch_mode",
     "pop_saved_tensors_hooks",
     "profiler_is_active",
     "push_dispatch_mode",
     "push_saved_tensors_hooks",
+    "raises_version_first",
+    "replaced_dispatch_modes",
     "quiet_allocator",
     "share_version_counters",
+    "transforms_are_active",
     "tree_leaves",
     "tree_map",
+    "uncompiled",
     "untraced",
 ]
 
@@ -92,6 +106,39 @@ def pop_dispatch_mode(mode: TorchDispatchMode) -> bool:
         torch._C._push_on_torch_dispatch_stack(top)
     return top is mode
 
+
+def num_dispatch_modes() -> int:
+    """Return how many dispatch modes are active on this thread."""
+    return int(torch._C._len_torch_dispatch_stack())
+
+
+def dispatch_mode_stack() -> list[TorchDispatchMode]:
+    """Return the active dispatch modes, outermost first."""
+    return [torch._C._get_dispatch_stack_at(index) for index in range(num_dispatch_modes())]
+
+
+@contextmanager
+def replaced_dispatch_modes(modes: list[TorchDispatchMode]) -> Iterator[None]:
+    """Have other dispatch modes active, outermost first, than those that are; never those for fake tensors and tracing."""
+    before, wanted = (
+        [m for m in stack if getattr(m, "_mode_key", None) is None] for stack in (dispatch_mode_stack(), modes)
+    )
+    _exchange_dispatch_modes(len(before), wanted)
+    try:
+        yield
+    finally:
+        _exchange_dispatch_modes(len(wanted), before)
+
+
+def _exchange_dispatch_modes(num_popped: int, pushed: list[TorchDispatchMode]) -> None:
+    for _ in range(num_popped):
+        torch._C._pop_torch_dispatch_stack(None)
+    for mode in pushed:
+        push_dispatch_mode(mode)
+
+
+# The active function modes, outermost first.
+function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 
 # The same for saved-tensor hooks.
 push_saved_tensors_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
@@ -144,6 +191,14 @@ def desugars(kind: type) -> bool:
     return handler is not torch._C._disabled_torch_dispatch_impl and not issubclass(kind, FakeTensor)
 
 
+def is_opaque_subclass(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass with its own `__torch_dispatch__` that does not tell what it consists of.
+
+    It may have no storage, and to ask for one then ends the process.
+    """
+    return desugars(type(tensor)) and not is_traceable_wrapper_subclass(tensor)
+
+
 def keeps_graph() -> bool:
     """Whether the backward that is running may be followed by another one over the same graph (`retain_graph`).
 
@@ -163,6 +218,16 @@ def is_checkpoint_wrapper(module: torch.nn.Module) -> bool:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
     return isinstance(module, CheckpointWrapper)
+
+
+def is_data_parallel(module: torch.nn.Module) -> bool:
+    """Whether a module is `DistributedDataParallel`, which awaits the hooks of its parameters after each forward."""
+    return isinstance(module, torch.nn.parallel.DistributedDataParallel)
+
+
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether FSDP2 puts a module's parameters in place while it runs; without importing it."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:
@@ -267,6 +332,14 @@ def keep_busy(device: torch.device) -> None:
         torch.cuda._sleep(_BUSY_CYCLES)
 
 
+def raises_version_first(func: Any) -> bool:
+    """Whether an op that writes in place raises the version counters before dispatch modes see it, not after it ran.
+
+    Ops made by `torch.library.custom_op` do.
+    """
+    return isinstance(func, torch._ops.OpOverload) and func._schema.name in OPDEFS
+
+
 def untraced(function: _Function) -> _Function:
     """Keep `torch.compile` from tracing a function and what it calls, at no cost when it runs.
 
@@ -276,3 +349,50 @@ def untraced(function: _Function) -> _Function:
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
+
+
+def uncompiled(function: _Function) -> _Function:
+    """Have `torch.compile` break its graph at calls of a function, instead of tracing what it calls.
+
+    What `torch._dynamo.disable` does, without importing the compiler and without its 1 us a call.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "a recollect plan"  # type: ignore[attr-defined]
+    return untraced(function)
+
+
+def transforms_are_active() -> bool:
+    """Whether this runs inside `torch.func` (`vmap`, `grad`, ...) or forward-mode automatic differentiation."""
+    return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
+
+
+_Switch = tuple[Callable[[], Any], Callable[[Any], object]]
+
+
+def kernel_switches() -> list[_Switch]:
+    """Return the switches of kernels as (getter, setter); the public ones are properties and contexts of 1 us and more."""
+    names = ["mkldnn_enabled", "nnpack_enabled", "mkldnn_deterministic"]
+    backends = ["mkldnn"]
+    if torch.cuda.is_available():
+        names += ["cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cublas_allow_fp16_accumulation"]
+        backends.append("cuda")
+    found: list[_Switch] = [
+        (getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}"))
+        for name in names
+        if hasattr(torch._C, f"_get_{name}") and hasattr(torch._C, f"_set_{name}")
+    ]
+    if torch.cuda.is_available():
+        found += [_reduced_precision_switch("fp16"), _reduced_precision_switch("bf16")]
+    return found + [_precision_switch(backend, op) for backend in backends for op in ("matmul", "conv")]
+
+
+def _precision_switch(backend: str, op: str) -> _Switch:
+    """Return the switch for the arithmetic of fp32: as it is, TF32 or bf16."""
+    get = functools.partial(torch._C._get_fp32_precision_getter, backend, op)
+    return get, functools.partial(torch._C._set_fp32_precision_setter, backend, op)
+
+
+def _reduced_precision_switch(kind: str) -> _Switch:
+    name = f"cublas_allow_{kind}_reduced_precision_reduction"
+    change = getattr(torch._C, f"_set_{name}")
+    return getattr(torch._C, f"_get_{name}"), lambda value: change(*value if isinstance(value, tuple) else (value,))

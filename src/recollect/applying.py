@@ -24,6 +24,7 @@ from recollect.engine.unit_modules import unit_module
 from recollect.errors import AlreadyAppliedError, UnknownNameError
 from recollect.loss.intercept import loss_forwards
 from recollect.plans.engines import EngineChoice
+from recollect.plans.paths import unit_words
 from recollect.plans.value_names import module_of
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _check_value_names(unit: nn.Module, path: str, actions: Mapping[str, str]) -
         if scope not in modules:
             close = difflib.get_close_matches(scope, modules, n=1)
             known = [value_name.replace(scope, match) for match in close] or sorted(modules)
-            raise UnknownNameError(kind="value", name=value_name, where=f"unit {path!r}", known=known)
+            raise UnknownNameError(kind="value", name=value_name, where=unit_words(path), known=known)
 
 
 def _check_not_applied(model: nn.Module, forwards: Iterable[PlacedForward]) -> None:
@@ -130,6 +131,6 @@ def _check_not_applied(model: nn.Module, forwards: Iterable[PlacedForward]) -> N
 
 def _already_applied(path: str, by: str, remedy: str) -> AlreadyAppliedError:
     return AlreadyAppliedError(
-        f"cannot apply a plan: module {path!r} recomputes already, by {by}; a value would be recomputed twice. "
+        f"cannot apply a plan: {unit_words(path, 'module')} recomputes already, by {by}; a value would be recomputed twice. "
         f"To have recollect decide, {remedy}."
     )

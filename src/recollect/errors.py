@@ -10,17 +10,21 @@
       NotYetError (NotImplementedError)       a valid setting for something not built yet
       BudgetTooSmallError (ValueError)        no plan fits
       HardwareError (ValueError)              an unknown device, or a malformed file about one
-      UnsupportedModelError (ValueError)      no repeated layers, or nothing to plan
+      UnsupportedModelError (ValueError)      nothing to plan
       AlreadyAppliedError (RuntimeError)      the model, or a layer of it, is already wrapped
       RecordError (RuntimeError)              the recorded step did not run
+      LargerStepError (RuntimeError)          a step larger than any that a plan was made for
       ChunkedLossError (RuntimeError)         the loss cannot be computed in chunks
       MeterError (RuntimeError)               memory cannot be measured here
       MutatedValueError (RuntimeError)        a value was changed in place before backward used it
+      RecomputeMismatchError (RuntimeError)   an autograd Function made other tensors when it ran again
       FreedValueError (RuntimeError)          a value's memory was freed (FSDP resharding) before backward used it
+      RandomDrawError (RuntimeError)          an op drew other random numbers the second time
       DataError (ValueError)                  training data missing, empty or malformed
       CheckpointError (RuntimeError)          training checkpoint missing, corrupt, or of another run
       BenchError (ValueError)                 a setting, or a stored result, that a benchmark cannot use
 
+    BudgetWarning (UserWarning)               a step that may exceed its budget
     ConfigWarning (UserWarning)               a setting without effect, or with another one than it seems
     PlanMismatchWarning (UserWarning)         a plan that does not fit the ops it meets
     ProfileMismatchWarning (UserWarning)      a plan from a profile of another version or device
@@ -44,10 +48,12 @@ __all__ = [
     "CheckpointError",
     "ChunkedLossError",
     "ConfigError",
+    "BudgetWarning",
     "ConfigWarning",
     "DataError",
     "FreedValueError",
     "HardwareError",
+    "LargerStepError",
     "MeterError",
     "MutatedValueError",
     "NotYetError",
@@ -57,15 +63,21 @@ __all__ = [
     "ProfileFormatError",
     "ProfileMismatchWarning",
     "QuantityError",
+    "RandomDrawError",
     "RecollectError",
+    "RecomputeMismatchError",
     "RecordError",
     "UnknownNameError",
     "UnsupportedModelError",
 ]
 
 
+def _unit_text(path: str) -> str:
+    return path or "the model"
+
+
 def _used_by(unit: str, module: str, op: str) -> str:
-    path = ".".join(part for part in (unit, module) if part) or "the model"
+    path = _unit_text(".".join(part for part in (unit, module) if part))
     return f"used by {op} in {path}" if op else f"saved for backward in {path}"
 
 
@@ -190,7 +202,7 @@ class BudgetTooSmallError(RecollectError, ValueError):
     Attributes:
         budget_bytes: the given budget.
         least_peak_bytes: the least peak of all plans that the planner knows.
-        unit: the unit whose forward or backward has that peak.
+        unit: the unit whose forward or backward has that peak; empty for the model itself.
         advice: sentences on what would help, the most promising first.
     """
 
@@ -202,7 +214,7 @@ class BudgetTooSmallError(RecollectError, ValueError):
         remedy = f". {' '.join(advice)}" if advice else ", or use a smaller batch."
         super().__init__(
             f"{format_bytes(budget_bytes)} ({budget_bytes} bytes) is below the least possible peak "
-            f"{format_bytes(least_peak_bytes)} ({least_peak_bytes} bytes), which {unit} needs. "
+            f"{format_bytes(least_peak_bytes)} ({least_peak_bytes} bytes), which {_unit_text(unit)} needs. "
             f"Raise the budget{remedy}"
         )
 
@@ -223,6 +235,10 @@ class RecordError(RecollectError, RuntimeError):
     """The step to record did not run: the model rejected the batch, or the loss is not a scalar."""
 
 
+class LargerStepError(RecollectError, RuntimeError):
+    """A step is larger than any that a plan was made for, and replanning was ruled out."""
+
+
 class ChunkedLossError(RecollectError, RuntimeError):
     """The loss cannot be computed in chunks: the head, or code between it and the loss, would give another result."""
 
@@ -239,7 +255,7 @@ class MutatedValueError(RecollectError, RuntimeError):
         module: path of the module inside the unit; empty for the unit's own forward.
         op: the op that used it; empty if autograd saved the value itself.
         shape: shape of the tensor.
-        changes: number of writes since then.
+        changes: number of writes since then; 0 if they were made through `.data` or NumPy, where nobody counts them.
     """
 
     def __init__(self, *, unit: str, module: str, op: str, shape: tuple[int, ...], changes: int) -> None:
@@ -248,10 +264,26 @@ class MutatedValueError(RecollectError, RuntimeError):
         self.op = op
         self.shape = shape
         self.changes = changes
+        how_often = f"{changes} time{'' if changes == 1 else 's'}" if changes else "(through `.data` or NumPy)"
         super().__init__(
-            f"a tensor of shape {list(shape)}, {_used_by(unit, module, op)}, was changed in place {changes} "
-            f"time{'' if changes == 1 else 's'} before backward used it. "
+            f"a tensor of shape {list(shape)}, {_used_by(unit, module, op)}, was changed in place {how_often} before "
+            "backward used it. "
             "Write to a copy of it, or run backward before the write."
+        )
+
+
+class RecomputeMismatchError(RecollectError, RuntimeError):
+    """A custom autograd Function, run again for backward, made other tensors than in forward.
+
+    Attributes:
+        function: the Function's name.
+    """
+
+    def __init__(self, *, function: str) -> None:
+        self.function = function
+        super().__init__(
+            f"the autograd Function {function!r} made tensors of other shapes, strides or types when its forward ran again, so "
+            "that it depends on more than its arguments. Keep what it computes: in the plan, set its values to 'keep'."
         )
 
 
@@ -277,6 +309,22 @@ class FreedValueError(RecollectError, RuntimeError):
         )
 
 
+class RandomDrawError(RecollectError, RuntimeError):
+    """An op that draws from a generator of the whole process could not be run again with the numbers that it drew.
+
+    Attributes:
+        op: the op.
+    """
+
+    def __init__(self, *, op: str) -> None:
+        self.op = op
+        super().__init__(
+            f"{op} drew other random numbers in backward than in forward, so that its result cannot be recomputed: another "
+            "thread drew from the same generator while it ran. Let that thread use a generator of its own, or keep the "
+            "op's results in the plan."
+        )
+
+
 class DataError(RecollectError, ValueError):
     """Training data that are missing, empty or malformed."""
 
@@ -287,6 +335,10 @@ class CheckpointError(RecollectError, RuntimeError):
 
 class BenchError(RecollectError, ValueError):
     """A setting that cannot be read or measured, or a stored result that is not comparable with today's."""
+
+
+class BudgetWarning(UserWarning):
+    """A step may need more than its budget, or something else that recollect was not told of."""
 
 
 class ConfigWarning(UserWarning):

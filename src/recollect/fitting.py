@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any, Final
 
-import torch
 from torch import nn
 
-from recollect.applying import apply
+from recollect.applying import applied_to, apply
+from recollect.errors import RecordError
 from recollect.planning.loss_chunks import LossChunks, plan_with_chunks
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.recording.model_step import LossFunction
+from recollect.recording.optimizers import Optimizers
 from recollect.recording.record import record
+from recollect.recording.step_recording import Gradients
+
+DEFAULT_BUDGET: Final = "90% of the device"
 
 
 def fit(
     model: nn.Module,
-    batch: Any,
-    budget: int | str,
+    batch: Any = None,
+    budget: int | str = DEFAULT_BUDGET,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    step: Callable[[], object] | None = None,
+    optimizer: Optimizers = None,
     loss_fn: LossFunction | None = None,
-    accumulates_gradients: bool = False,
+    fake: bool = False,
+    units: Iterable[str] | None = None,
+    holds_output: bool = True,
+    gradients: Gradients = "held",
     loss_chunks: LossChunks = 1,
 ) -> Plan:
     """Fit the model's training step into a memory budget with the least recompute: record, plan and apply.
 
+    A plan that the model has already is replaced, unless no plan fits the budget.
+
     Args:
-        model: any module with repeated layers. It is not edited; only its layers' `forward` is wrapped.
-        batch: a tensor, tuple or dict, as large as in training.
+        model: any module. It is not edited; only its units' `forward` is wrapped.
+        batch: a tensor, tuple or dict, as large as in training. The step is then `out = model(**batch); out.loss.backward()`,
+            and recording leaves no traces.
         budget: bytes of the whole step (parameters, gradients, optimizer state, kept values, workspaces), as an int or
             text: "16GiB", "80GB", "60%" of the peak without recompute, "90% of the device" (CUDA).
-        optimizer: counts with its state and the workspace of its step.
+        step: your own training step in place of a batch: it runs once, as a step of your training; see `record`.
+        optimizer: one, or several; counts with its state and the workspace of its step.
         loss_fn: from the model's output to a scalar; see `record`.
-        accumulates_gradients: gradients exist already when the step begins.
+        fake: record on fake tensors; see `record`.
+        units: module paths of the layers to plan, where they are not found; see `record`.
+        holds_output: the loop holds the model's output until the next one replaces it; see `record`.
+        gradients: those of the last step, when the next one begins; see `record`.
         loss_chunks: parts in which LM head and loss are computed, so that only one part's logits are alive; see
             `chunked_cross_entropy`. 1: as the model does, so that gradients keep their bits. "auto": as many as the fastest
-            plan needs, and 1 if that is as fast; records up to four times.
+            plan needs, and 1 if that is as fast; records up to four times, and needs a batch.
 
     Returns:
         The plan, now applied to the model. `recollect.applied_to(model)` returns the handle that removes it.
@@ -57,17 +74,32 @@ def fit(
         >>> plan.predicted_peak_bytes <= plan.budget_bytes
         True
     """
+    if step is not None and loss_chunks == "auto":
+        raise RecordError(
+            'fit: loss_chunks="auto" records the step up to four times, but step= is a step of your training, which runs '
+            "once. Pass a batch, or a number of chunks."
+        )
 
     def record_with(num_chunks: int) -> Profile:
         return record(
             model,
             batch,
+            step=step,
             optimizer=optimizer,
             loss_fn=loss_fn,
-            accumulates_gradients=accumulates_gradients,
+            fake=fake,
+            units=units,
+            holds_output=holds_output,
+            gradients=gradients,
             loss_chunks=num_chunks,
         )
 
-    chosen = plan_with_chunks(record_with, budget, loss_chunks).plan
+    before = applied_to(model)
+    with ExitStack() as stack:
+        for applied in before:
+            stack.enter_context(applied.suspended())
+        chosen = plan_with_chunks(record_with, budget, loss_chunks).plan
+    for applied in before:
+        applied.remove()
     apply(model, chosen)
     return chosen

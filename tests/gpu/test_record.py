@@ -13,7 +13,7 @@ import recollect
 from device_models import decoder
 from device_steps import RecordProperty, generator_states, moved, plain_step
 from gradients import Step, assert_same_gradients, gradients, step_of
-from predictions import budgets
+from predictions import LEAN_LOOP, budgets
 from recollect.measuring.meter import storage_bytes
 from recollect.planning.choose import Planner
 from recollect.profile.profile import Profile
@@ -50,10 +50,10 @@ def test_record_leaves_everything_as_it_was(name: str, fake: bool, device: torch
         options["hardware"] = "H100"
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    recollect.record(model, batch, **options)  # libraries' workspaces are made the first time, and stay
+    recollect.record(model, batch, **options, **LEAN_LOOP)  # libraries' workspaces are made the first time, and stay
     before = _everything(model, device)
     memory = _memory(device)
-    profile = recollect.record(model, batch, **options)
+    profile = recollect.record(model, batch, **options, **LEAN_LOOP)
     assert _memory(device) == memory
     assert_same_gradients(before, _everything(model, device))
     assert profile.fake == fake
@@ -65,7 +65,7 @@ def test_what_a_profile_says_of_its_device(name: str, device: torch.device) -> N
     case = decoder(name, device)
     model, batch = case.model(), case.data()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    profile = recollect.record(model, batch, optimizer=optimizer)
+    profile = recollect.record(model, batch, optimizer=optimizer, **LEAN_LOOP)
     assert torch.device(profile.device) == device
     assert profile.device_name == (torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
     assert profile.torch_version == torch.__version__
@@ -80,7 +80,7 @@ def test_verify(name: str, device: torch.device, record_property: RecordProperty
     case = decoder(name, device)
     model, batch = case.model(), case.data()
     plain = plain_step(lambda: step_of(case, model), record_property)
-    profile = recollect.record(model, batch)
+    profile = recollect.record(model, batch, **LEAN_LOOP)
     for kind in ("keep_all", "full"):
         plan = recollect.classic_plan(profile, kind)
         before = _everything(model, device)
@@ -99,7 +99,7 @@ def test_fit_apply_and_remove(device: torch.device) -> None:
     case = decoder("llama", device)
     model, batch = case.model(), case.data()
     expected = step_of(case, model)
-    (budget_bytes,) = budgets(Planner(recollect.record(model, batch)), (0.5,))
+    (budget_bytes,) = budgets(Planner(recollect.record(model, batch, **LEAN_LOOP)), (0.5,))
     plan = recollect.fit(model, batch, budget_bytes)
     assert plan.predicted_peak_bytes is not None
     assert plan.budget_bytes is not None
@@ -118,7 +118,7 @@ def peaks(device: torch.device) -> dict[str, int]:
     """Measured growth of forward and backward, by plan."""
     case = decoder("llama", device)
     model, batch = case.model(), case.data()
-    profile = recollect.record(model, batch)
+    profile = recollect.record(model, batch, **LEAN_LOOP)
     found: dict[str, int] = {}
 
     def step() -> None:
@@ -158,7 +158,7 @@ def test_predicted_peaks(name: str, kind: str, device: torch.device, record_prop
         pytest.skip("once is enough to try the test; tests/integration/test_prediction.py has more")
     case = decoder(name, device)
     model, batch = case.model(), case.data()
-    plan = recollect.classic_plan(recollect.record(model, batch), kind)
+    plan = recollect.classic_plan(recollect.record(model, batch, **LEAN_LOOP), kind)
     assert plan.predicted_peak_bytes is not None
     report = recollect.verify(model, batch, plan)
     record_property("predicted", plan.predicted_peak_bytes)
@@ -173,7 +173,7 @@ def test_fake_and_real_profiles_agree_on_bytes(
     """The same units; peaks may differ by workspaces and by attention kernels, which fake tensors do not choose alike."""
     case = decoder(name, device)
     model, batch = case.model(), case.data()
-    real, fake = recollect.record(model, batch), recollect.record(model, batch, fake=True, hardware="H100")
+    real, fake = recollect.record(model, batch, **LEAN_LOOP), recollect.record(model, batch, fake=True, hardware="H100")
     assert [call.path for call in fake.calls] == [call.path for call in real.calls]
     assert fake.persistent["parameters"] == real.persistent["parameters"]
     same_ops = [
@@ -188,7 +188,7 @@ def test_plan_of_a_fake_profile_is_exact(device: torch.device) -> None:
     case = decoder("llama", device)
     model, batch = case.model(), case.data()
     expected = gradients(model, batch)
-    plan = recollect.classic_plan(recollect.record(model, batch, fake=True, hardware="H100"), "full")
+    plan = recollect.classic_plan(recollect.record(model, batch, fake=True, hardware="H100", **LEAN_LOOP), "full")
     with recollect.apply(model, plan):
         assert_same_gradients(expected, gradients(model, batch))
 
@@ -197,11 +197,11 @@ def test_other_tensors_of_the_process_do_not_disturb(device: torch.device) -> No
     """A model that is no part of the step, and garbage in cycles."""
     case = decoder("llama", device)
     model, batch = case.model(), case.data()
-    expected = recollect.classic_plan(recollect.record(model, batch), "full")
+    expected = recollect.classic_plan(recollect.record(model, batch, **LEAN_LOOP), "full")
     other: Tensor = torch.zeros(1000, 1000, device=device)
     cycle: list[Any] = [torch.zeros(1000, device=device)]
     cycle.append(cycle)
     del cycle
-    got = recollect.classic_plan(recollect.record(model, batch), "full")
+    got = recollect.classic_plan(recollect.record(model, batch, **LEAN_LOOP), "full")
     assert got.units == expected.units
     del other

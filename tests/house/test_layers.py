@@ -14,6 +14,7 @@ LAYERS = (
     "quantities",
     "fields",
     "_torch_private",
+    "_torch_functions",
     "replay",
     "plans",
     "profile",
@@ -27,6 +28,7 @@ LAYERS = (
     "recording",
     "verification",
     "fitting",
+    "attaching",
     "integrations",
     "",  # the public names
     "lab",

@@ -12,7 +12,7 @@ from torch import nn
 import recollect
 from gradients import Step, assert_same_gradients, gradients
 from policies import EVERY_PLAN, FULL, NOTHING_KEPT
-from predictions import loss_of_output
+from predictions import LEAN_LOOP, loss_of_output
 from recollect.applying import apply_policy
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
@@ -107,10 +107,10 @@ def test_unfused_attention_holds_its_probabilities_until_a_plan_drops_them(name:
 @every_core
 def test_budgets_hold(name: str, core: str) -> None:
     model, batch = model_of(name, core), batch_of(4, 64)
-    planner = Planner(recollect.record(model, batch))
+    planner = Planner(recollect.record(model, batch, **LEAN_LOOP))
     for budget in ("85%", "70%"):
         plan = planner.plan(budget)
-        report = recollect.verify(model, batch, plan)
+        report = recollect.verify(model, batch, plan, **LEAN_LOOP)
         assert report.gradients_equal
         assert plan.budget_bytes is not None
         assert report.plan_peak_bytes <= plan.budget_bytes

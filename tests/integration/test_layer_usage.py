@@ -17,6 +17,7 @@ from torch import nn
 
 import recollect
 from gradients import call, loss_of, step_of
+from predictions import LEAN_LOOP
 from recollect.integrations.megatron import RecomputeConfig, megatron_plan
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
@@ -49,7 +50,7 @@ def gpt_profile(*, s: int, b: int, h: int, a: int, core: Any = "unfused", dropou
     )
     model = GPTModel(config).to(torch.bfloat16)
     tokens = torch.randint(0, 64, (b, s))
-    return recollect.record(model, {"tokens": tokens, "labels": tokens})
+    return recollect.record(model, {"tokens": tokens, "labels": tokens}, **LEAN_LOOP)
 
 
 def account(profile: Profile, **fields: Any) -> LayerUsage:
@@ -119,7 +120,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def profile_of(name: str) -> Profile:
-    return recollect.record(ZOO[name].model(), ZOO[name].data())
+    return recollect.record(ZOO[name].model(), ZOO[name].data(), **LEAN_LOOP)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -176,7 +177,7 @@ def test_layernorm_drops_what_is_cast_back_to_16_bits() -> None:
     torch.manual_seed(0)
     model = GPTModel(NAMED_CONFIGS["llama-tiny"]).to(torch.bfloat16)
     tokens = torch.randint(0, 256, (2, 16))
-    profile = recollect.record(model, {"tokens": tokens, "labels": tokens})
+    profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, **LEAN_LOOP)
     config = RecomputeConfig(recompute_granularity="selective", recompute_modules=["layernorm"])
     accounts = layer_usage(profile, megatron_plan(profile, config))
     kept = [name for layer in accounts if ".layers." in layer.path for name, _ in layer.kept]
@@ -200,7 +201,7 @@ class InPlace(nn.Module):
 def test_bytes_written_in_place_have_the_name_of_what_was_saved() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(InPlace(16) for _ in range(3)))
-    profile = recollect.record(model, torch.randn(8, 16), loss_fn=lambda y: y.square().sum())
+    profile = recollect.record(model, torch.randn(8, 16), loss_fn=lambda y: y.square().sum(), **LEAN_LOOP)
     first, *_, last = layer_usage(profile, recollect.Plan({}))
     assert first.kept == (("relu_", 8 * 16 * 4), ("mul_", 8 * 16 * 4))
     assert last.kept == first.kept

@@ -17,6 +17,7 @@ import gradients as steps
 import rank_programs
 import recollect
 from gradients import Step, assert_same_gradients, call
+from predictions import LEAN_LOOP
 from rank_programs import run_on_ranks
 from recollect.cli import main
 from recollect.errors import AlreadyAppliedError, BudgetTooSmallError, ChunkedLossError, PlanError, PlanFormatError
@@ -90,8 +91,8 @@ LARGE: dict[str, Callable[[], nn.Module]] = {
 def test_predicted_peak_is_the_measured_one(name: str, num_chunks: int) -> None:
     model = LARGE[name]()
     batch = batch_of(model)
-    profile = recollect.record(model, batch, loss_chunks=num_chunks)
-    fake = recollect.record(model, batch, loss_chunks=num_chunks, fake=True)
+    profile = recollect.record(model, batch, loss_chunks=num_chunks, **LEAN_LOOP)
+    fake = recollect.record(model, batch, loss_chunks=num_chunks, fake=True, **LEAN_LOOP)
     assert profile.loss_chunks == fake.loss_chunks == num_chunks
     for plan in (recollect.classic_plan(profile, "keep_all"), recollect.classic_plan(profile, "full")):
         assert plan.loss_chunks == num_chunks
@@ -127,7 +128,7 @@ def test_the_gradients_are_those_of_the_model(name: str) -> None:
     model = reference(vocab_size=64) if name == "reference" else ZOO[name].model()
     batch = batch_of(model, 64, 12) if name == "reference" else ZOO[name].data()
     expected = gradients(model, batch)
-    profile = recollect.record(model, batch, loss_chunks=3)
+    profile = recollect.record(model, batch, loss_chunks=3, **LEAN_LOOP)
     keep_all, full = recollect.classic_plan(profile, "keep_all"), recollect.classic_plan(profile, "full")
     with recollect.apply(model, keep_all):
         chunked = gradients(model, batch)
@@ -319,7 +320,7 @@ def test_the_plan_says_so_and_survives_json() -> None:
 def test_verify_is_honest(build: Callable[[], nn.Module], compare: Any) -> None:
     model = build()
     batch = batch_of(model, 64, 12)
-    plan = recollect.classic_plan(recollect.record(model, batch, loss_chunks=3), "full")
+    plan = recollect.classic_plan(recollect.record(model, batch, loss_chunks=3, **LEAN_LOOP), "full")
     report = recollect.verify(model, batch, plan, compare=compare)
     assert report.gradients_equal
     assert report.loss_chunks == 3
@@ -353,7 +354,7 @@ def recorder(model: nn.Module, tried: list[int]) -> Callable[[int], recollect.Pr
 
     def record(loss_chunks: int) -> recollect.Profile:
         tried.append(loss_chunks)
-        return recollect.record(model, batch, loss_chunks=loss_chunks, fake=True)
+        return recollect.record(model, batch, loss_chunks=loss_chunks, fake=True, **LEAN_LOOP)
 
     return record
 
@@ -403,7 +404,7 @@ def test_auto_with_a_loss_that_cannot_be_split() -> None:
 def test_fit_with_chunks_trains_within_the_budget() -> None:
     model = hugging_face(vocab_size=WORDS, hidden_size=64)
     batch = batch_of(model)
-    plan = recollect.fit(model, batch, "40MB", loss_chunks="auto")
+    plan = recollect.fit(model, batch, "40MB", loss_chunks="auto", **LEAN_LOOP)
     (applied,) = recollect.applied_to(model)
     assert applied.plan is plan
     assert plan.loss_chunks > 1

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import recollect
 from gradients import assert_same_gradients, gradients
+from predictions import LEAN_LOOP
 from recollect.integrations.megatron import RULES, RecomputeConfig, TrainingSetting, megatron_plan
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
@@ -34,7 +35,7 @@ def built(config: TransformerConfig) -> tuple[GPTModel, dict[str, Tensor], recol
     torch.manual_seed(0)
     model, tokens = GPTModel(config).train(), torch.randint(0, config.vocab_size, (2, 12))
     batch = {"tokens": tokens, "labels": tokens}
-    return model, batch, recollect.record(model, batch)
+    return model, batch, recollect.record(model, batch, **LEAN_LOOP)
 
 
 def selective(*modules: str, **others: Any) -> RecomputeConfig:

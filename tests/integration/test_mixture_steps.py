@@ -14,6 +14,7 @@ from torch import Tensor
 import recollect
 from gradients import assert_same_gradients, gradients, same_bits
 from policies import EVERY_PLAN, FULL, NOTHING_KEPT, Random
+from predictions import LEAN_LOOP
 from recollect.applying import apply_policy
 from recollect.errors import RecordError
 from recollect.lab.models.gpt import GPTModel
@@ -139,7 +140,7 @@ def test_training_is_the_same_with_and_without_plans(case: str) -> None:
     rate = {"moe_router_bias_update_rate": 0.02} if case == "deepseek-v3" else {}
     expected, state = train(model_of(case, **rate), None, steps)
     assert expected[-1] < 0.8 * expected[0]
-    profile = recollect.record(model_of(case, **rate), batch_of(sequences=4, length=64))
+    profile = recollect.record(model_of(case, **rate), batch_of(sequences=4, length=64), **LEAN_LOOP)
     plans = [recollect.classic_plan(profile, "full"), recollect.plan(profile, _tight_budget_bytes(profile))]
     for plan in plans:
         losses, planned_state = train(model_of(case, **rate), plan, steps)
@@ -164,7 +165,7 @@ def peaks(profile: Profile) -> list[int]:
 @pytest.mark.parametrize("case", [case for case in CASES if case != "mixtral-loop"])
 def test_fake_recording_is_that_of_a_real_one(case: str) -> None:
     model, batch = model_of(case), batch_of()
-    real, fake = recollect.record(model, batch), recollect.record(model, batch, fake=True)
+    real, fake = recollect.record(model, batch, **LEAN_LOOP), recollect.record(model, batch, fake=True, **LEAN_LOOP)
     assert [call.path for call in real.calls] == [call.path for call in fake.calls]
     assert [graph.values for graph in real.graphs] == [graph.values for graph in fake.graphs]
     assert peaks(fake) == pytest.approx(peaks(real), rel=0.001)
@@ -178,7 +179,7 @@ def test_published_models_are_recorded_in_seconds(name: str) -> None:
         model = GPTModel(NAMED_CONFIGS[name]).bfloat16()
         tokens = torch.zeros(1, 4096, dtype=torch.int64)
     begin_s = time.perf_counter()
-    profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True)
+    profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True, **LEAN_LOOP)
     assert time.perf_counter() - begin_s < 60
     assert profile.persistent["parameters"] == 2 * NAMED_CONFIGS[name].num_parameters
 
@@ -186,15 +187,15 @@ def test_published_models_are_recorded_in_seconds(name: str) -> None:
 def test_loop_over_experts_cannot_be_recorded_on_fake_tensors() -> None:
     """How many rows an expert gets is the content of a tensor; `moe_grouped_gemm` does not ask for it."""
     with pytest.raises(RecordError, match="asks for the content of a tensor"):
-        recollect.record(model_of("mixtral-loop"), batch_of(), fake=True)
+        recollect.record(model_of("mixtral-loop"), batch_of(), fake=True, **LEAN_LOOP)
 
 
 @every_model
 def test_a_budget_holds(case: str) -> None:
     model, batch = model_of(case), batch_of(sequences=4, length=64)
-    profile = recollect.record(model, batch)
+    profile = recollect.record(model, batch, **LEAN_LOOP)
     plan = recollect.plan(profile, _tight_budget_bytes(profile))
-    report = recollect.verify(model, batch, plan)
+    report = recollect.verify(model, batch, plan, **LEAN_LOOP)
     assert report.gradients_equal
     assert report.plan_peak_bytes <= (plan.budget_bytes or 0)
     assert report.plan_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.005)

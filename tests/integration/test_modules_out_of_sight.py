@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from gradients import assert_same_gradients, gradients
 from policies import Only
 from recollect.applying import apply_policy
+from recollect.engine.function_mode import FunctionMode
 from recollect.engine.tape import Tape
-from recollect.engine.tape_mode import TapeMode
 from recollect.errors import MutatedValueError
 from recollect.plans.action import Action
 from watch import Watch
@@ -40,7 +40,7 @@ class Layer(nn.Module):
         return hidden + output.sigmoid()
 
 
-class _CountingMode(TapeMode):
+class _CountingMode(FunctionMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.tape.seen[self.scope] += 1  # type: ignore[attr-defined]
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -58,7 +58,7 @@ class CountingTape(Tape):
         self.seen: Counter[str] = Counter()
         self.packed: Counter[str] = Counter()
 
-    def new_mode(self, unit_path: str) -> TapeMode:
+    def new_mode(self, unit_path: str) -> FunctionMode:
         return _CountingMode(self, unit_path)
 
 

@@ -17,7 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 import recollect
 from gradients import call as call_model
 from gradients import loss_of
-from predictions import CASES, MAIN_CASES, MOST_OVER_BYTES, budgets, larger
+from predictions import CASES, LEAN_LOOP, MAIN_CASES, MOST_OVER_BYTES, budgets, larger
 from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
@@ -56,7 +56,7 @@ def test_predicted_peak_is_what_the_oracle_sees(name: str, fake: bool) -> None:
     if fake and name in ROUTED:
         pytest.skip("routing depends on data, which fake tensors do not have")
     case = CASES[name]
-    profile = recollect.record(case.model(), larger(case.data()), loss_fn=case.loss_fn, fake=fake)
+    profile = recollect.record(case.model(), larger(case.data()), loss_fn=case.loss_fn, fake=fake, **LEAN_LOOP)
     # Generator states of dropouts are made in C++, where the oracle does not look.
     unseen_bytes = sum(op.state_bytes for call in profile.calls for op in profile.graph_of(call).ops)
     for plan in plans(profile):

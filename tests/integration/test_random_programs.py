@@ -17,6 +17,7 @@ from torch import Tensor
 import recollect
 from gradients import Step, assert_same_gradients, gradients
 from policies import FULL, KEEP_ALL, NOTHING_KEPT, Policy, Random
+from predictions import LEAN_LOOP
 from programs import (
     COMPUTING,
     IN_PLACE,
@@ -142,7 +143,7 @@ def test_peaks_as_sums_over_units(recipe: Recipe, rng: random.Random) -> None:
     """What ties calls together, as programs have it that were recorded: views, writes, layers that run twice."""
     model, data = built(recipe)
     try:
-        profile = recollect.record(model, data, units=model.units)
+        profile = recollect.record(model, data, units=model.units, **LEAN_LOOP)
     except RuntimeError:
         assume(False)
     program = StepProgram(profile, windows(profile))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map_only
 
+import recollect
 from blocks import Stack, built
-from gradients import assert_same_gradients
+from gradients import assert_same_gradients, gradients
 from policies import FEW_PLANS, FULL, Policy
+from predictions import LEAN_LOOP
 from rank_programs import run_on_ranks, tensor_parallel
 from recollect.applying import apply_policy
+from recollect.errors import MutatedValueError
 from watch import Watch
 
 
@@ -52,3 +58,101 @@ def test_dropped_values_of_a_wrapper_do_recompute() -> None:
     with apply_policy(model, model.layers, FULL), Watch() as watch:
         _step(model, data)
     assert watch.computing_ops().total() > plain
+
+
+class Opaque(torch.Tensor):
+    """Wraps a tensor without telling which: it has no `__tensor_flatten__`, and no storage."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Opaque:
+        made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.size(), strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        made.inner = inner
+        return made
+
+    def __init__(self, inner: Tensor) -> None: ...
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda wrapped: wrapped.inner, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, func(*args, **kwargs))
+
+
+class Waves(nn.Module):
+    """[n, d] -> [n, d], for tensors of any type."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.sin().exp()
+
+
+def _gradient_of_opaque(model: nn.Module) -> Tensor:
+    torch.manual_seed(1)
+    data = Opaque(torch.randn(4, 3)).requires_grad_()
+    model(data).sum().backward()
+    assert isinstance(data.grad, Opaque)
+    return data.grad.inner
+
+
+@pytest.mark.parametrize("policy", FEW_PLANS.values(), ids=FEW_PLANS)
+def test_subclass_that_cannot_be_taken_apart_is_kept(policy: Policy) -> None:
+    model = nn.Sequential(Waves(), Waves())
+    expected = _gradient_of_opaque(model)
+    with apply_policy(model, ["0", "1"], policy):
+        assert torch.equal(_gradient_of_opaque(model), expected)
+
+
+def test_write_to_a_subclass_that_cannot_be_taken_apart() -> None:
+    model = nn.Sequential(Waves())
+    data = Opaque(torch.randn(4, 3)).requires_grad_()
+    with apply_policy(model, ["0"], FULL):
+        hidden = data * 1
+        output = model(hidden).sum()
+        with torch.no_grad():
+            hidden.add_(1)
+        with pytest.raises(MutatedValueError, match=r"saved for backward in 0, was changed in place 1 time"):
+            output.backward()
+
+
+def test_step_on_a_subclass_that_cannot_be_taken_apart_is_recorded() -> None:
+    model = nn.Sequential(Waves(), Waves())
+    data = Opaque(torch.randn(4, 3)).requires_grad_()
+    profile = recollect.record(model, data, loss_fn=lambda output: output.sum(), units=["0", "1"], **LEAN_LOOP)
+    assert [call.path for call in profile.calls] == ["0", "1"]
+
+
+class Jagged(nn.Module):
+    """Works on rows of different lengths. [20, 8] -> [20, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        offsets = torch.tensor([0, 3, 10, 20])
+        rows = torch.nested.nested_tensor_from_jagged(hidden, offsets)
+        rows = nn.functional.gelu(self.linear(self.norm(rows)))
+        return hidden + rows.values()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("policy", FEW_PLANS.values(), ids=FEW_PLANS)
+def test_nested_tensors(policy: Policy) -> None:
+    """Two of them fit together only if they have the very same tensor of offsets."""
+    model = built(lambda: nn.Sequential(Jagged(), Jagged()))
+    data = torch.randn(20, 8)
+    expected = gradients(model, data, lambda output: output.square().sum())
+    with apply_policy(model, ["0", "1"], policy):
+        assert_same_gradients(expected, gradients(model, data, lambda output: output.square().sum()))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_step_with_nested_tensors_is_recorded_and_planned() -> None:
+    model = built(lambda: nn.Sequential(Jagged(), Jagged(), Jagged()))
+    data = torch.randn(20, 8)
+    profile = recollect.record(model, data, loss_fn=lambda output: output.square().sum(), **LEAN_LOOP)
+    plan = recollect.classic_plan(profile, "full")
+    assert recollect.verify(model, data, plan, loss_fn=lambda output: output.square().sum()).equal

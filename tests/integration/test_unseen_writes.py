@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -105,3 +107,121 @@ def test_weights_that_change_between_forward_and_backward(policy: Policy) -> Non
         attempt()
     with apply_policy(model, ["0", "1"], policy), pytest.raises(RuntimeError, match="in ?place"):
         attempt()
+
+
+# Writes that raise no version
+
+
+class Shifted(nn.Module):
+    """Reads a bias, a buffer and what it is given, none of which plain autograd saves. [n, d] -> [n, d]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.zeros(WIDTH))
+
+    def forward(self, hidden: Tensor, extra: Tensor) -> Tensor:
+        return torch.sin(torch.tanh(self.linear(hidden)) + self.shift + extra)
+
+
+class TwoShifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList([Shifted(), Shifted()])
+
+    def forward(self, hidden: Tensor, extra: Tensor) -> Tensor:
+        for unit in self.units:
+            hidden = unit(hidden, extra)
+        return hidden.square().sum()
+
+
+def write_buffers(model: Any, batch: np.ndarray) -> None:
+    for unit in model.units:
+        unit.shift.data.add_(1)
+
+
+def write_biases(model: Any, batch: np.ndarray) -> None:
+    for unit in model.units:
+        unit.linear.bias.data.add_(1)
+
+
+def refill_batch(model: Any, batch: np.ndarray) -> None:
+    batch[:] = 1
+
+
+@pytest.mark.parametrize("length", [1, 40_000])
+@pytest.mark.parametrize(
+    ("write", "what"),
+    [(write_buffers, r"\[8\], used by add in units\.1"), (write_biases, r"\[8\], used by addmm in units\.1\.linear")]
+    + [(refill_batch, r"8\], used by add in units\.1")],
+)
+def test_writes_that_raise_no_version_are_refused(write: Any, what: str, length: int) -> None:
+    """Between forward and backward; what was written is read again, and differs."""
+    model = built(TwoShifted)
+    batch = np.zeros((length, WIDTH), np.float32)
+    with apply_policy(model, ["units.0", "units.1"], FULL):
+        loss = model(torch.randn(length, WIDTH), torch.from_numpy(batch))
+        write(model, batch)
+        with pytest.raises(
+            MutatedValueError, match=what + r".* was changed in place \(through `\.data` or NumPy\) before"
+        ):
+            loss.backward()
+
+
+def test_writes_after_backward_are_fine() -> None:
+    model = built(TwoShifted)
+    batch = np.zeros((1, WIDTH), np.float32)
+    with apply_policy(model, ["units.0", "units.1"], FULL):
+        for write in (write_buffers, write_biases, refill_batch):
+            model(torch.randn(4, WIDTH), torch.from_numpy(batch)).backward()
+            write(model, batch)
+
+
+def test_write_to_what_autograd_saved_is_as_without_a_plan() -> None:
+    """It uses what it finds then."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden.sin() * self.scale
+
+    def step(model: Any) -> dict[str, Tensor]:
+        data = torch.ones(4, WIDTH, requires_grad=True)
+        loss = model(data).sum()
+        model.scale.data.mul_(3)
+        loss.backward()
+        model.scale.data.div_(3)
+        assert data.grad is not None
+        return {"data": data.grad}
+
+    model = built(Scaled)
+    expected = step(model)
+    with apply_policy(model, [""], FULL):
+        assert_same_gradients(expected, step(model))
+
+
+def test_statistics_that_an_op_read_before_batch_norm_wrote_to_them() -> None:
+    """The kernel raises no version; the tape copies them before."""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            hidden = (hidden - self.norm.running_mean.clone() * 2).sin()
+            hidden = hidden + (hidden * self.norm.running_mean).exp().sin()
+            return self.norm(hidden).exp()
+
+    def step(model: nn.Module) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        return gradients(model, torch.randn(4, WIDTH, requires_grad=True), torch.sum)
+
+    model = built(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Centred()))
+    expected = step(model)
+    model = built(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Centred()))
+    with apply_policy(model, ["1"], FULL):
+        assert_same_gradients(expected, step(model))

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradients import Step, assert_same_gradients, clear, collect, gradients
+from library_ops import double_
 from policies import FULL, KEEP_ALL, NOTHING_KEPT, Only, Policy, Random
 from recollect.applying import apply_policy
 from watch import Watch
@@ -270,6 +271,23 @@ def foreach(unit: Unit, hidden: Tensor) -> Tensor:
     return torch.stack(rows).sin()
 
 
+def custom_op_in_place(unit: Unit, hidden: Tensor) -> Tensor:
+    """Ops of `torch.library.custom_op` raise the version of what they write to before dispatch modes see them."""
+    factor = (hidden @ unit.weight).detach().sin()
+    before = factor.exp()
+    double_(factor)
+    return hidden * factor.cos() * before
+
+
+def custom_op_on_kept(unit: Unit, hidden: Tensor) -> Tensor:
+    factor = torch.ones(WIDTH)
+    before = factor.exp()
+    double_(factor)
+    half = factor[:2]
+    double_(half)
+    return hidden * (factor * hidden).sin() * before
+
+
 def one_element(unit: Unit, hidden: Tensor) -> Tensor:
     """A number leaves the device in the middle."""
     return hidden * (1 + (hidden.detach().abs().max().item()))
@@ -307,6 +325,8 @@ FUNCTIONS = (
     fills_nothing,
     resizes,
     foreach,
+    custom_op_in_place,
+    custom_op_on_kept,
     one_element,
     partly_without_gradient,
 )

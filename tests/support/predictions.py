@@ -24,6 +24,10 @@ IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MOST_OVER_BYTES = 4096
 
 
+# The loop that holds nothing: the loss is all that is left of a forward, and gradients are freed before the next.
+LEAN_LOOP: Any = {"holds_output": False, "gradients": "freed"}
+
+
 def larger(batch: Batch, times: int = 8) -> Batch:
     """The batch so many times over."""
     if isinstance(batch, Tensor):

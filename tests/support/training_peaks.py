@@ -16,7 +16,7 @@ import torch
 
 import recollect
 from device_models import decoder
-from predictions import budgets
+from predictions import LEAN_LOOP, budgets
 from recollect.lab.bench.machine import few_objects
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.planning.choose import Planner
@@ -51,7 +51,7 @@ def train_under_budget(
     case = decoder("llama", device)
     model, batch = case.model(), case.data()
     optimizer = make_optimizer(model.parameters())
-    profile = recollect.record(model, batch, optimizer=optimizer)
+    profile = recollect.record(model, batch, optimizer=optimizer, **LEAN_LOOP)
     planner = Planner(profile)
     (budget_bytes,) = budgets(planner, (fraction,))
     plan = planner.plan(budget_bytes)

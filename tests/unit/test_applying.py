@@ -284,3 +284,24 @@ def test_region_around_a_compiled_module() -> None:
     expected = gradients(model, ROWS, mean_square)
     with recollect.apply(model, Plan(dict.fromkeys(("0", "1"), UnitPlan({}, engine="region")))):
         assert_same_gradients(expected, gradients(model, ROWS, mean_square))
+
+
+def test_plan_of_the_model_as_one_unit() -> None:
+    """Its path is empty; messages call it the model."""
+    model, data = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)), torch.randn(4, 8)
+    profile = recollect.record(model, data, loss_fn=torch.sum)
+    plan = recollect.classic_plan(profile, "full")
+    assert str(plan).splitlines()[0].startswith("the model ")
+    with pytest.raises(UnknownNameError, match=r"^the model has no value '7\.relu'"):
+        recollect.apply(model, Plan({"": UnitPlan({"7.relu": "keep"})}))
+    with (
+        recollect.apply(model, plan),
+        pytest.raises(
+            AlreadyAppliedError, match=r"^cannot apply a plan: the model recomputes already, by a recollect plan"
+        ),
+    ):
+        recollect.apply(model, plan)
+    relu = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    message = r"this model: the model computes '1\.\w+', which the plan does not name"
+    with recollect.apply(relu, plan), pytest.warns(PlanMismatchWarning, match=message):
+        relu(data).sum().backward()

@@ -20,6 +20,7 @@ from recollect.errors import (
     DataError,
     FreedValueError,
     HardwareError,
+    LargerStepError,
     MeterError,
     MutatedValueError,
     NotYetError,
@@ -29,7 +30,9 @@ from recollect.errors import (
     ProfileFormatError,
     ProfileMismatchWarning,
     QuantityError,
+    RandomDrawError,
     RecollectError,
+    RecomputeMismatchError,
     RecordError,
     UnknownNameError,
     UnsupportedModelError,
@@ -43,6 +46,7 @@ BUILTIN_BASE = {
     ProfileFormatError: ValueError,
     ConfigError: ValueError,
     NotYetError: NotImplementedError,
+    LargerStepError: RuntimeError,
     HardwareError: ValueError,
     BudgetTooSmallError: ValueError,
     UnsupportedModelError: ValueError,
@@ -52,6 +56,8 @@ BUILTIN_BASE = {
     MeterError: RuntimeError,
     MutatedValueError: RuntimeError,
     FreedValueError: RuntimeError,
+    RecomputeMismatchError: RuntimeError,
+    RandomDrawError: RuntimeError,
     DataError: ValueError,
     CheckpointError: RuntimeError,
     BenchError: ValueError,
@@ -65,6 +71,7 @@ WITH_ATTRIBUTES = [
     ConfigError(settings={"a": 1}, reason="no", advice="Set a to 2.", rule="a-is-2"),
     NotYetError(settings={"a": 1}, needs="b", advice="Leave it out."),
     FreedValueError(unit="layers.0", module="mlp", op="mul", shape=(2, 3)),
+    RandomDrawError(op="lab.noise.default"),
 ]
 
 
@@ -82,6 +89,7 @@ def test_tree_in_the_docstring_names_every_class() -> None:
         == {kind.__name__ for kind in BUILTIN_BASE}
         | {
             "RecollectError",
+            "BudgetWarning",
             "ConfigWarning",
             "PlanMismatchWarning",
             "ProfileMismatchWarning",
@@ -108,6 +116,8 @@ def test_budget_too_small() -> None:
         "needs. Raise the budget, or use a smaller batch."
     )
     assert (error.budget_bytes, error.least_peak_bytes, error.unit) == (12884901888, 16106127360, "layers.17")
+    whole_model = BudgetTooSmallError(budget_bytes=10, least_peak_bytes=20, unit="")
+    assert "(20 bytes), which the model needs. Raise" in str(whole_model)
 
 
 def test_budget_too_small_with_advice() -> None:
@@ -141,6 +151,7 @@ def test_unknown_name_without_a_similar_one(known: list[str], advice: str) -> No
         ("layers.0", "mlp", 1, "used by mul in layers.0.mlp, was changed in place 1 time before"),
         ("layers.0", "", 2, "used by mul in layers.0, was changed in place 2 times before"),
         ("", "", 1, "used by mul in the model, was changed in place 1 time before"),
+        ("", "", 0, "used by mul in the model, was changed in place (through `.data` or NumPy) before"),
     ],
 )
 def test_mutated_value(unit: str, module: str, changes: int, message: str) -> None:

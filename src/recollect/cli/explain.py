@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -47,16 +48,16 @@ def run_explain(command: Explain, console: Console) -> None:
 
 def _recorded(command: Explain, file: MegatronFile | None, console: Console) -> tuple[Profile, TrainingSetting | None]:
     """Record the step given by flags and file, and return the file's training setting."""
-    has_buffer = not command.new_gradients
+    loop: Any = {"holds_output": False, "gradients": "freed" if command.new_gradients else "accumulated"}
     if file is None:
-        return step_recorder(command.step, accumulates_gradients=has_buffer)(1), None
+        return step_recorder(command.step, **loop)(1), None
     if file.ignored:
         print_line(console, f"{file.path}: ignored: {', '.join(file.ignored)}", style="dim")
     flags = file.step_flags(command.step)
     if flags.hf_config is not None:
-        return step_recorder(flags, accumulates_gradients=has_buffer)(1), TrainingSetting(**file.setting)
+        return step_recorder(flags, **loop)(1), TrainingSetting(**file.setting)
     model = file.model_config(flags)
-    return step_recorder(flags, model, accumulates_gradients=has_buffer)(1), file.training_setting(model)
+    return step_recorder(flags, model, **loop)(1), file.training_setting(model)
 
 
 def show(explanation: Explanation, profile: Profile, console: Console, *, with_names: bool) -> None:

@@ -19,6 +19,7 @@ from recollect.lab.train.config import OptimFlags
 from recollect.lab.train.optim import build_optimizer
 from recollect.lab.train.optimizer_step import resolve_device
 from recollect.profile.profile import Profile
+from recollect.recording.step_recording import Gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,14 +54,19 @@ def build_step(flags: ModelStep, device: torch.device, config: TransformerConfig
 
 
 def step_recorder(
-    flags: RecordedStep, config: TransformerConfig | None = None, *, accumulates_gradients: bool = False
+    flags: RecordedStep,
+    config: TransformerConfig | None = None,
+    *,
+    holds_output: bool = True,
+    gradients: Gradients = "held",
 ) -> Callable[[int], Profile]:
     """Build the step and return a function that records it with a given number of loss chunks.
 
     Args:
         flags: model, batch, dtype, and the device, or the hardware to model times for.
         config: the model, instead of that of the flags.
-        accumulates_gradients: whether gradients already exist when the step begins.
+        holds_output: whether the loop holds the output; see `recollect.record`.
+        gradients: those of the last step; see `recollect.record`.
 
     Raises:
         RecollectError: a Hugging Face config cannot be read or used.
@@ -73,7 +79,8 @@ def step_recorder(
         optimizer=step.optimizer,
         fake=flags.fake,
         hardware=flags.hardware,
-        accumulates_gradients=accumulates_gradients,
+        holds_output=holds_output,
+        gradients=gradients,
         loss_chunks=loss_chunks,
     )
 

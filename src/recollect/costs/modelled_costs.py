@@ -5,12 +5,13 @@ See `op_costs.py` for ops that really run, `op_work.py` for the work of an op, `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from recollect.costs.hardware import Hardware
-from recollect.costs.op_costs import Key, OpRun, key_of
+from recollect.costs.op_costs import Again, Key, OpRun, key_of
 from recollect.costs.op_work import work_of
 from recollect.costs.roofline import seconds
 from recollect.engine.facts import OpFacts
@@ -35,6 +36,12 @@ class ModelledCosts:
         if key not in self._seconds:
             self._seconds[key] = seconds(work_of(func, facts, args, kwargs, output), self.hardware)
         return output, OpRun(key, 0)
+
+    def run_function(self, args: Any, inner: Sequence[OpRun], again: Again) -> OpRun:
+        """Return the key to the costs of a custom autograd Function: those of the ops `inner` that it has run."""
+        key = key_of(again.kind, args, {})
+        self._seconds[key] = math.fsum(self._seconds[run.key] for run in inner)
+        return OpRun(key, 0)
 
     def seconds_of(self, run: OpRun | None) -> float:
         """Return the modelled time of an op; 0 for an unseen one."""

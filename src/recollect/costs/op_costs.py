@@ -7,10 +7,10 @@ of which the median is taken; an op with too few samples for a median runs again
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -26,6 +26,27 @@ Key = tuple[Any, ...]
 _LEAST_SAMPLES = 3
 # An op as long as this does not run again: it is far above the noise, and the user waits.
 _LONG_S = 0.5
+
+
+class Again(Protocol):
+    """Runs something again that has run before."""
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What tells it apart from what does other work with arguments of the same layouts."""
+        ...
+
+    def as_in_backward(self) -> AbstractContextManager[None]:
+        """Within the block, the other methods run as backward would run them."""
+        ...
+
+    def __call__(self) -> list[Any]:
+        """Run it; return its results."""
+        ...
+
+    def compare(self, results: list[Any]) -> None:
+        """Compare results with those of the first run."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +97,22 @@ class MeasuredCosts:
             while len(samples) < _LEAST_SAMPLES and samples[-1] < _LONG_S:
                 self._run_once(func, args, kwargs, samples)
         return output, OpRun(key, number)
+
+    def run_function(self, args: Any, inner: Sequence[OpRun], again: Again) -> OpRun:
+        """Return the key to the costs of a custom autograd Function, which has run the ops `inner`, by running it again."""
+        key = key_of(again.kind, args, {})
+        samples = self._seconds.setdefault(key, [])
+        numbers = self._numbers.setdefault(key, [])
+        while len(samples) < _LEAST_SAMPLES and (not samples or samples[-1] < _LONG_S):
+            numbers.append(self._num_runs)
+            self._num_runs += 1
+            with again.as_in_backward():
+                self._memory.begin()
+                results, function_s = timed_alone(again, self._device)
+                self._memory.end()
+                again.compare(results)
+            samples.append(function_s)
+        return OpRun(key, numbers[-1])
 
     def seconds_of(self, run: OpRun | None) -> float:
         """Return the median time of an op; 0 for an unseen one."""

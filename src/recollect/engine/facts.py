@@ -33,6 +33,10 @@ class OpFacts:
         its result before dropping the result.
     `device_keyword`: whether the op can copy to another device.
     `changes_storage`: writes to a storage, or changes how a tensor reads it (`changes_layout_only`, `is_lazy`).
+    `follows_settings`: its result depends on switches of kernels or on the default dtype.
+    `is_collective`: every rank has to run it at the same moment.
+    `moves_storage`: changes which bytes a tensor refers to (`_MOVES`).
+    `is_lift`: shows a tensor that Python made (`torch.tensor`) to PyTorch for the first time.
     `running_stats`: positions of statistics that the op updates without its schema saying so (batch norm), and of the
         flag that makes it do so.
     """
@@ -53,11 +57,19 @@ class OpFacts:
     device_keyword: bool = False
     may_keep: bool = False
     changes_storage: bool = False
+    follows_settings: bool = False
+    is_collective: bool = False
+    moves_storage: bool = False
+    is_lift: bool = False
     running_stats: tuple[tuple[int, ...], int] | None = None
 
 
 # The schemas of these promise a fresh tensor, but the result shares the argument's storage.
-_UNANNOTATED_VIEWS = frozenset({"_unsafe_view", "_reshape_alias", "lift", "lift_fresh", "detach"})
+_UNANNOTATED_VIEWS = frozenset(
+    {"_unsafe_view", "_reshape_alias", "lift", "lift_fresh", "detach", "unsafe_split", "unsafe_split_with_sizes"}
+)
+
+_LIFTS = frozenset({"lift", "lift_fresh"})
 
 # The schema says that this writes to its argument, but it only informs the allocator.
 _NO_WRITES = frozenset({"record_stream"})
@@ -116,6 +128,26 @@ _RUNNING_STATS = {
     "miopen_batch_norm": ((3, 4), 5),
 }
 
+# Products run on one of several libraries, in one of several precisions; the others make the default dtype out of none.
+_FOLLOWS_SETTINGS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "convolution", "_convolution", "matmul"}
+    | {"_grouped_mm", "_scaled_mm", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_cudnn_rnn"}
+    | {
+        "arange",
+        "linspace",
+        "logspace",
+        "rand",
+        "randn",
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "scalar_tensor",
+        "eye",
+        "div",
+    }
+)
+
 # Fake tensors answer C++ queries through ops of this namespace.
 _QUESTIONS = "prim"
 
@@ -166,5 +198,9 @@ def facts_of(func: Any) -> OpFacts:
         device_keyword=name == "_to_copy",
         may_keep=is_unordered_on_cuda or name in _GATHERS or name == "_to_copy",
         changes_storage=bool(writes) or changes_layout_only or name in _LAZY_VIEWS,
+        follows_settings=is_foreign or name in _FOLLOWS_SETTINGS,
+        is_collective=namespace in _COLLECTIVE_NAMESPACES,
+        moves_storage=name in _MOVES,
+        is_lift=name in _LIFTS,
         running_stats=_RUNNING_STATS.get(name),
     )

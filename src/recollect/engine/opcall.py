@@ -1,4 +1,4 @@
-"""Runs one recorded op again, with its arguments, its generator state and, if it writes in place, its target."""
+"""Runs one recorded op again, with its arguments, its random numbers and, if it writes in place, its target."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from recollect.engine.draws import Draw
 from recollect.engine.facts import OpFacts
+from recollect.engine.settings import Settings, applied_here, hold_here
 from recollect.engine.values import Layout, TapeValue
-
-GeneratorState = tuple[torch.Generator, torch.Tensor]
 
 
 class _Slot:
@@ -81,17 +81,27 @@ def _fill_keywords(kwargs: dict[str, Any], tensors: list[Any]) -> dict[str, Any]
 
 
 class _Call:
-    __slots__ = ("args", "func", "kwargs", "state")
+    __slots__ = ("args", "draw", "func", "kwargs", "settings")
 
-    def __init__(self, func: Any, arguments: Arguments, state: GeneratorState | None) -> None:
+    def __init__(self, func: Any, arguments: Arguments, draw: Draw | None, settings: Settings) -> None:
         self.func = func
+        self.settings = settings
         self.args, self.kwargs = arguments.args, arguments.kwargs
-        self.state = state
+        self.draw = draw
 
     @property
     def state_bytes(self) -> int:
         """Size of the generator state held to run a random op again."""
-        return 0 if self.state is None else self.state[1].nbytes
+        return 0 if self.draw is None else self.draw.nbytes
+
+    def _run(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        if hold_here(self.settings):
+            return self._run_here(args, kwargs)
+        with applied_here(self.settings):
+            return self._run_here(args, kwargs)
+
+    def _run_here(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        return self.func(*args, **kwargs) if self.draw is None else self.draw.again(self.func, args, kwargs)
 
 
 class OpCall(_Call):
@@ -101,11 +111,8 @@ class OpCall(_Call):
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Any:
         """Run the op once more and return its results."""
-        args = _fill(self.args, tensors)
-        if self.kwargs or self.state is not None:
-            output = _run(self.func, args, _fill_keywords(self.kwargs, tensors), self.state)
-        else:
-            output = self.func(*args)
+        args, kwargs = _fill(self.args, tensors), _fill_keywords(self.kwargs, tensors)
+        output = self._run(args, kwargs)
         return (output,) if isinstance(output, torch.Tensor) else output
 
 
@@ -114,8 +121,8 @@ class WriteCall(_Call):
 
     __slots__ = ("view",)
 
-    def __init__(self, func: Any, arguments: Arguments, state: GeneratorState | None, view: Layout | None) -> None:
-        super().__init__(func, arguments, state)
+    def __init__(self, func: Any, arguments: Arguments, view: Layout | None, settings: Settings) -> None:
+        super().__init__(func, arguments, None, settings)  # It is described before it runs.
         self.view = view
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> tuple[torch.Tensor]:
@@ -123,46 +130,5 @@ class WriteCall(_Call):
         base = tensors[0] if may_overwrite_first else tensors[0].clone()
         target = base if self.view is None else base.as_strided(*self.view[:3])
         args, kwargs = [target, *_fill(self.args, tensors[1:])], _fill_keywords(self.kwargs, tensors[1:])
-        _run(self.func, args, kwargs, self.state)
+        self._run(args, kwargs)
         return (base,)
-
-
-def _run(func: Any, args: list[Any], kwargs: dict[str, Any], state: GeneratorState | None) -> Any:
-    """Run an op; start a random one from its generator state in forward, and restore the current state afterwards."""
-    if state is None:
-        return func(*args, **kwargs)
-    generator, at_forward = state
-    now = generator.get_state()
-    generator.set_state(at_forward)
-    try:
-        return func(*args, **kwargs)
-    finally:
-        generator.set_state(now)
-
-
-def generator_state(facts: OpFacts, args: Any, kwargs: dict[str, Any]) -> GeneratorState | None:
-    """Return the generator that a random op is about to read, and its state; None if it reads none."""
-    if facts.dropout_position is not None:
-        position = facts.dropout_position
-        probability = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
-        if not probability:
-            return None
-    generator = kwargs.get("generator")
-    if generator is None:
-        generator = _default_generator(args, kwargs)
-    if generator is None:
-        return None
-    return generator, generator.get_state()
-
-
-def _default_generator(args: Any, kwargs: dict[str, Any]) -> torch.Generator | None:
-    device = kwargs.get("device")
-    if device is None:
-        device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.get_default_device())
-    device = torch.device(device)
-    if device.type == "cpu":
-        return torch.default_generator
-    if device.type == "cuda" and torch.cuda.is_available():
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return None

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
+from recollect._torch_private import transforms_are_active
 from recollect.plans.plan import Plan
 
 
@@ -25,6 +27,14 @@ class PlacedForward:
         self.forward: Callable[..., Any] = module.forward
         # Do not copy attributes: those of another placed forward would become this one's own.
         functools.update_wrapper(self, self.forward, updated=())  # type: ignore[arg-type]
+
+    def recomputes(self) -> bool:
+        """Whether the plan is to be obeyed now.
+
+        Without gradients there is nothing to recompute. Under `torch.func` and forward-mode differentiation a tensor may have
+        no storage, and saved-tensor hooks are refused.
+        """
+        return self.is_on and torch.is_grad_enabled() and not transforms_are_active()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.module, "forward")

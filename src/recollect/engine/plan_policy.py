@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from recollect.errors import PlanMismatchWarning
 from recollect.plans.action import Action
+from recollect.plans.paths import unit_words
 from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import module_of
 
@@ -60,7 +61,7 @@ class PlanPolicy:
             return
         self._has_warned = True
         warnings.warn(
-            f"the plan does not fit this model: unit {unit_path!r} computes {value_name!r}, which the plan does not name. "
+            f"the plan does not fit this model: {unit_words(unit_path)} computes {value_name!r}, which the plan does not name. "
             "That value and all others that the plan does not name are kept, so the step is exact but may need more "
             "memory than predicted. Record the model again and make a new plan.",
             PlanMismatchWarning,

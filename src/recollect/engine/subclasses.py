@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from recollect._torch_private import is_traceable_wrapper_subclass, tree_leaves
+from recollect._torch_private import is_opaque_subclass, is_traceable_wrapper_subclass, tree_leaves
+from recollect.engine.values import TapeValue
 
 
 class PackedSubclass:
@@ -21,7 +22,8 @@ class PackedSubclass:
         self.kind = type(tensor)
         self.size, self.stride = tensor.size(), tensor.stride()
         inner = {name: getattr(tensor, name) for name in names}
-        self.packed = {name: pack(item) for name, item in inner.items() if isinstance(item, torch.Tensor)}
+        # A nested tensor is told by the very tensor of its offsets, so that an equal one will not do.
+        self.packed = {name: pack(item) for name, item in inner.items() if _is_content(item)}
         # Not all of them are tensors: a DTensor also lists its device mesh.
         self.others = {name: item for name, item in inner.items() if name not in self.packed}
 
@@ -32,10 +34,20 @@ class PackedSubclass:
         return tensor
 
 
+def _is_content(item: object) -> bool:
+    return isinstance(item, torch.Tensor) and item.dtype not in (torch.int32, torch.int64)
+
+
+def held_whole(tensor: torch.Tensor, label: tuple[str, str, str]) -> TapeValue:
+    """Return a value that holds a subclass that cannot be taken apart."""
+    with torch.no_grad():
+        return TapeValue(tensor.detach(), None, tensor._version, label)
+
+
 def strided_tensors(output: Any) -> Iterator[torch.Tensor]:
     """Yield the strided tensors in nested containers; for a DTensor and its kin, the inner tensors."""
     for tensor in tree_leaves(output):
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor) or is_opaque_subclass(tensor):
             continue
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()

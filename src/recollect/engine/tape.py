@@ -7,22 +7,28 @@ save: one that holds the tensor, or one that only knows how to make it.
 NOTE [ Rules of the tape ]
 1. Identity. A tensor is recognised by its storage, layout and version; anything not recognised is kept.
 2. Mutation. An in-place op makes a new value on the same storage; whatever holds the old content first gets a private
-   copy. A change that the tape cannot see raises `MutatedValueError` at replay, and never gives a wrong gradient.
-3. Randomness. A random op is kept, or runs again from the generator state that it had.
+   copy. A change out of its sight raises `MutatedValueError` at replay, if it raised the version or
+   if the content is compared (`content.py`): not for large tensors written to through `.data`.
+3. Randomness. A random op is kept, or runs again from the generator state that it had, in a generator of its own
+   (`draws.py`), so that other threads may draw meanwhile.
 4. Choices (`topk`, `sort`, ...), data-dependent shapes and collectives are kept (`facts.py`).
 5. Tensor subclasses desugar first; their inner tensors are recorded.
 6. A leaf whose storage was freed (FSDP2 resharding) must be back before the unit's backward; otherwise it is an error.
 7. What runs behind the dispatcher's back is kept: buffers filled by foreign kernels, and whatever runs with gradients
-   switched off, because custom autograd Functions and compiled regions may write to results of ops unseen.
+   switched off, such as compiled regions, which may write to results of ops unseen. A call of a custom autograd Function
+   is one op, whose recipe runs all of its forward again; where that may not make the same, it is kept
+   (`function_run.py`).
 8. The only state is the running unit's frame, one per thread: any number of forwards may be in flight.
 9. Once a module has run twice, it runs out of the mode's sight if the plan drops none of its values and it writes
    nothing in place: the tape keeps the results of ops it does not see. If it saves nothing dropped, it also runs
    without the hooks. Should it save such a value later, that is kept; should it write to a held tensor, rule 2 applies.
+10. Ops run again under the settings and the user's dispatch modes of forward (`settings.py`).
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,13 +36,47 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from recollect._torch_private import below_autograd, disable_autocast, untraced
+from recollect._torch_functions import function_runner
+from recollect._torch_private import (
+    below_autograd,
+    disable_autocast,
+    untraced,
+)
+from recollect.engine.function_mode import FunctionMode
 from recollect.engine.policy import Policy
+from recollect.engine.settings import Replaying
 from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape_mode import TapeMode
 from recollect.engine.tape_state import RUNS_TO_SETTLE, TapeState
-from recollect.engine.values import TapeValue, forget_record, record_of, watch
+from recollect.engine.values import TapeValue, forget_record, laid_out, record_of, watch
 from recollect.plans.action import Action
+
+
+class _LastStep(threading.local):
+    """What units of any tape left behind on this thread.
+
+    Attributes:
+        went_backward: on any thread, since the last forward of a unit; backward has threads of its own on CUDA.
+        survivors: storages with a recipe that outlived the unit which made them.
+    """
+
+    went_backward = False
+
+    def __init__(self) -> None:
+        self.survivors: list[weakref.ref[torch.UntypedStorage]] = []
+
+
+_last_step = _LastStep()
+
+
+def forget_last_step() -> None:
+    """Forget the recipes of what a step left behind, such as a cache of keys and values: they hold the step's inputs."""
+    _LastStep.went_backward = False
+    for reference in _last_step.survivors:
+        storage = reference()
+        if storage is not None:
+            forget_record(storage)
+    _last_step.survivors = []
 
 
 class Tape(TapeState):
@@ -51,58 +91,65 @@ class Tape(TapeState):
         """The mode of the unit running on this thread, if any."""
         return getattr(self._local, "mode", None)
 
-    def new_mode(self, unit_path: str) -> TapeMode:
+    def new_mode(self, unit_path: str) -> FunctionMode:
         """Return a mode for one call of a unit."""
-        return TapeMode(self, unit_path)
+        return FunctionMode(self, unit_path)
 
     def run(self, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
         """Run a unit's forward on the tape."""
         outer = self.mode
         with self._watching(unit_path) if outer is None else _inside(outer, unit_path) as mode:
             output = mode.run_module("", forward, args, kwargs)
+            call = mode.call
         if self.policy.output_action(unit_path) is Action.KEEP:
-            self.hold_outputs(unit_path, output)
+            self._hold_outputs(unit_path, output, call)
         return output
 
     @contextmanager
     def _watching(self, unit_path: str) -> Iterator[TapeMode]:
+        if _last_step.went_backward:
+            forget_last_step()
         mode = self.new_mode(unit_path)
         self._local.mode = mode
         try:
-            with saved_tensors_hooks(mode.pack, self.unpack), mode:
+            with saved_tensors_hooks(mode.pack, self.unpack), mode, function_runner(mode.run_function):
                 yield mode
             if mode.unsettled:
                 self.learn(mode.unsettled)
         finally:
             self._local.mode = None
+            _last_step.survivors += [storage for storage in mode.dropped if storage() is not None]
 
-    def hold_outputs(self, unit_path: str, output: Any) -> None:
-        """Keep a unit's output: from here on, its storages are held by whatever needs them."""
+    def _hold_outputs(self, unit_path: str, output: Any, call: object) -> None:
+        """Keep a unit's output: from here on, the storages that this call made are held by whatever needs them.
+
+        What the unit passes on from another one stays as that unit's plan says.
+        """
         for tensor in strided_tensors(output):
             storage = tensor.untyped_storage()
             record = record_of(storage)
-            if record is None:
+            if record is None or record.call is not call:
                 continue
             forget_record(storage)
-            size, stride, offset, dtype = record.layout
-            if record.is_current(tensor._version) and record.base.tensor is None and tensor.dtype == dtype:
+            if record.is_current(tensor._version) and record.base.tensor is None:
                 held, version = self.alias(tensor, True)
                 with torch.no_grad():
-                    record.base.hold(held.as_strided(size, stride, offset), version)
+                    record.base.hold(laid_out(held, record.layout), version)
                 record.base.label = (unit_path, "", "return")
                 watch(record.base, storage)
 
     @untraced
     def unpack(self, packed: Any) -> torch.Tensor:
         """Give backward a tensor that was saved, recomputing it if it was dropped."""
+        _LastStep.went_backward = True
         if type(packed) is not TapeValue:
             rebuilt: torch.Tensor = packed.rebuild(self.unpack)
             return rebuilt
         value: TapeValue = packed
         if value.tensor is not None:
-            return value.fetch()
+            return value.fetch_saved()
         # As ops ran in forward: below autograd and autocast, with gradients switched on, which some kernels check.
-        with torch.enable_grad(), below_autograd(), disable_autocast():
+        with Replaying(), torch.enable_grad(), below_autograd(), disable_autocast():
             tensor: torch.Tensor = value.get()
         return tensor
 
@@ -110,9 +157,9 @@ class Tape(TapeState):
 @contextmanager
 def _inside(mode: TapeMode, unit_path: str) -> Iterator[TapeMode]:
     """Run a unit within another one, with its ops under its own names."""
-    outer = mode.unit_path, mode.counts
-    mode.unit_path, mode.counts = unit_path, {}
+    outer = mode.unit_path, mode.counts, mode.call
+    mode.unit_path, mode.counts, mode.call = unit_path, {}, object()
     try:
         yield mode
     finally:
-        mode.unit_path, mode.counts = outer
+        mode.unit_path, mode.counts, mode.call = outer

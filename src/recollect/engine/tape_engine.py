@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
+from recollect._torch_private import uncompiled
 from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.plan_policy import PlanPolicy
 from recollect.engine.tape import Tape
@@ -56,8 +56,9 @@ class _UnitForward(PlacedForward):
         self.tape = tape
         self.path = path
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_on or not torch.is_grad_enabled():
+        if not self.recomputes():
             return self.forward(*args, **kwargs)
         return self.tape.run(self.path, self.forward, args, kwargs)
 
@@ -70,6 +71,7 @@ class _ScopeForward(PlacedForward):
         self.tape = tape
         self.scope = scope
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = self.tape.mode
         if mode is None:

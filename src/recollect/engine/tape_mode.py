@@ -5,6 +5,7 @@ It follows the rules in `engine/tape.py`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,17 +16,22 @@ from recollect._torch_private import (
     TorchDispatchMode,
     desugars,
     has_saved_tensors_hooks,
+    is_opaque_subclass,
     is_traceable_wrapper_subclass,
     pop_dispatch_mode,
     pop_saved_tensors_hooks,
     push_dispatch_mode,
     push_saved_tensors_hooks,
+    raises_version_first,
     tree_leaves,
     untraced,
 )
+from recollect.engine.content import content_of
+from recollect.engine.draws import Draw, draws_unknown, first_run
 from recollect.engine.facts import OpFacts, facts_of
-from recollect.engine.opcall import Arguments, OpCall, WriteCall, generator_state
-from recollect.engine.subclasses import PackedSubclass
+from recollect.engine.opcall import Arguments, OpCall, WriteCall
+from recollect.engine.settings import current_settings
+from recollect.engine.subclasses import PackedSubclass, held_whole
 from recollect.engine.tape_state import ALL_KEPT, ModuleKey, OpActions, OpKey, TapeState, Watch
 from recollect.engine.values import (
     StorageRecord,
@@ -58,7 +64,11 @@ class TapeMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
         self.unit_path = unit_path
+        # Stands for the running call of a unit; a unit inside another one gets its own.
+        self.call = object()
         self.scope = ""
+        self.settings = current_settings()
+        self._modes_around = self.settings.modes
         self.is_watching = True
         # The tape's hooks while they are off. Not held otherwise, because they hold this mode.
         self._hooks: tuple[Any, Any] | None = None
@@ -71,6 +81,8 @@ class TapeMode(TorchDispatchMode):
         self.counts: dict[OpKey, int] = {}
         self._op = ""
         self._parameters: dict[int, TapeValue] = {}
+        # The storages with a recipe.
+        self.dropped: list[weakref.ref[torch.UntypedStorage]] = []
 
     def run_module(self, module_path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module of the unit under its own names, watching its ops and saves only where that is useful."""
@@ -123,6 +135,10 @@ class TapeMode(TorchDispatchMode):
         self._op = facts.name
         if facts.is_view:
             return func(*args, **kwargs)  # A view is made from its base when something asks for it.
+        if facts.running_stats is not None:
+            for position in facts.running_stats[0]:
+                if args[position] is not None:
+                    snapshot_leaves(args[position].untyped_storage())
         if facts.changes_storage:
             self._writes.add((self.unit_path, self.scope))
         if facts.changes_layout_only:
@@ -139,12 +155,14 @@ class TapeMode(TorchDispatchMode):
             return self._run_write(func, facts, args, kwargs, actions)
         if not actions:
             return func(*args, **kwargs)
-        state = generator_state(facts, args, kwargs) if facts.is_random else None
-        output = func(*args, **kwargs)
+        output, draw = _run_once(facts, func, args, kwargs)
         if facts.may_keep and _must_keep_result(facts, args, output, kwargs):
             return output
+        if facts.is_random and draws_unknown(facts, func, args, kwargs):
+            return output
         arguments = Arguments(self._value_in_mode, facts, args, kwargs)
-        node = Node(OpCall(func, arguments, state), arguments.values)
+        settings = current_settings(self._modes_around) if facts.follows_settings else self.settings
+        node = Node(OpCall(func, arguments, draw, settings), arguments.values)
         if isinstance(output, torch.Tensor):
             self._register(output, node, facts, actions[0])
         elif isinstance(output, (tuple, list)):
@@ -170,8 +188,9 @@ class TapeMode(TorchDispatchMode):
             return
         value = TapeValue(None, node)
         node.add_output(value)
-        record = StorageRecord(value, layout_of(result), result._version, facts.creates)
+        record = StorageRecord(value, layout_of(result), result._version, facts.creates, self.call)
         attach_record(storage, record)
+        self.dropped.append(weakref.ref(storage))
 
     def _run_write(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, actions: OpActions) -> Any:
         targets = [
@@ -183,11 +202,18 @@ class TapeMode(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor)
         ]
         storages = [tensor.untyped_storage() for tensor in targets]
+        is_raised = raises_version_first(func)
         for storage in storages:
-            snapshot_leaves(storage)
+            snapshot_leaves(storage, sum(other is storage for other in storages) if is_raised else 0)
         write = self._bind_write(func, facts, args, kwargs) if actions and len(targets) == 1 else None
         version = targets[0]._version if write is not None else 0
-        output = func(*args, **kwargs)
+        call = None if write is None else write.call
+        if isinstance(call, WriteCall):
+            output, call.draw = _run_once(facts, func, args, kwargs)
+            if call.draw is not None and call.draw.after is not None:
+                write = None  # A second run may have to be repeated, which is not possible once it has written.
+        else:
+            output = func(*args, **kwargs)
         for target, storage in zip(targets, storages, strict=True):
             if write is None or (facts.keeps_on_cuda and target.is_cuda):
                 forget_record(storage)
@@ -195,7 +221,7 @@ class TapeMode(TorchDispatchMode):
         if write is not None and record is not None:
             value = TapeValue(node=write)
             write.add_output(value)
-            record.rebase(value, version, layout_of(targets[0]))
+            record.rebase(value, version, layout_of(targets[0]), is_raised=is_raised)
         return output
 
     def _bind_write(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Node | None:
@@ -206,7 +232,8 @@ class TapeMode(TorchDispatchMode):
         storage = target.untyped_storage()
         record = record_of(storage)
         layout = layout_of(target)
-        if record is None or not record.is_current(target._version) or layout[3] != record.layout[3]:
+        version = target._version - raises_version_first(func)
+        if record is None or not record.is_current(version) or layout[3] != record.layout[3]:
             return None
         if record.layout[0].numel() * target.element_size() != storage.nbytes():
             return None  # The base does not densely cover its storage, so a clone would have another layout.
@@ -215,12 +242,12 @@ class TapeMode(TorchDispatchMode):
         ):
             return None  # The write reads old content, which a foreign kernel may have put there.
         base = record.base
-        state = generator_state(facts, args, kwargs) if facts.is_random else None
         arguments = Arguments(self._value_in_mode, facts, args[1:], kwargs)
         if any(value.holds(storage) for value in arguments.values):
             return None  # An argument is an alias of this same storage: holding it in the record would be a cycle.
         view = None if layout == record.layout else layout
-        return Node(WriteCall(func, arguments, state, view), [base, *arguments.values], mutates=True)
+        settings = current_settings(self._modes_around) if facts.follows_settings else self.settings
+        return Node(WriteCall(func, arguments, view, settings), [base, *arguments.values], mutates=True)
 
     def _known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
         """Return the value that stands for a dropped tensor, or None if the tape did not drop it."""
@@ -248,7 +275,9 @@ class TapeMode(TorchDispatchMode):
         held, version = self.tape.alias(tensor, in_hook)
         # Autograd saves some ops' arguments before it runs them, so a hook cannot know which op it is called for.
         op = "" if in_hook else self._op
-        value = TapeValue(held, None, version, (self.unit_path, self.scope, op))
+        # What autograd itself saved it may use after such a write, as without a plan.
+        content = None if in_hook else content_of(held)
+        value = TapeValue(held, None, version, (self.unit_path, self.scope, op), content)
         if storage is not None:
             watch(value, storage)
         return value
@@ -261,8 +290,11 @@ class TapeMode(TorchDispatchMode):
             if known is None or known.version != tensor._version:
                 known = self._parameters[id(tensor)] = self._leaf(tensor, None, in_hook=True)
             return known
-        if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
-            return PackedSubclass(tensor, self.pack)
+        if type(tensor) is not torch.Tensor:
+            if is_traceable_wrapper_subclass(tensor):
+                return PackedSubclass(tensor, self.pack)
+            if is_opaque_subclass(tensor):
+                return held_whole(tensor, (self.unit_path, self.scope, ""))
         if tensor.layout is not _STRIDED:
             return self._leaf(tensor, None, in_hook=True)
         known = self._known_value(tensor, tensor.untyped_storage())
@@ -271,6 +303,11 @@ class TapeMode(TorchDispatchMode):
             return known
         # Not watched: writing to it before backward is an error in plain autograd too.
         return self._leaf(tensor, None, in_hook=True)
+
+
+def _run_once(facts: OpFacts, func: Any, args: Any, kwargs: Any) -> tuple[Any, Draw | None]:
+    """Run an op of forward; return its output, and the random numbers that it drew."""
+    return first_run(facts, func, args, kwargs) if facts.is_random else (func(*args, **kwargs), None)
 
 
 def _is_dropped(args: Any) -> bool:

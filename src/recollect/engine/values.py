@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from recollect._torch_private import disable_torch_dispatch, is_fake_tensor, share_version_counters
+from recollect.engine.content import content_of
 from recollect.engine.coverage import Box, box_of, is_covered
 from recollect.engine.streams import read_here, stream_of
 from recollect.errors import FreedValueError, MutatedValueError
@@ -40,11 +41,12 @@ class TapeValue(Value):
     """A value whose tensor, once held, must not be changed in place before it is used.
 
     `version`: the tensor's version counter when it was taken, or `UNWATCHED`.
+    `content`: what `content_of` said of the tensor when an op read it; None if nothing compares it.
     `label`: (unit path, module path, op) of the first taker, for the error message.
     `stream`: the CUDA stream on which it became available; None on other devices.
     """
 
-    __slots__ = ("label", "stream", "version")
+    __slots__ = ("content", "label", "stream", "version")
 
     # Sets every slot without calling the base class's constructor, because this runs several times per op.
     def __init__(
@@ -53,12 +55,14 @@ class TapeValue(Value):
         node: Node | None = None,
         version: int = UNWATCHED,
         label: tuple[str, str, str] = ("", "", ""),
+        content: bytes | int | None = None,
     ) -> None:
         self.tensor = tensor
         self.node = node
         self.is_viewed = tensor is not None
         self.version = version
         self.label = label
+        self.content = content
         self.stream = None if tensor is None else stream_of(tensor)
 
     def take(self, tensor: Any) -> None:
@@ -68,7 +72,20 @@ class TapeValue(Value):
         self.stream = None if tensor is None else stream_of(tensor)
 
     def fetch(self) -> torch.Tensor:
-        """Return the tensor; raise `MutatedValueError` or `FreedValueError` if it has changed since it was taken."""
+        """Return the tensor to run an op on it again; raise an error if it has changed since it was taken."""
+        tensor = self.fetch_saved()
+        if self.content is not None and self.content != content_of(tensor):
+            unit, module, op = self.label
+            raise MutatedValueError(unit=unit, module=module, op=op, shape=tuple(tensor.shape), changes=0)
+        return tensor
+
+    def fetch_saved(self) -> torch.Tensor:
+        """Return the tensor as autograd would, which knows only of changes that raise the version.
+
+        Raises:
+            MutatedValueError: it has been written to since it was taken.
+            FreedValueError: its memory was freed.
+        """
         tensor: torch.Tensor = self.tensor
         if self.stream is not None:
             read_here(tensor, self.stream)
@@ -86,6 +103,7 @@ class TapeValue(Value):
         """Become available with a tensor that something else may write to."""
         self.take(tensor)
         self.version = version
+        self.content = None
         self.is_viewed = True
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
@@ -93,11 +111,12 @@ class TapeValue(Value):
         tensor: torch.Tensor | None = self.tensor
         return tensor is not None and tensor.layout is torch.strided and tensor.untyped_storage() is storage
 
-    def snapshot(self) -> None:
-        """Take a private copy, because the tensor is about to be written to."""
-        if self.tensor is not None and self.version == self.tensor._version:
+    def snapshot(self, num_raised: int = 0) -> None:
+        """Take a private copy, because the tensor is about to be written to; its version is `num_raised` ahead of that."""
+        if self.tensor is not None and self.version + num_raised == self.tensor._version:
             self.tensor = private_copy(self.tensor)
             self.version = UNWATCHED
+            self.content = None
 
 
 class StorageRecord:
@@ -110,12 +129,14 @@ class StorageRecord:
     `created`: "undefined" or "constant" while the tensor has only its initial content (`torch.empty`, `torch.zeros`).
         It can be made again only after writes that the tape sees, which must cover all of it if it is undefined.
     `filled`: the parts of an undefined buffer written so far.
+    `call`: stands for the unit's call that made this storage, which decides whether it is held when it is returned.
     """
 
-    __slots__ = ("base", "created", "filled", "is_bumped", "layout", "version", "views")
+    __slots__ = ("base", "call", "created", "filled", "is_bumped", "layout", "version", "views")
 
-    def __init__(self, base: TapeValue, layout: Layout, version: int, created: str | None) -> None:
+    def __init__(self, base: TapeValue, layout: Layout, version: int, created: str | None, call: object) -> None:
         self.base = base
+        self.call = call
         self.layout = layout
         self.version = version
         self.is_bumped = False
@@ -123,8 +144,11 @@ class StorageRecord:
         self.filled: list[Box] = []
         self.views: dict[Layout, TapeValue] = {}
 
-    def rebase(self, base: TapeValue, version: int, written: Layout) -> None:
-        """Replace the content: an in-place op at `version` wrote the part `written`, making the new value `base`."""
+    def rebase(self, base: TapeValue, version: int, written: Layout, *, is_raised: bool = False) -> None:
+        """Replace the content: an in-place op at `version` wrote the part `written`, making the new value `base`.
+
+        `is_raised`: the version counter has been raised on account of this op, and will not be again.
+        """
         self.base = base
         self.views = {}
         if self.created == "undefined" and written != self.layout:
@@ -134,6 +158,7 @@ class StorageRecord:
         else:
             self.created = None
         self.expect_bump(version)
+        self.is_bumped = not is_raised
 
     def part(self, layout: Layout) -> Box | None:
         """Return which part of the storage a tensor occupies, or None if the tensor is not a slice of it."""
@@ -155,14 +180,12 @@ class StorageRecord:
             return True
         return False
 
-    def value_of(self, layout: Layout) -> TapeValue | None:
-        """Return the value of a tensor on this storage, or None if it cannot be made from the base."""
+    def value_of(self, layout: Layout) -> TapeValue:
+        """Return the value of a tensor on this storage."""
         if layout == self.layout:
             return self.base
         view = self.views.get(layout)
         if view is None:
-            if layout[3] != self.layout[3] or layout[3].is_complex:
-                return None
             node = Node(_ViewCall(layout), [self.base])
             self.base.is_viewed = True
             view = TapeValue(node=node)
@@ -181,8 +204,15 @@ class _ViewCall:
         self.layout = layout
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> tuple[torch.Tensor]:
-        size, stride, offset, _ = self.layout
-        return (tensors[0].as_strided(size, stride, offset),)
+        return (laid_out(tensors[0], self.layout),)
+
+
+def laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return the part of a tensor's storage that has a given layout, read as that layout's type (`view_as_real`)."""
+    size, stride, offset, dtype = layout
+    if tensor.dtype == dtype:
+        return tensor.as_strided(size, stride, offset)
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, size, stride)
 
 
 def record_of(storage: torch.UntypedStorage) -> StorageRecord | None:
@@ -255,9 +285,14 @@ def watch(value: TapeValue, storage: torch.UntypedStorage) -> None:
     leaves.append(weakref.ref(value))
 
 
-def snapshot_leaves(storage: torch.UntypedStorage) -> None:
-    """Give every value that holds a tensor on this storage a private copy, because an in-place op is about to run."""
+def snapshot_leaves(storage: torch.UntypedStorage, num_raised: int = 0) -> None:
+    """Give every value that holds a tensor on this storage a private copy, because an in-place op is about to run.
+
+    Args:
+        storage: what the op writes to.
+        num_raised: by how much its version counter has been raised already on account of this op.
+    """
     for reference in vars(storage).pop(_LEAVES, ()):
         value = reference()
         if value is not None:
-            value.snapshot()
+            value.snapshot(num_raised)

@@ -31,7 +31,7 @@ from recollect.byte_format import format_bytes
 from recollect.errors import MeterError
 from recollect.quantities import parse_bytes
 
-__all__ = ["PeakMeasurement", "measure_peak", "storage_bytes"]
+__all__ = ["PeakMeasurement", "measure_peak", "storage_bytes", "storages_of"]
 
 T = TypeVar("T")
 
@@ -152,6 +152,11 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
         >>> storage_bytes([base, base[0], base.t(), torch.zeros(3)])
         412
     """
+    return sum(storage.nbytes() for storage in storages_of(tensors))
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Return the distinct storages behind some tensors; see `storage_bytes`."""
     # Keyed by identity: the address of a storage on the meta device is 0. The storages are held so that ids stay taken.
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
@@ -164,7 +169,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
                     "strides. Pass its indices and values."
                 ) from None
             storages[id(storage)] = storage
-    return sum(storage.nbytes() for storage in storages.values())
+    return list(storages.values())
 
 
 def _unwrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -173,7 +178,10 @@ def _unwrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     names, _ = tensor.__tensor_flatten__()
     for name in names:
-        yield from _unwrapped(getattr(tensor, name))
+        inner = getattr(tensor, name)
+        # A DTensor names its device mesh, too.
+        if isinstance(inner, torch.Tensor):
+            yield from _unwrapped(inner)
 
 
 def _device_of(device: str | torch.device | None) -> torch.device:

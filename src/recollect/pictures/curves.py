@@ -92,9 +92,11 @@ def _positions(timeline: Timeline, time_unit: TimeUnit) -> tuple[NDArray[np.floa
     axis = f"predicted time ({unit})"
     if not timeline.has_times:
         axis += ", roughly: only the units' ops are timed"
-    optimizer = np.flatnonzero(timeline.phases == OPTIMIZER)
-    if len(optimizer) > 1:
-        at[optimizer] += np.linspace(0.0, _OPTIMIZER_FRACTION * at[-1], len(optimizer))
+    is_optimizer = timeline.phases == OPTIMIZER
+    if np.count_nonzero(is_optimizer) > 1:
+        # All moments of an optimizer step are at one time: spread them, and shift what comes later.
+        gaps = is_optimizer & np.concatenate(([False], is_optimizer[:-1]))
+        at += np.cumsum(gaps) * (_OPTIMIZER_FRACTION * at[-1] / max(1, np.count_nonzero(gaps)))
         axis += "; the optimizer step is not to scale"
     return at, axis
 

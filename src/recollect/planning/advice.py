@@ -64,12 +64,15 @@ recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 pa
 
 
 def lasting_bytes(profile: Profile) -> int:
-    """Return the bytes of the gradients: what forward and backward allocate and leave for the optimizer."""
+    """Return the bytes of the gradients: what forward and backward allocate and leave for the optimizer, at most."""
     alive: dict[int, int] = {}
+    most_bytes = 0
+    has_optimizer = False
     for event in profile.log.play({ALLOC: alive.__setitem__, FREE: lambda storage: alive.pop(storage, None)}):
         if event == (PHASE, OPTIMIZER):
-            break
-    return sum(alive.values())
+            has_optimizer = True
+            most_bytes = max(most_bytes, sum(alive.values()))
+    return most_bytes if has_optimizer else sum(alive.values())
 
 
 def _logits_bytes(profile: Profile, peak_call: str) -> int:

@@ -11,7 +11,7 @@ from itertools import combinations
 
 from recollect.planning.hull import Evaluator, Option
 from recollect.plans.action import Action
-from recollect.profile.events import ALLOC, BACKWARD, DIES, OP, PHASE, WORK
+from recollect.profile.events import ALLOC, DIES, FORWARD, OP, PHASE, WORK, Event
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 
@@ -24,23 +24,41 @@ _MOST_HELD_APART = 2
 def held_values(profile: Profile) -> tuple[frozenset[int], ...]:
     """Return, for each graph, the produced values that stay alive until the loss in every call, even if dropped.
 
-    Complexity: one pass over the events of forward.
+    The loss of a call is the last work of the forward that it is in.
+
+    Complexity: one pass over the events.
     """
-    events = list(profile.log.events())
-    end = next((at for at, event in enumerate(events) if event[0] == PHASE and event[1] == BACKWARD), len(events))
-    last_work = max((at for at in range(end) if events[at][0] in (OP, ALLOC, WORK)), default=end)
     made: dict[int, set[int]] = {}
-    for event in events[:last_work]:
-        if event[0] == OP:
-            op = profile.graph_of(profile.calls[event[1]]).ops[event[2]]
-            made.setdefault(event[1], set()).difference_update(op.inputs[:1] if op.mutates else ())
-            made[event[1]].update(op.outputs)
-        elif event[0] == DIES:
-            made.get(event[1], set()).discard(event[2])
+    for forward in _forwards(profile):
+        last_work = max((at for at, event in enumerate(forward) if event[0] in (OP, ALLOC, WORK)), default=len(forward))
+        here = {event[1] for event in forward if event[0] == OP}
+        for event in forward[:last_work]:
+            if event[0] == OP:
+                op = profile.graph_of(profile.calls[event[1]]).ops[event[2]]
+                made.setdefault(event[1], set()).difference_update(op.inputs[:1] if op.mutates else ())
+                made[event[1]].update(op.outputs)
+            elif event[0] == DIES and event[1] in here:
+                made.get(event[1], set()).discard(event[2])
     alive: dict[int, set[int]] = {}
     for index, call in enumerate(profile.calls):
         alive[call.graph] = made.get(index, set()) & alive.get(call.graph, made.get(index, set()))
     return tuple(frozenset(alive.get(graph, ())) for graph in range(len(profile.graphs)))
+
+
+def _forwards(profile: Profile) -> Iterator[list[Event]]:
+    """Yield the events of each forward of the step."""
+    events: list[Event] = []
+    phase = FORWARD
+    for event in profile.log.events():
+        if event[0] == PHASE:
+            phase = event[1]
+        if phase == FORWARD:
+            events.append(event)
+        elif events:
+            yield events
+            events = []
+    if events:
+        yield events
 
 
 def with_held(

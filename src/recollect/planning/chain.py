@@ -10,9 +10,12 @@ The program carries exact bytes; states closer than a thousandth of the range of
 survives. Each result is simulated; if the peak of a window differs from the model's, its base is corrected and the
 program runs again.
 
-Limitation: the model assumes that the peak of a window depends only on its own unit and the sum of the earlier ones.
-Where that fails (dropped outputs, several calls of one module), corrections make up for it, and the best simulated plan
-counts, whatever the model says.
+Units that run several times take one option for all their calls. A window then finds more alive than the units before its
+own: other passes through the same layers. How much, depends on the whole choice. The program assumes some amount, and the
+least one is taken that its own result does not exceed.
+
+Limitation: the model assumes that the peak of a window depends only on its own unit and the sum of what others keep. Where
+that fails (dropped outputs), corrections make up for it, and the best simulated plan counts, whatever the model says.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from recollect.planning.alive_calls import calls_besides
 from recollect.planning.candidate import Candidate
 from recollect.planning.option_table import Choice, OptionTable
 from recollect.plans.action import Action
@@ -35,6 +39,8 @@ __all__ = ["Chain", "Play", "Stage", "WorkingSets", "cheapest"]
 _NUM_CELLS = 1000
 _NO_LIMIT = 2**62
 _MOST_ROUNDS = 8
+# Halvings of the range of bytes that other passes through the units may keep.
+_NUM_BISECTIONS = 8
 
 _Kind = tuple[int, tuple[Action, ...], bool, int]
 WorkingSets = dict[tuple[_Kind, int], dict[int, int]]
@@ -81,6 +87,12 @@ class Chain:
         self._most_probes = most_probes
         self._order = sorted(range(len(table.rows)), key=lambda row: table.rows[row].calls[0])
         self._places = self._assign(windows)
+        units = [table.rows[row] for row in self._order]
+        self._others = calls_besides(
+            table.profile, windows, [u.calls for u in units], [position for position, _ in self._places]
+        )
+        # Bytes of what is alive besides the units before the window's own, as the model has them at present.
+        self._others_bytes = np.zeros(len(windows), dtype=np.int64)
         self._base = np.zeros(len(windows), dtype=np.int64)
         # Bytes withheld from the model in each window, because a plan that it thought would fit did not.
         self._refused = np.zeros(len(windows), dtype=np.int64)
@@ -91,17 +103,18 @@ class Chain:
         self._reference = tuple(
             row.outputs.index(Action.KEEP) if Action.KEEP in row.outputs else 0 for row in table.rows
         )
+        self._last: Choice | None = None
         # The probe with the lowest peak, for the model to fall back on.
         self._leanest: Candidate | None = None
         self._measure()
 
     def _assign(self, windows: Sequence[Window]) -> list[tuple[int, int]]:
         """Return, for each window, the chain position of its unit (-1: before the first), and its number there."""
-        first_calls = [self._table.rows[row].calls[0] for row in self._order]
+        position_of = {call: p for p, row in enumerate(self._order) for call in self._table.rows[row].calls}
         numbers: dict[tuple[int, int], int] = {}
         rows = []
         for window in windows:
-            position = int(np.searchsorted(first_calls, window.call, side="right")) - 1
+            position = position_of.get(window.call, -1)
             number = numbers.get((position, window.phase), 0)
             numbers[position, window.phase] = number + 1
             rows.append((position, 3 * number + window.phase))
@@ -163,7 +176,7 @@ class Chain:
         reads_dropped = False
         for index in self._order:
             row = self._table.rows[index]
-            kinds[index] = (row.graph, row.outputs, reads_dropped, index if len(row.calls) > 1 else -1)
+            kinds[index] = (row.graph, row.outputs, reads_dropped, len(row.calls))
             reads_dropped = row.output == Action.RECOMPUTE
         return kinds
 
@@ -172,6 +185,21 @@ class Chain:
         return self._working.setdefault((self._kinds[row], number), {})
 
     def _earlier(self, choice: Choice) -> list[int]:
+        """Return, for each window, the bytes kept by the calls that are alive, except its own."""
+        prefix = self._before(choice)
+        if self._others is None:
+            return prefix
+        return [before + int(more) for before, more in zip(prefix, self._bytes_of_others(choice), strict=True)]
+
+    def _bytes_of_others(self, choice: Choice, *, sign: int = 0) -> NDArray[np.int64]:
+        """Return, for each window, the bytes besides those before it; with a sign, of the counts above or below 0 only."""
+        counts = np.zeros((len(self._places), len(self._order))) if self._others is None else self._others
+        if sign:
+            counts = np.maximum(counts, 0.0) if sign > 0 else np.minimum(counts, 0.0)
+        kept = np.array([self._table.rows[row].options[choice[row]].kept_bytes for row in self._order], dtype=float)
+        return np.asarray(np.rint(counts @ kept), dtype=np.int64)
+
+    def _before(self, choice: Choice) -> list[int]:
         """Return, for each window, the bytes kept by the units before its own."""
         kept = (self._table.rows[row].options[choice[row]].kept_bytes for row in self._order)
         before = [0, *accumulate(kept)]
@@ -182,10 +210,14 @@ class Chain:
         choice = self._solve(budget_bytes)
         if choice is None:
             return math.inf
-        return math.fsum(self._table.rows[row].options[column].recompute_s for row, column in enumerate(choice))
+        rows = self._table.rows
+        return math.fsum(
+            rows[row].num_runs * rows[row].options[column].recompute_s for row, column in enumerate(choice)
+        )
 
     def correct(self, candidate: Candidate) -> None:
         """Correct the model by the simulated peaks of a candidate."""
+        self._last = candidate.choice
         earlier = self._earlier(candidate.choice)
         for window, (position, number) in enumerate(self._places):
             if position >= 0:
@@ -227,22 +259,59 @@ class Chain:
             position, number = self._places[window]
             if position >= 0:
                 bytes_of = _filled_in(self._working_of(self._order[position], number), len(own[position]))
-                own[position] = np.maximum(own[position], int(self._base[window] + self._refused[window]) + bytes_of)
+                own[position] = np.maximum(own[position], self._floor(window) + bytes_of)
         return own
+
+    def _floor(self, window: int) -> int:
+        """Return what the model adds to the working set of any option in a window, and to the bytes kept before it."""
+        return int(self._base[window] + self._refused[window] + self._others_bytes[window])
 
     def _stages(self, windows: Iterable[int]) -> list[Stage]:
         """Return the stages of the program, constrained by some windows only."""
-        options = [self._table.rows[row].options for row in self._order]
+        rows = [self._table.rows[row] for row in self._order]
         return [
             Stage(
-                kept_bytes=np.array([option.kept_bytes for option in choices], dtype=np.int64),
-                recompute_s=np.array([option.recompute_s for option in choices]),
+                kept_bytes=np.array([option.kept_bytes for option in row.options], dtype=np.int64),
+                recompute_s=row.num_runs * np.array([option.recompute_s for option in row.options]),
                 own_bytes=own_bytes,
             )
-            for choices, own_bytes in zip(options, self._own_bytes(windows), strict=True)
+            for row, own_bytes in zip(rows, self._own_bytes(windows), strict=True)
         ]
 
     def _solve(self, budget_bytes: int) -> Choice | None:
+        if self._others is None:
+            return self._solved(budget_bytes)
+        # What other passes keep depends on the whole choice. The more of it is assumed, the less a choice keeps: look for
+        # the least part of the most that is as much as the choice found with it.
+        most = self._bytes_of_others(self._table.fattest, sign=1)
+        gone = self._bytes_of_others(self._last or self._reference, sign=-1)
+        best: Choice | None = None
+        low, high = 0.0, 1.0
+        for _ in range(_NUM_BISECTIONS):
+            part = (low + high) / 2
+            self._others_bytes = gone + np.asarray(np.rint(part * most), dtype=np.int64)
+            found = self._solved(budget_bytes)
+            if found is None:
+                high = part
+                continue
+            self._others_bytes = gone + self._bytes_of_others(found, sign=1)
+            if self._fits(found, budget_bytes):
+                best, high = found, part
+            else:
+                best, low = best or found, part
+        return best
+
+    def _fits(self, choice: Choice, budget_bytes: int) -> bool:
+        """Return whether a choice fits the budget in the model as it is at present."""
+        own = self._own_bytes(range(len(self._places)))
+        options = [self._table.rows[row].options[choice[row]] for row in self._order]
+        before = accumulate((option.kept_bytes for option in options), initial=0)
+        return all(
+            kept + int(own[position][choice[row]]) <= budget_bytes
+            for position, (row, kept) in enumerate(zip(self._order, before, strict=False))
+        )
+
+    def _solved(self, budget_bytes: int) -> Choice | None:
         chosen = cheapest(self._stages(range(len(self._places))), budget_bytes)
         return None if chosen is None else self._choice_of(chosen)
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property, partial
 
+from recollect.planning.alive_calls import most_alive
 from recollect.planning.candidate import Candidate
 from recollect.planning.chain import Chain, WorkingSets
 from recollect.planning.known_costs import KnownCosts
@@ -78,6 +79,11 @@ class ChainSolver:
         self._priced = PricedSearch(profile, self._windows, self._peak_sums, self._options_of)
 
     @cached_property
+    def _num_alive(self) -> dict[str, int]:
+        """How many calls of each unit keep their output at once."""
+        return most_alive(self.profile, self._windows)
+
+    @cached_property
     def _working_bytes(self) -> list[int]:
         """Workspace for recomputing each layer."""
         leanest = {call.graph: 0 for call in self.profile.calls}
@@ -142,7 +148,9 @@ class ChainSolver:
         self, number: int, budget_bytes: int, estimates: dict[frozenset[str], tuple[float, int]]
     ) -> None:
         """Estimate choices of `number` outputs: seconds by the chain's model, then the lowest known peak."""
-        choices = {folded_outputs(self.profile, self._working_bytes, num_dropped=number)}
+        choices = {
+            folded_outputs(self.profile, self._working_bytes, num_dropped=number, num_alive=self._num_alive),
+        }
         choices |= {first_outputs(self.profile, longest=longest, num_dropped=number) for longest in _LONGEST_SEGMENTS}
         for dropped in sorted(choices - estimates.keys(), key=sorted):
             costs, chain = self._chain(dropped)

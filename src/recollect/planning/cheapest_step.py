@@ -101,7 +101,9 @@ class CheapestStep:
         self._times = times
         graphs = [profile.graph_of(call) for call in profile.calls]
         self._nbytes = np.array([rounded_bytes(profile, v.nbytes) for g in graphs for v in g.values], dtype=np.int64)
-        self._op_s = np.array([op.time_s for g in graphs for op in g.ops], dtype=float)
+        self._op_s = np.array(
+            [c.num_runs * op.time_s for c in profile.calls for op in profile.graph_of(c).ops], dtype=float
+        )
         # The op that can compute a value again, or -1.
         self._maker = np.array(
             [
@@ -228,7 +230,8 @@ class _Charges:
             unit = len(self.all_s)
             # The path of a module can be empty: its charge is not the unit's.
             number_of = {module: unit + 1 + number for number, (module, _) in enumerate(graph.module_tape_s)}
-            self.all_s += [graph.tape_s, *(module_s for _, module_s in graph.module_tape_s)]
+            seconds = (graph.tape_s, *(module_s for _, module_s in graph.module_tape_s))
+            self.all_s += [call.num_runs * charge_s for charge_s in seconds]
             units += [(number, unit) for number in number_of.values()]
             ops += [(first + index, number_of.get(module_of(op.name), unit)) for index, op in enumerate(graph.ops)]
         self._ops, self._units = (np.array(pairs, dtype=np.int64).reshape(-1, 2) for pairs in (ops, units))

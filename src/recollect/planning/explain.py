@@ -14,7 +14,7 @@ from recollect.plans.paths import compress_paths
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
-from recollect.simulation.layer_usage import LayerUsage, layer_usage
+from recollect.simulation.layer_usage import LayerUsage, kept_outside_bytes, layer_usage
 from recollect.simulation.simulate import simulate
 
 __all__ = ["Explained", "Explanation", "LayerGroup", "explain_plan"]
@@ -58,7 +58,8 @@ class Explained:
     Attributes:
         plan: with its predictions.
         groups: groups of layers, in forward order of the first layer.
-        kept_bytes: alive when backward begins, apart from what lives through the whole step.
+        kept_bytes: alive when backward begins, apart from what lives through the whole step; if it begins several times,
+            the most of them.
         outside_bytes: the part of `kept_bytes` made outside of all units, such as the loss and its logits.
         recomputed_ops, recompute_s: of the whole step.
         peak_bytes: peak of the whole step; `peak_at` says where.
@@ -161,7 +162,7 @@ def _explained(profile: Profile, plan: Plan) -> Explained:
         plan=plan,
         groups=_groups(accounts),
         kept_bytes=simulation.kept_bytes,
-        outside_bytes=simulation.kept_bytes - sum(account.kept_bytes for account in accounts),
+        outside_bytes=kept_outside_bytes(profile, plan),
         recomputed_ops=simulation.recomputed_ops,
         recompute_s=simulation.recompute_s,
         peak_bytes=simulation.peak_bytes,
@@ -179,7 +180,7 @@ def _groups(accounts: tuple[LayerUsage, ...]) -> tuple[LayerGroup, ...]:
     return tuple(
         LayerGroup(
             paths=tuple(compress_paths(list(dict.fromkeys(account.path for account in group)))),
-            num_layers=len(group),
+            num_layers=sum(account.num_runs for account in group),
             kept=dict(sorted(_added_up(group[0]).items(), key=lambda item: -item[1])),
             generator_bytes=group[0].generator_bytes,
             recomputed=dict(Counter(group[0].recomputed)),

@@ -36,7 +36,8 @@ class UnitRow:
     Attributes:
         path: module path of the unit.
         calls: indices in `Profile.calls`; several if the model runs the module several times.
-        graph: index in `Profile.graphs` of the first call.
+        graph: index in `Profile.graphs` of the call that saves most.
+        num_runs: seconds of all calls, in those of one run of that graph.
         output: action of the unit's output; the first one if options differ in it.
         options: from the leanest to the fattest.
         outputs: action of the unit's output for each option.
@@ -48,6 +49,7 @@ class UnitRow:
     output: Action
     options: tuple[Option, ...]
     outputs: tuple[Action, ...]
+    num_runs: float = 1.0
 
 
 class OptionTable:
@@ -153,14 +155,17 @@ def _rows(
     known: dict[tuple[int, tuple[Action, ...]], list[tuple[Option, Action]]] = {}
     rows = []
     for path, calls in calls_of.items():
-        graph = profile.calls[calls[0]].graph
+        graph = max((profile.calls[call].graph for call in calls), key=lambda g: profile.graphs[g].saved_bytes)
         fates: tuple[Action, ...] = (Action.RECOMPUTE,) if path in dropped_outputs else (Action.KEEP,)
         if path in free_outputs and path not in dropped_outputs:
             fates = (Action.KEEP, Action.RECOMPUTE)
         if (graph, fates) not in known:
             known[graph, fates] = _choices(profile.graphs[graph], fates, options_of)
         options, outputs = zip(*known[graph, fates], strict=True)
-        rows.append(UnitRow(path, tuple(calls), graph, fates[0], options, outputs))
+        runs = [profile.calls[call] for call in calls]
+        one_s = profile.graphs[graph].forward_s
+        num_runs = sum(r.num_runs * (profile.graph_of(r).forward_s / one_s if one_s else 1.0) for r in runs)
+        rows.append(UnitRow(path, tuple(calls), graph, fates[0], options, outputs, num_runs))
     return tuple(rows)
 
 

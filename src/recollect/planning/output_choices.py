@@ -8,8 +8,7 @@ stride the last segment is as long as the first, and the peak is higher than nec
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from recollect.profile.profile import Profile
@@ -27,28 +26,48 @@ __all__ = [
 
 
 def chains(profile: Profile) -> list[list[int]]:
-    """Return chains of calls (indices in `Profile.calls`) where each output is the input of the next call.
+    """Return chains of repeated layers where each output is the input of the next layer.
 
-    A chain has only repeated layers called once, since a shared module would drop its output in all calls; and only
-    outputs that no other call reads, since a skip connection would hold them anyway.
+    Layers are given by the index of their first call in `Profile.calls`. If they run several times, that holds for all of
+    their calls, since these share a decision. A chain has only outputs that no other call reads, since a skip connection
+    would hold them anyway.
     """
+    calls_of = _calls_of(profile)
+    following = _following(profile, calls_of)
+    result: list[list[int]] = []
+    for path, calls in calls_of.items():
+        if not profile.calls[calls[0]].repeated:
+            continue
+        if result and following.get(profile.calls[result[-1][-1]].path) == path:
+            result[-1].append(calls[0])
+        else:
+            result.append([calls[0]])
+    return result
+
+
+def _calls_of(profile: Profile) -> dict[str, list[int]]:
+    calls_of: dict[str, list[int]] = {}
+    for index, call in enumerate(profile.calls):
+        calls_of.setdefault(call.path, []).append(index)
+    return calls_of
+
+
+def _following(profile: Profile, calls_of: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Return for each layer the one that alone reads its output, and runs right after it every time."""
     readers: dict[int, set[int]] = {}
     for index, call in enumerate(profile.calls):
         for _, origin, _ in call.origins:
             readers.setdefault(origin, set()).add(index)
-    num_calls = Counter(call.path for call in profile.calls)
-    result: list[list[int]] = []
-    run: list[int] = []
-    for index, call in enumerate(profile.calls):
-        if not call.repeated or num_calls[call.path] > 1:
-            run = []
+    found = {}
+    for path, calls in calls_of.items():
+        is_chained = all(profile.calls[i].chained and readers.get(i, set()) <= {i + 1} for i in calls)
+        if not is_chained or calls[-1] + 1 >= len(profile.calls):
             continue
-        if not run:
-            result.append(run)
-        run.append(index)
-        if not call.chained or readers.get(index, set()) - {index + 1}:
-            run = []
-    return result
+        others = {profile.calls[i + 1].path for i in calls}
+        other = others.pop()
+        if not others and len(calls_of[other]) == len(calls) and profile.calls[calls[0] + 1].repeated:
+            found[path] = other
+    return found
 
 
 def longest_chain(profile: Profile) -> int:
@@ -93,7 +112,9 @@ def most_folded(profile: Profile) -> int:
     return sum(len(chain) - 1 for chain in chains(profile))
 
 
-def folded_outputs(profile: Profile, working_bytes: Sequence[int], *, num_dropped: int) -> frozenset[str]:
+def folded_outputs(
+    profile: Profile, working_bytes: Sequence[int], *, num_dropped: int, num_alive: Mapping[str, int] | None = None
+) -> frozenset[str]:
     """Return the paths of `num_dropped` units whose output to drop, assuming that layers keep nothing but outputs.
 
     Segments are cut from the first layer on, each as long as a limit on kept outputs plus workspace allows; the limit
@@ -103,6 +124,7 @@ def folded_outputs(profile: Profile, working_bytes: Sequence[int], *, num_droppe
         profile: the recorded step.
         working_bytes: workspace for recomputing each call.
         num_dropped: number of outputs, `most_folded` at most.
+        num_alive: for each unit, how many of its calls keep an output at once; by default one.
 
     Complexity: about 60 passes over the calls.
     """
@@ -112,7 +134,8 @@ def folded_outputs(profile: Profile, working_bytes: Sequence[int], *, num_droppe
                 value.nbytes
                 for value in profile.graph_of(call).values
                 if value.is_output and value.producer is not None
-            ),
+            )
+            * (num_alive or {}).get(call.path, 1),
             w,
         )
         for call, w in zip(profile.calls, working_bytes, strict=True)
@@ -157,14 +180,16 @@ def first_outputs(profile: Profile, *, longest: int, num_dropped: int) -> frozen
 def single_outputs(profile: Profile) -> frozenset[str]:
     """Return the paths of units outside segments that can still drop their output: embedding, last layer, final norm.
 
-    They run once and backward reads their output itself, so the options of the unit alone price dropping it.
+    Backward reads their output itself, so the options of the unit alone price dropping it. A layer that feeds itself or
+    another layer in some of its calls would lengthen their segments.
     """
-    num_calls = Counter(call.path for call in profile.calls)
+    calls_of = _calls_of(profile)
+    feeding = {profile.calls[source].path for call in profile.calls if call.repeated for _, source, _ in call.origins}
     inner = {profile.calls[index].path for chain in chains(profile) for index in chain[:-1]}
     return frozenset(
         call.path
         for call in profile.calls
         if call.path not in inner
-        and num_calls[call.path] == 1
+        and (len(calls_of[call.path]) == 1 or not call.repeated or call.path not in feeding)
         and any(v.is_output and v.saved and v.producer is not None for v in profile.graph_of(call).values)
     )

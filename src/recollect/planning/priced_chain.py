@@ -74,11 +74,12 @@ class PricedChain(Chain):
         super().__init__(table, windows, play, most_probes=most_probes)
 
     def _earlier(self, choice: Choice) -> list[int]:
+        # What other passes keep is left to the corrections.
         unheld = [0, *accumulate(self._unheld[row][choice[row]] for row in self._order)]
         return [
             unheld[max(0, position)] if is_forward else kept
             for (position, _), is_forward, kept in zip(
-                self._places, self._is_forward, super()._earlier(choice), strict=True
+                self._places, self._is_forward, self._before(choice), strict=True
             )
         ]
 

@@ -8,7 +8,8 @@ seconds, and workspace (bytes of recomputed values, which the unit needs in back
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from recollect.planning.hull import Evaluator, Option, unit_hull
@@ -17,6 +18,12 @@ from recollect.plans.value_names import module_of
 from recollect.profile.graph import UnitGraph
 
 __all__ = ["unit_options", "working_bytes"]
+
+# Ops of the units that all variations go through: a second or two.
+_OPS_OF_ALL_VARIATIONS = 600_000
+_FEWEST_VARIATIONS = 128
+# Vary each hull option by at least so many values, before varying more of them.
+_FEWEST_VALUES = 32
 
 
 def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options: int = 64) -> tuple[Option, ...]:
@@ -27,7 +34,8 @@ def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options
         output: "keep" if the unit's output stays in memory anyway.
         most_options: the most to return, unless the hull alone has more.
 
-    Complexity: one pass over the unit for each hull option and value.
+    Complexity: one pass over the unit for each hull option and value; in units of more than a few hundred ops, for some
+        hull options and the largest values only.
     """
     hull = unit_hull(graph, output=output)
     # The hull without overhead of the tape adds corners: small savings that the overhead per module hides.
@@ -35,13 +43,26 @@ def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options
     corners = [*hull, *(option for option in free if option not in hull)]
     produced = _produced(graph)
     useful = {v for option in corners for v in option.keep} | {i for i in produced if graph.values[i].saved}
+    most_variations = max(_FEWEST_VARIATIONS, _OPS_OF_ALL_VARIATIONS // max(1, len(graph.ops)))
+    varied = _spread(corners, most_variations // _FEWEST_VALUES)
+    values = _largest(graph, useful & produced, most_variations // len(varied))
     variations = itertools.chain(
         (option.keep for option in corners),
-        (option.keep ^ {value} for option in corners for value in sorted(useful & produced)),
-        (keep for option in corners for keep in _without_modules(graph, option)),
+        (option.keep ^ {value} for option in varied for value in values),
+        itertools.islice((keep for option in varied for keep in _without_modules(graph, option)), most_variations),
     )
     rest = _undominated(graph, _evaluated(graph, variations, hull, output))
     return _thinned(rest, frozenset(option.keep for option in hull), most_options)
+
+
+def _spread(options: Sequence[Option], most: int) -> Sequence[Option]:
+    """Return at most so many of the options, evenly spread."""
+    return options if len(options) <= most else [options[len(options) * i // most] for i in range(most)]
+
+
+def _largest(graph: UnitGraph, values: Collection[int], most: int) -> list[int]:
+    """Return at most so many of the values, the largest, in order."""
+    return sorted(sorted(values, key=lambda v: (-graph.values[v].nbytes, v))[:most])
 
 
 def _without_modules(graph: UnitGraph, option: Option) -> Iterator[frozenset[int]]:
@@ -62,22 +83,36 @@ def _evaluated(
     """Return the options of the hull and those that keep these values, without duplicates."""
     seen = {option.keep: option for option in hull}
     evaluator = Evaluator(graph, output=output)
+    lost = {i for i, value in enumerate(graph.values) if value.mutated_later and not value.saved}
     for keep in keeps:
         option = evaluator.option(keep)
-        if not any(graph.values[v].mutated_later and not graph.values[v].saved for v in option.keep):
+        if lost.isdisjoint(option.keep):
             seen.setdefault(option.keep, option)
     return list(seen.values())
 
 
 def _undominated(graph: UnitGraph, options: Iterable[Option]) -> list[Option]:
     """Return the options that no other dominates, in order of bytes."""
-    measured = [(option.kept_bytes, option.recompute_s, working_bytes(graph, option), option) for option in options]
+    made_bytes = [sum(graph.values[v].nbytes for v in op.outputs) for op in graph.ops]
+    measured = [
+        (option.kept_bytes, option.recompute_s, sum(map(made_bytes.__getitem__, option.recompute_ops)), option)
+        for option in options
+    ]
     measured.sort(key=lambda m: m[:3])
-    kept: list[tuple[int, float, int, Option]] = []
-    for candidate in measured:
-        if not any(other[1] <= candidate[1] and other[2] <= candidate[2] for other in kept):
-            kept.append(candidate)
-    return [option for *_, option in kept]
+    # Of those so far, in order of seconds: each one with fewer working bytes than all that are faster.
+    seconds: list[float] = []
+    working: list[int] = []
+    kept: list[Option] = []
+    for _, recompute_s, own_bytes, option in measured:
+        after = bisect_right(seconds, recompute_s)
+        if after and working[after - 1] <= own_bytes:
+            continue
+        kept.append(option)
+        end = after
+        while end < len(seconds) and working[end] >= own_bytes:
+            end += 1
+        seconds[after:end], working[after:end] = [recompute_s], [own_bytes]
+    return kept
 
 
 def working_bytes(graph: UnitGraph, option: Option) -> int:

@@ -28,7 +28,8 @@ class Tape:
 class Region:
     """Run the whole module again when backward first asks for something; its inputs and output are kept.
 
-    For modules that the tape cannot see into. Side effects of the module's Python happen twice.
+    For modules that the tape cannot see into. The module's Python runs twice; its buffers, attributes and random numbers are
+    the second time what they were the first, but what it does outside itself happens twice.
     """
 
     word: ClassVar[EngineWord] = "region"

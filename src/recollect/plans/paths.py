@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["compress_paths", "expand_paths", "is_plain"]
+__all__ = ["compress_paths", "expand_paths", "is_plain", "unit_words"]
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 _RANGE = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})", re.ASCII)
@@ -20,6 +20,16 @@ _LONGEST_RANGE = 100_000
 def is_plain(path: str) -> bool:
     """Whether no component of the path could be mistaken for a range."""
     return not any(_RANGE.fullmatch(part) for part in path.split("."))
+
+
+def unit_words(path: str, kind: str = "unit") -> str:
+    """Return words for a unit in a message; the path of the model itself is empty.
+
+    Example:
+        >>> unit_words("layers.0"), unit_words("")
+        ("unit 'layers.0'", 'the model')
+    """
+    return f"{kind} {path!r}" if path else "the model"
 
 
 def compress_paths(paths: Sequence[str]) -> list[str]:

@@ -32,7 +32,7 @@ def unit_table(units: Mapping[str, UnitPlan], *, loss: str = "") -> list[str]:
     """Return lines that say what each group of units keeps, and what happens to the loss if `loss` is not empty."""
     paths_of: dict[tuple[str, ...], list[str]] = {}
     for path, unit in units.items():
-        paths_of.setdefault(tuple(_unit_items(unit)), []).append(path)
+        paths_of.setdefault(tuple(_unit_items(unit)), []).append(path or "the model")
     rows = [(label_paths(paths), list(items)) for items, paths in paths_of.items()]
     rows.append(("all others" if rows else "all units", ["keep all"]))
     if loss:
@@ -45,7 +45,7 @@ def changed_units(old: Mapping[str, UnitPlan], new: Mapping[str, UnitPlan]) -> l
     paths_of: dict[tuple[str, ...], list[str]] = {}
     for path in dict.fromkeys([*old, *new]):
         if items := _unit_changes(old.get(path), new.get(path)):
-            paths_of.setdefault(tuple(items), []).append(path)
+            paths_of.setdefault(tuple(items), []).append(path or "the model")
     return _table([(label_paths(paths), list(items)) for items, paths in paths_of.items()])
 
 
@@ -102,7 +102,7 @@ def _unit_items(unit: UnitPlan) -> list[str]:
         return ["keep all"]
     and_output = " and the output" if unit.output is Action.RECOMPUTE else ""
     if isinstance(unit.engine, Region):
-        return [f"re-run the module{', recompute the output' if and_output else ''}"]
+        return [f"run the whole module, its Python too, twice{', recompute the output' if and_output else ''}"]
     summary = summarise_names(unit.actions)
     if set(summary) <= {Action.RECOMPUTE}:
         return ["recompute all" + and_output if summary else "recompute the output"]

@@ -44,6 +44,7 @@ def encode_graph(graph: UnitGraph) -> dict[str, Any]:
             }
             for op in graph.ops
         ],
+        **({"buffer_bytes": graph.buffer_bytes} if graph.buffer_bytes else {}),
         **({"tape_s": graph.tape_s} if graph.tape_s else {}),
         **({"module_tape_s": dict(graph.module_tape_s)} if graph.module_tape_s else {}),
     }
@@ -57,6 +58,7 @@ def encode_call(call: UnitCall) -> dict[str, Any]:
         **_encode_flags(call, _CALL_FLAGS),
         **({"origins": call.origins} if call.origins else {}),
         **({"outside": call.outside} if call.outside else {}),
+        **({"num_runs": call.num_runs} if call.num_runs > 1 else {}),
     }
 
 
@@ -78,6 +80,7 @@ def decode_graph(graph: Field) -> UnitGraph:
         values=tuple(_decode_value(value) for value in graph.get("values").array()),
         ops=tuple(_decode_op(op) for op in graph.get("ops").array()),
         tape_s=0.0 if tape is None else tape.number(),
+        buffer_bytes=_decode_bytes(graph, "buffer_bytes"),
         module_tape_s=() if modules is None else tuple((m, modules.get(m).number()) for m in modules.keys()),
     )
 
@@ -111,12 +114,13 @@ def _decode_value(value: Field) -> ValueRecord:
 
 def decode_call(call: Field) -> UnitCall:
     """Read a call; raise the document's error at what cannot be."""
-    origins, outside = call.find("origins"), call.find("outside")
+    origins, outside, num_runs = call.find("origins"), call.find("outside"), call.find("num_runs")
     return UnitCall(
         path=call.get("path").text(),
         graph=call.get("graph").integer(least=0),
         origins=() if origins is None else tuple(_decode_origin(origin) for origin in origins.array()),
         outside=() if outside is None else tuple(_decode_outside(entry) for entry in outside.array()),
+        num_runs=1 if num_runs is None else num_runs.integer(least=1),
         **_decode_flags(call, _CALL_FLAGS),
     )
 

@@ -74,6 +74,7 @@ class UnitGraph:
         tape_s: overhead of the tape in forward, whatever is dropped; a unit has to be on the tape to drop anything.
         module_tape_s: (module path, seconds): extra overhead in forward if any value that the module computes is dropped,
             since the tape then has to see all of the module's ops.
+        buffer_bytes: bytes of the module's buffers that are copied in forward if the module is to be re-run as a whole.
 
     Raises:
         ValueError: an index out of range, a producer that does not list its value, an op that reads a value computed
@@ -92,11 +93,14 @@ class UnitGraph:
     ops: tuple[OpRecord, ...]
     tape_s: float = 0.0
     module_tape_s: tuple[tuple[str, float], ...] = ()
+    buffer_bytes: int = 0
 
     def __post_init__(self) -> None:
         for where, tape_s in (("tape_s", self.tape_s), *((f"module_tape_s[{m!r}]", s) for m, s in self.module_tape_s)):
             if not (math.isfinite(tape_s) and tape_s >= 0):
                 raise ValueError(f"{where}: got {tape_s} s, expected a finite number, 0 or more")
+        if self.buffer_bytes < 0:
+            raise ValueError(f"buffer_bytes: got {self.buffer_bytes}, expected 0 or more")
         names: set[str] = set()
         for index, value in enumerate(self.values):
             self._check_value(index, value)
@@ -167,6 +171,10 @@ class UnitCall:
             from an earlier unit's input.
         origins: for each value that another call computed: (value, index of that call, index of the value there).
         outside: for each value computed between units: (value, number of its storage in the log).
+        num_runs: the number of equal runs of the real step that this one stands for; see `recollect.profile.repeated_steps`.
+
+    Raises:
+        ValueError: fewer than one run.
     """
 
     path: str
@@ -175,3 +183,8 @@ class UnitCall:
     chained: bool = False
     origins: tuple[tuple[int, int, int], ...] = ()
     outside: tuple[tuple[int, int], ...] = ()
+    num_runs: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_runs < 1:
+            raise ValueError(f"num_runs of {self.path!r}: got {self.num_runs}, expected 1 or more")

@@ -35,7 +35,8 @@ from recollect.profile.graph import UnitCall, UnitGraph
 __all__ = ["Profile"]
 
 _FORMAT = "recollect.profile"
-_VERSION = 1
+# 2: a call may stand for several runs. Readers of version 1 would take it for one, and predict too little recompute.
+_VERSION = 2
 _TEXTS = ("device", "device_name", "torch_version", "model_class", "batch")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, TypeAlias
 
 from recollect.costs.modelled_costs import ModelledCosts
@@ -26,7 +27,11 @@ def assemble(recorder: StepRecorder, costs: Costs, layers: set[str], **facts: An
         costs: that the ops ran with.
         layers: paths of the units that are repeated layers.
         **facts: the other fields of the profile.
+
+    Warns:
+        UserWarning: none of the layers ran.
     """
+    _warn_if_none_ran(layers, {call.path for call in recorder.calls}, facts.get("model_class", "the model"))
     graphs: dict[UnitGraph, int] = {}
     graph_of_call = [graphs.setdefault(_graph(call, costs), len(graphs)) for call in recorder.calls]
     sources = [{source for source, _ in call.origins} for call in recorder.calls]
@@ -46,6 +51,18 @@ def assemble(recorder: StepRecorder, costs: Costs, layers: set[str], **facts: An
     step_s += math.fsum(costs.seconds_of(run) for run in recorder.other_runs)
     log = StepLog(blocks=(_resolved(recorder, costs),), sequence=((0, -1),))
     return Profile(graphs=tuple(graphs), calls=calls, log=log, step_s=step_s, **facts)
+
+
+def _warn_if_none_ran(layers: set[str], ran: set[str], model_class: str) -> None:
+    """Warn of a model that runs what is in its layers one by one: nothing of it could be recomputed, and without a word."""
+    if not layers or layers & ran:
+        return
+    first = sorted(layers)[0]
+    warnings.warn(
+        f"none of the {len(layers)} layers of {model_class} ran, such as {first!r}: its forward does not call them, but "
+        'perhaps what is in them, so they recompute nothing. Name modules that it calls, or plan it as one: units=[""].',
+        stacklevel=2,
+    )
 
 
 def _resolved(recorder: StepRecorder, costs: Costs) -> tuple[Event, ...]:
@@ -90,4 +107,4 @@ def _graph(call: RecordedCall, costs: Costs) -> UnitGraph:
         )
         for op in call.ops
     )
-    return UnitGraph(values, ops)
+    return UnitGraph(values, ops, buffer_bytes=call.buffer_bytes)

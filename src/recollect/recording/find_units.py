@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
 from recollect.errors import UnknownNameError, UnsupportedModelError
-
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+from recollect.plans.paths import unit_words
+from recollect.recording.repeated_layers import NOT_CALLED, find_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +25,16 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
     """Split a model into units, in the order of its module tree.
 
     Layers are the outermost modules of a class that occurs at least twice among the children of one `ModuleList`,
-    `Sequential` or `ModuleDict`; if there are none, among the children of any module. An only child of such a container is a
-    layer too if it contains a module of a layer's class (multi-token prediction of depth 1). Modules without children, such
-    as `nn.Linear`, are never layers. Everything else (embedding, final norm, head) is split into units as large as possible.
+    `Sequential` or `ModuleDict`; if there are none, `find_layers` says what is taken instead, at last the model as one layer.
+    An only child of such a container is a layer too if it contains a module of a layer's class (multi-token prediction of
+    depth 1). Everything else (embedding, final norm, head) is split into units as large as possible.
 
     Args:
         model: any module.
         paths: module paths of the layers, to choose them by hand.
 
     Raises:
-        UnsupportedModelError: the model has no repeated layers and `paths` is not given.
+        UnsupportedModelError: there is nothing to plan in the model, or `paths` is empty.
         UnknownNameError: one of `paths` is not a module of the model, or lies inside another one.
 
     Example:
@@ -50,12 +49,12 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
         ... ]
         ['stem', 'layers.0', 'layers.1']
     """
-    layers = _named_layers(model, paths) if paths is not None else _repeated_layers(model)
+    layers = _named_layers(model, paths) if paths is not None else find_layers(model)
     if not layers:
         raise UnsupportedModelError(
-            f"found no repeated layers in {type(model).__name__}: expected a ModuleList, Sequential or module with at least "
-            "two children of one class that have children themselves. Name the modules to plan, for example "
-            'units=["encoder", "decoder"].'
+            f"found nothing to plan in {type(model).__name__}: expected a module that computes something with parameters of "
+            'its own or of its children. Name the modules to plan, for example units=["encoder", "decoder"]; units=[""] is '
+            "the model as a whole."
         )
     units = _cover(model, "", layers)
     missing = sorted(layers - {unit.path for unit in units})
@@ -76,50 +75,9 @@ def _named_layers(model: nn.Module, paths: Iterable[str]) -> set[str]:
         outer = [other for other in chosen if path.startswith(f"{other}.") or (other == "" and path)]
         if outer:
             raise UnknownNameError(
-                kind="separate unit", name=path, known=outer, where=f"unit {outer[0]!r} contains it:"
+                kind="separate unit", name=path, known=outer, where=f"{unit_words(outer[0])} contains it:"
             )
     return chosen
-
-
-def _repeated_layers(model: nn.Module) -> set[str]:
-    found = _outermost_repeated(model, "", _CONTAINERS)
-    if found:
-        return found | _lone_layers(model, found)
-    return _outermost_repeated(model, "", (nn.Module,))
-
-
-def _lone_layers(model: nn.Module, found: set[str]) -> set[str]:
-    """Return the paths of only children, outside the layers found, that contain a module of a layer's class."""
-    classes = {type(model.get_submodule(path)) for path in found}
-    lone: set[str] = set()
-    for path, container in model.named_modules():
-        children = list(container.named_children())
-        if not isinstance(container, _CONTAINERS) or len(children) != 1:
-            continue
-        name, child = children[0]
-        if isinstance(child, _CONTAINERS):
-            continue
-        only = f"{path}.{name}" if path else name
-        is_apart = not any(f"{only}.".startswith(f"{other}.") or other.startswith(f"{only}.") for other in found | lone)
-        if is_apart and any(type(module) in classes for module in child.modules()):
-            lone.add(only)
-    return lone
-
-
-def _outermost_repeated(parent: nn.Module, prefix: str, parents: tuple[type[nn.Module], ...]) -> set[str]:
-    children = [(f"{prefix}{name}", child) for name, child in parent.named_children()]
-    repeated: set[str] = set()
-    if isinstance(parent, parents):
-        count = Counter(type(child) for _, child in children)
-        repeated = {
-            path
-            for path, child in children
-            if count[type(child)] > 1 and not isinstance(child, _CONTAINERS) and any(True for _ in child.children())
-        }
-    for path, child in children:
-        if path not in repeated:
-            repeated |= _outermost_repeated(child, f"{path}.", parents)
-    return repeated
 
 
 def _cover(module: nn.Module, path: str, layers: set[str]) -> list[Unit]:
@@ -128,7 +86,7 @@ def _cover(module: nn.Module, path: str, layers: set[str]) -> list[Unit]:
         return [Unit(path, module, is_layer=True)]
     prefix = f"{path}." if path else ""
     if not any(layer.startswith(prefix) for layer in layers):
-        return [Unit(path, module, is_layer=False)] if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) else []
+        return [Unit(path, module, is_layer=False)] if not isinstance(module, NOT_CALLED) else []
     units: list[Unit] = []
     for name, child in module.named_children():
         units += _cover(child, f"{prefix}{name}", layers)

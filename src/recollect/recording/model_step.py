@@ -1,23 +1,44 @@
-"""Run a user's training step: pass the batch, find the loss, and restore the model's state afterwards."""
+"""Run the step that most loops have: pass the batch to the model, find the loss in its output, go backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from recollect._torch_private import DATA_DEPENDENT, tree_leaves
 from recollect.errors import RecollectError, RecordError
+from recollect.recording.optimizers import Optimizers, state_tensors
 
 LossFunction = Callable[[Any], torch.Tensor]
-T = TypeVar("T")
 
 
-def run_forward(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> torch.Tensor:
-    """Run the model on a batch and return the loss, a scalar that requires grad.
+def run_step(model: nn.Module, batch: Any, loss_fn: LossFunction | None, *, holds_output: bool = True) -> object:
+    """Run forward, loss and backward; return what the loop holds then.
+
+    Args:
+        model: see `record`.
+        batch: see `record`.
+        loss_fn: see `record`.
+        holds_output: as `out = model(**batch); out.loss.backward()` does; otherwise only the loss is held, until it returns.
+
+    Raises:
+        RecordError: see `run_forward`.
+    """
+    output, loss = run_forward(model, batch, loss_fn)
+    if not holds_output:
+        del output
+        loss.backward()
+        return None
+    loss.backward()
+    return output, loss
+
+
+def run_forward(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> tuple[Any, torch.Tensor]:
+    """Run the model on a batch; return its output and the loss, a scalar that requires grad.
 
     Raises:
         RecordError: the model rejected the batch; there is no loss; or the loss is not a scalar, or depends on no trained
@@ -44,7 +65,24 @@ def run_forward(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> t
             f"the loss of {name} does not require grad: no parameter that it depends on is trained, or forward ran under "
             "torch.no_grad(). Set requires_grad on what you train."
         )
-    return loss
+    return output, loss
+
+
+def check_step(model: nn.Module, batch: Any, step: Callable[[], object] | None) -> None:
+    """Check that there is a step to run, and a model to run it.
+
+    Raises:
+        RecordError: both or neither of batch and step; a parameter has no shape yet.
+    """
+    name = type(model).__name__
+    if (batch is None) == (step is None):
+        given = "neither" if step is None else "both"
+        raise RecordError(f"{name}: got {given} of batch and step, expected one: a batch, or a step that you run.")
+    for path, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise RecordError(
+                f"cannot record {name}: its parameter {path!r} has no shape before the first forward. Run the model once."
+            )
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -86,39 +124,9 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
     return next((t.device for t in candidates if t.device.type != "meta"), torch.device("cpu"))
 
 
-def resident_tensors(
-    model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None
-) -> list[torch.Tensor]:
+def resident_tensors(model: nn.Module, batch: Any, optimizers: Optimizers = None) -> list[torch.Tensor]:
     """Return the tensors in memory before a step: parameters, gradients, buffers, batch, and optimizer state so far."""
     parameters = list(model.parameters())
-    state = [] if optimizer is None else tree_leaves([dict(entry) for entry in optimizer.state.values()])
-    found = [*parameters, *(p.grad for p in parameters), *model.buffers(), *tree_leaves(batch), *state]
+    found = [*parameters, *(p.grad for p in parameters), *model.buffers(), *tree_leaves(batch)]
+    found += state_tensors(optimizers)
     return [item for item in found if isinstance(item, torch.Tensor)]
-
-
-@contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Restore gradients, buffers and random generators after the block, in which steps may run."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    cuda_devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    try:
-        with torch.random.fork_rng(devices=cuda_devices), restored_buffers(model):
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
-@contextmanager
-def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers (batch norm statistics) after the block."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)

@@ -1,24 +1,40 @@
 """Record the memory of an optimizer step: the state it will hold, and the tensors that it makes and frees.
 
-A twin of the optimizer, on the same device and with the same settings, steps over tiny parameters. Each parameter shape is
-represented by a unique number of elements, so that a tensor that the twin makes reveals whose size it has. The real optimizer
-is not touched, and its state is known before its first step.
+A twin of the optimizer, with the same settings, steps over parameters of its own. The real optimizer is not touched, and its
+state is known before its first step.
+
+If the step is one of PyTorch's, the twin's parameters are tiny and on the same device. Each parameter shape is represented by
+a unique number of elements, so that a tensor that the twin makes reveals whose size it has. Other optimizers may treat small
+parameters in another way (8-bit optimizers leave them in full precision), so their twins get fake parameters of the real
+sizes; where fake tensors do not work, tiny ones. Steps that are compiled run as they are written.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 import warnings
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from recollect._torch_private import TorchDispatchMode, tree_leaves
+from recollect.measuring.meter import storages_of
 from recollect.profile import events
 from recollect.profile.allocator_blocks import block_bytes
+from recollect.recording.lbfgs_memory import lbfgs_memory
+from recollect.recording.optimizer_twin import AnyNumber, give_gradients, make_twin
+from recollect.recording.optimizers import (
+    Optimizers,
+    on_device,
+    optimizers_in,
+    present_state_bytes,
+    state_tensors,
+    tensors_in,
+)
+from recollect.recording.tiny_shapes import TinyShapes
 
 _TRACKER = "_recollect_optimizer_tracker"
 
@@ -34,128 +50,155 @@ class OptimizerStep:
         """Return the events with some more bytes alive throughout; without events, none."""
         if not self.events or not nbytes:
             return self.events
-        number = 1 + max(event[1] for event in self.events)
+        number = self._next_number()
         return ((events.ALLOC, number, nbytes), *self.events, (events.FREE, number))
 
+    def then(self, other: OptimizerStep) -> OptimizerStep:
+        """Return this step followed by one of another optimizer, with the state of both."""
+        first = self._next_number()
+        later = tuple((code, first + number, *size) for code, number, *size in other.events)
+        return OptimizerStep(self.state_bytes + other.state_bytes, self.events + later)
 
-def record_optimizer_step(optimizer: torch.optim.Optimizer | None, device: torch.device) -> OptimizerStep:
-    """Return the memory events and the state of a step of this optimizer.
+    def _next_number(self) -> int:
+        return 1 + max((event[1] for event in self.events), default=-1)
+
+
+def record_optimizer_step(optimizers: Optimizers, device: torch.device) -> OptimizerStep:
+    """Return the memory events and the state of a step of the optimizers, one after the other.
 
     Args:
-        optimizer: not changed, not stepped; None for none.
+        optimizers: one, several, or wrappers around them (see `optimizers_in`); not changed, not stepped; None for none.
+            Where each trained parameter has state already, that is what counts.
         device: where the parameters are, or will be if they are fake.
 
+    Raises:
+        RecordError: something in it is no optimizer.
+
     Warns:
-        UserWarning: the optimizer's class cannot be constructed from its parameter groups. Its present state counts
-            instead, and temporaries are assumed to be as large as the largest parameter.
+        UserWarning: a step cannot be tried out. The optimizer's present state counts instead, and temporaries are assumed
+            to be as large as the largest parameter.
     """
-    parameters = [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
-    if optimizer is None or not any(parameter.requires_grad for parameter in parameters):
-        return OptimizerStep(0, ())
+    total = OptimizerStep(0, ())
+    for optimizer in optimizers_in(optimizers):
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if not trained:
+            continue
+        step = _recorded(optimizer, device)
+        if all(tensors_in(optimizer.state.get(parameter)) for parameter in trained):
+            step = replace(step, state_bytes=present_state_bytes(optimizer, device))
+        total = total.then(step)
+    return total
+
+
+def _recorded(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerStep:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return OptimizerStep(*lbfgs_memory(optimizer, device))
+    is_pytorchs = type(optimizer).step.__module__.startswith("torch.")
     try:
-        twin, sizes = _make_twin(optimizer, device)
-        _give_gradients(twin)
-        twin.step()
+        # Compiled code would take its time to compile, and hide what it makes.
+        with torch.compiler.set_stance("force_eager"):
+            if is_pytorchs:
+                return _with_tiny_sizes(optimizer, device)
+            try:
+                return _with_real_sizes(optimizer, device)
+            except Exception:  # Its kernels may not work on fake tensors.
+                return _with_tiny_sizes(optimizer, device)
     except Exception as error:  # A foreign optimizer may raise anything.
-        return _from_present_state(optimizer, error)
-    state = {id(t): t for t in tree_leaves([dict(s) for s in twin.state.values()]) if isinstance(t, torch.Tensor)}
-    # Some optimizers keep step counts in tensors on the CPU.
-    on_device = [tensor for tensor in state.values() if tensor.device.type == device.type]
-    state_bytes = sum(block_bytes(_real_bytes(tensor, sizes), device.type) for tensor in on_device)
-    watcher = _Watcher(sizes)
-    _give_gradients(twin)
-    with watcher:
-        twin.step()
-    watcher.is_over = True
-    return OptimizerStep(state_bytes, tuple(watcher.events))
+        return _from_present_state(optimizer, device, error)
 
 
-class _Code:
-    """Maps parameter shapes to tiny shapes, whose numbers of elements identify them."""
+def _with_tiny_sizes(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerStep:
+    shapes = TinyShapes()
 
-    def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}
-        self._shapes: dict[tuple[int, ...], list[int]] = {}
-        # Products of two different primes are not prime, so parameters, their rows and their columns cannot be confused;
-        # and none is 1, the size of the scalars that optimizers keep.
-        self._primes = (n for n in count(2) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+    def stand_in(parameter: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(shapes.tiny(parameter.shape), dtype=parameter.dtype, device=device, requires_grad=True)
 
-    def tiny(self, shape: torch.Size) -> list[int]:
-        """Return the tiny shape that represents a parameter's shape."""
-        if shape not in self._shapes:
-            numel = shape.numel()
-            if len(shape) < 2:
-                code = [next(self._primes)]
-            else:
-                code = [1] * (len(shape) - 2) + [next(self._primes), next(self._primes)]
-                # Adafactor keeps a row and a column of a matrix instead of the whole.
-                self.sizes[code[-2]] = numel // max(shape[-1], 1)
-                self.sizes[code[-1]] = numel // max(shape[-2], 1)
-            self.sizes[math.prod(code)] = numel
-            self._shapes[shape] = code
-        return self._shapes[shape]
+    twin = make_twin(optimizer, stand_in)
+    events = _tried_out(twin, device, lambda tensor, _: shapes.real_bytes(tensor))
+    state = {id(tensor): tensor for tensor in on_device(state_tensors(twin), device)}
+    nbytes = [block_bytes(shapes.real_bytes(tensor), device.type) for tensor in state.values()]
+    return OptimizerStep(sum(nbytes), events)
 
 
-def _make_twin(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[torch.optim.Optimizer, dict[int, int]]:
-    shapes = _Code()
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-        tiny = [torch.zeros(shapes.tiny(p.shape), dtype=p.dtype, device=device, requires_grad=True) for p in trained]
-        if tiny:
-            groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": tiny})
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-    return type(optimizer)(groups, **defaults), shapes.sizes
+def _with_real_sizes(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerStep:
+    fakes = AnyNumber(allow_non_fake_inputs=True)
 
+    def stand_in(parameter: torch.Tensor) -> torch.Tensor:
+        with fakes:
+            return torch.zeros(parameter.shape, dtype=parameter.dtype, device=device, requires_grad=True)
 
-def _give_gradients(twin: torch.optim.Optimizer) -> None:
+    twin = make_twin(optimizer, stand_in)
     for group in twin.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.ones_like(parameter)
+        # PyTorch's default, which it does not choose for fake tensors.
+        if device.type == "cuda" and group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+    events = _tried_out(twin, device, lambda _, storage: storage.nbytes(), fakes)
+    return OptimizerStep(present_state_bytes(twin, device), events)
 
 
-def _real_bytes(tensor: torch.Tensor, sizes: dict[int, int]) -> int:
-    return sizes.get(tensor.numel(), tensor.numel()) * tensor.element_size()
+def _tried_out(
+    twin: torch.optim.Optimizer,
+    device: torch.device,
+    bytes_of: Callable[[torch.Tensor, torch.UntypedStorage], int],
+    mode: AbstractContextManager[Any] | None = None,
+) -> tuple[tuple[int, ...], ...]:
+    """Step a twin twice, so that it has its state; return the events of the second step."""
+    watcher = _Watcher(device, bytes_of)
+    closure = inspect.signature(type(twin).step).parameters.get("closure")
+    closures: list[Any] = [lambda: 1.0] if closure is not None and closure.default is closure.empty else []
+    is_sparse = isinstance(twin, torch.optim.SparseAdam)
+    if hasattr(twin, "train"):  # Schedule-free optimizers have a mode, in which they must be to step.
+        twin.train()
+    with mode or nullcontext():
+        give_gradients(twin, is_sparse=is_sparse)
+        twin.step(*closures)
+        give_gradients(twin, is_sparse=is_sparse)
+        with watcher:
+            twin.step(*closures)
+    watcher.is_over = True
+    return tuple(watcher.events)
 
 
-def _from_present_state(optimizer: torch.optim.Optimizer, error: Exception) -> OptimizerStep:
-    state = [t for t in tree_leaves([dict(s) for s in optimizer.state.values()]) if isinstance(t, torch.Tensor)]
-    state_bytes = sum(t.numel() * t.element_size() for t in state)
+def _from_present_state(optimizer: torch.optim.Optimizer, device: torch.device, error: Exception) -> OptimizerStep:
+    state_bytes = present_state_bytes(optimizer, device)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     largest_bytes = max((p.numel() * p.element_size() for p in parameters), default=0)
     warnings.warn(
         f"cannot try out a step of {type(optimizer).__name__} ({type(error).__name__}: {error}). Counted the "
         f"{state_bytes} bytes of state that it has now and {largest_bytes} bytes of workspace; if it has not stepped "
         "yet, take one step before recording.",
-        stacklevel=4,
+        stacklevel=5,
     )
     return OptimizerStep(state_bytes, ((events.ALLOC, 0, largest_bytes), (events.FREE, 0)))
 
 
 class _Watcher(TorchDispatchMode):
-    """Logs the storages that a step makes and frees, at their real sizes."""
+    """Logs the storages that a step makes and frees on a device, at their real sizes."""
 
-    def __init__(self, sizes: dict[int, int]) -> None:
+    def __init__(self, device: torch.device, bytes_of: Callable[[torch.Tensor, torch.UntypedStorage], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sizes = sizes
         self.events: list[tuple[int, ...]] = []
         self.is_over = False
+        self._device = device
+        self._bytes_of = bytes_of
         self._num_storages = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        known = [t.untyped_storage() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        for tensor in tree_leaves(output):
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            if hasattr(storage, _TRACKER) or any(storage is other for other in known):
-                continue
-            setattr(storage, _TRACKER, _Tracker(self, self._num_storages))
-            self.events.append((events.ALLOC, self._num_storages, _real_bytes(tensor, self.sizes)))
-            self._num_storages += 1
+        known = storages_of(_strided((args, kwargs)))
+        for tensor in on_device(_strided(output), self._device):
+            for storage in storages_of([tensor]):
+                if hasattr(storage, _TRACKER) or any(storage is other for other in known):
+                    continue
+                setattr(storage, _TRACKER, _Tracker(self, self._num_storages))
+                self.events.append((events.ALLOC, self._num_storages, self._bytes_of(tensor, storage)))
+                self._num_storages += 1
         return output
+
+
+def _strided(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors that have a storage; the parts of sparse ones show when they are used."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
 
 
 class _Tracker:

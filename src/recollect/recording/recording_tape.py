@@ -2,46 +2,66 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
+from torch import nn
 
-from recollect._torch_private import TorchDispatchMode, tree_leaves
+from recollect._torch_private import TorchDispatchMode, tree_leaves, untraced
 from recollect.engine.facts import OpFacts, facts_of
+from recollect.engine.function_call import FunctionCall
+from recollect.engine.function_mode import FunctionMode
+from recollect.engine.function_run import FunctionRun
+from recollect.engine.region_state import small_buffer_bytes
 from recollect.engine.tape import Tape
-from recollect.engine.tape_mode import TapeMode
 from recollect.engine.tape_state import ALL_KEPT, OpActions, OpKey, TapeState
 from recollect.engine.values import UNWATCHED, record_of
 from recollect.plans.action import Action
 from recollect.plans.value_names import value_stem
 from recollect.profile import events
-from recollect.recording.step_recorder import RecordedCall, StepRecorder
+from recollect.recording.leanest_policy import DropAll
+from recollect.recording.runs_again import RunsAgain
+from recollect.recording.step_recorder import Mark, RecordedCall, StepRecorder
 from recollect.recording.trackers import TrackedOther, TrackedValue, storage_of, tracker_of
+from recollect.recording.unit_samples import UnitSamples
 
 
 class _Handle:
     """Stands for a saved value; it dies when backward no longer needs the value."""
 
-    __slots__ = ("index", "packed", "recorder")
+    __slots__ = ("index", "packed", "recorder", "saver")
 
     def __init__(self, recorder: StepRecorder, packed: Any) -> None:
         self.recorder = recorder
         self.packed = packed
-        self.index = recorder.num_handles
-        recorder.num_handles += 1
+        self.saver = -1
+        self.index = -1
+
+    def open(self, saver: int) -> int:
+        """Become part of the record, as what call `saver` saved; return its number there."""
+        self.saver = saver
+        self.index = self.recorder.num_handles
+        self.recorder.num_handles += 1
+        self.recorder.num_open_handles += 1
+        return self.index
 
     def __del__(self) -> None:
-        self.recorder.log(events.RELEASE, self.index)
+        if self.index >= 0:
+            self.recorder.num_open_handles -= 1
+            self.recorder.log(events.RELEASE, self.index)
 
 
 class RecordingTape(Tape):
     """Drops everything and reports what runs."""
 
-    def __init__(self, recorder: StepRecorder) -> None:
-        super().__init__(DropAll())
+    def __init__(self, recorder: StepRecorder, samples: UnitSamples) -> None:
+        # Modules never settle: a unit that runs many times is recorded in full each time.
+        super().__init__(DropAll(), runs_to_settle=sys.maxsize)
         self.recorder = recorder
+        self.samples = samples
 
-    def new_mode(self, unit_path: str) -> TapeMode:
+    def new_mode(self, unit_path: str) -> FunctionMode:
         """Return a mode that reports to the recorder."""
         return _RecordingMode(self, unit_path, self.recorder)
 
@@ -49,7 +69,14 @@ class RecordingTape(Tape):
         """Run a unit's forward and record it as a call."""
         recorder = self.recorder
         outer = recorder.current
-        recorder.calls.append(RecordedCall(unit_path))
+        recorder.begin_forward()
+        if outer is None and recorder.is_in_forward:
+            recorder.note_reads((args, kwargs))
+        with recorder.unseen():
+            self.samples.take(unit_path, len(recorder.calls), args, kwargs)
+        module = getattr(forward, "__self__", None)
+        buffer_bytes = small_buffer_bytes(module) if isinstance(module, nn.Module) else 0
+        recorder.calls.append(RecordedCall(unit_path, buffer_bytes=buffer_bytes))
         recorder.current = index = len(recorder.calls) - 1
         try:
             output = super().run(unit_path, forward, args, kwargs)
@@ -72,9 +99,15 @@ class RecordingTape(Tape):
         """Log that backward asks for a value; leave its recompute out of the record."""
         if not isinstance(packed, _Handle):
             return super().unpack(packed)
-        self.recorder.log(events.USE, packed.index)
+        if packed.index >= 0:
+            self.recorder.use(packed.index, packed.saver)
         with self.recorder.unseen():
-            return super().unpack(packed.packed)
+            tensor = super().unpack(packed.packed)
+        if tracker_of(storage_of(tensor)) is None:
+            self.recorder.trackers.mark_persistent(
+                [tensor]
+            )  # A copy, or computed again out of sight: no input of the step.
+        return tensor
 
     def alias(self, tensor: torch.Tensor, in_hook: bool) -> tuple[torch.Tensor, int]:
         """Hold a copy, so that the storage dies when the model releases it."""
@@ -86,10 +119,13 @@ class RecordingTape(Tape):
             return tracker.copy_of(tensor, storage), UNWATCHED
 
 
-class _RecordingMode(TapeMode):
+class _RecordingMode(FunctionMode):
     def __init__(self, tape: TapeState, unit_path: str, recorder: StepRecorder) -> None:
         super().__init__(tape, unit_path)
         self.recorder = recorder
+        # What the Function that is running has saved so far, and where its record begins.
+        self._function_saves: list[tuple[_Handle, torch.Tensor]] = []
+        self._function_mark = Mark(0, 0, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = self.recorder
@@ -97,21 +133,33 @@ class _RecordingMode(TapeMode):
         index = recorder.current
         num_ops = 0 if index is None else len(recorder.calls[index].ops)
         if index is not None and not recorder.is_recomputing:
+            facts = facts_of(func)
             recorder.calls[index].seen_ops[self.scope] += 1
-            if facts_of(func).changes_storage:
+            if facts.changes_storage:
                 recorder.calls[index].watched_modules.add(self.scope)
+            if facts.is_lazy:
+                self._keep(args[0])
         output = super().__torch_dispatch__(func, types, args, kwargs)
         if index is not None and len(recorder.calls[index].ops) > num_ops:
-            self._mark_must_keep(recorder.calls[index], args, output)
+            self._mark_must_keep(index, args, output)
         return output
 
-    def _mark_must_keep(self, call: RecordedCall, args: Any, output: Any) -> None:
+    def _keep(self, tensor: torch.Tensor) -> None:
+        """Mark a value that the tape is about to forget how to make."""
+        tracker = tracker_of(storage_of(tensor))
+        if isinstance(tracker, TrackedValue):
+            self.recorder.calls[tracker.call].values[tracker.value].must_keep = True
+
+    def _mark_must_keep(self, index: int, args: Any, output: Any) -> None:
         """Mark results that the tape has no recipe for: it keeps them under any plan."""
+        call = self.recorder.calls[index]
         op = call.ops[-1]
         for tensor in tree_leaves((output, args[:1])):
             storage = storage_of(tensor)
             tracker = tracker_of(storage)
-            if storage is None or not isinstance(tracker, TrackedValue) or tracker.value not in op.outputs:
+            if storage is None or not isinstance(tracker, TrackedValue) or tracker.call != index:
+                continue
+            if tracker.value not in op.outputs:
                 continue
             record = record_of(storage)
             call.values[tracker.value].must_keep = record is None or record.created is not None
@@ -122,39 +170,75 @@ class _RecordingMode(TapeMode):
                 # Recompute of the op that fills a buffer brings back the buffer: `empty` need not be kept.
                 call.values[op.inputs[0]].must_keep = False
 
+    def run_function(self, function: Any, apply: Any, args: Any) -> Any:
+        """Note where the record of the Function begins."""
+        if self.function is None:
+            self._function_mark = self.recorder.mark()
+        return super().run_function(function, apply, args)
+
+    def end_function(self, run: FunctionRun) -> None:
+        """Record what the Function saved, after the Function itself."""
+        super().end_function(run)
+        if run.wrote_unseen:
+            self._keep_arguments(run)
+        for handle, tensor in self._function_saves:
+            self._log_save(handle, tensor)
+        self._function_saves = []
+
+    def _keep_arguments(self, run: FunctionRun) -> None:
+        """Mark arguments that were written to out of sight: from then on the tape has no recipe for them."""
+        for tensor in run.arguments.tensors:
+            tracker = tracker_of(storage_of(tensor))
+            if isinstance(tracker, TrackedValue):
+                self.recorder.calls[tracker.call].values[tracker.value].must_keep = True
+
+    def function_actions(self, run: FunctionRun, call: FunctionCall) -> OpActions:
+        """Record the Function as one op, and try whether it makes the same when it runs again."""
+        recorder = self.recorder
+        actions = super().function_actions(run, call)
+        again = RunsAgain(run, call)
+        cost = recorder.costs.run_function(run.args, recorder.runs_since(self._function_mark), again)
+        if not again.are_equal:
+            recorder.differing.add(cost.key)
+        # What it reads by other ways than its arguments would have to be kept for it, which no plan knows.
+        may_drop = cost.key not in recorder.differing and not any(
+            isinstance(tracker_of(storage_of(tensor)), (TrackedValue, TrackedOther)) for tensor in run.others
+        )
+        recorder.note_function(
+            self._function_mark,
+            inputs=[storage_of(tensor) for tensor in (*run.arguments.tensors, *run.others)],
+            results=list({made.storage: made.tensor.untyped_storage() for made in run.made}.values()),
+            run=cost,
+            must_keep=not may_drop,
+            # The state of a generator is in host memory.
+            state_bytes=call.state_bytes if all(made.tensor.device.type == "cpu" for made in run.made) else 0,
+        )
+        return actions if may_drop else ALL_KEPT
+
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
-        packed = super().pack(tensor)
+        handle = _Handle(self.recorder, super().pack(tensor))
+        if self.function is not None:
+            self._function_saves.append((handle, tensor))
+            return handle
+        return handle if self._log_save(handle, tensor) else handle.packed
+
+    def _log_save(self, handle: _Handle, tensor: torch.Tensor) -> bool:
+        """Record that autograd saves a tensor; return whether the record knows it."""
         storage = storage_of(tensor)
         recorder = self.recorder
         tracker = tracker_of(storage)
         if tracker is None and storage is not None:
             tracker = recorder.note_opaque(storage)
         if storage is None or not isinstance(tracker, (TrackedValue, TrackedOther)):
-            return packed
-        handle = _Handle(recorder, packed)
+            return False
+        saver = recorder.current if recorder.current is not None else getattr(tracker, "call", -1)
         if isinstance(tracker, TrackedValue):
             recorder.calls[tracker.call].values[tracker.value].saved = True
-            saver = tracker.call if recorder.current is None else recorder.current
-            recorder.log(events.SAVE, tracker.call, tracker.value, handle.index, saver)
+            recorder.log(events.SAVE, tracker.call, tracker.value, handle.open(saver), saver)
         elif (value := recorder.value_index(storage)) is not None and recorder.current is not None:
-            recorder.log(events.SAVE, recorder.current, value, handle.index, recorder.current)
-        return handle
-
-
-class DropAll:
-    """The leanest policy that keeps every unit's output."""
-
-    def action(self, unit_path: str, value_name: str) -> Action:
-        """Drop every value."""
-        return Action.RECOMPUTE
-
-    def acts_in(self, unit_path: str, module_path: str) -> bool:
-        """Drop values of every module."""
+            recorder.log(events.SAVE, recorder.current, value, handle.open(saver), recorder.current)
         return True
-
-    def output_action(self, unit_path: str) -> Action:
-        """Keep every unit's output."""
-        return Action.KEEP
 
 
 class StepMode(TorchDispatchMode):

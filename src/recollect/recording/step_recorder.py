@@ -8,19 +8,19 @@ and drops them; then, around the whole step, `StepMode`, which measures ops. An 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from recollect._torch_private import current_autograd_node, tree_leaves
-from recollect.costs.op_costs import OpRun
+from recollect._torch_private import current_autograd_node, is_traceable_wrapper_subclass, tree_leaves
+from recollect.costs.op_costs import Again, OpRun
 from recollect.engine.facts import OpFacts
 from recollect.plans.value_names import result_names
 from recollect.profile import events
-from recollect.recording.trackers import TrackedOther, TrackedValue, attach_tracker, storage_of, tracker_of
+from recollect.recording.trackers import TrackedOther, TrackedValue, Trackers, storage_of, tracker_of
 
 
 class OpCosts(Protocol):
@@ -28,6 +28,10 @@ class OpCosts(Protocol):
 
     def run(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, *, may_repeat: bool) -> tuple[Any, OpRun]:
         """Run an op; return its result and the key to its costs."""
+        ...
+
+    def run_function(self, args: Any, inner: Sequence[OpRun], again: Again) -> OpRun:
+        """Return the key to the costs of a custom autograd Function, which has run the ops `inner`."""
         ...
 
 
@@ -68,6 +72,7 @@ class RecordedCall:
     # Number of ops that the tape sees, by module; and modules that it always watches, since they write in place.
     seen_ops: Counter[str] = field(default_factory=Counter)
     watched_modules: set[str] = field(default_factory=set)
+    buffer_bytes: int = 0
 
     def add_input(self, nbytes: int) -> int:
         """Add a value that was computed outside the unit; return its index."""
@@ -76,20 +81,39 @@ class RecordedCall:
         return len(self.values) - 1
 
 
+class Mark(NamedTuple):
+    """A place in the record: how many events, runs of ops outside units, and storages come before it."""
+
+    events: int
+    runs: int
+    storages: int
+
+
 class StepRecorder:
     """Collects what happens in one step."""
 
-    def __init__(self, costs: OpCosts) -> None:
+    def __init__(self, costs: OpCosts, device: torch.device) -> None:
         self.costs = costs
+        self.trackers = Trackers()
         self.events: list[tuple[int, ...]] = []
         self.calls: list[RecordedCall] = []
         self.other_runs: list[OpRun] = []
+        # For each of them, the call whose backward it runs in, as far as one can tell; -1 if in none.
+        self.backward_of: list[int] = []
+        # Bytes that the step read and that were there before it, of which nobody told the recorder: other models, inputs.
+        self.read_bytes = 0
         self.current: int | None = None
         self.pending_stem = ""
         self.is_recomputing = False
         self.is_over = False
         self.num_handles = 0
-        self._num_storages = 0
+        self.num_open_handles = 0
+        self.num_storages = 0
+        # Custom autograd Functions that did not make the same when they ran again, by the keys of their costs.
+        self.differing: set[Any] = set()
+        self._device = device
+        self._phase = -1
+        self._backward_call = -1
 
     def log(self, *event: int) -> None:
         """Add an event, unless the step is over."""
@@ -106,21 +130,44 @@ class StepRecorder:
             self.is_recomputing = outer
 
     def begin_phase(self, phase: int) -> None:
-        """Log that forward, backward or the optimizer step begins."""
-        self.log(events.PHASE, phase)
+        """Log that forward, backward or the optimizer step begins, unless it is under way."""
+        if phase != self._phase:
+            self._phase = phase
+            self._backward_call = -1
+            self.log(events.PHASE, phase)
 
-    def log_optimizer_step(self, step: Iterable[tuple[int, ...]]) -> None:
-        """Add the events of an optimizer step, whose storages are numbered from 0."""
-        for code, number, *rest in step:
-            self.log(code, self._num_storages + number, *rest)
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether forward is under way."""
+        return self._phase == events.FORWARD
+
+    def begin_forward(self) -> None:
+        """Log that forward begins, unless backward runs a module again."""
+        if current_autograd_node() < 0:
+            self.begin_phase(events.FORWARD)
+
+    def use(self, handle: int, saver: int) -> None:
+        """Log that backward asks for what call `saver` saved."""
+        self.begin_phase(events.BACKWARD)
+        self._backward_call = saver
+        self.log(events.USE, handle)
+
+    def add_optimizer_step(self, step: Iterable[tuple[int, ...]]) -> None:
+        """Add an optimizer step, whose storages are numbered from 0, to the recorded events."""
+        self.events.append((events.PHASE, events.OPTIMIZER))
+        self.events += [(code, self.num_storages + number, *rest) for code, number, *rest in step]
 
     def after_op(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any, run: OpRun) -> None:
         """Add an op of a unit's forward; of any other op, add only its cost and the storages that it makes."""
         if facts.is_view or facts.is_lazy or facts.changes_layout_only:
             return
         if self.current is None or not self.pending_stem:
-            self._note_other(run)
             node = current_autograd_node()
+            if node >= 0:
+                self.begin_phase(events.BACKWARD)
+            elif self.current is None:
+                self.note_reads((args, kwargs))
+            self._note_other(run)
             if not self._note_sum(node, func, args, output):
                 self._track_others(node, args, kwargs, output)
         elif facts.writes:
@@ -133,7 +180,8 @@ class StepRecorder:
 
         The engine adds gradients in place, except under a dispatch mode such as this recorder's. It is the engine that
         adds, not a backward formula, if the first addend comes from another formula than the one that is running, which
-        has not used it. The engine would have added in place if the addend dies now, since then nobody else held it.
+        has not used it. The engine would have added in place if the addend dies now, since then nobody else held it; but
+        never to a view, which holds its base.
         """
         if func is not torch.ops.aten.add.Tensor or node < 0:
             return False
@@ -146,12 +194,36 @@ class StepRecorder:
             or node in (addend.made, addend.used)
         ):
             return False
-        self.log(events.SUM, self._num_storages, addend.storage, total.nbytes())
-        attach_tracker(total, TrackedOther(self.log, self._num_storages, node))
-        self._num_storages += 1
+        if args[0]._is_view():
+            self.log(events.ALLOC, self.num_storages, total.nbytes())
+        else:
+            self.log(events.SUM, self.num_storages, addend.storage, total.nbytes())
+        self.trackers.attach(total, TrackedOther(self.log, self.num_storages, node))
+        self.num_storages += 1
         return True
 
+    def note_reads(self, arguments: Any) -> None:
+        """Count what forward reads and no op made: it was there before the step, and will be there in every step.
+
+        Not what ops read inside a unit or in backward: that may come from a kernel which no mode sees.
+        """
+        for tensor in tree_leaves(arguments):
+            # The storage of a wrapper subclass holds nothing.
+            storage = None if is_traceable_wrapper_subclass(tensor) else storage_of(tensor)
+            if storage is not None and tracker_of(storage) is None and tensor.device == self._device and tensor.dim():
+                self.trackers.mark_persistent([tensor])
+                self.read_bytes += storage.nbytes()
+
+    def note_present(self, tensor: torch.Tensor) -> None:
+        """Log a storage that is there when the step begins, and may die in it."""
+        storage = storage_of(tensor)
+        if storage is not None and tracker_of(storage) is None:
+            self.trackers.attach(storage, TrackedOther(self.log, self.num_storages, -1))
+            self.log(events.ALLOC, self.num_storages, storage.nbytes())
+            self.num_storages += 1
+
     def _note_other(self, run: OpRun) -> None:
+        self.backward_of.append(self._backward_call)
         self.other_runs.append(run)
         self.log(events.WORK, len(self.other_runs) - 1)
 
@@ -194,7 +266,7 @@ class StepRecorder:
         for position, storage in fresh:
             name = names[position] if len(names) > 1 else self.pending_stem
             call.values.append(RecordedValue(name, storage.nbytes(), producer=len(call.ops)))
-            attach_tracker(storage, TrackedValue(self.log, index, len(call.values) - 1))
+            self.trackers.attach(storage, TrackedValue(self.log, index, len(call.values) - 1))
         outputs = tuple(range(first, len(call.values)))
         call.ops.append(RecordedOp(self.pending_stem, inputs, outputs, run))
         self.log(events.OP, index, len(call.ops) - 1)
@@ -207,16 +279,65 @@ class StepRecorder:
         name = f"unseen#{len(call.values)}"
         call.values.append(RecordedValue(name, storage.nbytes(), producer=len(call.ops), must_keep=True))
         tracker = TrackedValue(self.log, self.current, len(call.values) - 1)
-        attach_tracker(storage, tracker)
+        self.trackers.attach(storage, tracker)
         call.ops.append(RecordedOp(name, (), (tracker.value,), run=None))
         self.log(events.OP, self.current, len(call.ops) - 1)
         return tracker
+
+    def mark(self) -> Mark:
+        """Return the place in the record where it is now."""
+        return Mark(len(self.events), len(self.other_runs), self.num_storages)
+
+    def runs_since(self, mark: Mark) -> list[OpRun]:
+        """Return the runs of ops outside units since a place in the record."""
+        return self.other_runs[mark.runs :]
+
+    def note_function(
+        self,
+        mark: Mark,
+        *,
+        inputs: Iterable[torch.UntypedStorage | None],
+        results: Sequence[torch.UntypedStorage],
+        run: OpRun,
+        must_keep: bool,
+        state_bytes: int,
+    ) -> None:
+        """Add a call of a custom autograd Function as one op, in place of the ops that it has run since `mark`."""
+        if self.current is None or self.is_over:
+            return
+        call = self.calls[self.current]
+        read = self._inputs(inputs)
+        first = len(call.values)
+        for name, storage in zip(result_names(self.pending_stem, len(results)), results, strict=True):
+            call.values.append(RecordedValue(name, storage.nbytes(), producer=len(call.ops), must_keep=must_keep))
+            # The tracker that it replaces logs a death, which goes with all else that its ops have logged.
+            self.trackers.attach(storage, TrackedValue(self.log, self.current, len(call.values) - 1))
+        outputs = tuple(range(first, len(call.values)))
+        call.ops.append(RecordedOp(self.pending_stem, read, outputs, run, state_bytes=state_bytes))
+        self._replace_events(mark, (events.OP, self.current, len(call.ops) - 1))
+
+    def _replace_events(self, mark: Mark, op: tuple[int, ...]) -> None:
+        """Put one op in place of what its inner ops have logged; what they made and is still alive comes after it."""
+        since = self.events[mark.events :]
+        dead = {event[1] for event in since if event[0] == events.FREE}
+        others = [
+            event
+            for event in since
+            if event[0] != events.WORK
+            and not (event[0] in (events.ALLOC, events.FREE) and event[1] >= mark.storages and event[1] in dead)
+        ]
+        self.events[mark.events :] = [op, *others]
+        del self.other_runs[mark.runs :]
+        del self.backward_of[mark.runs :]
 
     def _note_write(self, index: int, args: Any, kwargs: Any, run: OpRun) -> None:
         call = self.calls[index]
         target = storage_of(args[0]) if args else None
         tracker = tracker_of(target)
         if target is None or not isinstance(tracker, TrackedValue) or tracker.call != index:
+            if isinstance(tracker, TrackedValue):
+                # Another unit's value: its recipe would not know of this write.
+                self.calls[tracker.call].values[tracker.value].must_keep = True
             self._note_other(run)
             return
         old = tracker.value
@@ -243,10 +364,11 @@ class StepRecorder:
             storage = storage_of(result)
             if storage is None or tracker_of(storage) is not None or any(storage is other for other in arguments):
                 continue
-            attach_tracker(storage, TrackedOther(self.log, self._num_storages, node))
-            self.log(events.ALLOC, self._num_storages, storage.nbytes())
-            self._num_storages += 1
+            self.trackers.attach(storage, TrackedOther(self.log, self.num_storages, node))
+            self.log(events.ALLOC, self.num_storages, storage.nbytes())
+            self.num_storages += 1
 
     def close(self) -> None:
-        """Stop logging deaths."""
+        """Stop logging, and let go of the storages."""
         self.is_over = True
+        self.trackers.detach()

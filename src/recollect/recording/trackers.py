@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from recollect._torch_private import is_fake_tensor
+from recollect._torch_private import is_fake_tensor, is_opaque_subclass
 from recollect.profile import events
 
 _TRACKER = "_recollect_tracker"
@@ -19,7 +19,7 @@ Log: TypeAlias = Callable[..., None]
 
 def storage_of(tensor: Any) -> torch.UntypedStorage | None:
     """Return the storage of a tensor; None for other objects, and for tensors without one of their own."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or is_opaque_subclass(tensor):
         return None
     return tensor.untyped_storage()
 
@@ -29,29 +29,40 @@ def tracker_of(storage: torch.UntypedStorage | None) -> TrackedValue | TrackedOt
     return getattr(storage, _TRACKER, None)
 
 
-def attach_tracker(storage: torch.UntypedStorage, tracker: TrackedValue | TrackedOther) -> None:
-    """Attach a tracker to a storage, with which it dies."""
-    setattr(storage, _TRACKER, tracker)
-
-
 class Persistent:
     """Marks a storage that existed before the step: a parameter, a buffer, the batch."""
 
     __slots__ = ()
 
 
-def mark_persistent(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Mark the storages of some tensors as older than the step; return them for `unmark`."""
-    storages = [storage for tensor in tensors if (storage := storage_of(tensor)) is not None]
-    for storage in storages:
-        setattr(storage, _TRACKER, Persistent())
-    return storages
+class Trackers:
+    """Attaches trackers to storages, and detaches them when the recording is over.
 
+    A storage may outlive the step, and be met by the recording of another one.
+    """
 
-def unmark(storages: Iterable[torch.UntypedStorage]) -> None:
-    """Remove the marks."""
-    for storage in storages:
-        vars(storage).pop(_TRACKER, None)
+    def __init__(self) -> None:
+        self._storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def attach(self, storage: torch.UntypedStorage, tracker: TrackedValue | TrackedOther | Persistent) -> None:
+        """Attach a tracker to a storage, with which it dies."""
+        setattr(storage, _TRACKER, tracker)
+        self._storages.append(weakref.ref(storage))
+
+    def mark_persistent(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Mark the storages of some tensors as older than the step."""
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            if storage is not None:
+                self.attach(storage, Persistent())
+
+    def detach(self) -> None:
+        """Detach them all."""
+        for reference in self._storages:
+            storage = reference()
+            if storage is not None:
+                vars(storage).pop(_TRACKER, None)
+        self._storages.clear()
 
 
 class _Tracked:
@@ -73,6 +84,11 @@ class _Tracked:
 
     def copy_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor on a copy of the storage; callers share the copy while it lives."""
+        # A copy is of what is stored; how it is read is no part of the layout.
+        if tensor.is_conj():
+            return self.copy_of(tensor.conj(), storage).conj()
+        if tensor.is_neg():
+            return torch._neg_view(self.copy_of(torch._neg_view(tensor), storage))
         content = self.value, 0 if tensor.is_inference() else tensor._version
         copy = self._copy() if self._copy is not None and self._copied_content == content else None
         layout = tensor.size(), tensor.stride(), tensor.storage_offset()

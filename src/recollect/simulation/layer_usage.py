@@ -15,10 +15,10 @@ from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.call_actions import CallActions
 from recollect.simulation.decisions import decide
-from recollect.simulation.program import Program
-from recollect.simulation.simulate import GENERATOR, Owner, Playback, Token, calls_on_tape
+from recollect.simulation.program import Program, ProgramOp
+from recollect.simulation.simulate import GENERATOR, OUTSIDE, Owner, Playback, Token, calls_on_tape
 
-__all__ = ["LayerUsage", "layer_usage"]
+__all__ = ["LayerUsage", "kept_outside_bytes", "layer_usage"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,12 @@ class LayerUsage:
 
     Attributes:
         path: module path of the unit.
-        kept: name and bytes of each of its values alive when backward begins. Its input belongs to the unit before it.
-            Bytes that ops wrote to in place go by the name of the value that autograd saved.
+        kept: name and bytes of each of its values alive when the backward after its forward begins. Its input belongs to
+            the unit before it. Bytes that ops wrote to in place go by the name of the value that autograd saved.
         generator_bytes: size of the random generator states held to repeat random ops.
         recomputed: ops that run again, named by their results, in order; an op that runs twice is listed twice.
         recompute_s: seconds of these ops, plus the tape's overhead in forward.
+        num_runs: the number of equal runs of the step that this one stands for.
     """
 
     path: str
@@ -39,6 +40,7 @@ class LayerUsage:
     generator_bytes: int
     recomputed: tuple[str, ...]
     recompute_s: float
+    num_runs: int = 1
 
     @property
     def kept_bytes(self) -> int:
@@ -69,8 +71,7 @@ def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
         >>> layer_usage(Profile((), (), StepLog(), step_s=0.0), Plan({}))
         ()
     """
-    playback = _CountingPlayback(_EveryToken(profile), decide(profile, plan))
-    playback.run()
+    playback = _played(profile, plan)
     accounts = []
     for index, call in enumerate(profile.calls):
         graph, count = profile.graph_of(call), playback.counts[index]
@@ -84,9 +85,24 @@ def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
                 generator_bytes=count.generator_bytes,
                 recomputed=tuple(count.recomputed),
                 recompute_s=count.recompute_s + tape_s,
+                num_runs=call.num_runs,
             )
         )
     return tuple(accounts)
+
+
+def kept_outside_bytes(profile: Profile, plan: Plan) -> int:
+    """Return the bytes made outside of all units that are alive where `Simulation.kept_bytes` is counted.
+
+    Complexity: about two simulations.
+    """
+    return _played(profile, plan).outside_bytes
+
+
+def _played(profile: Profile, plan: Plan) -> _CountingPlayback:
+    playback = _CountingPlayback(_EveryToken(profile), decide(profile, plan))
+    playback.run()
+    return playback
 
 
 def _names(graph: UnitGraph) -> list[str]:
@@ -112,6 +128,7 @@ class _Count:
     generator_bytes: int = 0
     recomputed: list[str] = field(default_factory=list)
     recompute_s: float = 0.0
+    has_run: bool = False
 
 
 class _EveryToken(Program):
@@ -142,7 +159,11 @@ class _CountingPlayback(Playback):
 
     def __init__(self, program: Program, decisions: Sequence[CallActions]) -> None:
         self.counts = [_Count() for _ in program.profile.calls]
-        self.has_begun_backward = False
+        # The calls whose backward has begun; the bytes of all units; and those of nobody, where most were kept.
+        self.closed: set[int] = set()
+        self.units_bytes = 0
+        self.outside_bytes = 0
+        self.most_kept_bytes = -1
         super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
 
     def runs_again(self, call: int, op: OpRecord) -> None:
@@ -153,7 +174,9 @@ class _CountingPlayback(Playback):
     def add(self, owner: Owner, nbytes: int) -> None:
         """Count bytes that forward makes or frees; those of the loss and the parameters belong to no unit."""
         call, value = owner
-        if self.has_begun_backward:
+        if call != OUTSIDE:
+            self.units_bytes += nbytes
+        if (value if call == GENERATOR else call) in self.closed:
             return
         if call == GENERATOR:
             self.counts[value].generator_bytes += nbytes
@@ -165,4 +188,13 @@ class _CountingPlayback(Playback):
 
     def _begin_phase(self, phase: int) -> None:
         super()._begin_phase(phase)
-        self.has_begun_backward = self.has_begun_backward or phase == BACKWARD
+        if phase != BACKWARD:
+            return
+        self.closed.update(call for call, count in enumerate(self.counts) if count.has_run)
+        kept_bytes = self.alive_bytes - self.profile.persistent_bytes
+        if kept_bytes > self.most_kept_bytes:
+            self.most_kept_bytes, self.outside_bytes = kept_bytes, kept_bytes - self.units_bytes
+
+    def _op(self, call: int, run: ProgramOp) -> None:
+        self.counts[call].has_run = True
+        super()._op(call, run)

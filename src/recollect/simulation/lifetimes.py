@@ -74,8 +74,11 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
     playback = _WatchedPlayback(_EveryEvent(profile), decisions, untimed_s or 0.0)
     simulation = playback.run()
     playback.is_over = True
+    if playback.phase == FORWARD:
+        playback.losses.append((playback.last_return, len(playback.times_s)))
     phases = np.array(playback.phases, dtype=np.int8)
-    phases[playback.last_return :][phases[playback.last_return :] == FORWARD] = LOSS
+    for start, end in playback.losses:
+        phases[start:end] = LOSS
     return Lifetimes(
         simulation=simulation,
         storages=tuple(playback.storages_made),
@@ -140,7 +143,9 @@ class _WatchedPlayback(Playback):
         self.phases: list[int] = []
         self.calls: list[int] = []
         self.storages_made: list[Lifetime] = []
+        # Where the last unit of a forward returned, and the stretches after that, up to backward.
         self.last_return = 0
+        self.losses: list[tuple[int, int]] = []
         self.moment()
 
     def moment(self) -> int:
@@ -183,6 +188,10 @@ class _WatchedPlayback(Playback):
             self.last_return = len(self.times_s)
 
     def _begin_phase(self, phase: int) -> None:
+        if phase != FORWARD and self.phase == FORWARD:
+            self.losses.append((self.last_return, len(self.times_s)))
+        elif self.phase != FORWARD:
+            self.last_return = len(self.times_s)
         super()._begin_phase(phase)
         if phase in (BACKWARD, OPTIMIZER):
             self.moment()

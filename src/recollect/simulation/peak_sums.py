@@ -220,8 +220,8 @@ class _Forms:
             elif code != BULK:
                 step = (handles[operands[0]],)
             steps.append((code, *step))
-        profile = self._division.program.profile
-        return profile.calls[call].graph, tuple(steps), tuple(sorted(value for _, value in part.made))
+        record = self._division.program.profile.calls[call]
+        return record.graph, record.num_runs, tuple(steps), tuple(sorted(value for _, value in part.made))
 
 
 class _Layout:

@@ -104,10 +104,13 @@ class Program:
         """
         found: defaultdict[int, list[Instruction]] = defaultdict(list)
         running = -1
+        is_forward = True
         for code, operands in self.instructions:
             call = running
-            if code == PHASE and operands[0] != FORWARD:
-                break
+            if code == PHASE:
+                is_forward = operands[0] == FORWARD
+            if not is_forward:
+                continue
             if code == OP:
                 call = running = operands[0]
             elif code == SAVE:
@@ -131,12 +134,12 @@ class Program:
         return self._counted[key]
 
     def tape_s(self, call: int, dropped: frozenset[int]) -> float:
-        """Return the seconds that the tape adds to a call's forward."""
-        graph = self.profile.calls[call].graph
+        """Return the seconds that the tape adds to a call's forward, in all the runs that the call stands for."""
+        graph, num_runs = self.profile.calls[call].graph, self.profile.calls[call].num_runs
         key = (graph, dropped)
         if key not in self._tape_s:
             self._tape_s[key] = self.profile.graphs[graph].watched_s(dropped)
-        return self._tape_s[key]
+        return num_runs * self._tape_s[key]
 
     def _instructions(self) -> Iterator[Instruction]:
         starts = iter([*(window.start for window in self.windows[1:]), -1])

@@ -1,29 +1,28 @@
 """Plays regions: forward keeps only a unit's inputs, and backward runs the whole unit again.
 
-Non-reentrant `torch.utils.checkpoint` holds the module's inputs and the state of the random generators. The first time
+Non-reentrant `torch.utils.checkpoint` holds the module's inputs; the engine adds copies of its small buffers, and a state of
+the random generator for each random op. The first time
 that backward asks for something the module saved, its forward runs again, op by op, and values die as they do in
 forward; only what autograd saved stays, each value until backward has used it. The run stops at the last saved value.
-Once backward needs nothing more of the module, the inputs and the state are released too.
+Once backward needs nothing more of the module, the inputs and the states are released too.
 
 Limitations: autograd also saves parameters, which a profile does not record. If the last thing saved is a parameter
 alone (a frozen matrix), the real run goes on for a few ops more than this one. What a custom autograd Function makes as
-the first op of a unit counts as an input.
+the first op of a unit counts as an input. States that the engine holds for code that no dispatch mode sees, and copies of large
+buffers that forward writes to, are not known to a profile.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
 from recollect.profile.events import ALLOC, DIES, FREE, OP, RETURN, SAVE
 from recollect.simulation.program import BULK, Instruction, Key, ProgramOp
 from recollect.simulation.schedule import Actions, PlayedStep
 
-__all__ = ["CPU_GENERATOR_BYTES", "RegionSchedule"]
-
-CPU_GENERATOR_BYTES: Final = 5056
-"""Size of PyTorch's CPU random generator state; those of other devices are held in host memory too, and are small."""
+__all__ = ["RegionSchedule"]
 
 
 class RegionSchedule:
@@ -93,7 +92,7 @@ class _Region:
         self._forward = _until_last_save(step.program.forwards[call])
         self._makes = {operands[0] for code, operands in step.program.forwards[call] if code == ALLOC}
         self._inputs: dict[Key, Any] = {}
-        self._state = self._generator_state()
+        self._state = self._held_state()
         self._saved: weakref.WeakValueDictionary[int, _SavedByRegion] = weakref.WeakValueDictionary()
         self._ran_again = False
 
@@ -113,7 +112,6 @@ class _Region:
         if self._ran_again:
             return
         self._ran_again = True
-        present_state = self._generator_state()
         present: dict[Key, Any] = {}
         change_bytes = 0
         for code, operands in self._forward:
@@ -130,7 +128,6 @@ class _Region:
                 change_bytes += operands[1] if code == BULK else 0
         # Bytes left over from these are freed when the run ends.
         self._play[BULK](0, -change_bytes)
-        del present_state
 
     def _op_again(self, run: ProgramOp, present: dict[Key, Any]) -> None:
         self._step.runs_again(self._call, run.op)
@@ -145,10 +142,10 @@ class _Region:
         if saved is not None:
             saved.bytes = found
 
-    def _generator_state(self) -> Any:
-        if self._step.profile.device != "cpu":
-            return None
-        return self._step.generator_state(self._call, CPU_GENERATOR_BYTES)
+    def _held_state(self) -> Any:
+        graph = self._step.profile.graph_of(self._step.profile.calls[self._call])
+        states = [nbytes for nbytes in (*(op.state_bytes for op in graph.ops), graph.buffer_bytes) if nbytes]
+        return [self._step.generator_state(self._call, nbytes) for nbytes in states]
 
 
 def _until_last_save(forward: Sequence[Instruction]) -> tuple[Instruction, ...]:

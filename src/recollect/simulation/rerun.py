@@ -31,13 +31,6 @@ class Rerun:
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
         """Run the op when `recollect.replay` asks for it."""
         self.step.runs_again(self.results[0][0][0], self.op)
-        # The generator's current state is set aside while the op runs from the old one.
-        present_state = self._new_state()
-        results = self._results(tensors, may_overwrite_first)
-        del present_state
-        return results
-
-    def _results(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
         self.step.work(self.op)
         if self.op.mutates and may_overwrite_first:
             return (tensors[0],)

@@ -62,7 +62,7 @@ class Simulation:
         recomputed_ops: number of ops that run again.
         peak_call: path of the unit at the peak, or what else runs then ("the loss", "the optimizer step").
         peak_note: where the peak is, in words.
-        kept_bytes: bytes alive when backward begins, without persistent bytes.
+        kept_bytes: bytes alive when backward begins, without persistent bytes; if it begins several times, the most of them.
         window_peaks: the peak of each requested window, counted like `peak_bytes`.
     """
 
@@ -159,8 +159,9 @@ class Playback:
         self.peaks_bytes = [self.alive_bytes] * len(PHASE_NAMES)
         self.peaks_at = [(-1, "")] * len(PHASE_NAMES)
         self.kept_bytes = 0
-        # Seconds of each op that runs again.
+        # Seconds of each op that runs again, and the number of times that ops do.
         self.rerun_s: list[float] = []
+        self.num_rerun = 0
         self.phase = FORWARD
         self.call = -1
         self.is_recomputing = ""
@@ -212,7 +213,7 @@ class Playback:
             forward_peak_bytes=self.peaks_bytes[FORWARD],
             backward_peak_bytes=self.peaks_bytes[BACKWARD],
             recompute_s=added_s(self.program, self.decisions, self.on_tape, self.rerun_s),
-            recomputed_ops=len(self.rerun_s),
+            recomputed_ops=self.num_rerun,
             peak_call=peak_call,
             peak_note=peak_note,
             kept_bytes=self.kept_bytes,
@@ -251,8 +252,10 @@ class Playback:
         return self.token_type(self, rounded_bytes(self.profile, nbytes), (GENERATOR, call))
 
     def runs_again(self, call: int, op: OpRecord) -> None:
-        """Count an op that runs a second time."""
-        self.rerun_s.append(op.time_s)
+        """Count an op that runs a second time, in each of the runs that the call stands for."""
+        num_runs = self.profile.calls[call].num_runs
+        self.num_rerun += num_runs
+        self.rerun_s.append(num_runs * op.time_s)
         self.is_recomputing = op.name
 
     def _alloc(self, key: Key, nbytes: int) -> None:
@@ -322,10 +325,11 @@ class Playback:
         self.dropped.pop(key, None)
 
     def _save(self, call: int, key: Key, handle: int, saver: int) -> None:
-        if saver == call or saver in self.on_tape:
-            value = self.dropped.get(key) or self._held(key)
-        else:
-            # Off the tape, autograd itself saves the unit's inputs, so they stay whatever the plan says.
+        # Off the tape, autograd itself saves the unit's inputs, so they stay whatever the plan says.
+        is_seen = saver == call or saver in self.on_tape
+        value = self.dropped.get(key) if is_seen else None
+        if value is None:
+            # A later write makes no private copy of it: it is to another part of the storage, or autograd refuses.
             value = Value(tensor=self.tensors.get(key, _NOTHING))
         # Backward asks for it in the unit that saved it, no matter which unit made it.
         self.handles[handle] = (value, saver)
@@ -355,7 +359,7 @@ class Playback:
         self.call = -1
         self.peaks_bytes[phase] = max(self.peaks_bytes[phase], self.alive_bytes)
         if phase == BACKWARD:
-            self.kept_bytes = self.alive_bytes - self.profile.persistent_bytes
+            self.kept_bytes = max(self.kept_bytes, self.alive_bytes - self.profile.persistent_bytes)
 
     def _describe_peak(self, phase: int) -> tuple[str, str]:
         call, op = self.peaks_at[phase]

@@ -197,12 +197,12 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
     )
 
 
-def explain_peak(profile: Profile, plan: Plan) -> PeakReport:
+def explain_peak(profile: Profile, plan: Plan | None = None) -> PeakReport:
     """Return what is alive at the predicted peak of a step, and where in the step the peak is.
 
     Args:
         profile: the recorded step.
-        plan: any plan for that step.
+        plan: any plan for that step. Default: everything is kept.
 
     Returns:
         Items that add up to the plan's predicted peak, to the byte; prints as a table.
@@ -214,11 +214,11 @@ def explain_peak(profile: Profile, plan: Plan) -> PeakReport:
         >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
         >>> tokens = torch.randint(0, 64, (1, 16))
         >>> profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True)
-        >>> report = recollect.explain_peak(profile, recollect.classic_plan(profile, "keep_all"))
+        >>> report = recollect.explain_peak(profile)
         >>> sum(item.nbytes for item in report.items) == report.peak_bytes
         True
     """
-    return timeline(profile, plan).report
+    return timeline(profile, Plan({}) if plan is None else plan).report
 
 
 def _total(bytes_of: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
@@ -231,9 +231,7 @@ class _Categories:
 
     def __init__(self, lives: Lifetimes) -> None:
         self._phases = lives.phases
-        begins = [int(np.argmax(lives.phases == phase)) for phase in (BACKWARD, OPTIMIZER) if phase in lives.phases]
-        end = len(lives.phases)
-        self._backward, self._optimizer = (*begins, end, end)[:2]
+        self._backwards, self._optimizers = (_begins(lives.phases == phase) for phase in (BACKWARD, OPTIMIZER))
 
     def of(self, storage: Lifetime) -> str:
         """Return one of `CATEGORIES`."""
@@ -245,9 +243,19 @@ class _Categories:
             return "recomputed values" if storage.owner[0] >= 0 else "passing values"
         if storage.owner[0] == OUTSIDE:
             if born_in == BACKWARD:
-                return "gradients" if died >= self._optimizer else "passing values"
+                return "gradients" if died >= self._next(self._optimizers, storage.born) else "passing values"
             return "outside of the units" if born_in in (FORWARD, LOSS) else "passing values"
-        return "kept values" if died > self._backward else "passing values"
+        return "kept values" if died > self._next(self._backwards, storage.born) else "passing values"
+
+    def _next(self, begins: NDArray[np.int64], moment: int) -> int:
+        """Return the first of these moments that comes after one; the end of the step if none does."""
+        position = int(np.searchsorted(begins, moment, side="right"))
+        return int(begins[position]) if position < len(begins) else len(self._phases)
+
+
+def _begins(is_phase: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the moments where a phase begins."""
+    return np.flatnonzero(is_phase & ~np.concatenate(([False], is_phase[:-1])))
 
 
 def _alive_at(profile: Profile, lives: Lifetimes, categories: _Categories, moment: int) -> tuple[AliveItem, ...]:

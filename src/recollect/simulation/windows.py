@@ -16,7 +16,7 @@ __all__ = ["Window", "windows"]
 class Window:
     """The events from `start` (a position in the log) to the next window: the work of one unit call in one phase.
 
-    In backward, that call is the last one with saved values that backward has yet to use; meanwhile it may also use
+    In backward, that call is the last one with saved values that this backward has yet to use; meanwhile it may also use
     what earlier calls saved. What runs outside the units, such as the loss, belongs to the call before it; `call` is -1
     before the first call.
     """
@@ -49,20 +49,24 @@ class _Scan:
     def __init__(self, log: StepLog) -> None:
         self.phase = FORWARD
         self.call = -1
-        self._uses_left = Counter(handle for (handle,) in log.operands(USE))
+        self._uses = iter(_uses_by_phase(log))
+        # Of the handles that are saved and not yet used to the end: who saved them, and the uses left in this phase.
         self._saver: dict[int, int] = {}
-        # How many saved values of each call backward has yet to use.
+        self._uses_left = next(self._uses)
+        # How many saved values of each call this phase has yet to use.
         self._num_waiting: Counter[int] = Counter()
 
     def begin_phase(self, phase: int) -> None:
         self.phase = phase
+        self._uses_left = next(self._uses)
+        self._num_waiting = Counter(self._saver[handle] for handle in self._uses_left if handle in self._saver)
 
     def op(self, call: int, _op: int) -> None:
         self.call = call
 
     def save(self, _call: int, _value: int, handle: int, saver: int) -> None:
+        self._saver[handle] = saver
         if self._uses_left[handle]:
-            self._saver[handle] = saver
             self._num_waiting[saver] += 1
 
     def use(self, handle: int) -> None:
@@ -75,3 +79,14 @@ class _Scan:
             self._num_waiting[saver] -= 1
             if not self._num_waiting[saver]:
                 del self._num_waiting[saver]
+
+
+def _uses_by_phase(log: StepLog) -> list[Counter[int]]:
+    """Return how often each handle is used before the first phase begins, and in each phase."""
+    found: list[Counter[int]] = [Counter()]
+    for code, number, *_ in log.events():
+        if code == PHASE:
+            found.append(Counter())
+        elif code == USE:
+            found[-1][number] += 1
+    return found

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,14 +21,16 @@ from recollect.plans.plan import Plan
 from recollect.recording.model_step import (
     LossFunction,
     call_model,
+    check_step,
     device_of,
     resident_tensors,
-    restored_buffers,
-    run_forward,
-    undisturbed,
 )
 from recollect.recording.optimizer_step import record_optimizer_step
-from recollect.verification.units import compare_units, first_difference
+from recollect.recording.optimizers import Optimizers
+from recollect.recording.step_recording import Gradients
+from recollect.verification.compare import Computed, Findings, compare_runs, furthest
+from recollect.verification.steps import BatchStep, OwnStep, VerifiedStep
+from recollect.verification.units import compare_units
 
 _NUM_TIMINGS = 5
 
@@ -44,6 +46,8 @@ class Report:
             the loss, "without the plan" means with the same chunks but without recompute.
         first_difference: name of the first parameter (or unit, or "the loss") that differs, and the largest absolute
             difference; None if there is none.
+        first_state_difference: the same for what the step leaves behind besides gradients: "buffer layers.0.running_mean", or
+            "random generator".
         plain_difference: the same between two steps (or two runs of that unit) without the plan, if they differ. Kernels are
             not deterministic then, and the plan need not be the cause of a difference.
         num_compared: number of gradients compared.
@@ -73,6 +77,12 @@ class Report:
     plan_reserved_bytes: int | None = None
     plan_fragmentation_bytes: int | None = None
     plain_difference: tuple[str, float] | None = None
+    first_state_difference: tuple[str, float] | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether gradients, loss, buffers and random generators all have the same bits with and without the plan."""
+        return self.gradients_equal and self.first_state_difference is None
 
     def __str__(self) -> str:
         how = ", unit by unit" if self.compared == "units" else ""
@@ -81,6 +91,9 @@ class Report:
             name, difference = self.first_difference
             equal = f"DIFFERENT, first at {name}, by up to {difference:.3g}"
         lines = [f"gradients        {equal}"]
+        if self.first_state_difference is not None:
+            name, difference = self.first_state_difference
+            lines.append(f"left behind      DIFFERENT, first at {name}, by up to {difference:.3g}")
         if self.plain_difference is not None:
             name, difference = self.plain_difference
             lines.append(
@@ -113,8 +126,11 @@ def verify(
     batch: Any,
     plan: Plan,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    step: Callable[[], object] | None = None,
+    optimizer: Optimizers = None,
     loss_fn: LossFunction | None = None,
+    holds_output: bool = True,
+    gradients: Gradients = "held",
     compare: Literal["auto", "step", "units"] = "auto",
 ) -> Report:
     """Run the step with and without the plan, from the same random state on the same data, and compare.
@@ -124,10 +140,14 @@ def verify(
 
     Args:
         model: the model that the plan is for.
-        batch: a tensor, tuple or dict, passed to the model as `record` does.
+        batch: a tensor, tuple or dict, passed to the model as `record` does; None with `step`.
         plan: the plan to check.
-        optimizer: its state counts; it does not step.
+        step: your own training step in place of a batch, which runs about twenty times, each time from the same parameters,
+            gradients, buffers and state of the optimizers; what else it changes stays changed.
+        optimizer: its state counts; it does not step, unless `step` has it step.
         loss_fn: from the model's output to a scalar; see `record`.
+        holds_output: as the profile was recorded; see `record`.
+        gradients: as the profile was recorded; see `record`.
         compare: "step" runs the whole step without the plan; "units" compares unit by unit, which needs no more memory
             than full recompute; "auto" tries the step, and the units if the step runs out of memory.
 
@@ -135,7 +155,7 @@ def verify(
         The findings; `print(report)` shows them in four lines, or five if the loss is chunked.
 
     Raises:
-        UnknownNameError, RecordError: see `apply` and `record`.
+        UnknownNameError, RecordError: see `apply` and `record`; or both or neither of batch and step.
 
     Example:
         >>> import torch, recollect
@@ -145,65 +165,59 @@ def verify(
         >>> tokens = torch.randint(0, 64, (2, 32))
         >>> batch = {"tokens": tokens, "labels": tokens}
         >>> plan = recollect.classic_plan(recollect.record(model, batch), "full")
-        >>> recollect.verify(model, batch, plan).gradients_equal
+        >>> recollect.verify(model, batch, plan).equal
         True
     """
-    check = _Check(model, batch, optimizer, loss_fn)
-    with undisturbed(model), _without_plans(model):
+    check_step(model, batch, step)
+    device = device_of(model, batch)
+    verified: VerifiedStep
+    if step is None:
+        verified = BatchStep(model, device, batch, loss_fn, holds_output=holds_output, gradients=gradients)
+    else:
+        verified = OwnStep(model, device, step, optimizer)
+    check = _Check(verified, batch, optimizer)
+    with verified.undisturbed(), _without_plans(model):
         if compare != "units":
             try:
                 return check.by_step(plan)
             except (torch.OutOfMemoryError, MemoryError):
-                if compare == "step":
+                if compare == "step" or step is not None:
                     raise
-                check.clear()
+                verified.clear()
         return check.by_unit(plan)
 
 
 class _Check:
-    def __init__(
-        self, model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None, loss_fn: LossFunction | None
-    ) -> None:
-        self.model = model
+    def __init__(self, step: VerifiedStep, batch: Any, optimizer: Optimizers) -> None:
+        self.step = step
+        self.model = step.model
         self.batch = batch
-        self.loss_fn = loss_fn
-        self.device = device_of(model, batch)
+        self.device = step.device
         self.optimizer_bytes = record_optimizer_step(optimizer, self.device).state_bytes
-        self.others = OtherAllocations(self.device, resident_tensors(model, batch, optimizer))
-        self.random_state = torch.random.get_rng_state()
+        self.others = OtherAllocations(self.device, resident_tensors(self.model, batch, optimizer))
 
     def by_step(self, plan: Plan) -> Report:
         plain_peak_bytes = self._peak().peak_bytes
-        expected = self._gradients()
+        expected = self.step.run()
         off = None
         if plan.loss_chunks > 1:
             with loss_in_chunks(self.model, plan.loss_chunks):
-                unchunked, expected = expected, self._gradients()
-            off = _largest_difference(unchunked, expected)
+                unchunked, expected = expected, self.step.run()
+            off = furthest(unchunked.gradients, expected.gradients)
             del unchunked
         with apply(self.model, plan):
             peak = self._peak()
-            got = self._gradients()
-        difference = first_difference(expected, got)
+            got = self.step.run()
+        findings = compare_runs(expected, got, again=lambda: self._again(plan))
+        # The loss is no gradient.
+        findings = replace(findings, num_compared=findings.num_compared - ("the loss" in expected.gradients))
         del got
-        plain_difference = None if difference is None else first_difference(expected, self._again(plan))
-        slowdown = self._slowdown(plan)
-        return self._report(
-            plan,
-            "step",
-            difference,
-            len(expected) - 1,
-            plain_peak_bytes,
-            peak,
-            slowdown,
-            off,
-            plain_difference,
-        )
+        return self._report(plan, "step", findings, plain_peak_bytes, peak, self._slowdown(plan), off)
 
-    def _again(self, plan: Plan) -> dict[str, torch.Tensor]:
+    def _again(self, plan: Plan) -> Computed:
         """Run the reference step once more."""
         with loss_in_chunks(self.model, plan.loss_chunks):
-            return self._gradients()
+            return self.step.run()
 
     def by_unit(self, plan: Plan) -> Report:
         with apply(self.model, plan):
@@ -211,28 +225,24 @@ class _Check:
         # Whole logits did not fit, so they would not fit here either.
         with loss_in_chunks(self.model, plan.loss_chunks, without_gradients=True):
             found = compare_units(self.model, plan, lambda: call_model(self.model, self.batch))
-        difference, plain_difference, num_compared = found
-        return self._report(
-            plan, "units", difference, num_compared, None, peak, None, plain_difference=plain_difference
-        )
+        return self._report(plan, "units", found, None, peak, None, None)
 
     def _report(
         self,
         plan: Plan,
         compared: Literal["step", "units"],
-        difference: tuple[str, float] | None,
-        num_compared: int,
+        findings: Findings,
         plain_peak_bytes: int | None,
         peak: PeakMeasurement[Any],
         slowdown: float | None,
-        unchunked_difference: tuple[str, float] | None = None,
-        plain_difference: tuple[str, float] | None = None,
+        unchunked_difference: tuple[str, float] | None,
     ) -> Report:
         return Report(
             compared=compared,
-            gradients_equal=difference is None,
-            first_difference=difference,
-            num_compared=num_compared,
+            gradients_equal=findings.difference is None,
+            first_difference=findings.difference,
+            first_state_difference=findings.state_difference,
+            num_compared=findings.num_compared,
             plain_peak_bytes=plain_peak_bytes,
             plan_peak_bytes=peak.peak_bytes,
             plan_reserved_bytes=peak.peak_reserved_bytes,
@@ -242,41 +252,17 @@ class _Check:
             measured_slowdown=slowdown,
             loss_chunks=plan.loss_chunks,
             unchunked_difference=unchunked_difference,
-            plain_difference=plain_difference,
+            plain_difference=findings.plain_difference,
         )
 
-    def clear(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = None
-
-    def _step(self) -> torch.Tensor:
-        torch.random.set_rng_state(self.random_state)
-        if self.device.type == "cuda":
-            with torch.cuda.device(self.device):
-                torch.cuda.manual_seed(0)
-        loss = run_forward(self.model, self.batch, self.loss_fn)
-        loss.backward()
-        return loss.detach()
-
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        self.clear()
-        with restored_buffers(self.model):
-            loss = self._step()
-        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        self.clear()
-        return {"the loss": loss, **gradients}
-
     def _peak(self) -> PeakMeasurement[Any]:
-        """Measure the step, with a baseline that includes the optimizer's state, as in a budget."""
-        self.clear()
-        # Gradients from before are set aside and do not count.
+        """Measure two steps of the loop, with a baseline that includes the optimizer's state, as in a budget."""
+        self.step.prepare_loop()
         resident = (t for t in resident_tensors(self.model, self.batch) if t.device == self.device)
-        resident_bytes = storage_bytes(resident) + self.optimizer_bytes
-        with restored_buffers(self.model):
-            baseline_bytes = resident_bytes + self.others.before_step()
-            empty_cache(self.device)
-            measured = measure_peak(self._step, device=self.device, baseline_bytes=baseline_bytes)
-        self.clear()
+        baseline_bytes = storage_bytes(resident) + self.optimizer_bytes + self.others.before_step()
+        empty_cache(self.device)
+        measured = measure_peak(self.step.loop, device=self.device, baseline_bytes=baseline_bytes)
+        self.step.clear()
         return measured
 
     def _slowdown(self, plan: Plan) -> float:
@@ -290,20 +276,7 @@ class _Check:
         return statistics.median(b / a for a, b in zip(plain_s, plan_s, strict=True)) - 1
 
     def _seconds(self) -> float:
-        self.clear()
-        with restored_buffers(self.model):
-            return timed(self._step, self.device)[1]
-
-
-def _largest_difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> tuple[str, float]:
-    """Return the name of the most different tensor, and the norm of the difference over the norm."""
-    far = {}
-    for name, tensor in expected.items():
-        exact, other = tensor.double(), got[name].double()
-        norm = float(exact.norm())
-        far[name] = float((exact - other).norm()) / norm if norm else float(other.norm())
-    name = max(far, key=lambda name: far[name])
-    return name, far[name]
+        return timed(self.step.run, self.device)[1]
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def test_what_lives_through_the_step_is_named_with_its_bytes() -> None:
 
 def test_gradients_that_the_step_makes_live_to_its_end_too() -> None:
     model, batch = llama()
-    profile = recollect.record(model, batch, fake=True)
+    profile = recollect.record(model, batch, fake=True, holds_output=False, gradients="freed")
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert lasting_bytes(profile) == num_bytes
     error = refused(profile, 2 * num_bytes)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
-from recollect.planning.hull import Option, evaluate, unit_hull
+from recollect.planning.hull import Evaluator, Option, evaluate, unit_hull
 from recollect.planning.unit_options import unit_options
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
@@ -107,3 +108,27 @@ def test_default_length() -> None:
     graph = long_chain(40)
     assert len(unit_options(graph, most_options=ALL)) > 64
     assert len(unit_options(graph)) == max(64, len(unit_hull(graph)))
+
+
+def test_the_work_for_a_large_unit_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all sizes and times different, every value of hundreds of hull options could be varied."""
+    rng = random.Random(0)
+    values, ops = [ValueRecord("input", 8, producer=None)], []
+    for index in range(600):
+        inputs = tuple(sorted({max(0, index - int(rng.expovariate(0.3))) for _ in range(2)}))
+        values.append(ValueRecord(f"op{index}", rng.randrange(1, 10_000), producer=index, saved=rng.random() < 0.6))
+        ops.append(OpRecord(f"op{index}", inputs, (index + 1,), rng.random()))
+    graph = UnitGraph(tuple(values), tuple(ops))
+    num_evaluated = 0
+    evaluated = Evaluator.option
+
+    def counted(self: Evaluator, keep: Iterable[int]) -> Option:
+        nonlocal num_evaluated
+        num_evaluated += 1
+        assert num_evaluated < 3000
+        return evaluated(self, keep)
+
+    monkeypatch.setattr(Evaluator, "option", counted)
+    options = unit_options(graph)
+    assert len(options) >= 64
+    assert [option.kept_bytes for option in options] == sorted(option.kept_bytes for option in options)

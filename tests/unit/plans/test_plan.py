@@ -86,8 +86,11 @@ def test_prints_interleaved_layers_under_one_label() -> None:
         (UnitPlan({"mm": "recompute"}), "recompute all"),
         (UnitPlan({}, output="recompute"), "recompute the output"),
         (UnitPlan({"mm": "keep"}, output="recompute"), "keep all but the output"),
-        (UnitPlan({}, engine="region"), "re-run the module"),
-        (UnitPlan({}, engine="region", output="recompute"), "re-run the module, recompute the output"),
+        (UnitPlan({}, engine="region"), "run the whole module, its Python too, twice"),
+        (
+            UnitPlan({}, engine="region", output="recompute"),
+            "run the whole module, its Python too, twice, recompute the output",
+        ),
     ],
 )
 def test_prints_simple_units_in_words(unit: UnitPlan, text: str) -> None:

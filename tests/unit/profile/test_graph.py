@@ -158,7 +158,7 @@ def edited(**changes: Any) -> str:
     ("text", "message"),
     [
         ("{", "not JSON"),
-        (edited(version=2), "version: got 2, but this recollect reads up to 1"),
+        (edited(version=3), "version: got 3, but this recollect reads up to 2"),
         (edited(format="other"), "format: got \"other\", expected 'recollect.profile'"),
         (edited(step_s=-1.0), r"document: step_s: got -1\.0"),
         (edited(step_s=None), "step_s: got null, expected a finite number"),

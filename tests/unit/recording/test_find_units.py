@@ -160,29 +160,102 @@ def test_module_that_stands_in_two_places_is_one_unit() -> None:
     assert layers_of(nn.Sequential(shared, shared, block())) == ["0", "2"]
 
 
+def convolutions() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(2, 2, 3), nn.ReLU())
+
+
+def test_pairs_in_lists() -> None:
+    """Inner lists have no forward, so what is in them is run."""
+    pairs = [nn.ModuleList([block(), nn.ModuleDict({"mlp": OtherBlock(2), "norm": nn.LayerNorm(2)})]) for _ in range(2)]
+    model = Holder(stem=nn.Linear(2, 2), layers=nn.ModuleList(pairs))
+    assert layers_of(model) == ["layers.0.0", "layers.0.1.mlp", "layers.1.0", "layers.1.1.mlp"]
+    assert others_of(model) == ["stem", "layers.0.1.norm", "layers.1.1.norm"]
+
+
+def test_sequentials_of_a_list() -> None:
+    """Each is run as a whole; if blocks were repeated in them, these would be the layers."""
+    model = Holder(layers=nn.ModuleList([nn.Sequential(block(), OtherBlock(2)) for _ in range(2)]))
+    assert layers_of(model) == ["layers.0", "layers.1"]
+    assert layers_of(nn.Sequential(convolutions(), convolutions(), nn.Linear(2, 2))) == ["0", "1"]
+    assert layers_of(Holder(layers=nn.ModuleDict({"a": convolutions(), "b": convolutions()}))) == [
+        "layers.a",
+        "layers.b",
+    ]
+
+
+def test_sequentials_as_attributes() -> None:
+    model = Holder(down=convolutions(), middle=Holder(inner=block()), up=convolutions(), head=nn.Conv2d(2, 2, 1))
+    assert layers_of(model) == ["down", "up"]
+    assert others_of(model) == ["middle", "head"]
+
+
+def test_blocks_as_attributes_go_before_sequentials() -> None:
+    model = Holder(first=block(), second=block(), head=nn.Sequential(nn.Linear(2, 2)), other=nn.Sequential(nn.ReLU()))
+    assert layers_of(model) == ["first", "second"]
+
+
+def test_recurrent_modules_in_a_list() -> None:
+    model = Holder(embedding=nn.Embedding(9, 4), layers=nn.ModuleList([nn.LSTM(4, 4), nn.LSTM(4, 4)]))
+    assert layers_of(model) == ["layers.0", "layers.1"]
+    assert others_of(model) == ["embedding"]
+
+
+def test_single_ops_in_a_list_are_no_layers() -> None:
+    """What runs between them could not be dropped, so the model is planned as a whole."""
+    assert layers_of(Holder(layers=nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))) == [""]
+
+
+def test_few_parameters_in_a_list_are_not_what_the_model_is_about() -> None:
+    model = Holder(gates=nn.ModuleList([nn.GRU(1, 1), nn.GRU(1, 1)]), body=nn.TransformerEncoderLayer(8, 1))
+    assert layers_of(model) == ["body"]
+
+
+def test_block_that_may_run_several_times() -> None:
+    """In a body in a model, between an embedding and an output layer that have most of the parameters."""
+    body = Holder(block=nn.TransformerEncoderLayer(8, 1, 16), norm=nn.LayerNorm(8))
+    model = Holder(embedding=nn.Embedding(1000, 8), body=body, head=nn.Linear(8, 1000, bias=False))
+    assert layers_of(model) == ["body.block"]
+    assert others_of(model) == ["embedding", "body.norm", "head"]
+
+
+def test_only_child_of_lists() -> None:
+    inner = Holder(layers=nn.ModuleList([nn.TransformerEncoderLayer(8, 1, 16)]))
+    assert layers_of(Holder(groups=nn.ModuleList([inner]), pooler=nn.Linear(8, 8))) == ["groups.0.layers.0"]
+
+
+def test_parts_of_different_classes() -> None:
+    assert layers_of(Holder(encoder=block(4), decoder=OtherBlock(4), head=nn.Linear(2, 2))) == ["encoder", "decoder"]
+
+
 @pytest.mark.parametrize(
     "build",
     [
         lambda: nn.Linear(2, 2),
         lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)),
-        lambda: Holder(first=block(), head=nn.Linear(2, 2)),
-        nn.ModuleList,
+        lambda: Holder(first=nn.Linear(9, 9), second=nn.Linear(9, 9), small=block()),
+        lambda: nn.TransformerEncoderLayer(8, 1, 16),
     ],
-    ids=["one op", "ops only", "one block", "nothing"],
+    ids=["one op", "ops only", "most in ops", "one layer"],
 )
-def test_model_without_repeated_layers(build: Callable[[], nn.Module]) -> None:
+def test_model_as_one_layer(build: Callable[[], nn.Module]) -> None:
+    model = build()
+    assert [(unit.path, unit.module, unit.is_layer) for unit in find_units(model)] == [("", model, True)]
+
+
+@pytest.mark.parametrize("build", [nn.ModuleList, nn.ReLU, lambda: nn.ModuleDict({"a": nn.ReLU()})])
+def test_model_with_nothing_to_plan(build: Callable[[], nn.Module]) -> None:
     model = build()
     message = (
-        rf"^found no repeated layers in {type(model).__name__}: expected a ModuleList, Sequential or module with at least "
-        r"two children of one class that have children themselves\. Name the modules to plan, for example "
-        r'units=\["encoder", "decoder"\]\.$'
+        rf"^found nothing to plan in {type(model).__name__}: expected a module that computes something with parameters of its "
+        r'own or of its children\. Name the modules to plan, for example units=\["encoder", "decoder"\]; units=\[""\] is the '
+        r"model as a whole\.$"
     )
     with pytest.raises(UnsupportedModelError, match=message):
         find_units(model)
 
 
 def test_no_paths_is_no_choice() -> None:
-    with pytest.raises(UnsupportedModelError, match="found no repeated layers in Sequential"):
+    with pytest.raises(UnsupportedModelError, match="found nothing to plan in Sequential"):
         find_units(nn.Sequential(block(), block()), [])
 
 
@@ -232,7 +305,8 @@ def test_unknown_path() -> None:
     ],
 )
 def test_path_inside_of_another(paths: list[str], inner: str, outer: str) -> None:
-    with pytest.raises(UnknownNameError, match=rf"^unit '{outer}' contains it.*'{inner}'"):
+    words = f"unit '{outer}'" if outer else "the model"
+    with pytest.raises(UnknownNameError, match=rf"^{words} contains it.*'{inner}'"):
         find_units(ZOO["llama"].model(), paths)
 
 

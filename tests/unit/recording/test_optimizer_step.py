@@ -223,13 +223,6 @@ def test_no_optimizer() -> None:
     assert record_optimizer_step(None, CPU) == OptimizerStep(0, ())
 
 
-class Named(AdamW):
-    """Its constructor does not take parameter groups."""
-
-    def __init__(self, *, model: nn.Module) -> None:
-        super().__init__(model.parameters(), foreach=False)
-
-
 class Failing(SGD):
     """Cannot step over parameters that it does not know."""
 
@@ -241,15 +234,25 @@ class Failing(SGD):
         raise KeyError(self.names[0])
 
 
-def test_optimizer_that_cannot_be_constructed_is_counted_as_it_is() -> None:
+class Twice(SGD):
+    """Runs the model in its step, as sharpness-aware optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure()
+        super().step()
+
+
+def test_optimizer_that_cannot_step_alone_is_counted_as_it_is() -> None:
     module = model()
-    optimizer = Named(model=module)
+    module[0].weight.requires_grad_(False)
+    optimizer = Twice(module.parameters(), lr=0.1, momentum=0.9)
     give_gradients(module)
-    optimizer.step()
+    module[0].bias.grad = None
+    optimizer.step(lambda: None)
     state_bytes = storage_bytes(state_tensors(optimizer))
     largest_bytes = 4 * 96 * 160
     message = (
-        rf"^cannot try out a step of Named \(TypeError: .*\)\. Counted the {state_bytes} bytes of state that it has now and "
+        rf"^cannot try out a step of Twice \(TypeError: .*\)\. Counted the {state_bytes} bytes of state that it has now and "
         rf"{largest_bytes} bytes of workspace; if it has not stepped yet, take one step before recording\.$"
     )
     with pytest.warns(UserWarning, match=message):

@@ -18,7 +18,13 @@ import hugging_face_flag
 import recollect
 from blocks import Experts, Stack
 from gradients import same_bits, step_of
-from recollect.errors import AlreadyAppliedError, RecordError, UnknownNameError, UnsupportedModelError
+from recollect.errors import (
+    AlreadyAppliedError,
+    BudgetTooSmallError,
+    RecordError,
+    UnknownNameError,
+    UnsupportedModelError,
+)
 from recollect.profile import events
 from recollect.profile.graph import UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
@@ -212,7 +218,7 @@ def test_phases_come_in_order() -> None:
 def test_accumulated_gradients_count() -> None:
     model, batch = llama(), batch_of()
     without = recollect.record(model, batch)
-    profile = recollect.record(model, batch, accumulates_gradients=True)
+    profile = recollect.record(model, batch, gradients="accumulated")
     assert without.persistent["gradients"] == 0
     assert profile.persistent["gradients"] == profile.persistent["parameters"]
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -222,7 +228,7 @@ def test_frozen_parameters_have_no_gradients() -> None:
     model = llama()
     model.embedding.requires_grad_(False)
     frozen_bytes = 4 * model.embedding.word_embeddings.weight.numel()
-    profile = recollect.record(model, batch_of(), accumulates_gradients=True)
+    profile = recollect.record(model, batch_of(), gradients="accumulated")
     assert profile.persistent["gradients"] == profile.persistent["parameters"] - frozen_bytes
 
 
@@ -260,6 +266,15 @@ def test_choices_must_be_kept(function: Callable[[Tensor], Tensor], kept: set[st
     must_keep = {value.name for value in graph.values if value.must_keep and value.producer is not None}
     assert must_keep & kept == kept
     assert not must_keep & {"linear.addmm", "sin", "exp", "add"}
+
+
+def test_values_of_other_units_with_the_same_number_do_not_decide() -> None:
+    """The first op of each unit makes its value number 1 from number 1 of the unit before."""
+    layers = [nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    profile = recollect.record(model, torch.randn(4, 8), units=["0", "1", "2"], loss_fn=mean_square)
+    graphs = [profile.graph_of(call) for call in profile.calls]
+    assert not [v.name for graph in graphs for v in graph.values if v.must_keep]
 
 
 def test_write_that_reads_another_part_of_the_same_storage() -> None:
@@ -316,9 +331,9 @@ def test_batch_without_labels() -> None:
         recollect.record(llama(), batch_of()["tokens"])
 
 
-def test_model_without_layers_and_wrong_units() -> None:
-    with pytest.raises(UnsupportedModelError, match="found no repeated layers in Linear"):
-        recollect.record(nn.Linear(2, 2), torch.ones(1, 2))
+def test_model_with_nothing_to_plan_and_wrong_units() -> None:
+    with pytest.raises(UnsupportedModelError, match="found nothing to plan in ReLU"):
+        recollect.record(nn.ReLU(), torch.ones(1, 2))
     with pytest.raises(
         UnknownNameError, match=r"GPTModel has no unit 'decoder\.layers\.9'\. Did you mean 'decoder\.layers\.3'"
     ):
@@ -329,11 +344,15 @@ def test_model_with_a_plan_on_it() -> None:
     model, batch = llama(), batch_of()
     plan = recollect.fit(model, batch, "80%")
     message = r"module 'decoder\.layers\.0' recomputes already, by a recollect plan.*call applied\.remove\(\) first"
-    for again in (lambda: recollect.record(model, batch), lambda: recollect.fit(model, batch, "80%")):
-        with pytest.raises(AlreadyAppliedError, match=message):
-            again()
+    with pytest.raises(AlreadyAppliedError, match=message):
+        recollect.record(model, batch)
+    with pytest.raises(BudgetTooSmallError):
+        recollect.fit(model, batch, 1)
     (applied,) = recollect.applied_to(model)
-    assert applied.plan is plan
+    assert applied.plan is plan, "no plan fitted, so the earlier one stays"
+    replaced = recollect.fit(model, batch, "90%")
+    (applied,) = recollect.applied_to(model)
+    assert applied.plan is replaced
     applied.remove()
     assert recollect.record(model, batch).calls
 

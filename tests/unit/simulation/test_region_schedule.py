@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from recollect.plans.engines import Region
 from recollect.plans.plan import Plan
@@ -29,12 +28,13 @@ from recollect.simulation.decisions import decide
 from recollect.simulation.layer_usage import layer_usage
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
-from recollect.simulation.region_schedule import CPU_GENERATOR_BYTES
 from recollect.simulation.simulate import Simulation, simulate
 from recollect.simulation.timeline import explain_peak
 from recollect.simulation.windows import windows
 
-INPUT, A, B, C, OUT, GRADIENT = 64, 100, 50, 10, 1000, 7
+INPUT, A, B, C, OUT, GRADIENT = 64, 100, 50, 10, 20, 7
+BUFFERS, GENERATOR = 24, 5056
+STATES = BUFFERS + GENERATOR
 PLAN = Plan({"layer": UnitPlan({}, engine=Region())})
 Events = tuple[tuple[int, ...], ...]
 
@@ -48,10 +48,11 @@ GRAPH = UnitGraph(
     ),
     (
         OpRecord("a", (0,), (1,), 1.0),
-        OpRecord("b", (1,), (2,), 2.0),
+        OpRecord("b", (1,), (2,), 2.0, state_bytes=GENERATOR),
         OpRecord("c", (2,), (3,), 4.0),
         OpRecord("out", (3,), (4,), 8.0),
     ),
+    buffer_bytes=BUFFERS,
 )
 SAVED_A, SAVED_C = (SAVE, 0, 1, 0, 0), (SAVE, 0, 3, 1, 0)
 UP_TO_C: Events = ((OP, 0, 0), SAVED_A, (OP, 0, 1), (DIES, 0, 1), (OP, 0, 2), (DIES, 0, 2), SAVED_C)
@@ -81,17 +82,8 @@ def played(profile: Profile) -> Simulation:
     return simulation
 
 
-def test_size_of_the_generator_state_is_that_of_torch() -> None:
-    assert torch.get_rng_state().nbytes == CPU_GENERATOR_BYTES
-
-
-def test_forward_leaves_input_output_and_generator_state() -> None:
-    assert played(profile_of()).kept_bytes == INPUT + OUT + CPU_GENERATOR_BYTES
-
-
-def test_on_another_device_the_generator_state_takes_nothing() -> None:
-    # A block of the allocator has 512 bytes or a multiple.
-    assert played(profile_of(device="cuda:0")).kept_bytes == 512 + 1024
+def test_forward_leaves_input_output_and_states() -> None:
+    assert played(profile_of()).kept_bytes == INPUT + OUT + STATES
 
 
 def test_runs_again_up_to_the_last_saved_value() -> None:
@@ -103,7 +95,7 @@ def test_runs_again_up_to_the_last_saved_value() -> None:
 
 def test_values_die_as_in_forward_but_for_what_is_saved() -> None:
     """`a` is saved, so that it is there when `c` is made; `b` dies after that."""
-    peak = INPUT + GRADIENT + 2 * CPU_GENERATOR_BYTES + A + B + C
+    peak = INPUT + GRADIENT + STATES + A + B + C
     assert played(profile_of()).backward_peak_bytes == peak
     report = explain_peak(profile_of(), PLAN)
     assert report.peak_bytes == sum(item.nbytes for item in report.items) == peak
@@ -118,10 +110,10 @@ LARGE = 20_000
 @pytest.mark.parametrize(
     ("num_used", "held"),
     [
-        (1, INPUT + OUT + CPU_GENERATOR_BYTES),
-        (2, INPUT + CPU_GENERATOR_BYTES + OUT + A + C),
-        (3, INPUT + CPU_GENERATOR_BYTES + OUT + A),
-        (4, INPUT + CPU_GENERATOR_BYTES + OUT + A),
+        (1, INPUT + OUT + STATES),
+        (2, INPUT + STATES + OUT + A + C),
+        (3, INPUT + STATES + OUT + A),
+        (4, INPUT + STATES + OUT + A),
         (5, OUT),
     ],
 )
@@ -135,7 +127,7 @@ def test_what_is_held_meanwhile(num_used: int, held: int) -> None:
 
 def test_values_that_are_let_go_of_before_are_not_stored() -> None:
     used: Events = ((DIES, 0, 4), (RELEASE, 0), (USE, 1), (ALLOC, 2, LARGE))
-    assert played(profile_of(backward=used)).backward_peak_bytes == (INPUT + GRADIENT + CPU_GENERATOR_BYTES + C + LARGE)
+    assert played(profile_of(backward=used)).backward_peak_bytes == (INPUT + GRADIENT + STATES + C + LARGE)
 
 
 def test_region_that_backward_does_not_ask_never_runs_again() -> None:
@@ -150,8 +142,8 @@ def test_what_runs_inside_without_an_op_of_the_unit_runs_again() -> None:
     inside: Events = ((WORK, 300, 0), (ALLOC, 5, 30), (ALLOC, 6, 900), (FREE, 6), (FREE, 5))
     profile = profile_of((*UP_TO_C[:1], *inside, *UP_TO_C[1:]))
     simulation = played(profile)
-    assert simulation.kept_bytes == INPUT + OUT + CPU_GENERATOR_BYTES
-    again = INPUT + GRADIENT + 2 * CPU_GENERATOR_BYTES
+    assert simulation.kept_bytes == INPUT + OUT + STATES
+    again = INPUT + GRADIENT + STATES
     assert simulation.backward_peak_bytes == again + A + 30 + 900
 
 
@@ -159,8 +151,6 @@ def test_what_is_left_when_the_run_stops_goes_with_it() -> None:
     """Of an allocation without an op, which forward frees after the last saved value."""
     profile = profile_of((*UP_TO_C[:1], (ALLOC, 5, 30), *UP_TO_C[1:], (FREE, 5)))
     report = explain_peak(profile, PLAN)
-    assert (
-        report.peak_bytes == played(profile).peak_bytes == INPUT + GRADIENT + 2 * CPU_GENERATOR_BYTES + A + B + C + 30
-    )
+    assert report.peak_bytes == played(profile).peak_bytes == INPUT + GRADIENT + STATES + A + B + C + 30
     later = profile_of((*UP_TO_C[:1], (ALLOC, 5, 30), *UP_TO_C[1:], (FREE, 5)), (*USED, (ALLOC, 2, LARGE)))
     assert played(later).backward_peak_bytes == GRADIENT + LARGE

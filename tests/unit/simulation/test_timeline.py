@@ -39,12 +39,13 @@ class Block(nn.Module):
 @pytest.fixture(scope="module")
 def measured() -> Profile:
     model = llama()
-    return recollect.record(model, batch_of(), optimizer=torch.optim.AdamW(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return recollect.record(model, batch_of(), optimizer=optimizer, holds_output=False, gradients="freed")
 
 
 @pytest.fixture(scope="module")
 def accumulating() -> Profile:
-    return recollect.record(llama(), batch_of(), fake=True, accumulates_gradients=True)
+    return recollect.record(llama(), batch_of(), fake=True, gradients="accumulated")
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +124,7 @@ def test_profile_without_times_outside_of_the_units(measured: Profile) -> None:
     found = recollect.timeline(old, Plan({}))
     assert not found.has_times
     assert found.time_s[-1] == pytest.approx(old.step_s)
-    assert found.report == recollect.explain_peak(measured, Plan({}))
+    assert found.report == recollect.explain_peak(measured, Plan({})) == recollect.explain_peak(measured)
 
 
 def test_gradients_and_optimizer_are_told_apart(measured: Profile, accumulating: Profile) -> None:

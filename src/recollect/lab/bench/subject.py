@@ -44,7 +44,7 @@ class Subject:
     def step(self) -> None:
         """Run one step; gradients are None before and after."""
         for _ in range(self.num_microbatches):
-            loss = run_forward(self.model, self.batch, None) / self.num_microbatches
+            loss = run_forward(self.model, self.batch, None)[1] / self.num_microbatches
             loss.backward()
             del loss
         self.optimizer.step()
@@ -81,7 +81,11 @@ class Subject:
     def record(self) -> Profile:
         """Record the step for the planner."""
         profile: Profile = recollect.record(
-            self.model, self.batch, optimizer=self.optimizer, accumulates_gradients=self.num_microbatches > 1
+            self.model,
+            self.batch,
+            optimizer=self.optimizer,
+            holds_output=False,
+            gradients="accumulated" if self.num_microbatches > 1 else "freed",
         )
         return profile
 

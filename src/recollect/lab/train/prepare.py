@@ -88,8 +88,9 @@ def _decide(session: Session) -> tuple[Plan, int]:
             session.model,
             next(session.batches(0)),
             optimizer=session.optimizer,
-            # From the second micro-batch on, gradients exist during forward, too: that is the step that must fit.
-            accumulates_gradients=session.config.optim.accumulation > 1,
+            # This loop holds only the loss. From the second micro-batch on, gradients exist during forward, too.
+            holds_output=False,
+            gradients="accumulated" if session.config.optim.accumulation > 1 else "freed",
             loss_chunks=loss_chunks,
         )
         return profile

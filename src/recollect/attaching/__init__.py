@@ -1,0 +1,1 @@
+"""Attach recollect to a training loop: record its first step, plan, and watch what comes later."""

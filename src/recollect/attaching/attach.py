@@ -1,0 +1,117 @@
+"""`attach`: one line in any training loop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from recollect.applying import applied_to
+from recollect.attaching.attached import Attached, OnLarger
+from recollect.errors import AlreadyAppliedError, RecordError
+from recollect.fitting import DEFAULT_BUDGET
+from recollect.recording.find_units import find_units
+from recollect.recording.model_step import device_of
+from recollect.recording.optimizers import check_optimizers, optimizers_in
+
+__all__ = ["attach"]
+
+
+def attach(
+    model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+    optimizer: Any,
+    budget: int | str = DEFAULT_BUDGET,
+    *,
+    on_larger: OnLarger = "replan",
+    units: Iterable[str] | None = None,
+    log: Callable[[str], object] | None = None,
+) -> Attached:
+    """Keep a training loop within a memory budget, whatever it does; nothing else in the loop changes.
+
+    The first step, up to the optimizer's, is recorded while it runs: it is a step of the training like any other, with the
+    same gradients bit for bit, but slower, and as lean as possible. Then the plan is made and applied, and one line is logged.
+    A later step that is larger, by batch, length, micro-batches, or anything else that the plan was not made for, is
+    recorded and planned in the same way; plans are kept by shape, and swapped.
+
+    Args:
+        model: the model that is trained; several as a list or dict, planned together. It is not edited; only the `forward` of
+            its modules is wrapped.
+        optimizer: whose step ends a training step; several as a list, and then each must have stepped. Wrappers are unwrapped.
+        budget: bytes of the whole step, as an int or text: "22GiB", "80GB", "90% of the device" (CUDA), "60%" of what the
+            first step needs without recompute.
+        on_larger: what to do at a step that no plan was made for: "replan", "warn" (once, and go on with the plan that there
+            is), or "raise".
+        units: module paths of the layers to plan, where they are not found.
+        log: takes the line; by default it goes to standard error.
+
+    Returns:
+        A handle with `plan`, `report()` and `remove()`.
+
+    Raises:
+        RecordError: the optimizer trains another model.
+        AlreadyAppliedError: the model already recomputes.
+        UnsupportedModelError, UnknownNameError: see `record`.
+        BudgetTooSmallError: by the optimizer's first step, if no plan fits that step.
+        LargerStepError: by forward, if `on_larger` is "raise".
+
+    Warns:
+        BudgetWarning: a later step fits under no plan, or is larger and `on_larger` is "warn"; the model is in eval mode; it
+            recomputes by another mechanism, too.
+
+    Example:
+        >>> import torch, recollect
+        >>> from recollect.lab.models.architectures import llama_config
+        >>> from recollect.lab.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=128))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> attached = recollect.attach(model, optimizer, budget="80%", log=lambda line: None)
+        >>> for length in (32, 48, 32):
+        ...     tokens = torch.randint(0, 128, (4, length))
+        ...     out = model(tokens=tokens, labels=tokens)
+        ...     out.loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> attached.recorded_steps
+        [0, 1]
+    """
+    if on_larger not in ("replan", "warn", "raise"):
+        raise RecordError(f"on_larger: got {on_larger!r}, expected 'replan', 'warn' or 'raise'.")
+    whole = model if isinstance(model, nn.Module) else _together(model)
+    optimizers = optimizers_in(optimizer)
+    if not optimizers:
+        raise RecordError("attach: got no optimizer, expected the one whose step ends a training step.")
+    check_optimizers(whole, optimizers)
+    if applied_to(whole):
+        raise AlreadyAppliedError(
+            f"cannot attach to {type(whole).__name__}: it has a plan already. Remove it first: "
+            "for applied in recollect.applied_to(model): applied.remove()."
+        )
+    return Attached(
+        whole,
+        find_units(whole, units),
+        optimizers,
+        budget,
+        device=device_of(whole, None),
+        on_larger=on_larger,
+        log=log or _to_standard_error,
+    )
+
+
+class _Models(nn.Module):
+    """Several models that are planned together."""
+
+
+def _together(models: Sequence[nn.Module] | Mapping[str, nn.Module]) -> nn.Module:
+    named = models.items() if isinstance(models, Mapping) else ((str(i), m) for i, m in enumerate(models))
+    whole = _Models()
+    for name, model in named:
+        if not isinstance(model, nn.Module):
+            raise RecordError(f"attach: model {name!r} is a {type(model).__name__}, expected a torch.nn.Module.")
+        whole.add_module(name, model)
+    return whole
+
+
+def _to_standard_error(line: str) -> None:
+    print(line, file=sys.stderr)

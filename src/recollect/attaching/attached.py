@@ -1,0 +1,349 @@
+"""The handle of `attach`: watches a training loop step by step, and decides what runs next.
+
+At each outermost call of the model the step so far is compared with the recorded ones (`step_shape.py`). If one of them
+covers it, its plan is put in place. If none does, the step is recorded; in the middle of a step, where recording cannot begin,
+the rest of it runs at its leanest, and the next steps are recorded until one covers it.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from recollect._torch_private import num_dispatch_modes, profiler_is_active, tree_leaves
+from recollect.applying import apply, apply_policy
+from recollect.attaching.entries import Watcher, entry_forwards
+from recollect.attaching.other_mechanisms import OtherMechanisms
+from recollect.attaching.planned_step import PlannedStep, plan_step
+from recollect.attaching.report import line_of, report_of
+from recollect.attaching.step_shape import Call, covers
+from recollect.byte_format import format_bytes
+from recollect.costs.op_costs import MeasuredCosts
+from recollect.engine.placed_forward import Applied
+from recollect.errors import BudgetWarning, LargerStepError
+from recollect.measuring.device_memory import allocated_bytes, other_bytes
+from recollect.plans.plan import Plan
+from recollect.recording.find_units import Unit
+from recollect.recording.leanest_policy import DropAll
+from recollect.recording.optimizers import state_tensors
+from recollect.recording.step_recording import StepRecording
+
+__all__ = ["Attached", "OnLarger"]
+
+OnLarger: TypeAlias = Literal["replan", "warn", "raise"]
+
+# A plan for a step of less than this part of the elements is worth one more recording, if recompute costs more than this.
+_MUCH_SMALLER: Final = 0.5
+_WORTH_SLOWDOWN: Final = 0.01
+_MOST_PLANS: Final = 16
+# Where steps alternate, a few begin like the one that was missed, and go on otherwise.
+_MOST_ATTEMPTS: Final = 4
+
+
+@dataclass
+class _Recording:
+    """A recording under way, and what was there before it."""
+
+    recording: StepRecording
+    held_bytes: int
+    before_bytes: int
+
+
+class Attached:
+    """What `attach` returns.
+
+    Attributes:
+        budget_bytes: None until the first plan is made.
+        planned: the steps that were recorded and planned.
+        recorded_steps: their numbers, from 0.
+        num_steps: steps so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        optimizers: Sequence[torch.optim.Optimizer],
+        budget: int | str,
+        *,
+        device: torch.device,
+        on_larger: OnLarger,
+        log: Callable[[str], object],
+    ) -> None:
+        self.model = model
+        self.budget = budget
+        self.budget_bytes: int | None = None
+        self.planned: list[PlannedStep] = []
+        self.recorded_steps: list[int] = []
+        self.num_steps = 0
+        self._units = units
+        self._optimizers = list(optimizers)
+        self._device = device
+        self._on_larger: OnLarger = on_larger
+        self._log = log
+        self._parameters = list(model.parameters())
+        self._others = OtherMechanisms(model)
+        # Raises if the model recomputes already.
+        apply_policy(model, [unit.path for unit in units], DropAll()).remove()
+        self._watcher = Watcher(self._begin_call, self._abandon_step)
+        self._entries = Applied(model, entry_forwards(model, [unit.path for unit in units], self._watcher), None)
+        self._hooks = [o.register_step_post_hook(self._after_optimizer) for o in self._optimizers]
+        self._active: PlannedStep | None = None
+        self._applied: Applied | None = None
+        self._recording: _Recording | None = None
+        # What no plan covered when recording could not begin: steps are recorded until one covers it, or that many were.
+        self._missed: list[Call] = []
+        self._attempts_left = 0
+        self._warned: set[str] = set()
+        self._calls: list[Call] = []
+        self._group: list[Call] = []
+        self._stepped: set[int] = set()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in place, or of the last step that had one; None before the first."""
+        chosen = self._active or (self.planned[-1] if self.planned else None)
+        return None if chosen is None else chosen.plan
+
+    def report(self) -> str:
+        """Return what was recorded and planned, what counts toward the budget, and what does not, in lines."""
+        return report_of(self.planned, self.budget_bytes, self.num_steps, self.recorded_steps)
+
+    def remove(self) -> None:
+        """Remove the plan and stop watching; do nothing the second time."""
+        self._abandon_step()
+        self._put(None)
+        self._entries.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<attached to {type(self.model).__name__}, {len(self.planned)} plans>"
+
+    def _begin_call(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Decide how the model runs, before an outermost call of it."""
+        is_disturbed = self._notices_others()
+        call = self._call_of(path, module, args, kwargs)
+        if not call.is_open:
+            self._group = []
+        self._calls.append(call)
+        self._group.append(call)
+        if is_disturbed:
+            return
+        if self._recording is not None:
+            self._recording.recording.recorder.begin_forward()
+            return
+        chosen = self._choice(call)
+        if chosen is not None and not (self._is_first and self._attempts_left and self._can_record()):
+            if chosen is not self._active:
+                self._put(chosen)
+        elif chosen is None and self.planned and self._on_larger != "replan":
+            self._refuse(call)
+        elif self._is_first and self._can_record():
+            self._start_recording()
+        else:
+            self._missed, self._attempts_left = list(self._calls), _MOST_ATTEMPTS
+            self._run_leanest()
+
+    @property
+    def _is_first(self) -> bool:
+        return len(self._calls) == 1
+
+    def _choice(self, call: Call) -> PlannedStep | None:
+        """Return the fastest planned step that covers the calls so far."""
+        if self._active is not None and self._active.follows(self._calls):
+            # The order of calls is the recorded one, so what is open is known from there.
+            return self._active if not self._is_first else self._smallest(self._active, call)
+        candidates = [step for step in self.planned if step.follows(self._calls) or covers(step.calls, self._group)]
+        if not candidates:
+            return None
+        if len(self._group) > 1 and self._active in candidates:
+            return self._active
+        best = min(candidates, key=lambda step: step.calls[0].numel)
+        return self._smallest(best, call) if self._is_first else best
+
+    def _smallest(self, chosen: PlannedStep, call: Call) -> PlannedStep | None:
+        """Return the covering step that is smallest; None to record this one, if it is much smaller still."""
+        fitting = [step for step in self.planned if step.follows([call])]
+        # Of equally large ones, that with more calls: what comes in this step is not known yet.
+        best = min(fitting, key=lambda step: (step.calls[0].numel, -len(step.calls)), default=chosen)
+        slowdown = best.plan.predicted_slowdown or 0.0
+        is_worth_it = call.numel < _MUCH_SMALLER * best.calls[0].numel and slowdown > _WORTH_SLOWDOWN
+        if is_worth_it and self._on_larger == "replan" and len(self.planned) < _MOST_PLANS and self._can_record():
+            return None
+        return best
+
+    def _call_of(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Call:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        device = self._device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        trained = 0
+        has_gradients = False
+        for number, parameter in enumerate(self._parameters):
+            trained |= parameter.requires_grad << number
+            has_gradients |= parameter.grad is not None
+        # After a backward, a graph may still be open (a gradient penalty); the recorder knows, a later step goes by its order.
+        is_open = not self._watcher.saw_backward
+        if self._recording is not None:
+            is_open = self._recording.recording.recorder.num_open_handles > 0
+        return Call(
+            entry=path,
+            shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+            context=(tuple(tensor.dtype for tensor in tensors), module.training, autocast),
+            trained=trained,
+            has_gradients=has_gradients,
+            is_open=is_open and len(self._calls) > 0,
+        )
+
+    def _can_record(self) -> bool:
+        if profiler_is_active() and self._device.type == "cpu":
+            self._warn_once(
+                "a profiler is active, beside which a step cannot be recorded: running at the leanest until it ends"
+            )
+            return False
+        if num_dispatch_modes():
+            self._warn_once("a dispatch mode is active around the model: running at the leanest until it ends")
+            return False
+        return True
+
+    def _start_recording(self) -> None:
+        self._put(None)
+        if not self.model.training and not any(module.training for module in self.model.modules()):
+            self._warn_once("the model is in eval mode; a step in training mode will be recorded and planned anew")
+        model, device = self.model, self._device
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        tensors = {
+            "parameters": list[torch.Tensor](self._parameters),
+            "buffers": list(model.buffers()),
+            "optimizer_state": state_tensors(self._optimizers),
+        }
+        known = [t for group in tensors.values() for t in group if t.device == device]
+        held_bytes = other_bytes(device, [*known, *gradients])
+        before_bytes = allocated_bytes(device)
+        recording = StepRecording(model, self._units, MeasuredCosts(device), device)
+        with self._entries.suspended():
+            recording.start(tensors, gradients=gradients)
+        self._recording = _Recording(recording, held_bytes, before_bytes)
+
+    def _abandon_step(self) -> None:
+        """Forget the step under way."""
+        if self._recording is not None:
+            self._recording.recording.abort()
+            self._recording = None
+        self._calls, self._group = [], []
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Note that an optimizer stepped; end the step if all have."""
+        self._stepped.add(id(optimizer))
+        if not self._calls or len(self._stepped) < len(self._optimizers):
+            return
+        calls, recorded = self._calls, self._recording
+        self._calls, self._group, self._recording = [], [], None
+        self._stepped.clear()
+        number = self.num_steps
+        self.num_steps += 1
+        if recorded is not None:
+            self._finish(recorded, calls, number)
+        elif self._active is not None:
+            self._check_peak(self._active)
+
+    def _finish(self, recorded: _Recording, calls: list[Call], number: int) -> None:
+        begin = time.perf_counter()
+        recording = recorded.recording
+        with self._entries.suspended():
+            recording.stop(state_tensors(self._optimizers))
+            left_bytes = allocated_bytes(self._device) - recorded.before_bytes - recording.left_bytes
+            profile = recording.profile(
+                optimizer_step=None,
+                gradients="freed",
+                batch=f"{calls[0]}, {len(calls)} calls" if len(calls) > 1 else str(calls[0]),
+                other_bytes=recorded.held_bytes + max(0, left_bytes),
+                budget=self.budget if self.budget_bytes is None else self.budget_bytes,
+            )
+        self.recorded_steps.append(number)
+        planned = plan_step(
+            profile, calls, self.budget if self.budget_bytes is None else self.budget_bytes, self.planned
+        )
+        self.budget_bytes = planned.budget_bytes
+        if not planned.fits:
+            self._warn_once(
+                f"no plan fits a step of {calls[0]} into {format_bytes(planned.budget_bytes)}: it needs "
+                f"{format_bytes(planned.peak_bytes)} at its leanest, which is how it will run",
+                key=str(calls[0]),
+            )
+        self._attempts_left = 0 if planned.follows(self._missed) else max(0, self._attempts_left - 1)
+        self.planned = [step for step in self.planned if not planned.replaces(step)]
+        self.planned.append(planned)
+        self._put(planned)
+        self._log(line_of(planned, time.perf_counter() - begin))
+
+    def _put(self, chosen: PlannedStep | None) -> None:
+        """Replace the plan in place."""
+        with self._entries.suspended():
+            if self._applied is not None:
+                self._applied.remove()
+                self._applied = None
+            if chosen is not None:
+                self._applied = apply(self.model, chosen.plan)
+        self._active = chosen
+
+    def _run_leanest(self) -> None:
+        self._put(None)
+        with self._entries.suspended():
+            self._applied = apply_policy(self.model, [unit.path for unit in self._units], DropAll())
+
+    def _refuse(self, call: Call) -> None:
+        """Raise, or warn, at a step that no plan was made for."""
+        text = (
+            f"a step of {call} is not covered by the plan, which was made for "
+            f"{', '.join(str(step.calls[0]) for step in self.planned)}"
+        )
+        if self._on_larger == "raise":
+            raise LargerStepError(f"{text}. Pass on_larger='replan', or a first step that is as large as any.")
+        self._warn_once(f"{text}; its peak may exceed the budget", key="larger")
+        if self._active is None and self.planned:
+            self._put(max(self.planned, key=lambda step: step.calls[0].numel))
+
+    def _check_peak(self, planned: PlannedStep) -> None:
+        """Compare with the most that the device ever held; on the CPU nothing counts it."""
+        if self._device.type != "cuda" or self.budget_bytes is None:
+            return
+        peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        if peak_bytes > max(planned.peak_bytes, planned.seen_bytes):
+            planned.seen_bytes = peak_bytes
+            self._missed, self._attempts_left = list(planned.calls), 1
+            self._warn_once(
+                f"the device held {format_bytes(peak_bytes)} at its peak, {format_bytes(peak_bytes - planned.peak_bytes)} more "
+                "than was predicted: something besides the recorded step needs memory (evaluation, generation, another "
+                "model). The next step will be recorded and planned anew",
+                key="drift",
+            )
+
+    def _notices_others(self) -> bool:
+        """Warn of another mechanism that was switched on after `attach`; return whether there is one."""
+        if self._calls or not self._others.are_on():
+            return False
+        self._warn_once(
+            "layers recompute by a mechanism of their own (checkpoint wrappers, or Hugging Face's switch), which "
+            "was switched on after attach: values are recomputed twice, and the plan does not hold. Switch it off",
+            key="other mechanism",
+        )
+        return True
+
+    def _warn_once(self, text: str, *, key: str | None = None) -> None:
+        if (key or text) not in self._warned:
+            self._warned.add(key or text)
+            warnings.warn(f"recollect: {text}.", BudgetWarning, stacklevel=6)

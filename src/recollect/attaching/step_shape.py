@@ -1,0 +1,94 @@
+"""Describe steps by the calls of the model and their shapes, and tell whether a plan for one step holds for another.
+
+A plan holds for what was recorded and for what is smaller. A step is a sequence of calls, some with a backward between them;
+where nothing waits for backward any more, a new group begins. A call is covered if a recorded group begins with the same
+calls, in shapes at least as large, from gradients that were alive then if they are now.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Call", "covers", "groups_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the model with gradients on.
+
+    Attributes:
+        entry: path of the module that was called; "" is the model itself.
+        shapes: of the tensors that it got, in order.
+        context: what must be equal: data types, training mode, autocast.
+        trained: one bit for each parameter that requires grad.
+        has_gradients: gradients were alive when it began.
+        is_open: an earlier call still waited for its backward.
+    """
+
+    entry: str
+    shapes: tuple[tuple[int, ...], ...]
+    context: tuple[object, ...]
+    trained: int = -1
+    has_gradients: bool = False
+    is_open: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements that it got."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def __str__(self) -> str:
+        """Describe the largest tensor: "4 x 2048"."""
+        largest = max(self.shapes, key=math.prod, default=())
+        return " x ".join(map(str, largest)) or "a scalar"
+
+    def is_at_least(self, other: Call) -> bool:
+        """Whether a call like the other one needs no more memory than this one, as far as its arguments tell."""
+        return (
+            self.entry == other.entry
+            and self.context == other.context
+            and len(self.shapes) == len(other.shapes)
+            and all(map(_is_at_least, self.shapes, other.shapes))
+            and not other.trained & ~self.trained
+            and (self.has_gradients or not other.has_gradients)
+        )
+
+
+def groups_of(calls: Sequence[Call]) -> list[list[Call]]:
+    """Split the calls of a step where nothing waits for backward.
+
+    Example:
+        >>> first, second = Call("", ((4, 8),), ()), Call("", ((4, 8),), (), is_open=True)
+        >>> [len(group) for group in groups_of([first, second, first])]
+        [2, 1]
+    """
+    groups: list[list[Call]] = []
+    for call in calls:
+        if not call.is_open or not groups:
+            groups.append([])
+        groups[-1].append(call)
+    return groups
+
+
+def covers(recorded: Sequence[Call], group: Sequence[Call]) -> bool:
+    """Whether a recorded step has a group that begins like this one, each call at least as large.
+
+    Args:
+        recorded: the calls of the recorded step.
+        group: calls so far since nothing waited for backward; the last one is about to run.
+
+    Example:
+        >>> recorded = [Call("", ((4, 512),), ())]
+        >>> covers(recorded, [Call("", ((4, 300),), ())]), covers(recorded, [Call("", ((4, 513),), ())])
+        (True, False)
+    """
+    return any(
+        len(known) >= len(group) and all(one.is_at_least(other) for one, other in zip(known, group, strict=False))
+        for known in groups_of(recorded)
+    )
+
+
+def _is_at_least(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return len(shape) == len(other) and all(mine >= theirs for mine, theirs in zip(shape, other, strict=True))

@@ -1,0 +1,158 @@
+"""Runs the forward of a custom autograd Function again, to bring back its outputs and what it saved for backward.
+
+All of the forward runs, not its ops one by one: kernels that PyTorch does not see may write to what ops made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+from recollect._torch_functions import above_autograd, function_runner, tree_flatten, tree_unflatten
+from recollect.engine.region_draws import RegionDraws
+from recollect.engine.values import Layout, layout_of
+from recollect.errors import RecomputeMismatchError
+
+__all__ = ["Autocast", "FunctionArguments", "FunctionCall"]
+
+Autocast = tuple[tuple[str, torch.dtype], ...]
+"""The device types for which autocast was on in forward, and to which type it cast."""
+
+
+class FunctionArguments:
+    """The arguments of a Function's call: tensors apart (`tensors`), everything else unchanged.
+
+    Parameters are not taken apart: forward may read attributes of theirs, and they outlive the call anyway.
+    """
+
+    __slots__ = ("_leaves", "_needs_grad", "_positions", "_spec", "tensors")
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        leaves, self._spec = tree_flatten(args)
+        self._positions = [
+            position
+            for position, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
+        ]
+        self.tensors: list[torch.Tensor] = [leaves[position] for position in self._positions]
+        self._needs_grad = [tensor.requires_grad for tensor in self.tensors]
+        self._leaves = leaves
+
+    @property
+    def leaves(self) -> list[Any]:
+        """All arguments, out of their containers."""
+        return self._leaves
+
+    def release(self) -> None:
+        """Let go of the tensors, which a recipe must not hold."""
+        for position in self._positions:
+            self._leaves[position] = None
+        self.tensors = []
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """Return the arguments with these tensors in the places of the first ones."""
+        leaves = list(self._leaves)
+        for position, tensor, needs_grad in zip(self._positions, tensors, self._needs_grad, strict=False):
+            # Forward may ask which of its arguments require grad, and these are not the tensors that did.
+            leaves[position] = tensor.detach().requires_grad_(needs_grad)
+        args: tuple[Any, ...] = tree_unflatten(leaves, self._spec)
+        return args
+
+
+class _Context(FunctionCtx):
+    """Stands for the `ctx` of a forward that runs again; holds what that saves (`to_save`)."""
+
+    to_save: tuple[Any, ...] = ()
+    needs_input_grad: tuple[bool, ...] = ()
+
+
+class FunctionCall:
+    """The recipe of all that one call of a Function made.
+
+    Its results are the outputs, in order, and then the saved tensors, in order.
+
+    Attributes:
+        layouts: of the results in forward; None for those that the recipe is not for.
+        draws: the random numbers of the forward; None if it drew none.
+    """
+
+    __slots__ = ("arguments", "autocast", "draws", "function", "layouts")
+
+    def __init__(
+        self,
+        function: Any,
+        arguments: FunctionArguments,
+        layouts: Sequence[Layout | None],
+        draws: RegionDraws | None,
+        autocast: Autocast,
+    ) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.layouts = layouts
+        self.draws = draws
+        self.autocast = autocast
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of the generator states held to run the forward again."""
+        return 0 if self.draws is None else self.draws.state_bytes
+
+    def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> list[Any]:
+        """Run the forward once more; return its outputs and what it saved."""
+        args = self.arguments.filled(tensors)
+        context = _Context()
+        context.needs_input_grad = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        function = self.function
+        with self._as_in_forward():
+            if function.setup_context is torch.autograd.Function.setup_context:
+                output = function.forward(context, *args)
+            else:
+                output = function.forward(*args)
+                function.setup_context(context, args, output)
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        results = [*outputs, *(saved for saved in context.to_save if saved is not None)]
+        self._check(results)
+        return results
+
+    @contextmanager
+    def _as_in_forward(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(function_runner(None))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(above_autograd())
+            stack.enter_context(_autocast_to(self.autocast))
+            if self.draws is not None:
+                stack.enter_context(self.draws.second())
+            yield
+
+    def _check(self, results: list[Any]) -> None:
+        """Raise if a result is not laid out as in forward: code that depends on more than its arguments."""
+        for layout, result in zip_longest(self.layouts, results[: len(self.layouts)]):
+            if layout is not None and not (isinstance(result, torch.Tensor) and layout_of(result) == layout):
+                raise RecomputeMismatchError(function=self.function.__name__)
+
+
+@contextmanager
+def _autocast_to(types: Autocast) -> Iterator[None]:
+    """Switch autocast on as it was, without its cache: what that holds would outlive the forward."""
+    if not types:
+        yield
+        return
+    before = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind, _ in types]
+    had_cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    for kind, dtype in types:
+        torch.set_autocast_enabled(kind, True)
+        torch.set_autocast_dtype(kind, dtype)
+    try:
+        yield
+    finally:
+        for kind, was_enabled, dtype in before:
+            torch.set_autocast_enabled(kind, was_enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(had_cache)

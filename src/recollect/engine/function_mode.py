@@ -1,0 +1,151 @@
+"""Makes each call of a custom autograd Function one op of the tape: its recipe runs the Function's forward again.
+
+What may run again, and how that is found out, is in `function_run.py`; how it runs again, in `function_call.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from recollect._torch_private import untraced
+from recollect.engine.facts import OpFacts
+from recollect.engine.function_call import FunctionCall
+from recollect.engine.function_run import FunctionRun, FunctionWatch, SavedByFunction, may_run_again
+from recollect.engine.tape_mode import TapeMode
+from recollect.engine.tape_state import OpActions, TapeState
+from recollect.engine.values import StorageRecord, TapeValue, attach_record, forget_record, layout_of, watch
+from recollect.plans.action import Action
+from recollect.replay import Node
+
+__all__ = ["FunctionMode"]
+
+
+class FunctionMode(TapeMode):
+    """The mode of one call of a unit, which also sees the calls of Functions."""
+
+    def __init__(self, tape: TapeState, unit_path: str) -> None:
+        super().__init__(tape, unit_path)
+        self.function: FunctionRun | None = None
+
+    def run_module(self, module_path: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a module of the unit; one that runs inside a Function has state that a second run might change."""
+        if self.function is not None:
+            self.function.keep("it runs a module")
+        return super().run_module(module_path, forward, args, kwargs)
+
+    def run_function(self, function: Any, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a call of a Function (`apply`), and drop of what it makes what the plan says."""
+        is_seen = self.is_watching and self.function is None and torch.is_grad_enabled()
+        if not is_seen or not may_run_again(function):
+            return apply(*args)
+        run = FunctionRun(function, args)
+        if run.wrote_unseen:
+            _forget_arguments(run)
+        if run.kept_because:
+            output = apply(*args)
+            self.end_function(run)
+            return output
+        self.function = run
+        try:
+            with run.draws.first(), FunctionWatch(run), _without_autocast_cache(run):
+                output = apply(*args)
+        finally:
+            self.function = None
+        run.end(output)
+        self.end_function(run)
+        return output
+
+    def end_function(self, run: FunctionRun) -> None:
+        """Decide what happens to what a call made."""
+        if run.wrote_unseen:
+            _forget_arguments(run)
+        if not run.kept_because and run.made:
+            self._drop(run)
+        for saved in run.saved:
+            if saved.tensor is not None:
+                saved.resolve(super().pack(saved.tensor))
+
+    @untraced
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd holds in place of a tensor; while a Function runs, it is decided later what that is."""
+        if self.function is None:
+            return super().pack(tensor)
+        saved = SavedByFunction(tensor)
+        self.function.saved.append(saved)
+        return saved
+
+    def function_actions(self, run: FunctionRun, call: FunctionCall) -> OpActions:
+        """Return what happens to the storages that a call made, in their order."""
+        return self._op_actions(OpFacts(name=run.name, num_returns=run.num_storages), True)
+
+    def _drop(self, run: FunctionRun) -> None:
+        """Drop what a call made: one value for each of its results, and a record for each storage."""
+        call = run.recipe()
+        actions = self.function_actions(run, call)
+        if not actions:
+            return
+        values = [self._argument(tensor, run.name) for tensor in run.arguments.tensors]
+        values += [self._other(tensor, run.name) for tensor in run.others]
+        run.arguments.release()
+        node = Node(call, values)
+        outputs: list[TapeValue | None] = [None] * run.num_slots
+        records: dict[int, StorageRecord] = {}
+        for made in run.made:
+            if (actions[made.storage] if len(actions) > 1 else actions[0]) is not Action.RECOMPUTE:
+                continue
+            saved = run.saved_in(made)
+            record = records.get(made.storage)
+            if record is None:
+                value = outputs[made.slot] = TapeValue(None, node)
+                record = StorageRecord(value, layout_of(made.tensor), made.tensor._version, None, self.call)
+                records[made.storage] = record
+                attach_record(made.tensor.untyped_storage(), record)
+                self.dropped.append(weakref.ref(made.tensor.untyped_storage()))
+            elif record.layout == layout_of(made.tensor):
+                value = record.base
+            elif saved is not None:
+                value = outputs[made.slot] = TapeValue(None, node)
+                value.is_viewed = record.base.is_viewed = True
+            if saved is not None:
+                self._saves_dropped.add((self.unit_path, self.scope))
+                saved.resolve(value)
+        for output in outputs:
+            node.add_output(output)
+
+    def _argument(self, tensor: torch.Tensor, name: str) -> TapeValue:
+        """Return the value of an argument: the dropped one if known, else one that holds the tensor."""
+        storage = tensor.untyped_storage()
+        known = self._known_value(tensor, storage)
+        if known is None:
+            known = self._other(tensor, name)
+            watch(known, storage)
+        return known
+
+    def _other(self, tensor: torch.Tensor, name: str) -> TapeValue:
+        """Return a value that the recipe does not pass on, for its check that the tensor has not changed."""
+        held, version = self.tape.alias(tensor, True)
+        return TapeValue(held, None, version, (self.unit_path, self.scope, name))
+
+
+def _forget_arguments(run: FunctionRun) -> None:
+    """Forget how arguments were made that may be written to out of sight: what needs them keeps them."""
+    for tensor in run.arguments.tensors:
+        forget_record(tensor.untyped_storage())
+
+
+@contextmanager
+def _without_autocast_cache(run: FunctionRun) -> Iterator[None]:
+    """Let a forward cast its weights itself, as it will when it runs again: a cached one would be an argument not seen."""
+    if not run.autocast or not torch.is_autocast_cache_enabled():
+        yield
+        return
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(True)

@@ -1,0 +1,383 @@
+"""Watches one call of a custom autograd Function, to learn whether its forward can run again and make the same.
+
+NOTE [ What runs again ]
+A Function's forward can call kernels that PyTorch does not see, so it is taken as a whole: one op. It runs again only if
+
+1. all that goes into it is known: tensors, plain values, and objects that hold those. Not modules, closures, generators;
+2. it writes to nothing but what it made. Writes that are seen are checked at every call; unseen ones by a checksum of its
+   arguments, at the first calls with the same constants;
+3. it reads no other tensors, unless nothing has ever written to them (a table of constants);
+4. none of its ops is one that the tape keeps because a second run may differ (rule 4), or that a second run disturbs: a
+   choice, a collective, a copy between devices, a compiled region, statistics; and no module runs in it;
+5. it does not switch gradients on.
+
+Otherwise what it makes is kept.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from recollect._torch_private import (
+    TorchDispatchMode,
+    desugars,
+    is_fake_tensor,
+    is_traceable_wrapper_subclass,
+    tree_leaves,
+    untraced,
+)
+from recollect.engine.checksums import checksums
+from recollect.engine.draws import draws_unknown
+from recollect.engine.facts import OpFacts, facts_of
+from recollect.engine.function_call import Autocast, FunctionArguments, FunctionCall
+from recollect.engine.region_draws import RegionDraws
+from recollect.engine.values import Layout, is_known, layout_of
+
+__all__ = ["FunctionRun", "Made", "SavedByFunction", "may_run_again"]
+
+# On a storage: which call made it, or was given it.
+_MARK = "_recollect_function"
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size, Enum)
+_PLAIN_TOO = (torch.memory_format, type, range, slice, types.BuiltinFunctionType)
+# How many tensors and objects in objects are looked at, and how deep; where there are more, the Function is kept.
+_MOST_OBJECTS = 64
+
+# Functions of these packages have state elsewhere, or run modules, or are PyTorch's own way to run something else.
+_FOREIGN = frozenset({"torch", "transformer_engine", "deepspeed"})
+
+# Functions whose arguments have been compared before and after, by the constants they were called with.
+_checked: weakref.WeakKeyDictionary[type, set[Any]] = weakref.WeakKeyDictionary()
+_MOST_CHECKS = 8
+# Functions that were seen to change an argument out of sight.
+_unseen_writers: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def may_run_again(function: Any) -> bool:
+    """Whether a Function may run again, for all that its class says."""
+    return function.__module__.partition(".")[0] not in _FOREIGN
+
+
+class Made(NamedTuple):
+    """A tensor that a call made: its position among the results, and which of the call's storages it is on."""
+
+    slot: int
+    tensor: torch.Tensor
+    storage: int
+
+
+class SavedByFunction:
+    """What autograd holds in place of a tensor that a Function saves; decided when the call is over."""
+
+    __slots__ = ("tensor", "value")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.value: Any = None
+
+    def resolve(self, value: Any) -> None:
+        """Stand for a value from here on."""
+        self.value = value
+        self.tensor = None
+
+    def rebuild(self, unpack: Any) -> torch.Tensor:
+        """Return the tensor."""
+        tensor: torch.Tensor = unpack(self.value) if self.tensor is None else self.tensor
+        return tensor
+
+
+class FunctionRun:
+    """One call of a Function, from before it runs until its results are known.
+
+    Attributes:
+        kept_because: why it cannot run again; empty if it can.
+        wrote_unseen: whether it may have written to its arguments out of sight.
+        draws: the random numbers that it draws.
+        arguments: its arguments, until `release`.
+        autocast: where autocast is on.
+        others: tensors that it reads and does not get as arguments of its own: parameters, and tensors in objects.
+        saved: what it saved, in order.
+    """
+
+    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
+        self.function = function
+        self.args = args
+        self.arguments = FunctionArguments(args)
+        self.kept_because = ""
+        self.wrote_unseen = False
+        self.others: list[torch.Tensor] = []
+        self.saved: list[SavedByFunction] = []
+        self.made: list[Made] = []
+        self.num_storages = 0
+        self._num_outputs = 0
+        self.draws = RegionDraws(unseen_on_cpu=False)
+        self._objects: list[tuple[Any, list[int]]] = []
+        self._made_mark, self._given_mark = object(), object()
+        self._given: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._check_key: Any = None
+        self._before: list[int] | None = None
+        self.autocast: Autocast = ()
+        self._look_at_arguments()
+        if not self.kept_because:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._given = [*self.arguments.tensors, *self.others]
+        for tensor in self._given:
+            vars(tensor.untyped_storage())[_MARK] = self._given_mark
+        self._versions = [_version(tensor) for tensor in self._given]
+        devices = {tensor.device for tensor in self._given}
+        self.autocast = tuple(
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in {device.type for device in devices} | {"cpu"}
+            if torch.is_autocast_enabled(kind)
+        )
+        self._before = self._checksums_if_new()
+
+    def keep(self, reason: str) -> None:
+        """Note why it cannot run again; the first reason stays."""
+        self.kept_because = self.kept_because or reason
+
+    # Before
+
+    def _look_at_arguments(self) -> None:
+        for leaf in self.arguments.leaves:
+            if isinstance(leaf, torch.Tensor):
+                self._look_at_tensor(leaf)
+            elif not isinstance(leaf, (*_PLAIN, *_PLAIN_TOO)):
+                self._look_at_object(leaf)
+
+    def _look_at_tensor(self, tensor: torch.Tensor) -> None:
+        kind = type(tensor)
+        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+            self.keep("an argument is not a plain tensor")
+        elif isinstance(tensor, nn.Parameter):
+            self.others.append(tensor)
+        elif not (is_fake_tensor(tensor) or (kind is torch.Tensor and not vars(tensor))):
+            self.keep("an argument is a tensor with more to it")
+
+    def _look_at_object(self, top: Any) -> None:
+        pending = [top]
+        while pending:
+            thing = pending.pop()
+            if isinstance(thing, torch.Tensor):
+                if thing.layout is not torch.strided or is_traceable_wrapper_subclass(thing) or _is_dropped(thing):
+                    self.keep("an argument holds a tensor that is not plain")
+                else:
+                    self.others.append(thing)
+            elif isinstance(thing, (dict, list, tuple)):
+                pending += thing.values() if isinstance(thing, dict) else thing
+            elif isinstance(thing, types.FunctionType) and not thing.__closure__:
+                pass
+            elif not isinstance(thing, (*_PLAIN, *_PLAIN_TOO)):
+                attributes = getattr(thing, "__dict__", None)
+                if attributes is None or callable(thing) or isinstance(thing, (nn.Module, torch.Generator)):
+                    self.keep(f"an argument is a {type(thing).__name__}")
+                    return
+                if any(thing is seen for seen, _ in self._objects):
+                    continue
+                self._objects.append((thing, _identities(thing)))
+                pending += attributes.values()
+            if len(self._objects) + len(self.others) > _MOST_OBJECTS:
+                self.keep("an argument holds many objects")
+                return
+
+    def _checksums_if_new(self) -> list[int] | None:
+        """Return checksums of the arguments, if the Function has not been seen with these constants."""
+        if self.function in _unseen_writers:
+            self.wrote_unseen = True
+            self.keep("it writes to its arguments out of sight")
+            return None
+        if any(is_fake_tensor(tensor) for tensor in self._given):
+            return None
+        constants = tuple(leaf for leaf in self.arguments.leaves if isinstance(leaf, (int, float, bool, str)))
+        known = _checked.setdefault(self.function, set())
+        if constants in known or len(known) >= _MOST_CHECKS:
+            return None
+        self._check_key = constants
+        return checksums(self._given)
+
+    # While it runs
+
+    def before_op(self, func: Any, facts: OpFacts, args: Any, kwargs: dict[str, Any]) -> None:
+        """Look at an op that is about to run."""
+        if torch.is_grad_enabled():
+            self.keep("it switches gradients on")
+        if not isinstance(func, torch._ops.OpOverload):
+            self.keep("it runs compiled code")
+        if (
+            facts.is_collective
+            or facts.moves_storage
+            or (facts.running_stats is not None and args[facts.running_stats[1]])
+        ):
+            self.keep(f"it runs {facts.name}")
+        for where in facts.writes:
+            target = kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
+            for tensor in tree_leaves(target):
+                if isinstance(tensor, torch.Tensor) and not self._has_made(tensor):
+                    self.keep("it writes to a tensor from outside")
+        if self.kept_because:
+            return
+        for tensor in _tensors(args, kwargs):
+            self._read(tensor)
+        if facts.is_random and draws_unknown(facts, func, args, kwargs):
+            self.keep(f"it runs {facts.name} with an unknown generator")
+
+    def after_op(self, facts: OpFacts, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Look at the results of an op."""
+        arguments = [tensor.untyped_storage() for tensor in _tensors(args, kwargs) if _is_strided(tensor)]
+        for tensor in tree_leaves(output):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if facts.keeps and not (tensor.is_floating_point() or tensor.is_complex()):
+                self.keep(f"it runs {facts.name}")
+            if facts.keeps_on_cuda and tensor.is_cuda:
+                self.keep(f"it runs {facts.name}, which adds in any order")
+            if facts.device_keyword and any(tensor.device != argument.device for argument in _tensors(args, kwargs)):
+                self.keep("it copies between devices")
+            if not _is_strided(tensor):
+                continue
+            if not any(tensor.untyped_storage() is storage for storage in arguments):
+                self._note_made(tensor)
+
+    def after_view(self, facts: OpFacts, args: Any, output: Any) -> None:
+        """Look at the result of an op that need not make a storage, but may (`to`, `reshape`)."""
+        if isinstance(output, torch.Tensor) and _is_strided(output) and args and isinstance(args[0], torch.Tensor):
+            if facts.is_lift or not (_is_strided(args[0]) and args[0].untyped_storage() is output.untyped_storage()):
+                self._note_made(output)
+
+    def _note_made(self, tensor: torch.Tensor) -> None:
+        vars(tensor.untyped_storage())[_MARK] = self._made_mark
+
+    def _read(self, tensor: torch.Tensor) -> None:
+        if not _is_strided(tensor):
+            self.keep("it reads a tensor that is not strided")
+            return
+        storage = tensor.untyped_storage()
+        mark = vars(storage).get(_MARK)
+        if mark is self._made_mark or mark is self._given_mark:
+            return
+        if _version(tensor) or is_known(storage):
+            self.keep("it reads a tensor that is not an argument")
+            return
+        vars(storage)[_MARK] = self._given_mark
+        self.others.append(tensor)
+
+    def _has_made(self, tensor: torch.Tensor) -> bool:
+        return _is_strided(tensor) and vars(tensor.untyped_storage()).get(_MARK) is self._made_mark
+
+    # Afterwards
+
+    def end(self, output: Any) -> None:
+        """Find what it made, now that its output is known and all is saved."""
+        if [id(leaf) for leaf in tree_leaves(self.args)] != [id(leaf) for leaf in self.arguments.leaves]:
+            self.keep("it changed a list of arguments")
+        if [_version(tensor) for tensor in self._given] != self._versions:
+            self.keep("it changed an argument")
+        if any(_identities(thing) != identities for thing, identities in self._objects):
+            self.keep("it changed an object")
+        if self._before is not None:
+            if checksums(self._given) == self._before:
+                _checked[self.function].add(self._check_key)
+            else:
+                _unseen_writers.add(self.function)
+                self.wrote_unseen = True
+                self.keep("it writes to its arguments out of sight")
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        self._num_outputs = len(outputs)
+        storages: list[torch.UntypedStorage] = []
+        for slot, tensor in enumerate([*outputs, *(saved.tensor for saved in self.saved)]):
+            if (
+                isinstance(tensor, torch.Tensor)
+                and not is_traceable_wrapper_subclass(tensor)
+                and self._has_made(tensor)
+            ):
+                storage = tensor.untyped_storage()
+                index = next((i for i, other in enumerate(storages) if other is storage), len(storages))
+                if index == len(storages):
+                    storages.append(storage)
+                self.made.append(Made(slot, tensor, index))
+        self.num_storages = len(storages)
+
+    def recipe(self) -> FunctionCall:
+        """Return the call that makes it all again."""
+        layouts: list[Layout | None] = [None] * self.num_slots
+        for made in self.made:
+            layouts[made.slot] = layout_of(made.tensor)
+        draws = self.draws if self.draws.state_bytes else None
+        return FunctionCall(self.function, self.arguments, layouts, draws, self.autocast)
+
+    @property
+    def name(self) -> str:
+        """The Function's name, as in value names."""
+        name: str = self.function.__name__
+        return name.replace(".", "_").replace("#", "_")
+
+    def saved_in(self, made: Made) -> SavedByFunction | None:
+        """Return what stands for a result that was saved; None for an output."""
+        return self.saved[made.slot - self._num_outputs] if made.slot >= self._num_outputs else None
+
+    @property
+    def num_slots(self) -> int:
+        """Number of outputs and saved tensors."""
+        return self._num_outputs + len(self.saved)
+
+
+class FunctionWatch(TorchDispatchMode):
+    """Shows a Function's ops to its `FunctionRun`, above the tape's own mode."""
+
+    def __init__(self, run: FunctionRun) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.run = run
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled regions run compiled."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @untraced
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if types and any(desugars(kind) for kind in types):
+            return NotImplemented
+        facts = facts_of(func)
+        if facts.is_view:
+            output = func(*args, **kwargs)
+            self.run.after_view(facts, args, output)
+            return output
+        self.run.before_op(func, facts, args, kwargs)
+        output = func(*args, **kwargs)
+        self.run.after_op(facts, args, kwargs, output)
+        return output
+
+
+def _is_dropped(tensor: torch.Tensor) -> bool:
+    return is_known(tensor.untyped_storage())
+
+
+def _tensors(args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _identities(thing: Any) -> list[int]:
+    return [id(value) for value in vars(thing).values()]

@@ -1,0 +1,149 @@
+"""Has the random ops of a module that runs twice draw the same numbers both times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from recollect._torch_private import TorchDispatchMode, desugars, untraced
+from recollect.engine.draws import Draw, first_run, random_turn, state_content, takes_generator
+from recollect.engine.facts import facts_of
+
+__all__ = ["RegionDraws"]
+
+
+class RegionDraws:
+    """The random numbers of one call of a region, or of a custom autograd Function.
+
+    Random ops are run again one by one, from generators of their own. Code that no dispatch mode sees (compiled regions) draws
+    from the default generators: if it does, they are set back for the second run.
+
+    Args:
+        unseen_on_cpu: whether code out of sight may draw on the CPU; to tell takes a few KiB for a moment.
+    """
+
+    def __init__(self, *, unseen_on_cpu: bool = True) -> None:
+        self._seen: list[tuple[Any, Draw | None]] = []
+        self._unseen: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._unseen_on_cpu = unseen_on_cpu
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the generators' states that are held; 0 if nothing was drawn."""
+        seen = sum(draw.nbytes for _, draw in self._seen if draw is not None)
+        return seen + sum(state.nbytes for _, state in self._unseen)
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Note what is drawn while the module runs."""
+        # As bytes, which take no memory of the device's allocator: most regions do not need them later.
+        states = {
+            generator: state_content(generator.get_state())
+            for generator in _default_generators()
+            if self._unseen_on_cpu or generator.device.type != "cpu"
+        }
+        mode = _FirstRun(self._seen, dict(states))
+        with mode:
+            yield
+        self._unseen = [
+            (generator, _state(content)) for generator, content in states.items() if mode.was_moved(generator)
+        ]
+
+    @contextmanager
+    def second(self) -> Iterator[None]:
+        """Have the module draw the same numbers, and leave the generators as they are."""
+        mode = _SecondRun(self._seen, moves_shared=bool(self._unseen))
+        if not self._unseen:
+            with mode:
+                yield
+            return
+        with random_turn():
+            present = [(generator, generator.get_state()) for generator, _ in self._unseen]
+            for generator, state in self._unseen:
+                generator.set_state(state)
+            try:
+                with mode:
+                    yield
+            finally:
+                for generator, state in present:
+                    generator.set_state(state)
+
+
+class _RegionMode(TorchDispatchMode):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled regions run compiled."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @untraced
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if types and any(desugars(kind) for kind in types):
+            return NotImplemented
+        facts = facts_of(func)
+        if not facts.is_random or (facts.keeps and not takes_generator(func)):
+            return func(*args, **kwargs)  # Collectives wait for each other: they may not wait for a turn, too.
+        return self.draw(func, args, kwargs)
+
+    def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a random op."""
+        raise NotImplementedError
+
+
+class _FirstRun(_RegionMode):
+    """Runs random ops and notes what they drew; knows whether anybody else moved the default generators."""
+
+    def __init__(self, seen: list[tuple[Any, Draw | None]], at: dict[torch.Generator, bytes]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = seen
+        self._at = at
+        self._moved: set[torch.Generator] = set()
+
+    def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        output, draw = first_run(facts_of(func), func, args, kwargs)
+        self._seen.append((func, draw))
+        if draw is not None and draw.generator in self._at:
+            if state_content(draw.state) != self._at[draw.generator]:
+                self._moved.add(draw.generator)
+            self._at[draw.generator] = state_content(draw.generator.get_state())
+        return output
+
+    def was_moved(self, generator: torch.Generator) -> bool:
+        """Whether something other than the ops that were seen drew from a default generator; call when all has run."""
+        return generator in self._moved or state_content(generator.get_state()) != self._at[generator]
+
+
+class _SecondRun(_RegionMode):
+    """Runs random ops with the numbers of the first run."""
+
+    def __init__(self, seen: list[tuple[Any, Draw | None]], *, moves_shared: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._pending = list(reversed(seen))
+        self._moves_shared = moves_shared
+
+    def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        before, draw = self._pending.pop() if self._pending else (None, None)
+        if before is not func or draw is None:
+            return func(*args, **kwargs)  # If another op runs than before, `checkpoint` says so.
+        output = draw.again(func, args, kwargs, may_repeat=not facts_of(func).writes)
+        if self._moves_shared:
+            draw.move_shared()
+        return output
+
+
+def _state(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _default_generators() -> list[torch.Generator]:
+    found = [torch.default_generator]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return found

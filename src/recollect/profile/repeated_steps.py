@@ -1,0 +1,203 @@
+"""Stores runs of equal micro-steps once, so that a step of 64 of them plans as fast as one of two.
+
+In gradient accumulation, forward and backward run again and again on batches of one shape. The first micro-step makes the
+gradients; each later one finds them, and does what the one before it did. Of such a run the last one is stored, and stands
+for all of them (`UnitCall.num_runs`). What the others leave behind, such as a list of losses, is there when it begins.
+
+A micro-step is left out only if nothing of it waits for backward when the next one begins, and no other one reads what its
+units computed. If the model's own code holds a unit's output into the next micro-step (`output` in a loop), what is alive
+with the output is up to the plan: then the last two are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from recollect.profile.events import ALLOC, DIES, FREE, OP, PHASE, RETURN, SAVE, Event, StepLog
+from recollect.profile.graph import UnitCall
+from recollect.profile.profile import Profile
+from recollect.profile.stretches import Item, Stretch, stretches
+
+__all__ = ["fold"]
+
+# The most stretches that repeat together: a micro-step may have several forwards, each with a backward of its own.
+_LONGEST_PERIOD = 8
+
+
+def fold(profile: Profile) -> Profile:
+    """Return a profile of the same step in which runs of equal micro-steps are stored once.
+
+    The peak, recompute time and slowdown of every plan stay as they are; `step_s` is that of the whole step. Calls are
+    numbered anew.
+
+    Args:
+        profile: of any step; without equal micro-steps it is returned as it is.
+
+    Complexity: a few passes over the events.
+
+    Example:
+        >>> from recollect.profile.events import BACKWARD, FORWARD, PHASE, WORK
+        >>> from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
+        >>> graph = UnitGraph((ValueRecord("h", 8, producer=0),), (OpRecord("h", (), (0,), 1.0),))
+        >>> calls = [UnitCall("layer", 0) for _ in range(64)]
+        >>> def micro_step(call):
+        ...     return (PHASE, FORWARD), (OP, call, 0), (DIES, call, 0), (RETURN, call), (PHASE, BACKWARD), (WORK, 8)
+        >>> events = tuple(event for call in range(64) for event in micro_step(call))
+        >>> whole = Profile((graph,), tuple(calls), StepLog((events,), ((0, -1),)), step_s=192.0)
+        >>> folded = fold(whole)
+        >>> folded.log.num_events, [call.num_runs for call in folded.calls]
+        (6, [64])
+    """
+    found = stretches(profile)
+    runs = _runs(found)
+    if not runs:
+        return profile
+    left_out = {number for run in runs for number in range(run.first, run.end)}
+    gone = {call for number in left_out for call in found[number].calls}
+    if any(not gone.isdisjoint(s.reads_calls) for number, s in enumerate(found) if number not in left_out):
+        return profile
+    return _Folding(profile, found, runs, gone).folded()
+
+
+class _Run:
+    """Equal blocks of stretches.
+
+    Attributes:
+        first, end: the stretches to leave out, from the first up to but excluding the end.
+        period: the number of stretches of a block.
+        num_runs: the number of blocks that the one at `end` stands for.
+    """
+
+    def __init__(self, first: int, end: int, period: int) -> None:
+        self.first = first
+        self.end = end
+        self.period = period
+        self.num_runs = (end - first) // period + 1
+
+
+def _runs(found: Sequence[Stretch]) -> list[_Run]:
+    """Return what to leave out, in order."""
+    runs: list[_Run] = []
+    first = 0
+    while first < len(found):
+        candidates = [_run_at(found, first, period) for period in range(1, _LONGEST_PERIOD + 1)]
+        best = max((run for run in candidates if run), key=lambda run: run.end - run.first, default=None)
+        if best is None:
+            first += 1
+            continue
+        runs.append(best)
+        first = best.end + best.period
+    return runs
+
+
+def _run_at(found: Sequence[Stretch], first: int, period: int) -> _Run | None:
+    """Return the run of equal blocks that begins at a stretch; None if nothing can be left out."""
+    end = first + period
+    while end < len(found) and found[end].form == found[end - period].form:
+        end += 1
+    num_blocks = (end - first) // period
+    for num_stored in (1, 2):
+        stored = first + (num_blocks - num_stored) * period
+        if stored > first and _can_leave_out(found, first, stored, period, num_stored):
+            return _Run(first, stored, period)
+    return None
+
+
+def _can_leave_out(found: Sequence[Stretch], first: int, stored: int, period: int, num_stored: int) -> bool:
+    """Return whether the stored block finds most memory in use, and what it may find of the units left out."""
+    is_growing = all(
+        found[number].start_bytes <= found[stored + (number - first) % period].start_bytes
+        for number in range(first, stored)
+    )
+    calls = range(found[first].calls.start, found[stored].calls.start)
+    values = [item for item in found[stored].held if item[0] in calls]
+    if num_stored == 1:
+        return is_growing and not values
+    # They die in the first of the two that are stored, so that the second one is played exactly.
+    last = found[min(stored + period, len(found)) - 1]
+    return is_growing and all(found[stored].held[item].death < last.end for item in values)
+
+
+class _Folding:
+    """Writes the folded profile.
+
+    Args:
+        profile: the whole step.
+        found: its stretches.
+        runs: what to leave out.
+        gone: the calls in there.
+    """
+
+    def __init__(self, profile: Profile, found: Sequence[Stretch], runs: Sequence[_Run], gone: set[int]) -> None:
+        self._profile = profile
+        self._events = list(profile.log.events())
+        self._found = found
+        self._run_before = {run.end: run for run in runs}
+        self._left_out = {number for run in runs for number in range(run.first, run.end)}
+        stays = [call for call in range(len(profile.calls)) if call not in gone]
+        self._number_of = {call: number for number, call in enumerate(stays)}
+        self._next_storage = 1 + max((event[1] for event in self._events if event[0] == ALLOC), default=-1)
+        self._num_runs = {
+            call: run.num_runs
+            for run in runs
+            for number in range(run.end, run.end + run.period)
+            for call in found[number].calls
+        }
+        # Storages that stand for values of calls that are gone.
+        self._storage_of: dict[Item, int] = {}
+
+    def folded(self) -> Profile:
+        """Return the profile."""
+        log: list[Event] = []
+        for number, stretch in enumerate(self._found):
+            if number in self._left_out:
+                continue
+            events = self._events[stretch.start : stretch.end]
+            if number in self._run_before:
+                # What begins a phase comes first.
+                num_first = int(events[0][0] == PHASE)
+                log += events[:num_first]
+                log += self._left_behind(self._run_before[number])
+                events = events[num_first:]
+            for event in events:
+                log += self._renumbered(event)
+        return replace(
+            self._profile,
+            calls=tuple(self._call(call) for call in self._number_of),
+            log=StepLog(blocks=(tuple(log),), sequence=((0, -1),)),
+        )
+
+    def _left_behind(self, run: _Run) -> list[Event]:
+        """Return events with the effect of all that is left out."""
+        before, after = self._found[run.first].held, self._found[run.end].held
+        events: list[Event] = []
+        for item in before.keys() - after.keys():
+            events += self._renumbered((FREE, item[1]) if item[0] < 0 else (DIES, *item))
+        events.sort()
+        for item in sorted(after.keys() - before.keys()):
+            storage = item[1]
+            if item[0] >= 0:
+                storage = self._storage_of[item] = self._next_storage
+                self._next_storage += 1
+            events.append((ALLOC, storage, after[item].nbytes))
+        return events
+
+    def _renumbered(self, event: Event) -> list[Event]:
+        code, *operands = event
+        if code == DIES:
+            item = operands[0], operands[1]
+            if item in self._storage_of:
+                return [(FREE, self._storage_of.pop(item))]
+            return [(DIES, self._number_of[item[0]], item[1])] if item[0] in self._number_of else []
+        if code in (OP, RETURN):
+            return [(code, self._number_of[operands[0]], *operands[1:])]
+        if code == SAVE:
+            call, value, handle, saver = operands
+            return [(SAVE, self._number_of[call], value, handle, self._number_of[saver])]
+        return [event]
+
+    def _call(self, index: int) -> UnitCall:
+        call = self._profile.calls[index]
+        origins = tuple((value, self._number_of[source], there) for value, source, there in call.origins)
+        return replace(call, origins=origins, num_runs=call.num_runs * self._num_runs.get(index, 1))

@@ -1,0 +1,127 @@
+"""Make a twin of an optimizer: the same class and settings over other parameters, to try out a step of it.
+
+The optimizer itself is not touched, and neither is what it refers to.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from recollect._torch_private import FakeTensorMode
+
+# Makes the parameter that stands in for a trained one.
+StandIn = Callable[[torch.Tensor], torch.Tensor]
+
+
+def make_twin(optimizer: torch.optim.Optimizer, stand_in: StandIn) -> torch.optim.Optimizer:
+    """Return an optimizer with the settings of this one, without state, over stand-ins for its trained parameters.
+
+    It is constructed anew from the parameter groups, and where its class does not allow that, copied.
+    """
+    stand_ins: dict[int, torch.Tensor] = {}
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in stand_ins:
+                made = stand_in(local_part(parameter))
+                stand_ins[id(parameter)] = made.requires_grad_(parameter.requires_grad)
+        trained = [stand_ins[id(parameter)] for parameter in group["params"] if parameter.requires_grad]
+        if trained:
+            settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            groups.append({**settings, "params": trained})
+    try:
+        twin = _constructed(optimizer, groups)
+    except Exception:  # A foreign constructor may raise anything.
+        twin = _copied(optimizer, groups, stand_ins)
+    _give_overrides(twin, getattr(optimizer, "mng", None), stand_ins)
+    return twin
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what this process has of a parameter that is sharded over several."""
+    to_local = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()
+
+
+def _constructed(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    twin = type(optimizer)(groups, **defaults)
+    # Settings that are no defaults of a parameter group.
+    for name, value in vars(optimizer).items():
+        if name not in ("defaults", "param_groups", "state") and _is_plain(value):
+            setattr(twin, name, copy.deepcopy(value))
+    return twin
+
+
+def _is_plain(value: Any, depth: int = 2) -> bool:
+    """Return whether a value is made of nothing but numbers and texts."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return True
+    if depth == 0 or callable(value) or isinstance(value, (torch.Tensor, torch.optim.Optimizer)):
+        return False
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item, depth - 1) for item in value)
+    items = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    return items is not None and all(isinstance(k, str) and _is_plain(v, depth - 1) for k, v in items.items())
+
+
+def _copied(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], stand_ins: Mapping[int, torch.Tensor]
+) -> torch.optim.Optimizer:
+    """Copy all that an optimizer refers to, but for its state and with stand-ins for its parameters."""
+    memo: dict[int, Any] = dict(stand_ins)
+    for inner in (optimizer, *(v for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer))):
+        memo[id(inner.state)] = defaultdict(dict)
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = twin
+    for name, value in vars(optimizer).items():
+        # Schedulers and gradient scalers put functions in the place of methods, which would reach the optimizer itself.
+        shadows_method = callable(value) and callable(getattr(type(optimizer), name, None))
+        if shadows_method:
+            continue
+        is_hooks = isinstance(value, OrderedDict) and name.endswith("_hooks")
+        vars(twin)[name] = OrderedDict() if is_hooks else copy.deepcopy(value, memo)
+    if "param_groups" in vars(twin):  # Otherwise they are those of an optimizer in it.
+        twin.param_groups = groups
+    return twin
+
+
+def _give_overrides(twin: Any, manager: Any, stand_ins: Mapping[int, torch.Tensor]) -> None:
+    """Give the twin the settings of single parameters that bitsandbytes' manager has, by `id` or by module."""
+    if not hasattr(manager, "pid2config") or not hasattr(manager, "module_weight_config_triple"):
+        return
+    settings = dict(manager.pid2config)
+    settings |= {id(getattr(module, name)): found for module, name, found in manager.module_weight_config_triple}
+    twin.mng = copy.copy(manager)
+    twin.mng.pid2config = {id(stand_ins[key]): found for key, found in settings.items() if key in stand_ins}
+    twin.mng.index2config, twin.mng.module_weight_config_triple = {}, []
+
+
+class AnyNumber(FakeTensorMode):
+    """Fake tensors of which an optimizer may ask a number: it is always 1."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def give_gradients(twin: torch.optim.Optimizer, *, is_sparse: bool) -> None:
+    """Give each parameter a gradient: of ones, or with a single row."""
+    for group in twin.param_groups:
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue
+            if is_sparse:
+                row = torch.zeros(1, 1, dtype=torch.int64, device=parameter.device)
+                ones = torch.ones_like(parameter[:1])
+                parameter.grad = torch.sparse_coo_tensor(row, ones, parameter.shape, check_invariants=False)
+            else:
+                parameter.grad = torch.ones_like(parameter)

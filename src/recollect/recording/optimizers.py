@@ -1,0 +1,137 @@
+"""Find the optimizers in what a user passes: one, several, or inside a wrapper; and the state that they hold now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from recollect.errors import RecordError
+from recollect.measuring.meter import storages_of
+from recollect.profile.allocator_blocks import block_bytes
+
+__all__ = [
+    "Optimizers",
+    "check_optimizers",
+    "on_device",
+    "optimizers_in",
+    "present_state_bytes",
+    "state_tensors",
+    "tensors_in",
+]
+
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def optimizers_in(optimizers: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that step: several one by one, and what wrappers wrap in their place.
+
+    Args:
+        optimizers: an optimizer, a wrapper that hands `step` and `state` on to one, a list, tuple or dict of these, an
+            object whose `optimizers` are such a list, or None.
+
+    Raises:
+        RecordError: something in it is no optimizer.
+
+    Example:
+        >>> import torch
+        >>> weight, bias = torch.zeros(2, 2, requires_grad=True), torch.zeros(2, requires_grad=True)
+        >>> [type(found).__name__ for found in optimizers_in([torch.optim.Muon([weight]), torch.optim.AdamW([bias])])]
+        ['Muon', 'AdamW']
+    """
+    if optimizers is None:
+        return []
+    if isinstance(optimizers, Mapping):
+        optimizers = list(optimizers.values())
+    several = optimizers if isinstance(optimizers, (list, tuple)) else getattr(optimizers, "optimizers", None)
+    if isinstance(several, (list, tuple)):
+        return list({id(found): found for item in several for found in optimizers_in(item)}.values())
+    wrapped = _wrapped_by(optimizers)
+    if wrapped is not None:
+        return optimizers_in(wrapped)
+    if not all(hasattr(optimizers, name) for name in ("param_groups", "state", "step")):
+        raise RecordError(
+            f"optimizer: got a {type(optimizers).__name__}, expected an optimizer of torch.optim or one made like them, with "
+            "`param_groups`, `state` and `step`; several as a list."
+        )
+    return [optimizers]
+
+
+def _wrapped_by(optimizer: Any) -> Any:
+    """Return the optimizer that this one only passes on; None if it has state of its own, as Lookahead has."""
+    # Its inner optimizer has this rank's share of the parameters.
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+        return optimizer.optim
+    inner = getattr(optimizer, "optimizer", None)
+    if inner is None or not hasattr(inner, "param_groups") or not hasattr(inner, "state"):
+        return None
+    return inner if getattr(optimizer, "state", inner.state) is inner.state else None
+
+
+def check_optimizers(model: nn.Module, optimizers: Any) -> None:
+    """Raise if the optimizers are of another model.
+
+    Full-precision copies of the parameters, and the flat parts of them that ZeRO steps over, are no mistake: an optimizer
+    over parameters of other dtypes, or in a wrapper, is not checked.
+
+    Raises:
+        RecordError: none of the optimizers' parameters is one of the model's.
+    """
+    found = optimizers_in(optimizers)
+    steps_over = [p for optimizer in found for group in optimizer.param_groups for p in group["params"]]
+    own = {id(parameter) for parameter in model.parameters()}
+    if not own or not steps_over or any(id(parameter) in own for parameter in steps_over):
+        return
+    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if len(given) != len(found) or any(one is not other for one, other in zip(given, found, strict=True)):
+        return
+    if {parameter.dtype for parameter in steps_over} - {parameter.dtype for parameter in model.parameters()}:
+        return
+    names = " and ".join(type(optimizer).__name__ for optimizer in found)
+    raise RecordError(
+        f"optimizer: none of the {len(steps_over)} parameters of {names} is a parameter of this {type(model).__name__}, so it "
+        "trains another model, or this one's parameters were replaced after it was made. Make it from this model's "
+        "parameters()."
+    )
+
+
+def state_tensors(optimizers: Any) -> list[torch.Tensor]:
+    """Return the distinct tensors of the state that the optimizers have now, and that of optimizers in them."""
+    found = optimizers_in(optimizers)
+    found += [inner for outer in found for inner in vars(outer).values() if isinstance(inner, torch.optim.Optimizer)]
+    return tensors_in([list(optimizer.state.values()) for optimizer in found])
+
+
+def tensors_in(state: Any) -> list[torch.Tensor]:
+    """Return the distinct tensors in some optimizer state, which may be dictionaries of a class of their own."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    items = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple, set)) else ()
+    return list({id(found): found for item in items for found in tensors_in(item)}.values())
+
+
+def present_state_bytes(optimizers: Any, device: torch.device) -> int:
+    """Return the bytes of the state that the optimizers have now on a device, in blocks of its allocator.
+
+    Args:
+        optimizers: as `optimizers_in` takes them.
+        device: the bytes there count; step counts and state that was moved to the CPU do not count on a GPU.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.zeros(10, requires_grad=True)
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        >>> weight.sum().backward()
+        >>> optimizer.step()
+        >>> present_state_bytes([optimizer], torch.device("cpu"))
+        40
+    """
+    storages = storages_of(on_device(state_tensors(optimizers), device))
+    return sum(block_bytes(storage.nbytes(), device.type) for storage in storages)
+
+
+def on_device(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Return the tensors on devices of this type; some optimizers keep step counts in tensors on the CPU."""
+    return [tensor for tensor in tensors if tensor.device.type == device.type]

@@ -1,0 +1,155 @@
+"""Restore what running a step changes: gradients, buffers, attributes of modules, random generators; keep hooks from firing.
+
+While a step runs that must leave no traces, the model's trained parameters are replaced by stand-ins on the same memory.
+Whatever hangs on the real ones (optimizers that step in backward, gradient buckets, hooks) neither runs nor sees a gradient.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+
+from recollect._torch_private import is_data_parallel, is_fully_sharded
+from recollect.errors import RecordError
+
+__all__ = ["restored_attributes", "restored_buffers", "restored_generators", "undisturbed"]
+
+# What `nn.Module` keeps apart is restored apart, or is no state of the step.
+_REGISTRIES: Final = frozenset(vars(nn.Module()))
+_HOOKS: Final = tuple(name for name in _REGISTRIES if "_hooks" in name)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Restore the model and the random generators after the block, in which steps may run.
+
+    Gradients are set aside; hooks of parameters do not run, and hooks that the step adds to modules are removed. Attributes of
+    modules that the step binds anew (counters, lazily made tables) are bound to what they were; what it changes inside them
+    (a list that grows) stays changed.
+
+    Raises:
+        RecordError: DeepSpeed has partitioned the parameters, which only its own engine can run.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        with ExitStack() as stack:
+            for parameter, _ in gradients:
+                parameter.grad = None
+            # The first to enter, so that what modules remember of their parameters is restored before the parameters are.
+            stack.enter_context(_without_parameter_hooks(model))
+            stack.enter_context(restored_generators(model))
+            stack.enter_context(restored_attributes(model))
+            stack.enter_context(restored_buffers(model))
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers (batch norm statistics) after the block, also those that forward replaces by new tensors."""
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                module._buffers[name] = buffer
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+
+
+@contextmanager
+def restored_attributes(model: nn.Module) -> Iterator[None]:
+    """Bind the plain attributes of all modules to what they were before the block, and restore their hooks.
+
+    Both together, since a model that installs hooks in its first forward remembers that in an attribute.
+    """
+    before = [(vars(module), _plain_attributes(module)) for module in model.modules()]
+    hooks = [
+        (found, dict(found))
+        for attributes, _ in before
+        for name in _HOOKS
+        if (found := attributes.get(name)) is not None
+    ]
+    try:
+        yield
+    finally:
+        for found, entries in hooks:
+            if found != entries:
+                found.clear()
+                found.update(entries)
+        for attributes, values in before:
+            for name in [name for name in attributes if name not in values and name not in _REGISTRIES]:
+                del attributes[name]
+            attributes.update(values)
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _REGISTRIES}
+
+
+@contextmanager
+def restored_generators(model: nn.Module) -> Iterator[None]:
+    """Restore the random generators of PyTorch, Python, and NumPy if the program uses it: models draw from them all."""
+    cuda_devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=cuda_devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def _without_parameter_hooks(model: nn.Module) -> Iterator[None]:
+    """Replace the trained parameters by stand-ins on the same memory, which no hook knows."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            raise RecordError(
+                f"cannot record {type(model).__name__}: DeepSpeed ZeRO-3 has partitioned its parameter {name!r}, and a step "
+                "beside the engine's own would change the partitions. Record before deepspeed.initialize, or pass step=, "
+                "which runs the engine's own step."
+            )
+    stand_ins: dict[int, nn.Parameter] = {}
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    with ExitStack() as stack:
+        for module in model.modules():
+            if is_data_parallel(module):
+                stack.enter_context(cast(Any, module).no_sync())
+            if is_fully_sharded(module):
+                continue  # It puts its own parameters in place while it runs.
+            for name, own in module._parameters.items():
+                if own is not None and own.requires_grad:
+                    stand_ins.setdefault(id(own), nn.Parameter(own.detach()))
+                    replaced.append((module, name, own))
+        try:
+            for module, name, replaced_one in replaced:
+                _put(module, name, stand_ins[id(replaced_one)])
+            yield
+        finally:
+            for module, name, replaced_one in replaced:
+                _put(module, name, replaced_one)
+
+
+def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    # Recurrent modules keep a list of their parameters, which only their own `__setattr__` brings up to date.
+    if isinstance(module, nn.RNNBase):
+        setattr(module, name, parameter)
+    else:
+        module._parameters[name] = parameter

@@ -1,0 +1,59 @@
+"""Tries whether the recipe of a custom autograd Function's call makes what the call itself made, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from recollect._torch_functions import without_modes
+from recollect._torch_private import (
+    below_autograd,
+    disable_autocast,
+    tree_leaves,
+)
+from recollect.engine.function_call import FunctionCall
+from recollect.engine.function_run import FunctionRun
+
+__all__ = ["RunsAgain"]
+
+
+class RunsAgain:
+    """Runs a recipe, on the arguments of the call that it is the recipe of.
+
+    `are_equal`: whether all its results so far had the same bits as those of the call. A forward that depends on something
+    out of sight (a counter, another library's random numbers) makes something else.
+    """
+
+    def __init__(self, run: FunctionRun, call: FunctionCall) -> None:
+        self._run = run
+        self._call = call
+        self.are_equal = True
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What tells calls apart that do other work: the Function, what requires grad, and what they make."""
+        needs_grad = tuple(
+            tensor.requires_grad for tensor in tree_leaves(self._run.args) if isinstance(tensor, torch.Tensor)
+        )
+        return (self._run.function, needs_grad, tuple(self._call.layouts))
+
+    @contextmanager
+    def as_in_backward(self) -> Iterator[None]:
+        """Within the block, `__call__` and `compare` run as backward would run them."""
+        with without_modes(), torch.enable_grad(), below_autograd(), disable_autocast():
+            yield
+
+    def __call__(self) -> list[Any]:
+        """Run it; return its results."""
+        return self._call(list(self._run.arguments.tensors), False)
+
+    def compare(self, results: list[Any]) -> None:
+        """Compare what `__call__` returned with what the call made."""
+        self.are_equal &= all(_have_same_bits(made.tensor, results[made.slot]) for made in self._run.made)
+
+
+def _have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(*(tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (one, other)))

@@ -1,0 +1,298 @@
+"""One recording: from `start` to `stop`, everything that runs on this thread is recorded, whoever calls it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from recollect._torch_private import tree_leaves
+from recollect.applying import apply_policy
+from recollect.costs.modelled_costs import ModelledCosts
+from recollect.engine.recorded_on import device_name
+from recollect.engine.tape import forget_last_step
+from recollect.measuring.device_memory import memory_bytes
+from recollect.measuring.meter import storage_bytes
+from recollect.profile import events
+from recollect.profile.profile import Profile
+from recollect.profile.repeated_steps import fold
+from recollect.quantities import parse_budget
+from recollect.recording.assemble import Costs, assemble
+from recollect.recording.find_units import Unit
+from recollect.recording.next_step import Leftovers, Phases, leftovers, with_last_step
+from recollect.recording.optimizer_step import OptimizerStep
+from recollect.recording.recording_tape import RecordingTape, StepMode
+from recollect.recording.step_recorder import StepRecorder
+from recollect.recording.trackers import TrackedOther, TrackedValue, storage_of, tracker_of
+from recollect.recording.unit_samples import NoSamples, UnitSample, UnitSamples
+from recollect.recording.unit_times import measure_unit_times, with_unit_times
+from recollect.simulation.call_actions import CallActions
+from recollect.simulation.decisions import drop_all
+from recollect.simulation.simulate import Simulation, simulate
+
+__all__ = ["Gradients", "StepRecording"]
+
+Gradients: TypeAlias = Literal["held", "freed", "accumulated"]
+"""Gradients of the last step when the next one begins: alive until backward begins, freed, or added to by backward."""
+
+# Scalars that PyTorch makes inside C++ functions, unseen by dispatch modes: at most 24 bytes at the peak of the test
+# suite's twenty models, 10 in a step of AdamW. A budget is a bound, so this rounds up.
+_UNSEEN_BYTES: Final = 1024
+
+
+class StepRecording:
+    """Records a step: its ops, what they save, and what memory does, while everything that can be dropped is dropped.
+
+    Args:
+        model: whose units are planned.
+        units: of the model.
+        costs: runs the ops and knows their costs.
+        device: where the step runs.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], costs: Costs, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self._costs = costs
+        self._layers = {unit.path for unit in units if unit.is_layer}
+        self._paths = [unit.path for unit in units]
+        self.is_fake = isinstance(costs, ModelledCosts)
+        self.recorder = StepRecorder(costs, device)
+        self._samples = NoSamples(model, device) if self.is_fake else UnitSamples(model, device)
+        self._stack = ExitStack()
+        self._persistent: dict[str, int] = {}
+        # Where in the log the model returned, and from which of its calls an output is.
+        self._returns: list[int] = []
+        self._outputs: dict[Any, int] = {}
+        self._ran_optimizer = False
+        self._leftovers = Leftovers()
+        self._gradients: set[int] = set()
+
+    def start(
+        self, persistent: Mapping[str, Iterable[torch.Tensor]], *, gradients: Iterable[torch.Tensor] = ()
+    ) -> None:
+        """Begin to record.
+
+        Args:
+            persistent: tensors that exist before the step and after it, by kind.
+            gradients: those of the last step, which this step may free.
+        """
+        recorder = self.recorder
+        for kind, group in persistent.items():
+            present = [tensor for tensor in group if tensor.device == self.device]
+            self._persistent[kind] = storage_bytes(present)
+            recorder.trackers.mark_persistent(present)
+        enter = self._stack.enter_context
+        try:
+            enter(apply_policy(self.model, self._paths, RecordingTape(recorder, self._samples)))
+            enter(self._hooks())
+            enter(self._costs.recording())
+            enter(StepMode(recorder))
+        except BaseException:
+            self.abort()
+            raise
+        recorder.begin_phase(events.FORWARD)
+        for gradient in gradients:
+            if gradient.device == self.device:
+                recorder.note_present(gradient)
+
+    def abort(self) -> None:
+        """Stop recording, and forget the record."""
+        self._stack.close()
+        self.recorder.close()
+
+    def stop(self, state: Iterable[torch.Tensor] = ()) -> None:
+        """Stop recording.
+
+        Args:
+            state: tensors of optimizers; what the step made of it counts as there from the start.
+        """
+        recorder = self.recorder
+        self._stack.close()
+        self._gradients = self._numbers(p.grad for p in self.model.parameters() if p.grad is not None)
+        made = self._numbers(state)
+        self._leftovers = leftovers(recorder.events, recorder.calls)
+        recorder.close()
+        forget_last_step()
+        if made:
+            self._persistent["optimizer_state"] = self._persistent.get("optimizer_state", 0) + sum(
+                self._leftovers.storages.get(number, 0) for number in made
+            )
+            recorder.events = [
+                event
+                for event in recorder.events
+                if event[0] not in (events.ALLOC, events.FREE) or event[1] not in made
+            ]
+            kept = {number: nbytes for number, nbytes in self._leftovers.storages.items() if number not in made}
+            self._leftovers = replace(self._leftovers, storages=kept)
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that were alive when the recording stopped and not when it began, without optimizer state."""
+        return self._leftovers.total_bytes
+
+    def profile(
+        self,
+        *,
+        optimizer_step: OptimizerStep | None,
+        gradients: Gradients,
+        batch: str,
+        loss_chunks: int = 1,
+        other_bytes: int = 0,
+        budget: int | str | None = None,
+    ) -> Profile:
+        """Return the profile of the step as it is from the second time on.
+
+        Args:
+            optimizer_step: added to the step, unless an optimizer ran in it; None if one did that began before the recording.
+            gradients: whether gradients of the last step are alive in forward.
+            batch: describes it.
+            loss_chunks: parts of the loss.
+            other_bytes: what the device holds besides.
+            budget: units are timed as far as that needs no more than this, or than the leanest step.
+        """
+        recorder = self.recorder
+        recorder.events = self._with_last_step(gradients)
+        persistent = dict(self._persistent)
+        for kind, nbytes in (("other_tensors", recorder.read_bytes), ("other_allocations", other_bytes)):
+            if nbytes and not (kind == "other_tensors" and self.device.type == "cuda"):
+                persistent[kind] = nbytes
+        if optimizer_step is not None and not self._ran_optimizer:
+            persistent["optimizer_state"] = optimizer_step.state_bytes
+            recorder.add_optimizer_step(optimizer_step.with_room(0 if self.is_fake else _UNSEEN_BYTES))
+        costs = self._costs
+        is_modelled = isinstance(costs, ModelledCosts)
+        made = assemble(
+            recorder,
+            costs,
+            self._layers,
+            persistent=persistent,
+            device=str(self.device),
+            device_name=costs.hardware.name if isinstance(costs, ModelledCosts) else device_name(self.device),
+            device_memory_bytes=costs.hardware.memory_bytes
+            if isinstance(costs, ModelledCosts)
+            else memory_bytes(self.device),
+            calibration_bytes=0 if is_modelled else _UNSEEN_BYTES,
+            fake=is_modelled,
+            torch_version=torch.__version__,
+            model_class=type(self.model).__name__,
+            batch=batch,
+            loss_chunks=loss_chunks,
+        )
+        return fold(made if is_modelled else self._timed(made, budget))
+
+    def _timed(self, profile: Profile, budget: int | str | None) -> Profile:
+        """Return the profile with times of units that run alone, on copies, as far as they have room."""
+        recorder = self.recorder
+        leanest = simulate(profile, [drop_all(profile.graph_of(call)) for call in profile.calls])
+        limit_bytes = self._limit_bytes(profile, leanest, budget)
+        alive_bytes = profile.persistent_bytes + self.left_bytes + sum(s.input_bytes for s in self._samples.samples)
+
+        def room_bytes(sample: UnitSample) -> float:
+            produced = [v.nbytes for v in profile.graph_of(profile.calls[sample.call]).values if v.producer is not None]
+            return limit_bytes - alive_bytes - sum(produced) - 2 * max(produced, default=0)
+
+        backward_s = [0.0] * len(profile.calls)
+        for run, call in zip(recorder.other_runs, recorder.backward_of, strict=True):
+            if call >= 0:
+                backward_s[call] += self._costs.seconds_of(run)
+        return with_unit_times(
+            profile,
+            measure_unit_times(self._samples.samples, self.device, room_bytes=room_bytes),
+            seen_ops={
+                profile.calls[index].graph: {m: n for m, n in call.seen_ops.items() if m not in call.watched_modules}
+                for index, call in enumerate(recorder.calls)
+            },
+            backward_s=backward_s,
+            leanest=leanest,
+        )
+
+    def _limit_bytes(self, profile: Profile, leanest: Simulation, budget: int | str | None) -> float:
+        """Return how much memory may be in use while units are timed."""
+        if budget is None:
+            return profile.device_memory_bytes or math.inf
+        plain = simulate(profile, [CallActions()] * len(profile.calls))
+        given = parse_budget(budget, reference_bytes=plain.peak_bytes, device_bytes=profile.device_memory_bytes)
+        return max(leanest.peak_bytes, given)
+
+    def _with_last_step(self, gradients: Gradients) -> list[events.Event]:
+        """Return the events with what the last step left behind, until it is replaced.
+
+        A gradient is freed before backward. Of the calls whose outputs are held, the first one's are replaced when the model
+        returns for the first time, and so on: in accumulation, those of the last call by those of the first. Anything else (a
+        loss, a gradient of the input) lives at most until the phase ends in which its successor is made.
+        """
+        recorder, left = self.recorder, self._leftovers
+        phases = Phases(recorder.events)
+        held_calls = sorted({call for output, call in self._outputs.items() if output in left.made_at})
+
+        def replaced_at(key: Any) -> int:
+            if key in self._gradients:
+                return phases.first_backward
+            end = phases.next_after(left.made_at[key])
+            call = self._outputs.get(key)
+            return end if call is None else min(end, self._returns[held_calls.index(call)])
+
+        sizes: dict[Any, int] = {**left.values, **left.storages}
+        if gradients != "held":
+            sizes = {key: nbytes for key, nbytes in sizes.items() if key not in self._gradients}
+        last = {recorder.num_storages + n: (nbytes, replaced_at(key)) for n, (key, nbytes) in enumerate(sizes.items())}
+        recorder.num_storages += len(last)
+        return with_last_step(recorder.events, last)
+
+    def _numbers(self, tensors: Iterable[torch.Tensor | None]) -> set[int]:
+        """Return the numbers of the storages that the step made for some tensors."""
+        trackers = (tracker_of(storage_of(tensor)) for tensor in tensors)
+        return {tracker.storage for tracker in trackers if isinstance(tracker, TrackedOther)}
+
+    @contextmanager
+    def _hooks(self) -> Iterator[None]:
+        """Note when the model returns, and when optimizers step."""
+        handles = [
+            self.model.register_forward_pre_hook(lambda *_: self.recorder.begin_forward()),
+            self.model.register_forward_hook(self._note_return),
+            register_optimizer_step_pre_hook(self._optimizer_begins),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note_return(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._returns.append(len(self.recorder.events))
+        for tensor in tree_leaves(output):
+            tracker = tracker_of(storage_of(tensor))
+            if isinstance(tracker, TrackedValue):
+                self._outputs[tracker.call, tracker.value] = len(self._returns)
+            elif isinstance(tracker, TrackedOther):
+                self._outputs[tracker.storage] = len(self._returns)
+
+    def _optimizer_begins(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._ran_optimizer = True
+        self.recorder.begin_phase(events.OPTIMIZER)
+        # The optimizer itself comes first.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return None
+        run = self._within_step(closure)
+        return ((args[0], run, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": run})
+
+    def _within_step(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure, which runs forward and backward within an optimizer's step, that notes when it ends."""
+
+        def run() -> Any:
+            try:
+                return closure()
+            finally:
+                self.recorder.begin_phase(events.OPTIMIZER)
+
+        return run

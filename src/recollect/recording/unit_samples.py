@@ -1,0 +1,147 @@
+"""Copy units and their inputs while a step is recorded, so that they can be run again on their own.
+
+What runs again is a copy: neither the model's parameters nor its hooks, counters or caches are touched.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from recollect._torch_private import (
+    is_compiled_module,
+    is_fully_sharded,
+    is_traceable_wrapper_subclass,
+    tree_leaves,
+    tree_map,
+)
+
+__all__ = ["NoSamples", "UnitSample", "UnitSamples"]
+
+_HOOKS: Final = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
+)  # fmt: skip
+_PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class UnitSample:
+    """One call of a unit: the module, not copied yet, and copies of what it got.
+
+    `requires_grad`: for each leaf of the arguments, whether it did. `autocast`: the type to which it was cast; None if off.
+    """
+
+    call: int
+    module: nn.Module
+    args: Any
+    kwargs: Any
+    requires_grad: tuple[bool, ...]
+    autocast: torch.dtype | None
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the module's parameters."""
+        return sum(parameter.nbytes for parameter in self.module.parameters())
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the tensors that it got."""
+        return sum(t.nbytes for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, torch.Tensor))
+
+    def copied_module(self) -> nn.Module:
+        """Return a copy of the module, without hooks.
+
+        Raises:
+            Exception: whatever the module's attributes raise when they are copied.
+        """
+        without_hooks: dict[int, Any] = {}
+        for module in self.module.modules():
+            for name in _HOOKS:
+                hooks = vars(module).get(name)
+                if hooks is not None:
+                    without_hooks[id(hooks)] = type(hooks)()
+        return copy.deepcopy(self.module, without_hooks)
+
+    def inputs(self, leaves: list[torch.Tensor]) -> tuple[Any, Any]:
+        """Return the arguments once more, on leaves of their own; add the leaves that require grad to a list."""
+        requires_grad = iter(self.requires_grad)
+
+        def private(item: Any) -> Any:
+            needs_gradient = next(requires_grad)
+            if not isinstance(item, torch.Tensor):
+                return copy.deepcopy(item)
+            if not needs_gradient:
+                return item
+            leaves.append(item.detach().requires_grad_())
+            return leaves[-1].clone()  # No leaf: the unit may write to it.
+
+        args, kwargs = tree_map(private, (self.args, self.kwargs))
+        return args, kwargs
+
+
+class UnitSamples:
+    """Takes one sample of each kind of unit: the same class, parameters and arguments, by their shapes.
+
+    Args:
+        model: whose units run.
+        device: where they run.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._device = device
+        self._kinds: set[Any] = set()
+        self.samples: list[UnitSample] = []
+
+    def take(self, path: str, call: int, args: Any, kwargs: Any) -> None:
+        """Copy a call's inputs, unless there is a sample of its kind, or it cannot run alone."""
+        module = self._modules[path]
+        kind = type(module), module.training, _shapes(module.parameters()), _shapes(tree_leaves((args, kwargs)))
+        if kind in self._kinds:
+            return
+        self._kinds.add(kind)
+        if not _runs_alone(module):
+            return
+        try:
+            leaves = [_copied(leaf) for leaf in tree_leaves((args, kwargs))]
+        except (TypeError, RuntimeError, NotImplementedError, AttributeError):
+            return  # An argument with an open graph inside, or a lock: this unit is timed op by op.
+        requires_grad = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves((args, kwargs)))
+        remaining = iter(leaves)
+        args, kwargs = tree_map(lambda _: next(remaining), (args, kwargs))
+        kind_of_device = self._device.type
+        autocast = torch.get_autocast_dtype(kind_of_device) if torch.is_autocast_enabled(kind_of_device) else None
+        self.samples.append(UnitSample(call, module, args, kwargs, requires_grad, autocast))
+
+
+class NoSamples(UnitSamples):
+    """Takes none: fake tensors cannot be timed."""
+
+    def take(self, path: str, call: int, args: Any, kwargs: Any) -> None:
+        """Do nothing."""
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone()
+    if isinstance(leaf, nn.Module):
+        raise TypeError("a module as an argument: a copy of it would not be the model's")
+    return leaf if isinstance(leaf, _PLAIN) else copy.deepcopy(leaf)
+
+
+def _runs_alone(module: nn.Module) -> bool:
+    """Whether a copy does what the module does: not with parameters on other processes, nor if it compiles anew."""
+    if any(is_fully_sharded(part) or is_compiled_module(part) for part in module.modules()):
+        return False
+    return not any(is_traceable_wrapper_subclass(parameter) for parameter in module.parameters())
+
+
+def _shapes(items: Any) -> tuple[Any, ...]:
+    return tuple(
+        (item.shape, item.dtype, item.requires_grad) if isinstance(item, torch.Tensor) else type(item) for item in items
+    )

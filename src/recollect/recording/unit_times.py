@@ -1,0 +1,201 @@
+"""Time each kind of unit, with and without the tape, on a copy of it.
+
+A step that keeps everything may not fit into memory, so it cannot simply be timed; nor may the user's step run more often
+than the user runs it. Copies of units can, each alone: forward on the inputs that the unit got, followed by backward.
+
+    step without recompute = sum of the ops' times, with the units' own times in place of those of their ops
+
+The difference in forward is the tape's overhead; the difference in backward is recompute and the Python around it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from recollect._torch_private import tree_leaves
+from recollect.applying import apply_policy
+from recollect.engine.policy import Policy
+from recollect.engine.tape import Tape
+from recollect.measuring.timing import timed
+from recollect.plans.action import Action
+from recollect.profile.profile import Profile
+from recollect.recording.leanest_policy import DropAll
+from recollect.recording.unit_samples import UnitSample
+from recollect.simulation.simulate import Simulation
+
+__all__ = ["UnitTimes", "measure_unit_times", "with_unit_times"]
+
+# A fixed number, since all ranks must run equally many: units may wait for each other in collectives.
+_ROUNDS = 3
+# In a round before these, the tapes learn which modules to watch.
+_WARM_UP_ROUNDS = 1
+# Even if noise makes recompute look free, op times must still tell ops apart.
+_LEAST_SHRUNK = 0.1
+# The part of forward that counts as nearly all of it.
+_MOST = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTimes:
+    """Median seconds of one unit's forward and backward: without a tape, on one that drops all it can, on an idle one."""
+
+    plain_forward_s: float
+    plain_backward_s: float
+    tape_forward_s: float
+    tape_backward_s: float
+    idle_forward_s: float
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds of forward and backward without the tape."""
+        return self.plain_forward_s + self.plain_backward_s
+
+    @property
+    def idle_s(self) -> float:
+        """Overhead in forward of a tape that drops nothing; 0 if noise makes it look negative."""
+        return max(0.0, min(self.idle_forward_s, self.tape_forward_s) - self.plain_forward_s)
+
+    @property
+    def watching_s(self) -> float:
+        """Further overhead in forward if the tape has to see every op."""
+        return max(0.0, self.tape_forward_s - self.plain_forward_s) - self.idle_s
+
+
+def measure_unit_times(
+    samples: list[UnitSample], device: torch.device, *, room_bytes: Callable[[UnitSample], float] = lambda _: math.inf
+) -> dict[int, UnitTimes]:
+    """Time each sample with and without the tape.
+
+    Args:
+        samples: used up.
+        device: where they run.
+        room_bytes: what is left for a sample once all its unit's values are there; below 0 it does not run.
+
+    Returns:
+        The times by call. Units that cannot be copied or cannot run alone, or have no room, are missing.
+    """
+    found: dict[int, UnitTimes] = {}
+    devices = [device] if device.type == "cuda" else []
+    while samples:
+        sample = samples.pop()
+        # A copy of the parameters and its gradients, and the inputs and theirs.
+        if room_bytes(sample) < 2 * sample.parameter_bytes + 2 * sample.input_bytes:
+            continue
+        with torch.random.fork_rng(devices=devices):
+            try:
+                times = _times_of(sample, device)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # noqa: BLE001 - the user's module, out of its model, may raise anything.
+                continue
+        if times is not None:
+            found[sample.call] = times
+    return found
+
+
+def with_unit_times(
+    profile: Profile,
+    times: Mapping[int, UnitTimes],
+    *,
+    seen_ops: Mapping[int, Mapping[str, int]],
+    backward_s: Sequence[float],
+    leanest: Simulation,
+) -> Profile:
+    """Return the profile with the measured times of units in place of the sums of their ops' times.
+
+    The overhead of a tape that drops everything, beyond that of an idle one, is divided among the unit's modules by the
+    number of ops that the tape sees of each. The tape's overhead in backward is divided equally among the recomputed ops;
+    if backward took less than their sum (ops are slower while they are recorded), all op times shrink in proportion. If units
+    that make up half of forward were not timed, op times stay as they are.
+
+    Args:
+        profile: with op times only.
+        times: by call; one call stands for all calls with the same graph.
+        seen_ops: for each graph, the number of ops by module.
+        backward_s: for each call, the sum of the times of its backward's ops.
+        leanest: the simulated step that drops everything.
+    """
+    by_graph = {profile.calls[call].graph: unit for call, unit in times.items()}
+    timed_calls = [(index, by_graph[c.graph]) for index, c in enumerate(profile.calls) if c.graph in by_graph]
+    shift_s = math.fsum(
+        unit.plain_s - profile.graph_of(profile.calls[index]).forward_s - backward_s[index]
+        for index, unit in timed_calls
+    )
+    plain_s = math.fsum(unit.plain_s for _, unit in timed_calls)
+    measured_s = math.fsum(unit.tape_backward_s - unit.plain_backward_s for _, unit in timed_calls)
+    forward_s = math.fsum(profile.graph_of(call).forward_s for call in profile.calls)
+    per_op_s, shrunk = 0.0, 1.0
+    # The times of a few small units say nothing of the recompute of all.
+    if math.fsum(profile.graph_of(profile.calls[index]).forward_s for index, _ in timed_calls) >= _MOST * forward_s:
+        per_op_s = max(0.0, measured_s - leanest.recompute_s) / max(1, leanest.recomputed_ops)
+        shrunk = min(1.0, max(_LEAST_SHRUNK, measured_s / leanest.recompute_s)) if leanest.recompute_s else 1.0
+    graphs = tuple(
+        replace(
+            graph,
+            ops=tuple(replace(op, time_s=op.time_s * shrunk + per_op_s) for op in graph.ops),
+            tape_s=by_graph[index].idle_s if index in by_graph else 0.0,
+            module_tape_s=_shared_out(by_graph[index].watching_s, seen_ops.get(index, {})) if index in by_graph else (),
+        )
+        for index, graph in enumerate(profile.graphs)
+    )
+    return replace(profile, graphs=graphs, step_s=max(plain_s, profile.step_s + shift_s))
+
+
+def _shared_out(seconds: float, num_ops: Mapping[str, int]) -> tuple[tuple[str, float], ...]:
+    total = sum(num_ops.values())
+    return tuple((module, seconds * number / total) for module, number in num_ops.items()) if total else ()
+
+
+def _times_of(sample: UnitSample, device: torch.device) -> UnitTimes | None:
+    module = sample.copied_module()
+    policies: tuple[Policy | None, ...] = (None, DropAll(), _KeepAll())
+    # One tape for all rounds, since it learns.
+    tapes = [None if policy is None else Tape(policy, runs_to_settle=1) for policy in policies]
+    taken: list[list[tuple[float, float]]] = [[] for _ in policies]
+    for number in range(_WARM_UP_ROUNDS + _ROUNDS):
+        for tape, pairs in zip(tapes, taken, strict=True):
+            with ExitStack() as stack:
+                if tape is not None:
+                    stack.enter_context(apply_policy(module, [""], tape))
+                pair = _run(sample, module, device)
+            if pair is None:
+                return None
+            if number >= _WARM_UP_ROUNDS:
+                pairs.append(pair)
+    plain, tape_times, idle = ([statistics.median(side) for side in zip(*pairs, strict=True)] for pairs in taken)
+    return UnitTimes(plain[0], plain[1], tape_times[0], tape_times[1], idle[0])
+
+
+def _run(sample: UnitSample, module: nn.Module, device: torch.device) -> tuple[float, float] | None:
+    """Return the seconds of a unit's forward and backward; None if there is nothing to differentiate."""
+    trained: list[Any] = [p for p in module.parameters() if p.requires_grad]
+    args, kwargs = sample.inputs(trained)
+    autocast = sample.autocast
+    with torch.enable_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+        output, forward_s = timed(lambda: module(*args, **kwargs), device)
+    ends = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not ends or not trained:
+        return None
+    ones = [torch.ones_like(end) for end in ends]
+    _, backward_s = timed(lambda: torch.autograd.grad(ends, trained, ones, allow_unused=True), device)
+    return forward_s, backward_s
+
+
+class _KeepAll(DropAll):
+    """Drops nothing."""
+
+    def action(self, unit_path: str, value_name: str) -> Action:
+        """Keep every value."""
+        return Action.KEEP
+
+    def acts_in(self, unit_path: str, module_path: str) -> bool:
+        """Drop no module's values."""
+        return False

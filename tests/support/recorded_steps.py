@@ -1,0 +1,97 @@
+"""Record steps with any order of forwards and backwards, and measure them under plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect.applying import apply_policy
+from recollect.costs.hardware_table import choose_hardware
+from recollect.costs.op_costs import Key, MeasuredCosts, OpRun
+from recollect.costs.op_work import work_of
+from recollect.costs.roofline import seconds
+from recollect.engine.facts import OpFacts
+from recollect.measuring.meter import measure_peak, storage_bytes
+from recollect.plans.plan import Plan
+from recollect.profile import events
+from recollect.profile.profile import Profile
+from recollect.recording.assemble import assemble
+from recollect.recording.find_units import find_units
+from recollect.recording.recording_tape import RecordingTape, StepMode
+from recollect.recording.step_recorder import StepRecorder
+from recollect.recording.unit_samples import NoSamples
+
+Step = Callable[["Phases"], object]
+"""A training step; it says which phase begins, and keeps nothing."""
+
+# PyTorch makes some scalars out of sight.
+UNSEEN_BYTES = 1024
+
+
+class ModelledTimes(MeasuredCosts):
+    """Measures workspaces and models times, so that two recordings of a step are equal."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._hardware = choose_hardware("H100", own_device="")
+        self._modelled_s: dict[Key, float] = {}
+
+    def run(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, *, may_repeat: bool) -> tuple[Any, OpRun]:
+        output, run = super().run(func, facts, args, kwargs, may_repeat=False)
+        if run.key not in self._modelled_s:
+            self._modelled_s[run.key] = seconds(work_of(func, facts, args, kwargs, output), self._hardware)
+        return output, run
+
+    def seconds_of(self, run: OpRun | None) -> float:
+        return self._modelled_s[run.key] if run is not None else 0.0
+
+
+class Phases:
+    """Notes the phases of a step."""
+
+    def __init__(self, begin: Callable[[int], object] = lambda phase: None) -> None:
+        self._begin = begin
+
+    def forward(self) -> None:
+        self._begin(events.FORWARD)
+
+    def backward(self) -> None:
+        self._begin(events.BACKWARD)
+
+    def optimizer(self) -> None:
+        self._begin(events.OPTIMIZER)
+
+
+def recorded(model: nn.Module, step: Step, inputs: Sequence[Tensor], *, units: Iterable[str] | None = None) -> Profile:
+    """The profile of a step with modelled times; the model has no gradients before it."""
+    model.zero_grad(set_to_none=True)
+    costs = ModelledTimes()
+    recorder = StepRecorder(costs, torch.device("cpu"))
+    found = find_units(model, units)
+    groups = {"parameters": list(model.parameters()), "buffers": list(model.buffers()), "batch": list(inputs)}
+    persistent = {name: storage_bytes(tensors) for name, tensors in groups.items()}
+    recorder.trackers.mark_persistent(tensor for tensors in groups.values() for tensor in tensors)
+    with apply_policy(
+        model, [unit.path for unit in found], RecordingTape(recorder, NoSamples(model, torch.device("cpu")))
+    ):
+        try:
+            with costs.recording(), StepMode(recorder):
+                step(Phases(recorder.begin_phase))
+        finally:
+            recorder.close()
+    model.zero_grad(set_to_none=True)
+    layers = {unit.path for unit in found if unit.is_layer}
+    return assemble(recorder, costs, layers, persistent=persistent, calibration_bytes=UNSEEN_BYTES, device="cpu")
+
+
+def measured_bytes(profile: Profile, model: nn.Module, step: Step, plan: Plan | None = None) -> int:
+    """The measured peak of the step under a plan, with all that is there before it."""
+    model.zero_grad(set_to_none=True)
+    with recollect.apply(model, plan or Plan({})):
+        found = measure_peak(lambda: step(Phases()), device="cpu")
+    model.zero_grad(set_to_none=True)
+    return profile.persistent_bytes + found.peak_growth_bytes

@@ -1,0 +1,168 @@
+"""A random op runs again with the numbers that it drew, and no other thread and no generator notices."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from policies import FULL
+from recollect.applying import apply_policy
+from recollect.engine.draws import first_run
+from recollect.engine.facts import facts_of
+from recollect.errors import RandomDrawError
+
+ATEN = torch.ops.aten
+DRAWS = {
+    "bernoulli_": (ATEN.bernoulli_.float, lambda: [torch.empty(100), 0.3]),
+    "rand": (ATEN.rand.default, lambda: [[100]]),
+    "randn": (ATEN.randn.default, lambda: [[100]]),
+    "rand_like": (ATEN.rand_like.default, lambda: [torch.empty(100)]),
+    "normal_": (ATEN.normal_.default, lambda: [torch.empty(101)]),
+    "poisson, whose generator may be given by position": (ATEN.poisson.default, lambda: [torch.full((100,), 3.0)]),
+    "native_dropout, which takes no generator": (ATEN.native_dropout.default, lambda: [torch.ones(100), 0.4, True]),
+}
+
+
+class Dropping(nn.Module):
+    """Dropout, whose gradient has to be zero where its output was. [n, d] -> [n, d]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+        self.zero = torch.empty(0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = nn.functional.dropout(hidden * self.scale, 0.5)
+        self.zero = (hidden == 0).detach()
+        return hidden.sin()
+
+
+@pytest.fixture
+def other_thread() -> Iterator[None]:
+    """A thread that draws from the default generator all the time, as a data loader's does."""
+    over = threading.Event()
+
+    def draw() -> None:
+        while not over.is_set():
+            torch.rand(3)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+def count_wrong(unit: Dropping, num_steps: int) -> int:
+    wrong = 0
+    for _ in range(num_steps):
+        hidden = torch.full((64, 64), 1.2, requires_grad=True)
+        unit(hidden).sum().backward()
+        assert hidden.grad is not None
+        wrong += not torch.equal(hidden.grad == 0, unit.zero)
+    return wrong
+
+
+@pytest.mark.usefixtures("other_thread")
+def test_dropout_beside_a_thread_that_draws() -> None:
+    unit = Dropping()
+    with apply_policy(unit, [""], FULL):
+        assert count_wrong(unit, 400) == 0
+
+
+def test_two_planned_models_in_two_threads() -> None:
+    wrong: list[int] = []
+
+    def train() -> None:
+        unit = Dropping()
+        with apply_policy(unit, [""], FULL):
+            wrong.append(count_wrong(unit, 200))
+
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [0, 0]
+
+
+@pytest.mark.parametrize("has_thread", [False, True])
+@pytest.mark.parametrize(("func", "arguments"), DRAWS.values(), ids=DRAWS)
+def test_first_and_second_run(func: object, arguments: object, has_thread: bool) -> None:
+    """Both give what the op gives by itself; the default generator ends where the op leaves it, and stays there."""
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    if has_thread:
+        thread.start()
+    torch.manual_seed(5)
+    expected = func(*arguments())  # type: ignore[operator]
+    end = torch.get_rng_state()
+    torch.manual_seed(5)
+    output, draw = first_run(facts_of(func), func, arguments(), {})  # type: ignore[operator]
+    assert torch.equal(torch.get_rng_state(), end)
+    assert draw is not None
+    again = draw.again(func, arguments(), {})  # type: ignore[operator]
+    assert torch.equal(torch.get_rng_state(), end)
+    over.set()
+    for result in (output, again):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("place", ["keyword", "position"])
+def test_own_generator(place: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    rates = torch.full((100,), 3.0)
+    args, kwargs = ([rates, generator], {}) if place == "position" else ([rates], {"generator": generator})
+    default = torch.get_rng_state()
+    output, draw = first_run(facts_of(ATEN.poisson.default), ATEN.poisson.default, args, kwargs)
+    assert draw is not None
+    state = generator.get_state()
+    assert torch.equal(draw.again(ATEN.poisson.default, args, kwargs), output)
+    assert torch.equal(generator.get_state(), state)
+    assert torch.equal(torch.get_rng_state(), default)
+
+
+def test_custom_op_that_draws_nothing_holds_no_state() -> None:
+    @torch.library.custom_op("draws_test::plain", mutates_args=())
+    def plain(x: Tensor) -> Tensor:
+        return x * 2
+
+    assert plain(torch.ones(2)).sum() == 4
+    func = torch.ops.draws_test.plain.default
+    assert first_run(facts_of(func), func, [torch.ones(2)], {})[1] is None
+
+
+def test_custom_op_that_draws_something_else_the_second_time() -> None:
+    """It takes no generator, so that only the state afterwards tells."""
+    amounts = [3, 5, *range(6, 40)]
+
+    @torch.library.custom_op("draws_test::uneven", mutates_args=())
+    def uneven(x: Tensor) -> Tensor:
+        return x + torch.rand(amounts.pop(0)).sum()
+
+    func = torch.ops.draws_test.uneven.default
+    _, draw = first_run(facts_of(func), func, [torch.ones(2)], {})
+    assert draw is not None
+    with pytest.raises(RandomDrawError, match=r"draws_test\.uneven\.default drew other random numbers in backward"):
+        draw.again(func, [torch.ones(2)], {})
+
+
+def test_custom_op_that_another_thread_disturbs() -> None:
+    """The second run is repeated until nobody else drew."""
+    disturbed = [False, True, True, False]
+
+    @torch.library.custom_op("draws_test::disturbed", mutates_args=())
+    def noise(x: Tensor) -> Tensor:
+        if disturbed.pop(0):
+            torch.rand(1)  # As another thread might.
+        return x + torch.rand(2)
+
+    func = torch.ops.draws_test.disturbed.default
+    output, draw = first_run(facts_of(func), func, [torch.ones(2)], {})
+    assert draw is not None
+    assert torch.equal(draw.again(func, [torch.ones(2)], {}), output)
+    assert not disturbed

@@ -1,0 +1,144 @@
+"""A plan under `torch.func`, forward-mode differentiation and `torch.compile` of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jvp, vmap
+
+import recollect
+from gradients import assert_same_gradients
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
+from watch import Watch
+
+
+class Unit(nn.Module):
+    """[n, 8] -> [n, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(hidden).tanh().sin() + hidden
+
+
+class Model(nn.Module):
+    """[n, 8] -> scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.units = nn.ModuleList([Unit() for _ in range(3)])
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = self.stem(rows)
+        for unit in self.units:
+            hidden = unit(hidden)
+        return hidden.square().mean()
+
+
+ACTIONS = {name: "recompute" for name in ("linear.addmm", "linear.mm", "tanh", "sin", "add")}
+PLANS = {
+    "tape": Plan({f"units.{index}": UnitPlan(ACTIONS) for index in range(3)}),
+    "region": Plan({f"units.{index}": UnitPlan({}, engine="region") for index in range(3)}),
+}
+ROWS = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+TANGENTS = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
+
+
+def built() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def dual_tensors(model: nn.Module) -> Tensor:
+    """The gradient of a tangent: forward over reverse."""
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(ROWS, TANGENTS))).tangent
+        tangent.backward()
+    found = next(model.parameters()).grad
+    assert found is not None
+    return found
+
+
+def forward_mode(model: nn.Module) -> Tensor:
+    result: Tensor = jvp(model, (ROWS,), (TANGENTS,))[1]
+    return result
+
+
+def mapped(model: nn.Module) -> Tensor:
+    vmap(model)(ROWS[:, None]).sum().backward()
+    found = next(model.parameters()).grad
+    assert found is not None
+    return found
+
+
+def per_sample_gradients(model: nn.Module) -> Tensor:
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+        return functional_call(model, parameters, (row[None],))
+
+    result: Tensor = vmap(grad(loss), in_dims=(None, 0))(parameters, ROWS)["stem.weight"]
+    return result
+
+
+# PyTorch's own decompositions for forward mode are scripted when they are first used.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("engine", PLANS)
+@pytest.mark.parametrize("transform", [dual_tensors, forward_mode, mapped, per_sample_gradients])
+def test_transforms_see_the_plain_model(transform: Callable[[nn.Module], Tensor], engine: str) -> None:
+    expected = transform(built())
+    model = built()
+    with recollect.apply(model, PLANS[engine]):
+        assert torch.equal(transform(model), expected)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def whole(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def each_layer(model: Any) -> Any:
+    for unit in model.units:
+        unit.compile(backend="eager")
+    return model
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("compiled_first", [False, True])
+@pytest.mark.parametrize("compile_model", [whole, each_layer])
+@pytest.mark.parametrize("engine", PLANS)
+def test_compiled_models_follow_the_plan(
+    engine: str, compile_model: Callable[[nn.Module], Any], compiled_first: bool
+) -> None:
+    """The graph breaks at each unit, which runs eagerly and recomputes."""
+    model = built()
+    model(ROWS).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model = built()
+    compiled = compile_model(model) if compiled_first else None
+    with recollect.apply(model, PLANS[engine]):
+        if compiled is None:
+            compiled = compile_model(model)
+        compiled(ROWS).backward()
+        model.zero_grad()
+        with Watch() as watch:
+            compiled(ROWS).backward()
+        assert watch.ops["tanh"] == 6
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert_same_gradients(expected, found)

@@ -1,0 +1,149 @@
+"""Units that run several times in a step: planned as well as those that run once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blocks import Block
+from recollect.errors import BudgetTooSmallError
+from recollect.planning.alive_calls import alive_calls, most_alive
+from recollect.planning.choose import Planner
+from recollect.planning.classic import classic_plan
+from recollect.planning.output_choices import chains, most_folded, single_outputs
+from recollect.plans.action import Action
+from recollect.profile.profile import Profile
+from recollect.profile.repeated_steps import fold
+from recollect.simulation.windows import windows
+from recorded_steps import Phases, recorded
+
+WIDTH = 32
+PARTS = (0.7, 0.5, 0.4)
+
+
+class Loop(nn.Module):
+    """Blocks that run several times, one after the other."""
+
+    def __init__(self, num_blocks: int, num_loops: int) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, 8)
+        self.num_loops = num_loops
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.stem(hidden)
+        for _ in range(self.num_loops):
+            for block in self.blocks:
+                hidden = block(hidden)
+        loss: Tensor = self.head(hidden).square().mean()
+        return loss
+
+
+def profile_of(model: nn.Module, step: Callable[[Phases], object], batch: Tensor) -> Profile:
+    return recorded(model, step, [batch])
+
+
+def once(model: nn.Module, *batches: Tensor) -> Callable[[Phases], None]:
+    """One backward for all batches."""
+
+    def step(phases: Phases) -> None:
+        phases.forward()
+        loss = torch.stack([model(batch) for batch in batches]).sum()
+        phases.backward()
+        loss.backward()
+
+    return step
+
+
+def one_by_one(model: nn.Module, *batches: Tensor) -> Callable[[Phases], None]:
+    """A backward for each batch."""
+
+    def step(phases: Phases) -> None:
+        for batch in batches:
+            phases.forward()
+            loss = model(batch)
+            phases.backward()
+            loss.backward()
+
+    return step
+
+
+def slowdowns(profile: Profile) -> list[float]:
+    """Slowdowns at parts of what the step needs beside what is always there."""
+    planner = Planner(profile)
+    growth_bytes = planner.plain_peak_bytes - profile.persistent_bytes
+    plans = [planner.plan(profile.persistent_bytes + round(part * growth_bytes)) for part in PARTS]
+    return [plan.predicted_slowdown or 0.0 for plan in plans]
+
+
+@pytest.fixture(scope="module")
+def model() -> Loop:
+    torch.manual_seed(0)
+    return Loop(num_blocks=6, num_loops=1)
+
+
+@pytest.fixture(scope="module")
+def batch() -> Tensor:
+    return torch.randn(256, WIDTH)
+
+
+def test_a_pair_is_as_fast_as_one_pass_twice_as_large(model: Loop, batch: Tensor) -> None:
+    pair = slowdowns(profile_of(model, once(model, batch[:128], batch[128:]), batch))
+    single = slowdowns(profile_of(model, once(model, batch), batch))
+    assert all(one <= 1.1 * other for one, other in zip(pair, single, strict=True)), (pair, single)
+
+
+def test_recurrent_depth_is_close_to_its_bound(batch: Tensor) -> None:
+    loop = Loop(num_blocks=3, num_loops=6)
+    profile = profile_of(loop, once(loop, batch), batch)
+    planner = Planner(profile)
+    growth_bytes = planner.plain_peak_bytes - profile.persistent_bytes
+    plan = planner.plan(profile.persistent_bytes + round(0.25 * growth_bytes))
+    assert (plan.predicted_slowdown or 0.0) <= 1.25 * (plan.bound_slowdown or 0.0)
+
+
+def test_recurrent_depth_drops_outputs_in_every_loop(batch: Tensor) -> None:
+    loop = Loop(num_blocks=2, num_loops=16)
+    profile = profile_of(loop, once(loop, batch), batch)
+    planner = Planner(profile)
+    with pytest.raises(BudgetTooSmallError) as refused:
+        planner.plan(1)
+    leanest = planner.plan(refused.value.least_peak_bytes)
+    assert Action.RECOMPUTE in {leanest.units[f"blocks.{i}"].output for i in range(2)}
+    assert refused.value.least_peak_bytes < (classic_plan(profile, "full").predicted_peak_bytes or 0)
+
+
+def test_micro_steps_cost_what_one_costs(model: Loop, batch: Tensor) -> None:
+    accumulated = fold(profile_of(model, one_by_one(model, *[batch] * 4), batch))
+    two = profile_of(model, one_by_one(model, batch, batch), batch)
+    four_s, two_s = ([slowdown * p.step_s for slowdown in slowdowns(p)] for p in (accumulated, two))
+    assert four_s == pytest.approx([2 * seconds for seconds in two_s], rel=0.01)
+
+
+def test_finds_what_waits_for_backward(model: Loop, batch: Tensor) -> None:
+    profile = profile_of(model, once(model, batch[:8], batch[8:16]), batch)
+    found = windows(profile)
+    alive = alive_calls(profile, found)
+    num_units = 8
+    first_backward = next(number for number, window in enumerate(found) if window.phase == 1 and window.call == 9)
+    # In the backward of the second pass' first layer: all of the first pass, and of its own the stem.
+    assert np.flatnonzero(alive[first_backward]).tolist() == list(range(num_units + 1))
+    assert set(most_alive(profile, found).values()) == {2}
+    one_after_another = profile_of(model, one_by_one(model, batch[:8], batch[8:16]), batch)
+    assert set(most_alive(one_after_another, windows(one_after_another)).values()) == {1}
+
+
+def test_outputs_can_be_dropped_where_layers_follow_each_other_every_time(model: Loop, batch: Tensor) -> None:
+    pair = profile_of(model, once(model, batch[:8], batch[8:16]), batch)
+    assert [[pair.calls[i].path for i in chain] for chain in chains(pair)] == [[f"blocks.{i}" for i in range(6)]]
+    assert most_folded(pair) == 5
+    loop = Loop(num_blocks=3, num_loops=2)
+    again = profile_of(loop, once(loop, batch[:8]), batch)
+    # The last block feeds the first one: its output is kept.
+    assert [len(chain) for chain in chains(again)] == [3]
+    assert "blocks.2" not in single_outputs(again)

@@ -1,0 +1,190 @@
+"""Runs of equal micro-steps, stored once: every plan has the peak and the time that it has for the whole step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from blocks import Stack
+from recollect.planning.choose import Planner
+from recollect.plans.action import Action
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
+from recollect.profile.events import StepLog
+from recollect.profile.profile import Profile
+from recollect.profile.repeated_steps import fold
+from recollect.simulation.decisions import decide
+from recollect.simulation.simulate import Simulation, simulate
+from recorded_steps import Phases, measured_bytes, recorded
+
+NUM_MICRO_STEPS = 7
+
+Whole = tuple[Profile, Callable[[Plan | None], int], int]
+"""A step, what measures its peak under a plan, and how many micro-steps of it are to be stored."""
+
+
+def forward_backward(model: Stack, batch: Tensor, phases: Phases) -> Tensor:
+    phases.forward()
+    output = model(batch)
+    loss = output.square().mean()
+    phases.backward()
+    loss.backward()
+    return output
+
+
+def plainly(model: Stack, batch: Tensor, phases: Phases) -> None:
+    for _ in range(NUM_MICRO_STEPS):
+        forward_backward(model, batch, phases)
+
+
+def holding_the_output(model: Stack, batch: Tensor, phases: Phases) -> None:
+    output = None
+    for _ in range(NUM_MICRO_STEPS):
+        phases.forward()
+        output = model(batch)
+        phases.backward()
+        output.square().mean().backward()
+    del output
+
+
+def listing_losses(model: Stack, batch: Tensor, phases: Phases) -> None:
+    losses = []
+    for _ in range(NUM_MICRO_STEPS):
+        phases.forward()
+        loss = model(batch).square().mean()
+        phases.backward()
+        loss.backward()
+        losses.append(loss.detach())
+
+
+def adding_losses(model: Stack, batch: Tensor, phases: Phases) -> None:
+    total = torch.zeros(())
+    for _ in range(NUM_MICRO_STEPS):
+        phases.forward()
+        loss = model(batch).square().mean()
+        phases.backward()
+        loss.backward()
+        total = total + loss.detach()
+
+
+def in_pairs(model: Stack, batch: Tensor, phases: Phases) -> None:
+    for _ in range(NUM_MICRO_STEPS):
+        forward_backward(model, batch, phases)
+        forward_backward(model, batch[:3], phases)
+
+
+def before_the_optimizer(model: Stack, batch: Tensor, phases: Phases) -> None:
+    plainly(model, batch, phases)
+    phases.optimizer()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(0.1 * parameter.grad)
+
+
+LOOPS = {
+    "plain": (plainly, 2),
+    "output held": (holding_the_output, 3),
+    "losses in a list": (listing_losses, 2),
+    "losses added": (adding_losses, 2),
+    "pairs": (in_pairs, 4),
+    "optimizer": (before_the_optimizer, 2),
+}
+
+
+@pytest.fixture(scope="module", params=LOOPS)
+def whole(request: pytest.FixtureRequest) -> Whole:
+    loop, num_stored = LOOPS[request.param]
+    torch.manual_seed(0)
+    model, batch = Stack(width=16, depth=3), torch.randn(20, 16)
+    profile = recorded(model, lambda phases: loop(model, batch, phases), [batch])
+
+    def measure(plan: Plan | None) -> int:
+        return measured_bytes(profile, model, lambda phases: loop(model, batch, phases), plan)
+
+    return profile, measure, num_stored
+
+
+def random_plan(profile: Profile, seed: int) -> Plan:
+    rng = random.Random(seed)
+    units = {}
+    for call in profile.calls:
+        values = [v for v in profile.graph_of(call).values if v.producer is not None]
+        actions = {v.name: "keep" if v.must_keep or rng.random() < 0.4 else "recompute" for v in values}
+        units.setdefault(call.path, UnitPlan(actions, output=rng.choice((Action.KEEP, Action.KEEP, Action.RECOMPUTE))))
+    return Plan(units)
+
+
+def played(profile: Profile, plan: Plan) -> Simulation:
+    return simulate(profile, decide(profile, plan))
+
+
+def test_stores_few_micro_steps(whole: Whole) -> None:
+    profile, _, num_stored = whole
+    folded = fold(profile)
+    num_units = 5
+    assert len(folded.calls) == num_stored * num_units
+    assert sum(call.num_runs for call in folded.calls) == len(profile.calls)
+    assert folded.log.num_events < (num_stored + 0.5) / NUM_MICRO_STEPS * profile.log.num_events
+    assert fold(folded) == folded
+
+
+def test_every_plan_costs_the_same(whole: Whole) -> None:
+    profile, measure, _ = whole
+    folded = fold(profile)
+    for seed in range(12):
+        plan = Plan({}) if seed == 0 else random_plan(profile, seed)
+        one, other = played(profile, plan), played(folded, plan)
+        assert other.peak_bytes == one.peak_bytes, seed
+        assert other.backward_peak_bytes == one.backward_peak_bytes
+        assert other.recompute_s == pytest.approx(one.recompute_s)
+        assert other.recomputed_ops == one.recomputed_ops
+        if seed < 4:
+            assert one.peak_bytes - 4096 <= measure(plan) <= one.peak_bytes
+
+
+def test_is_saved_and_loaded(whole: Whole) -> None:
+    folded = fold(whole[0])
+    assert Profile.from_json(folded.to_json()) == folded
+
+
+def test_planning_agrees_with_the_whole_step() -> None:
+    torch.manual_seed(0)
+    model, batch = Stack(width=16, depth=3), torch.randn(20, 16)
+    profile = recorded(model, lambda phases: plainly(model, batch, phases), [batch])
+    budget = round(0.85 * Planner(profile).plain_peak_bytes)
+    one, other = Planner(profile).plan(budget), Planner(fold(profile)).plan(budget)
+    assert other.predicted_slowdown == pytest.approx(one.predicted_slowdown)
+    assert other.bound_slowdown == pytest.approx(one.bound_slowdown, rel=0.02)
+
+
+def test_different_shapes_are_not_folded() -> None:
+    model, batch = Stack(width=16, depth=2), torch.randn(20, 16)
+
+    def step(phases: Phases) -> None:
+        for size in (5, 9, 13, 17):
+            forward_backward(model, batch[:size], phases)
+
+    profile = recorded(model, step, [batch])
+    assert fold(profile) is profile
+
+
+def test_a_step_with_one_backward_is_not_folded() -> None:
+    model, batch = Stack(width=16, depth=2), torch.randn(20, 16)
+
+    def step(phases: Phases) -> None:
+        phases.forward()
+        loss = sum(model(batch).square().mean() for _ in range(4))
+        phases.backward()
+        loss.backward()
+
+    profile = recorded(model, step, [batch])
+    assert fold(profile) is profile
+
+
+def test_a_profile_without_events_is_not_folded() -> None:
+    profile = Profile((), (), StepLog(), step_s=1.0)
+    assert fold(profile) is profile

@@ -1,0 +1,176 @@
+"""What a step changes is restored, and what hangs on the parameters does not notice it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from gradients import same_bits
+from recollect.errors import RecordError
+from recollect.recording.model_step import run_forward
+from recollect.recording.restored_state import restored_buffers, undisturbed
+from scaled_model import ROWS, Scaled
+from zoo import ZOO
+
+
+def _disturb(model: nn.Module, batch: Any, loss_fn: Callable[[Any], Tensor] | None) -> None:
+    run_forward(model, batch, loss_fn)[1].backward()
+    torch.rand(3)
+    for buffer in model.buffers():
+        buffer.add_(1)
+
+
+@pytest.mark.parametrize("name", ["resnet", "gpt2", "mixtral"])
+@pytest.mark.parametrize("had_gradients", [True, False])
+def test_undisturbed_restores_everything(name: str, had_gradients: bool) -> None:
+    case = ZOO[name]
+    model, batch = case.model(), case.data()
+    if had_gradients:
+        _disturb(model, batch, case.loss_fn)
+    grads = [parameter.grad for parameter in model.parameters()]
+    copies = [None if grad is None else grad.clone() for grad in grads]
+    buffers = {key: (id(buffer), buffer.clone()) for key, buffer in model.named_buffers()}
+    generator = torch.get_rng_state()
+    with undisturbed(model):
+        assert all(parameter.grad is None for parameter in model.parameters())
+        _disturb(model, batch, case.loss_fn)
+        assert not torch.equal(generator, torch.get_rng_state())
+    assert torch.equal(generator, torch.get_rng_state())
+    for parameter, grad, copy in zip(model.parameters(), grads, copies, strict=True):
+        assert parameter.grad is grad
+        assert grad is None or (copy is not None and same_bits(grad, copy))
+    for key, buffer in model.named_buffers():
+        assert id(buffer) == buffers[key][0] and same_bits(buffer, buffers[key][1])
+
+
+def test_undisturbed_restores_after_an_exception() -> None:
+    model = Scaled(lambda self, x: self.weight * x.mean())
+    model.weight.grad = grad = torch.tensor(5.0)
+    generator = torch.get_rng_state()
+    with pytest.raises(KeyError, match="stop"), undisturbed(model):
+        _disturb(model, ROWS, None)
+        raise KeyError("stop")
+    assert model.weight.grad is grad and grad.item() == 5
+    assert model.count.item() == 0
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_buffers_with_nan_are_restored() -> None:
+    """NaN is unequal to itself, so a comparison alone would miss that it is the same."""
+    model = nn.BatchNorm1d(2)
+    assert model.running_mean is not None
+    model.running_mean.fill_(float("nan"))
+    with restored_buffers(model):
+        model(torch.ones(3, 2))
+        model.running_mean.zero_()
+    assert model.running_mean.isnan().all()
+
+
+def test_buffers_that_did_not_change_are_not_written() -> None:
+    """Writing would bump the version counter of what a graph may have saved."""
+    model = nn.BatchNorm1d(2).eval()
+    versions = [buffer._version for buffer in model.buffers()]
+    with restored_buffers(model):
+        model(torch.ones(3, 2))
+    assert [buffer._version for buffer in model.buffers()] == versions
+
+
+class Counting(nn.Module):
+    """Counts its runs, makes a table on the first one, and draws from every generator there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        self.table = torch.arange(4.0)
+        return self.linear(x * self.table + random.random() + float(np.random.rand()) + torch.rand(4)).relu()
+
+
+def test_counters_tables_and_generators_of_python_and_numpy() -> None:
+    model = nn.Sequential(Counting(), Counting())
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    profile = recollect.record(model, torch.ones(3, 4), loss_fn=lambda out: out.sum())
+    assert len(profile.calls) == 2
+    assert [module.runs for module in model] == [0, 0]
+    assert not any(hasattr(module, "table") for module in model)
+    assert random.getstate() == states[0]
+    assert np.random.get_state()[1].tolist() == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+def test_hooks_that_the_first_forward_installs_are_removed_with_what_remembers_them() -> None:
+    class Installing(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "is_installed"):
+                self.linear.register_forward_hook(lambda *_: None)
+                self.is_installed = True
+            return super().forward(x)
+
+    model = nn.Sequential(Installing(), Installing())
+    recollect.record(model, torch.ones(3, 4), loss_fn=lambda out: out.sum())
+    assert not any(module.linear._forward_hooks or hasattr(module, "is_installed") for module in model)
+
+
+def test_an_optimizer_that_steps_in_backward_does_not() -> None:
+    model = nn.Sequential(Counting(), Counting())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def step(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad)
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+        parameter.register_hook(lambda gradient: pytest.fail("a hook of a parameter ran"))
+    recollect.record(model, torch.ones(3, 4), loss_fn=lambda out: out.sum())
+    assert all(same_bits(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_tied_and_recurrent_parameters_are_put_back() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.GRU(4, 4, batch_first=True) for _ in range(2))
+            self.first, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+            self.last.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x, _ = layer(x)
+            return self.last(x)
+
+    model = Tied()
+    own = dict(model.named_parameters())
+    recollect.record(model, torch.ones(2, 3, 4), loss_fn=lambda out: out.sum(), units=["layers.0", "layers.1"])
+    assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in own.items()}
+    assert model.last.weight is model.first.weight
+    model(torch.ones(2, 3, 4)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_partitioned_parameters_are_refused_by_name() -> None:
+    model = nn.Sequential(Counting(), Counting())
+    model[1].linear.weight.ds_id = 7  # as DeepSpeed ZeRO-3 marks those that it has partitioned
+    with pytest.raises(RecordError, match=r"ZeRO-3 has partitioned its parameter '1.linear.weight'.*or pass step="):
+        recollect.record(model, torch.ones(3, 4), loss_fn=lambda out: out.sum())
+
+
+def test_parameters_without_a_shape_are_refused() -> None:
+    model = nn.Sequential(nn.Sequential(nn.LazyLinear(4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    with pytest.raises(
+        RecordError, match=r"its parameter '0.0.weight' has no shape before the first forward. Run the model"
+    ):
+        recollect.record(model, torch.ones(3, 4), loss_fn=lambda out: out.sum())
