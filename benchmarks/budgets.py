@@ -54,7 +54,7 @@ def rows(name: str, model: nn.Module) -> list[tuple[str, ...]]:
                 f"{fraction:.0%}: {format_bytes(plan.budget_bytes or 0)}",
                 format_bytes(plan.predicted_peak_bytes or 0),
                 format_bytes(report.plan_peak_bytes),
-                "equal" if report.gradients_equal else "DIFFERENT",
+                "equal" if report.equal else "DIFFERENT",
                 f"{plan.predicted_slowdown:.1%}",
                 "" if plan.bound_slowdown is None else f"{plan.bound_slowdown:.1%}",
             )

@@ -164,7 +164,7 @@ def modelled(model: Model, hardware: str | Hardware = "H100") -> list[Result]:
     optimizer = torch.optim.AdamW(built.parameters()) if model.has_optimizer else None
     batch = {"tokens": tokens, "labels": tokens}
     profile = recollect.record(
-        built, batch, optimizer=optimizer, fake=True, hardware=hardware, accumulates_gradients=True
+        built, batch, optimizer=optimizer, fake=True, hardware=hardware, holds_output=False, gradients="accumulated"
     )
     plain = recollect.classic_plan(profile, "keep_all")
     resident_bytes = sum(profile.persistent.values())

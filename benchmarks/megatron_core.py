@@ -138,7 +138,9 @@ def recollect_counts(case: Case, chosen: list[Setting]) -> Iterator[tuple[Settin
     """Count all settings of a case for recollect."""
     subject = recollect_subject(case)
     tokens, labels = tokens_of(case)
-    profile = recollect.record(subject.model, {"tokens": tokens, "labels": labels}, accumulates_gradients=True)
+    profile = recollect.record(
+        subject.model, {"tokens": tokens, "labels": labels}, holds_output=False, gradients="accumulated"
+    )
     for setting in chosen:
         try:
             plan = megatron_plan(profile, RecomputeConfig(**setting.fields))

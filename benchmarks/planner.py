@@ -133,7 +133,12 @@ def profiles(starts: tuple[str, ...]) -> Iterator[tuple[str, Profile]]:
         tokens = torch.randint(0, 1024, (scale * subject.tokens[0], scale * subject.tokens[1]))
         optimizer = torch.optim.AdamW(model.parameters()) if has_optimizer else None
         batch = {"input_ids": tokens, "labels": tokens}
-        yield name, recollect.record(model, batch, optimizer=optimizer, fake=subject.fake)
+        yield (
+            name,
+            recollect.record(
+                model, batch, optimizer=optimizer, fake=subject.fake, holds_output=False, gradients="freed"
+            ),
+        )
 
 
 def least_peak(profile: Profile) -> int:

@@ -52,7 +52,7 @@ def append(path: Path, numbers: Iterable[Number], config: Mapping[str, Any]) -> 
         machine_name(config["device"]),
         torch.__version__,
         datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        _commit(),
+        commit(),
     )
     with path.open("a", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -102,7 +102,7 @@ def read_last(path: Path, config: Mapping[str, Any], metric: str) -> tuple[list[
     return numbers, Source(last["machine"], last["torch"])
 
 
-def _commit() -> str:
+def commit() -> str:
     """Return the current commit, marked if tracked files of the library or the benchmarks differ from it."""
 
     def git(*arguments: str) -> str:

@@ -132,7 +132,7 @@ class Step:
         Peaks are predicted as `peak_bytes` measures them. On CUDA a profile also counts what else is on the device, such as
         the gradients that a benchmark compares with, and with it budgets that are measured peaks would be too small.
         """
-        profile = recollect.record(self.model, self.batch, accumulates_gradients=True)
+        profile = recollect.record(self.model, self.batch, holds_output=False, gradients="accumulated")
         ours = {kind: nbytes for kind, nbytes in profile.persistent.items() if kind != "other_allocations"}
         return replace(profile, persistent=ours)
 

@@ -213,7 +213,9 @@ def run(context: Context) -> str:
 
         def one_case(case: Case = case, optimizer: str = optimizer, name: str = name) -> None:
             loop = Loop(case, _OPTIMIZERS[optimizer])
-            profile = recollect.record(loop.model, loop.batch, optimizer=loop.optimizer)
+            profile = recollect.record(
+                loop.model, loop.batch, optimizer=loop.optimizer, holds_output=False, gradients="freed"
+            )
             found = measured(loop, profile, plans_for(profile, budgets), num_rounds=num_rounds)
             others = Number("other_allocations", "bytes", name, profile.persistent.get("other_allocations", 0))
             calibration = Number("calibration", "bytes", name, profile.calibration_bytes)

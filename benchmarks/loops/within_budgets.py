@@ -1,0 +1,94 @@
+"""Run a loop without recollect, at its leanest, and within two budgets; compare peaks with budgets, and weights bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from allocator_meter import AllocatorMeter
+from loops.loop import Loop
+from loops.run import Ran, run
+from recollect.errors import BudgetTooSmallError
+
+__all__ = ["BUDGETS", "Row", "rows"]
+
+BUDGETS = {"half way": 0.5, "near the least": 0.1}
+"""Parts of the way from the least peak of the loop to its peak without recollect."""
+_ROOM = 1.02  # above the least peak of the first step
+
+
+@dataclass(frozen=True)
+class Row:
+    """A loop within a budget.
+
+    Attributes:
+        loop: its name.
+        budget: the name of the budget.
+        budget_bytes: the budget.
+        plain_bytes: the highest peak of any step without recollect.
+        peak_bytes: the highest peak of any step within the budget.
+        predicted_bytes: the highest predicted peak of any plan.
+        num_batches: batches that were run.
+        num_recorded: steps that were recorded, and planned.
+        slowdown: predicted for the last plan.
+        weights_equal: whether weights, buffers and random state at the end have the same bits as without recollect.
+        unsaid_overruns: numbers of the batches above the budget before which nothing was said.
+        said: the first warning, or the error.
+    """
+
+    loop: str
+    budget: str
+    budget_bytes: int
+    plain_bytes: int
+    peak_bytes: int
+    predicted_bytes: int
+    num_batches: int
+    num_recorded: int
+    slowdown: float
+    weights_equal: bool
+    unsaid_overruns: list[int]
+    said: str
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return asdict(self)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the budget held, or was said not to, and training was the same."""
+        return self.weights_equal and not self.unsaid_overruns
+
+
+def rows(loop: Loop, meter: AllocatorMeter) -> Iterator[Row]:
+    """Yield a row for the least peak of the loop, and one for each of the budgets."""
+    plain = run(loop, meter)
+    plain_bytes = max(plain.peaks_bytes)
+    refused = run(loop, meter, 1).error
+    if not isinstance(refused, BudgetTooSmallError):
+        raise RuntimeError(f"{loop.name}: a budget of one byte is not refused, but: {refused!r}") from refused
+    lean_bytes = int(_ROOM * refused.least_peak_bytes)
+    leanest = run(loop, meter, lean_bytes)
+    yield _row(loop, "least", lean_bytes, plain, leanest)
+    least_bytes = max(leanest.peaks_bytes, default=lean_bytes)
+    for name, part in BUDGETS.items():
+        budget_bytes = int(least_bytes + part * (plain_bytes - least_bytes))
+        yield _row(loop, name, budget_bytes, plain, run(loop, meter, budget_bytes))
+
+
+def _row(loop: Loop, name: str, budget_bytes: int, plain: Ran, within: Ran) -> Row:
+    planned = within.handle.planned if within.handle is not None else []
+    return Row(
+        loop=loop.name,
+        budget=name,
+        budget_bytes=budget_bytes,
+        plain_bytes=max(plain.peaks_bytes),
+        peak_bytes=max(within.peaks_bytes, default=0),
+        predicted_bytes=max((step.peak_bytes for step in planned), default=0),
+        num_batches=len(within.peaks_bytes),
+        num_recorded=len(planned),
+        slowdown=(planned[-1].plan.predicted_slowdown or 0.0) if planned else 0.0,
+        weights_equal=within.digest == plain.digest,
+        unsaid_overruns=within.unsaid_overruns(budget_bytes),
+        said=within.said[0][1] if within.said else "",
+    )
