@@ -187,7 +187,7 @@ def test_classic_plan_of_opaque_units_is_exact() -> None:
 
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
 def test_compiled_units_are_within_the_calibration() -> None:
-    """Compiled backward code holds what it was given after autograd let go of it, which a profile does not tell."""
+    """Compiled backward code holds what it was given after autograd let go of it."""
     model, batch, profile = stack(*[Compiled() for _ in range(3)])
     for plan in plans(profile).values():
         assert abs(off_bytes(model, batch, profile, plan)) <= profile.calibration_bytes

@@ -23,33 +23,48 @@ from recollect.profile import events
 from recollect.recording.leanest_policy import DropAll
 from recollect.recording.runs_again import RunsAgain
 from recollect.recording.step_recorder import Mark, RecordedCall, StepRecorder
-from recollect.recording.trackers import TrackedOther, TrackedValue, storage_of, tracker_of
+from recollect.recording.trackers import Persistent, TrackedOther, TrackedValue, storage_of, tracker_of
 from recollect.recording.unit_samples import UnitSamples
 
 
-class _Handle:
-    """Stands for a saved value; it dies when backward no longer needs the value."""
+class _Need:
+    """Lives as long as backward needs a saved value, and logs when it no longer does.
 
-    __slots__ = ("index", "packed", "recorder", "saver")
+    Autograd holds it until it lets go of what it saved; so does what backward was given, until that dies: a compiled backward
+    works on for a while with what autograd has released.
+    """
 
-    def __init__(self, recorder: StepRecorder, packed: Any) -> None:
+    __slots__ = ("index", "recorder")
+
+    def __init__(self, recorder: StepRecorder) -> None:
         self.recorder = recorder
-        self.packed = packed
-        self.saver = -1
-        self.index = -1
-
-    def open(self, saver: int) -> int:
-        """Become part of the record, as what call `saver` saved; return its number there."""
-        self.saver = saver
-        self.index = self.recorder.num_handles
-        self.recorder.num_handles += 1
-        self.recorder.num_open_handles += 1
-        return self.index
+        self.index = recorder.num_handles
+        recorder.num_handles += 1
+        recorder.num_open_handles += 1
 
     def __del__(self) -> None:
-        if self.index >= 0:
-            self.recorder.num_open_handles -= 1
-            self.recorder.log(events.RELEASE, self.index)
+        self.recorder.num_open_handles -= 1
+        self.recorder.log(events.RELEASE, self.index)
+
+
+class _Handle:
+    """Stands for a saved value in autograd's graph.
+
+    `need`: None if the value is no part of the record.
+    """
+
+    __slots__ = ("need", "packed", "saver")
+
+    def __init__(self, packed: Any) -> None:
+        self.packed = packed
+        self.saver = -1
+        self.need: _Need | None = None
+
+    def open(self, recorder: StepRecorder, saver: int) -> int:
+        """Become part of the record, as what call `saver` saved; return its number there."""
+        self.saver = saver
+        self.need = _Need(recorder)
+        return self.need.index
 
 
 class RecordingTape(Tape):
@@ -99,14 +114,17 @@ class RecordingTape(Tape):
         """Log that backward asks for a value; leave its recompute out of the record."""
         if not isinstance(packed, _Handle):
             return super().unpack(packed)
-        if packed.index >= 0:
-            self.recorder.use(packed.index, packed.saver)
+        if packed.need is not None:
+            self.recorder.use(packed.need.index, packed.saver)
         with self.recorder.unseen():
             tensor = super().unpack(packed.packed)
-        if tracker_of(storage_of(tensor)) is None:
-            self.recorder.trackers.mark_persistent(
-                [tensor]
-            )  # A copy, or computed again out of sight: no input of the step.
+        storage = storage_of(tensor)
+        if tracker_of(storage) is None:
+            # A copy, or computed again out of sight: no input of the step.
+            self.recorder.trackers.mark_persistent([tensor])
+        tracker = tracker_of(storage)
+        if isinstance(tracker, Persistent) and packed.need is not None:
+            tracker.held.append(packed.need)
         return tensor
 
     def alias(self, tensor: torch.Tensor, in_hook: bool) -> tuple[torch.Tensor, int]:
@@ -217,7 +235,7 @@ class _RecordingMode(FunctionMode):
 
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
-        handle = _Handle(self.recorder, super().pack(tensor))
+        handle = _Handle(super().pack(tensor))
         if self.function is not None:
             self._function_saves.append((handle, tensor))
             return handle
@@ -235,9 +253,9 @@ class _RecordingMode(FunctionMode):
         saver = recorder.current if recorder.current is not None else getattr(tracker, "call", -1)
         if isinstance(tracker, TrackedValue):
             recorder.calls[tracker.call].values[tracker.value].saved = True
-            recorder.log(events.SAVE, tracker.call, tracker.value, handle.open(saver), saver)
+            recorder.log(events.SAVE, tracker.call, tracker.value, handle.open(recorder, saver), saver)
         elif (value := recorder.value_index(storage)) is not None and recorder.current is not None:
-            recorder.log(events.SAVE, recorder.current, value, handle.open(saver), recorder.current)
+            recorder.log(events.SAVE, recorder.current, value, handle.open(recorder, saver), recorder.current)
         return True
 
 

@@ -30,9 +30,15 @@ def tracker_of(storage: torch.UntypedStorage | None) -> TrackedValue | TrackedOt
 
 
 class Persistent:
-    """Marks a storage that existed before the step: a parameter, a buffer, the batch."""
+    """Marks a storage that existed before the step: a parameter, a buffer, the batch; or that the recording itself made.
 
-    __slots__ = ()
+    `held`: dies with the storage.
+    """
+
+    __slots__ = ("held",)
+
+    def __init__(self) -> None:
+        self.held: list[object] = []
 
 
 class Trackers:
