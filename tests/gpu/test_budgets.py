@@ -56,11 +56,10 @@ def test_in_this_process(
 def test_of_a_loop_that_holds_the_output(
     fraction: float, device: torch.device, record_property: RecordProperty
 ) -> None:
-    """`out = model(**batch); out.loss.backward()` keeps the logits and the cache, and these come on top of the budget."""
+    """`out = model(**batch); out.loss.backward()` keeps the logits and the cache, and the budget counts them."""
     if device.type == "cpu" and fraction == 0.0:
         pytest.skip("once is enough to try the test")
     trial = train_under_budget(device, fraction, OPTIMIZERS["sgd"], holds_output=True)
-    assert trial.held_bytes > 0
     _check(trial, record_property)
 
 

@@ -22,6 +22,7 @@ from zoo import ZOO
 
 MODELS = ("llama", "gpt2", "mixtral_grouped")
 every_model = pytest.mark.parametrize("name", MODELS)
+LOOPS: dict[str, dict[str, Any]] = {"lean": LEAN_LOOP, "holding": {}, "accumulating": {"gradients": "accumulated"}}
 
 
 def _everything(model: nn.Module, device: torch.device) -> Step:
@@ -80,7 +81,7 @@ def test_verify(name: str, device: torch.device, record_property: RecordProperty
     case = decoder(name, device)
     model, batch = case.model(), case.data()
     plain = plain_step(lambda: step_of(case, model), record_property)
-    profile = recollect.record(model, batch, **LEAN_LOOP)
+    profile = recollect.record(model, batch)
     for kind in ("keep_all", "full"):
         plan = recollect.classic_plan(profile, kind)
         before = _everything(model, device)
@@ -99,7 +100,7 @@ def test_fit_apply_and_remove(device: torch.device) -> None:
     case = decoder("llama", device)
     model, batch = case.model(), case.data()
     expected = step_of(case, model)
-    (budget_bytes,) = budgets(Planner(recollect.record(model, batch, **LEAN_LOOP)), (0.5,))
+    (budget_bytes,) = budgets(Planner(recollect.record(model, batch)), (0.5,))
     plan = recollect.fit(model, batch, budget_bytes)
     assert plan.predicted_peak_bytes is not None
     assert plan.budget_bytes is not None
@@ -150,17 +151,20 @@ def test_measured_peaks(peaks: dict[str, int]) -> None:
     assert peaks["full"] < peaks["plain"]
 
 
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("kind", ["keep_all", "full"])
 @every_model
-def test_predicted_peaks(name: str, kind: str, device: torch.device, record_property: RecordProperty) -> None:
+def test_predicted_peaks(
+    name: str, kind: str, loop: dict[str, Any], device: torch.device, record_property: RecordProperty
+) -> None:
     """The peak is never more than was predicted, and not much less."""
     if device.type == "cpu" and name != "llama":
         pytest.skip("once is enough to try the test; tests/integration/test_prediction.py has more")
     case = decoder(name, device)
     model, batch = case.model(), case.data()
-    plan = recollect.classic_plan(recollect.record(model, batch, **LEAN_LOOP), kind)
+    plan = recollect.classic_plan(recollect.record(model, batch, **loop), kind)
     assert plan.predicted_peak_bytes is not None
-    report = recollect.verify(model, batch, plan)
+    report = recollect.verify(model, batch, plan, **loop)
     record_property("predicted", plan.predicted_peak_bytes)
     record_property("measured", report.plan_peak_bytes)
     assert 0.9 * plan.predicted_peak_bytes <= report.plan_peak_bytes <= plan.predicted_peak_bytes
@@ -173,7 +177,7 @@ def test_fake_and_real_profiles_agree_on_bytes(
     """The same units; peaks may differ by workspaces and by attention kernels, which fake tensors do not choose alike."""
     case = decoder(name, device)
     model, batch = case.model(), case.data()
-    real, fake = recollect.record(model, batch, **LEAN_LOOP), recollect.record(model, batch, fake=True, hardware="H100")
+    real, fake = recollect.record(model, batch), recollect.record(model, batch, fake=True, hardware="H100")
     assert [call.path for call in fake.calls] == [call.path for call in real.calls]
     assert fake.persistent["parameters"] == real.persistent["parameters"]
     same_ops = [

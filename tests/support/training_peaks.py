@@ -16,7 +16,7 @@ import torch
 
 import recollect
 from device_models import decoder
-from predictions import LEAN_LOOP, budgets
+from predictions import budgets
 from recollect.lab.bench.machine import few_objects
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.planning.choose import Planner
@@ -30,7 +30,7 @@ class Trial:
     """A budget, what was predicted for it, and what training took at its peak.
 
     `allocated_bytes`: what the caching allocator counts; `requested_bytes`: what PyTorch asked it for. On the CPU the same.
-    `held_bytes`: what the loop itself holds on to, which `record` cannot know: the loss until the next one, and more.
+    `held_bytes`: what the loop holds on to beyond what was recorded: the loss until the next one, in a lean loop.
     """
 
     budget_bytes: int
@@ -46,12 +46,13 @@ def train_under_budget(
 ) -> Trial:
     """Train some steps at a fraction of the way from the least possible peak to that of keeping everything.
 
-    `holds_output`: by `out = model(**batch)`, so that the logits, and the cache of keys and values, live until the next step.
+    `holds_output`: by `out = model(**batch)`, so that the logits, and the cache of keys and values, live until the next ones
+    are there.
     """
     case = decoder("llama", device)
     model, batch = case.model(), case.data()
     optimizer = make_optimizer(model.parameters())
-    profile = recollect.record(model, batch, optimizer=optimizer, **LEAN_LOOP)
+    profile = recollect.record(model, batch, optimizer=optimizer, holds_output=holds_output, gradients="freed")
     planner = Planner(profile)
     (budget_bytes,) = budgets(planner, (fraction,))
     plan = planner.plan(budget_bytes)
@@ -63,7 +64,6 @@ def train_under_budget(
             optimizer.zero_grad()
             if holds_output:
                 out = model(**batch)
-                held_bytes = _held_bytes(out)
                 out.loss.backward()
             else:
                 loss = model(**batch).loss
@@ -82,14 +82,6 @@ def train_under_budget(
         reserved_bytes=reserved,
         held_bytes=held_bytes,
     )
-
-
-def _held_bytes(output: Any) -> int:
-    """Bytes of loss, logits and cache in a model's output, each storage in whole blocks."""
-    layers = output.past_key_values.layers
-    tensors = [output.loss, output.logits, *(tensor for layer in layers for tensor in (layer.keys, layer.values))]
-    storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return sum(block_bytes(storage.nbytes(), str(storage.device)) for storage in storages.values())
 
 
 def _peaks(train: Callable[[], None], alive: list[Any], device: torch.device) -> tuple[int, int, int]:
