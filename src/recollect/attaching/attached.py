@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -27,10 +26,10 @@ from recollect.byte_format import format_bytes
 from recollect.costs.op_costs import MeasuredCosts
 from recollect.engine.placed_forward import Applied
 from recollect.errors import BudgetWarning, LargerStepError
-from recollect.measuring.device_memory import allocated_bytes, other_bytes
 from recollect.plans.plan import Plan
 from recollect.recording.find_units import Unit
 from recollect.recording.leanest_policy import DropAll
+from recollect.recording.model_step import step_tensors
 from recollect.recording.optimizers import state_tensors
 from recollect.recording.step_recording import StepRecording
 
@@ -44,15 +43,6 @@ _WORTH_SLOWDOWN: Final = 0.01
 _MOST_PLANS: Final = 16
 # Where steps alternate, a few begin like the one that was missed, and go on otherwise.
 _MOST_ATTEMPTS: Final = 4
-
-
-@dataclass
-class _Recording:
-    """A recording under way, and what was there before it."""
-
-    recording: StepRecording
-    held_bytes: int
-    before_bytes: int
 
 
 class Attached:
@@ -96,7 +86,7 @@ class Attached:
         self._hooks = [o.register_step_post_hook(self._after_optimizer) for o in self._optimizers]
         self._active: PlannedStep | None = None
         self._applied: Applied | None = None
-        self._recording: _Recording | None = None
+        self._recording: StepRecording | None = None
         # What no plan covered when recording could not begin: steps are recorded until one covers it, or that many were.
         self._missed: list[Call] = []
         self._attempts_left = 0
@@ -144,7 +134,7 @@ class Attached:
         if is_disturbed:
             return
         if self._recording is not None:
-            self._recording.recording.recorder.begin_forward()
+            self._recording.recorder.begin_forward()
             return
         chosen = self._choice(call)
         if chosen is not None and not (self._is_first and self._attempts_left and self._can_record()):
@@ -198,7 +188,7 @@ class Attached:
         # After a backward, a graph may still be open (a gradient penalty); the recorder knows, a later step goes by its order.
         is_open = not self._watcher.saw_backward
         if self._recording is not None:
-            is_open = self._recording.recording.recorder.num_open_handles > 0
+            is_open = self._recording.recorder.num_open_handles > 0
         return Call(
             entry=path,
             shapes=tuple(tuple(tensor.shape) for tensor in tensors),
@@ -223,25 +213,19 @@ class Attached:
         self._put(None)
         if not self.model.training and not any(module.training for module in self.model.modules()):
             self._warn_once("the model is in eval mode; a step in training mode will be recorded and planned anew")
-        model, device = self.model, self._device
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        tensors = {
-            "parameters": list[torch.Tensor](self._parameters),
-            "buffers": list(model.buffers()),
-            "optimizer_state": state_tensors(self._optimizers),
-        }
-        known = [t for group in tensors.values() for t in group if t.device == device]
-        held_bytes = other_bytes(device, [*known, *gradients])
-        before_bytes = allocated_bytes(device)
-        recording = StepRecording(model, self._units, MeasuredCosts(device), device)
+        tensors = step_tensors(self.model, None, self._optimizers)
+        gradients = tensors.pop("gradients")
+        recording = StepRecording(
+            self.model, self._units, MeasuredCosts(self._device), self._device, counts_all_tensors=True
+        )
         with self._entries.suspended():
             recording.start(tensors, gradients=gradients)
-        self._recording = _Recording(recording, held_bytes, before_bytes)
+        self._recording = recording
 
     def _abandon_step(self) -> None:
         """Forget the step under way."""
         if self._recording is not None:
-            self._recording.recording.abort()
+            self._recording.abort()
             self._recording = None
         self._calls, self._group = [], []
 
@@ -260,23 +244,19 @@ class Attached:
         elif self._active is not None:
             self._check_peak(self._active)
 
-    def _finish(self, recorded: _Recording, calls: list[Call], number: int) -> None:
+    def _finish(self, recording: StepRecording, calls: list[Call], number: int) -> None:
         begin = time.perf_counter()
-        recording = recorded.recording
+        budget = self.budget if self.budget_bytes is None else self.budget_bytes
         with self._entries.suspended():
             recording.stop(state_tensors(self._optimizers))
-            left_bytes = allocated_bytes(self._device) - recorded.before_bytes - recording.left_bytes
             profile = recording.profile(
                 optimizer_step=None,
                 gradients="freed",
                 batch=f"{calls[0]}, {len(calls)} calls" if len(calls) > 1 else str(calls[0]),
-                other_bytes=recorded.held_bytes + max(0, left_bytes),
-                budget=self.budget if self.budget_bytes is None else self.budget_bytes,
+                budget=budget,
             )
         self.recorded_steps.append(number)
-        planned = plan_step(
-            profile, calls, self.budget if self.budget_bytes is None else self.budget_bytes, self.planned
-        )
+        planned = plan_step(profile, calls, budget, self.planned)
         self.budget_bytes = planned.budget_bytes
         if not planned.fits:
             self._warn_once(

@@ -11,7 +11,7 @@ __all__ = ["line_of", "report_of"]
 
 _NOT_COUNTED = (
     "not counted: evaluation and generation; what other threads, processes and libraries allocate without PyTorch; "
-    "on the CPU also models and copies that no recorded step reads"
+    "on the CPU also shared memory and mapped files"
 )
 
 

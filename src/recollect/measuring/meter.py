@@ -22,13 +22,13 @@ import torch
 
 from recollect._torch_private import (
     AllocatorTrace,
-    disable_torch_function,
     is_traceable_wrapper_subclass,
     profiler_is_active,
     quiet_allocator,
 )
 from recollect.byte_format import format_bytes
 from recollect.errors import MeterError
+from recollect.measuring.reachable import reachable_storages
 from recollect.quantities import parse_bytes
 
 __all__ = ["PeakMeasurement", "measure_peak", "storage_bytes", "storages_of"]
@@ -266,7 +266,7 @@ class _Watch:
         # Kept to the end of the trace, so that no later allocation can have the address of a mark.
         self._marks: list[torch.UntypedStorage] = []
         self._references: list[_StorageReference] = []
-        for storage in _reachable_storages():
+        for storage in reachable_storages():
             reference = _StorageReference(storage, self._note_death)
             reference.num_bytes = storage.nbytes()
             self._references.append(reference)
@@ -281,27 +281,6 @@ class _Watch:
     def stop(self) -> None:
         """Record no more deaths."""
         self._references.clear()
-
-
-def _reachable_storages() -> list[torch.UntypedStorage]:
-    """Return the CPU storages of all tensors known to the garbage collector, and of their gradients."""
-    storages: dict[int, torch.UntypedStorage] = {}
-    with disable_torch_function():
-        for thing in gc.get_objects():
-            # Not isinstance, which asks proxy objects for their class and may wake them.
-            if not issubclass(type(thing), torch.Tensor) or is_traceable_wrapper_subclass(thing):
-                continue
-            # Autograd makes gradients in C++, where the garbage collector does not see them.
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
-                if tensor is None:
-                    continue
-                try:
-                    storage = tensor.untyped_storage()
-                except NotImplementedError:  # sparse and opaque layouts
-                    continue
-                if storage.device.type == "cpu":
-                    storages[id(storage)] = storage
-    return list(storages.values())
 
 
 def _add_up(events: list[tuple[int, int]], deaths: dict[int, int]) -> tuple[int, int, int]:

@@ -124,9 +124,18 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
     return next((t.device for t in candidates if t.device.type != "meta"), torch.device("cpu"))
 
 
-def resident_tensors(model: nn.Module, batch: Any, optimizers: Optimizers = None) -> list[torch.Tensor]:
-    """Return the tensors in memory before a step: parameters, gradients, buffers, batch, and optimizer state so far."""
+def step_tensors(model: nn.Module, batch: Any, optimizers: Optimizers = None) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors that are there before a step and after it, by kind; optimizer state as far as there is some."""
     parameters = list(model.parameters())
-    found = [*parameters, *(p.grad for p in parameters), *model.buffers(), *tree_leaves(batch)]
-    found += state_tensors(optimizers)
-    return [item for item in found if isinstance(item, torch.Tensor)]
+    return {
+        "parameters": list[torch.Tensor](parameters),
+        "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+        "buffers": list(model.buffers()),
+        "batch": [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)],
+        "optimizer_state": state_tensors(optimizers),
+    }
+
+
+def resident_tensors(model: nn.Module, batch: Any, optimizers: Optimizers = None) -> list[torch.Tensor]:
+    """Return the tensors that are there before a step and after it."""
+    return [tensor for group in step_tensors(model, batch, optimizers).values() for tensor in group]

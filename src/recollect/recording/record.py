@@ -11,19 +11,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect._torch_private import DATA_DEPENDENT, tree_leaves
+from recollect._torch_private import DATA_DEPENDENT
 from recollect.costs.hardware import Hardware
 from recollect.costs.hardware_table import choose_hardware
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.costs.op_costs import MeasuredCosts
 from recollect.errors import HardwareError, RecordError
 from recollect.loss.intercept import loss_in_chunks
-from recollect.measuring.device_memory import allocated_bytes, other_bytes
 from recollect.profile.profile import Profile
 from recollect.recording.assemble import Costs
 from recollect.recording.fake_model import fake_batch, fake_tensors
 from recollect.recording.find_units import find_units
-from recollect.recording.model_step import LossFunction, check_step, describe_batch, device_of, run_step
+from recollect.recording.model_step import (
+    LossFunction,
+    check_step,
+    describe_batch,
+    device_of,
+    run_step,
+    step_tensors,
+)
 from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step
 from recollect.recording.optimizers import Optimizers, check_optimizers, state_tensors
 from recollect.recording.restored_state import restored_attributes, restored_generators, undisturbed
@@ -135,7 +141,7 @@ class _Loop:
 
     def recorded(self, recording: StepRecording, optimizer_step: OptimizerStep) -> Profile:
         with ExitStack() as stack:
-            if recording.is_fake:
+            if recording.is_on_fake_tensors:
                 # What the model makes here and keeps would be fake.
                 stack.enter_context(restored_attributes(self.model))
                 stack.enter_context(restored_generators(self.model))
@@ -145,21 +151,17 @@ class _Loop:
                 stack.enter_context(undisturbed(self.model))
             if self.step is None:
                 self._prepare_gradients()
-            other = self._run(recording)
+            self._run(recording)
             return recording.profile(
                 optimizer_step=optimizer_step,
                 gradients=self.gradients if self.step is None else "freed",
                 batch=describe_batch(self.batch) if self.step is None else "",
                 loss_chunks=self.loss_chunks,
-                other_bytes=other,
             )
 
-    def _run(self, recording: StepRecording) -> int:
-        """Run the step under the recorder; return the bytes that a CUDA device holds besides the step's tensors."""
-        tensors = self._persistent_tensors()
-        held_bytes = other_bytes(self.device, [tensor for group in tensors.values() for tensor in group])
-        before_bytes = allocated_bytes(self.device)
-        recording.start(tensors)
+    def _run(self, recording: StepRecording) -> None:
+        """Run the step under the recorder, and clear up after it."""
+        recording.start(step_tensors(self.model, self.batch, self.optimizer))
         try:
             with loss_in_chunks(self.model, self.loss_chunks):
                 held = self._run_step()
@@ -173,13 +175,10 @@ class _Loop:
             recording.abort()
             raise
         recording.stop(state_tensors(self.optimizer))
-        # What is left beyond the step's own tensors are workspaces of libraries, which stay.
-        left_bytes = allocated_bytes(self.device) - before_bytes - recording.left_bytes
         del held
         if self.step is None:
             for parameter in self.model.parameters():
                 parameter.grad = None
-        return held_bytes + max(0, left_bytes)
 
     def _run_step(self) -> object:
         """Run the step; return what it holds when the next one begins."""
@@ -192,18 +191,6 @@ class _Loop:
         for parameter in self.model.parameters():
             needs_gradient = self.gradients == "accumulated" and parameter.requires_grad
             parameter.grad = torch.zeros_like(parameter) if needs_gradient else None
-
-    def _persistent_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Return the device's tensors that are there before the step and after it, by kind."""
-        parameters = list(self.model.parameters())
-        found = {
-            "parameters": list[torch.Tensor](parameters),
-            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
-            "buffers": list(self.model.buffers()),
-            "batch": [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, torch.Tensor)],
-            "optimizer_state": state_tensors(self.optimizer),
-        }
-        return {name: [t for t in tensors if t.device == self.device] for name, tensors in found.items()}
 
 
 def _modelled_costs(hardware: str | os.PathLike[str] | Hardware | None, *, fake: bool) -> ModelledCosts | None:

@@ -24,6 +24,7 @@ from recollect.profile.profile import Profile
 from recollect.profile.repeated_steps import fold
 from recollect.quantities import parse_budget
 from recollect.recording.assemble import Costs, assemble
+from recollect.recording.bystanders import Bystanders
 from recollect.recording.find_units import Unit
 from recollect.recording.next_step import Leftovers, Phases, leftovers, with_last_step
 from recollect.recording.optimizer_step import OptimizerStep
@@ -54,17 +55,28 @@ class StepRecording:
         units: of the model.
         costs: runs the ops and knows their costs.
         device: where the step runs.
+        counts_all_tensors: whether to count, on the CPU, too, what is in memory besides the step; on CUDA it always counts.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], costs: Costs, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        costs: Costs,
+        device: torch.device,
+        *,
+        counts_all_tensors: bool = False,
+    ) -> None:
         self.model = model
         self.device = device
         self._costs = costs
+        self._counts_all_tensors = counts_all_tensors
         self._layers = {unit.path for unit in units if unit.is_layer}
         self._paths = [unit.path for unit in units]
-        self.is_fake = isinstance(costs, ModelledCosts)
+        # The costs, if they are modelled: the step then runs on fake tensors.
+        self._modelled = costs if isinstance(costs, ModelledCosts) else None
         self.recorder = StepRecorder(costs, device)
-        self._samples = NoSamples(model, device) if self.is_fake else UnitSamples(model, device)
+        self._samples = UnitSamples(model, device) if self._modelled is None else NoSamples(model, device)
         self._stack = ExitStack()
         self._persistent: dict[str, int] = {}
         # Where in the log the model returned, and from which of its calls an output is.
@@ -73,6 +85,12 @@ class StepRecording:
         self._ran_optimizer = False
         self._leftovers = Leftovers()
         self._gradients: set[int] = set()
+        self._other_bytes = 0
+
+    @property
+    def is_on_fake_tensors(self) -> bool:
+        """Whether the step runs on fake tensors, and its costs are modelled."""
+        return self._modelled is not None
 
     def start(
         self, persistent: Mapping[str, Iterable[torch.Tensor]], *, gradients: Iterable[torch.Tensor] = ()
@@ -84,10 +102,19 @@ class StepRecording:
             gradients: those of the last step, which this step may free.
         """
         recorder = self.recorder
+        known: list[torch.Tensor] = []
         for kind, group in persistent.items():
             present = [tensor for tensor in group if tensor.device == self.device]
             self._persistent[kind] = storage_bytes(present)
             recorder.trackers.mark_persistent(present)
+            known += present
+        last_gradients = [gradient for gradient in gradients if gradient.device == self.device]
+        # Gradients that are there are logged, as if the step made them.
+        self._bystanders = Bystanders(
+            self.device,
+            known if self.device.type == "cuda" else [*known, *last_gradients],
+            looks_on_cpu=self._counts_all_tensors,
+        )
         enter = self._stack.enter_context
         try:
             enter(apply_policy(self.model, self._paths, RecordingTape(recorder, self._samples)))
@@ -98,9 +125,8 @@ class StepRecording:
             self.abort()
             raise
         recorder.begin_phase(events.FORWARD)
-        for gradient in gradients:
-            if gradient.device == self.device:
-                recorder.note_present(gradient)
+        for gradient in last_gradients:
+            recorder.note_present(gradient)
 
     def abort(self) -> None:
         """Stop recording, and forget the record."""
@@ -118,6 +144,9 @@ class StepRecording:
         self._gradients = self._numbers(p.grad for p in self.model.parameters() if p.grad is not None)
         made = self._numbers(state)
         self._leftovers = leftovers(recorder.events, recorder.calls)
+        # Fake tensors take no memory.
+        step_bytes = 0 if self.is_on_fake_tensors else self._leftovers.total_bytes + self._sample_bytes
+        self._other_bytes = self._bystanders.nbytes(step_bytes)
         recorder.close()
         forget_last_step()
         if made:
@@ -133,9 +162,8 @@ class StepRecording:
             self._leftovers = replace(self._leftovers, storages=kept)
 
     @property
-    def left_bytes(self) -> int:
-        """Bytes that were alive when the recording stopped and not when it began, without optimizer state."""
-        return self._leftovers.total_bytes
+    def _sample_bytes(self) -> int:
+        return sum(sample.input_bytes for sample in self._samples.samples)
 
     def profile(
         self,
@@ -144,7 +172,6 @@ class StepRecording:
         gradients: Gradients,
         batch: str,
         loss_chunks: int = 1,
-        other_bytes: int = 0,
         budget: int | str | None = None,
     ) -> Profile:
         """Return the profile of the step as it is from the second time on.
@@ -154,45 +181,41 @@ class StepRecording:
             gradients: whether gradients of the last step are alive in forward.
             batch: describes it.
             loss_chunks: parts of the loss.
-            other_bytes: what the device holds besides.
             budget: units are timed as far as that needs no more than this, or than the leanest step.
         """
         recorder = self.recorder
         recorder.events = self._with_last_step(gradients)
         persistent = dict(self._persistent)
-        for kind, nbytes in (("other_tensors", recorder.read_bytes), ("other_allocations", other_bytes)):
+        for kind, nbytes in (("other_tensors", recorder.read_bytes), ("other_allocations", self._other_bytes)):
             if nbytes and not (kind == "other_tensors" and self.device.type == "cuda"):
                 persistent[kind] = nbytes
         if optimizer_step is not None and not self._ran_optimizer:
             persistent["optimizer_state"] = optimizer_step.state_bytes
-            recorder.add_optimizer_step(optimizer_step.with_room(0 if self.is_fake else _UNSEEN_BYTES))
-        costs = self._costs
-        is_modelled = isinstance(costs, ModelledCosts)
+            recorder.add_optimizer_step(optimizer_step.with_room(_UNSEEN_BYTES if self._modelled is None else 0))
+        modelled = self._modelled
         made = assemble(
             recorder,
-            costs,
+            self._costs,
             self._layers,
             persistent=persistent,
             device=str(self.device),
-            device_name=costs.hardware.name if isinstance(costs, ModelledCosts) else device_name(self.device),
-            device_memory_bytes=costs.hardware.memory_bytes
-            if isinstance(costs, ModelledCosts)
-            else memory_bytes(self.device),
-            calibration_bytes=0 if is_modelled else _UNSEEN_BYTES,
-            fake=is_modelled,
+            device_name=device_name(self.device) if modelled is None else modelled.hardware.name,
+            device_memory_bytes=memory_bytes(self.device) if modelled is None else modelled.hardware.memory_bytes,
+            calibration_bytes=_UNSEEN_BYTES if modelled is None else 0,
+            fake=modelled is not None,
             torch_version=torch.__version__,
             model_class=type(self.model).__name__,
             batch=batch,
             loss_chunks=loss_chunks,
         )
-        return fold(made if is_modelled else self._timed(made, budget))
+        return fold(self._timed(made, budget) if modelled is None else made)
 
     def _timed(self, profile: Profile, budget: int | str | None) -> Profile:
         """Return the profile with times of units that run alone, on copies, as far as they have room."""
         recorder = self.recorder
         leanest = simulate(profile, [drop_all(profile.graph_of(call)) for call in profile.calls])
         limit_bytes = self._limit_bytes(profile, leanest, budget)
-        alive_bytes = profile.persistent_bytes + self.left_bytes + sum(s.input_bytes for s in self._samples.samples)
+        alive_bytes = profile.persistent_bytes + self._leftovers.total_bytes + self._sample_bytes
 
         def room_bytes(sample: UnitSample) -> float:
             produced = [v.nbytes for v in profile.graph_of(profile.calls[sample.call]).values if v.producer is not None]
