@@ -26,17 +26,16 @@ import torch
 from torch import nn
 
 from recollect._torch_private import (
-    TorchDispatchMode,
     desugars,
     is_fake_tensor,
     is_traceable_wrapper_subclass,
     tree_leaves,
-    untraced,
 )
 from recollect.engine.checksums import checksums
 from recollect.engine.draws import draws_unknown
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_call import Autocast, FunctionArguments, FunctionCall
+from recollect.engine.op_mode import OpMode
 from recollect.engine.region_draws import RegionDraws
 from recollect.engine.values import Layout, is_known, layout_of
 
@@ -331,23 +330,13 @@ class FunctionRun:
         return self._num_outputs + len(self.saved)
 
 
-class FunctionWatch(TorchDispatchMode):
+class FunctionWatch(OpMode):
     """Shows a Function's ops to its `FunctionRun`, above the tape's own mode."""
 
     def __init__(self, run: FunctionRun) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.run = run
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled regions run compiled."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if types and any(desugars(kind) for kind in types):

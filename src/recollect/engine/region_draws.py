@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from recollect._torch_private import TorchDispatchMode, desugars, untraced
+from recollect._torch_private import desugars
 from recollect.engine.draws import Draw, first_run, random_turn, state_content, takes_generator
 from recollect.engine.facts import facts_of
+from recollect.engine.op_mode import OpMode
 
 __all__ = ["RegionDraws"]
 
@@ -72,17 +73,7 @@ class RegionDraws:
                     generator.set_state(state)
 
 
-class _RegionMode(TorchDispatchMode):
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled regions run compiled."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    @untraced
+class _RegionMode(OpMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if types and any(desugars(kind) for kind in types):
@@ -101,7 +92,7 @@ class _FirstRun(_RegionMode):
     """Runs random ops and notes what they drew; knows whether anybody else moved the default generators."""
 
     def __init__(self, seen: list[tuple[Any, Draw | None]], at: dict[torch.Generator, bytes]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._seen = seen
         self._at = at
         self._moved: set[torch.Generator] = set()
@@ -124,7 +115,7 @@ class _SecondRun(_RegionMode):
     """Runs random ops with the numbers of the first run."""
 
     def __init__(self, seen: list[tuple[Any, Draw | None]], *, moves_shared: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._pending = list(reversed(seen))
         self._moves_shared = moves_shared
 

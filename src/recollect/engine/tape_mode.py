@@ -13,7 +13,6 @@ import torch
 from torch.nn import Parameter
 
 from recollect._torch_private import (
-    TorchDispatchMode,
     desugars,
     has_saved_tensors_hooks,
     is_opaque_subclass,
@@ -29,6 +28,7 @@ from recollect._torch_private import (
 from recollect.engine.content import content_of
 from recollect.engine.draws import Draw, draws_unknown, first_run
 from recollect.engine.facts import OpFacts, facts_of
+from recollect.engine.op_mode import OpMode
 from recollect.engine.opcall import Arguments, OpCall, WriteCall
 from recollect.engine.settings import current_settings
 from recollect.engine.subclasses import PackedSubclass, held_whole
@@ -57,11 +57,11 @@ _MASKS = frozenset({torch.bool, torch.uint8})
 _EVERYTHING = Watch(ops=True, saves=True)
 
 
-class TapeMode(TorchDispatchMode):
+class TapeMode(OpMode):
     """Sees the ops of one call of a unit."""
 
     def __init__(self, tape: TapeState, unit_path: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tape = tape
         self.unit_path = unit_path
         # Stands for the running call of a unit; a unit inside another one gets its own.
@@ -116,17 +116,6 @@ class TapeMode(TorchDispatchMode):
         elif self._hooks is None and not saves and self._may_unhook:
             self._hooks = pop_saved_tensors_hooks(self)
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled regions run compiled: the tape sees each as one opaque op and keeps what it saves."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Keep torch from wrapping `__torch_dispatch__` (1 us per op); `untraced` serves the same purpose.
-        return False
-
-    @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if types and any(desugars(kind) for kind in types):

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect._torch_private import TorchDispatchMode, tree_leaves, untraced
+from recollect._torch_private import tree_leaves, untraced
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.function_run import FunctionRun
+from recollect.engine.op_mode import OpMode
 from recollect.engine.region_state import small_buffer_bytes
 from recollect.engine.tape import Tape
 from recollect.engine.tape_state import ALL_KEPT, OpActions, OpKey, TapeState
@@ -259,16 +260,11 @@ class _RecordingMode(FunctionMode):
         return True
 
 
-class StepMode(TorchDispatchMode):
+class StepMode(OpMode):
     """Sees every op of the step, below the tape, and runs it with the recorder's costs."""
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Run compiled regions compiled, as in training."""
-        return True
-
     def __init__(self, recorder: StepRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from recollect._torch_private import TorchDispatchMode
 from recollect.costs.op_work import flops_of
+from recollect.engine.op_mode import OpMode
 
 __all__ = ["FlopCount"]
 
 
-class FlopCount(TorchDispatchMode):
+class FlopCount(OpMode):
     """Count FLOPs while active; PyTorch's `FlopCounterMode` misses attention on the CPU and counts causal attention as full.
+
+    The FLOPs of compiled parts are not counted: they run compiled, as in training.
 
     Attributes:
         flops: FLOPs of all ops so far.
@@ -25,13 +27,8 @@ class FlopCount(TorchDispatchMode):
         60.0
     """
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled parts run compiled, as in training; their FLOPs are then not counted."""
-        return True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.flops = 0.0
 
     def __torch_dispatch__(
