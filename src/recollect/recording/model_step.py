@@ -12,8 +12,16 @@ from torch.nn.parameter import UninitializedParameter
 from recollect._torch_private import DATA_DEPENDENT, tree_leaves
 from recollect.errors import RecollectError, RecordError
 from recollect.recording.optimizers import Optimizers, state_tensors
+from recollect.recording.step_recording import Gradients
 
 LossFunction = Callable[[Any], torch.Tensor]
+
+
+def prepare_gradients(model: nn.Module, gradients: Gradients) -> None:
+    """Make the gradients that are there before the first step: zeros if the loop adds to them, else none."""
+    for parameter in model.parameters():
+        is_there = gradients == "accumulated" and parameter.requires_grad
+        parameter.grad = torch.zeros_like(parameter) if is_there else None
 
 
 def run_step(model: nn.Module, batch: Any, loss_fn: LossFunction | None, *, holds_output: bool = True) -> object:

@@ -27,12 +27,13 @@ from recollect.recording.model_step import (
     check_step,
     describe_batch,
     device_of,
+    prepare_gradients,
     run_step,
     step_tensors,
 )
 from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step
 from recollect.recording.optimizers import Optimizers, check_optimizers, state_tensors
-from recollect.recording.restored_state import restored_attributes, restored_generators, undisturbed
+from recollect.recording.restored_state import free_gradients, restored_attributes, restored_generators, undisturbed
 from recollect.recording.step_recording import Gradients, StepRecording
 
 __all__ = ["Gradients", "record", "record_with"]
@@ -150,7 +151,7 @@ class _Loop:
             elif self.step is None:
                 stack.enter_context(undisturbed(self.model))
             if self.step is None:
-                self._prepare_gradients()
+                prepare_gradients(self.model, self.gradients)
             self._run(recording)
             return recording.profile(
                 optimizer_step=optimizer_step,
@@ -177,8 +178,7 @@ class _Loop:
         recording.stop(state_tensors(self.optimizer))
         del held
         if self.step is None:
-            for parameter in self.model.parameters():
-                parameter.grad = None
+            free_gradients(self.model)
 
     def _run_step(self) -> object:
         """Run the step; return what it holds when the next one begins."""
@@ -186,11 +186,6 @@ class _Loop:
             self.step()
             return None
         return run_step(self.model, self.batch, self.loss_fn, holds_output=self.holds_output)
-
-    def _prepare_gradients(self) -> None:
-        for parameter in self.model.parameters():
-            needs_gradient = self.gradients == "accumulated" and parameter.requires_grad
-            parameter.grad = torch.zeros_like(parameter) if needs_gradient else None
 
 
 def _modelled_costs(hardware: str | os.PathLike[str] | Hardware | None, *, fake: bool) -> ModelledCosts | None:

@@ -18,7 +18,7 @@ from torch import nn
 from recollect._torch_private import is_data_parallel, is_fully_sharded
 from recollect.errors import RecordError
 
-__all__ = ["restored_attributes", "restored_buffers", "restored_generators", "undisturbed"]
+__all__ = ["free_gradients", "restored_attributes", "restored_buffers", "restored_generators", "undisturbed"]
 
 # What `nn.Module` keeps apart is restored apart, or is no state of the step.
 _REGISTRIES: Final = frozenset(vars(nn.Module()))
@@ -39,8 +39,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         with ExitStack() as stack:
-            for parameter, _ in gradients:
-                parameter.grad = None
+            free_gradients(model)
             # The first to enter, so that what modules remember of their parameters is restored before the parameters are.
             stack.enter_context(_without_parameter_hooks(model))
             stack.enter_context(restored_generators(model))
@@ -50,6 +49,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def free_gradients(model: nn.Module) -> None:
+    """Free the gradients of all parameters, whatever the model's own `zero_grad` does."""
+    for parameter in model.parameters():
+        parameter.grad = None
 
 
 @contextmanager

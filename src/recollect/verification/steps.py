@@ -11,9 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect.recording.model_step import LossFunction, run_forward
+from recollect.recording.model_step import LossFunction, prepare_gradients, run_forward
 from recollect.recording.optimizers import Optimizers, optimizers_in
-from recollect.recording.restored_state import restored_attributes, restored_buffers, restored_generators, undisturbed
+from recollect.recording.restored_state import (
+    free_gradients,
+    restored_attributes,
+    restored_buffers,
+    restored_generators,
+    undisturbed,
+)
 from recollect.recording.step_recording import Gradients
 from recollect.verification.compare import Computed, state_after
 
@@ -51,8 +57,7 @@ class VerifiedStep(ABC):
 
     def clear(self) -> None:
         """Free the gradients."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        free_gradients(self.model)
 
     def _seed(self) -> None:
         torch.random.set_rng_state(self._random_state)
@@ -107,9 +112,7 @@ class BatchStep(VerifiedStep):
 
     def prepare_loop(self) -> None:
         """Make the gradients that are there before the first step, if the loop adds to them."""
-        for parameter in self.model.parameters():
-            needs_gradient = self._gradients == "accumulated" and parameter.requires_grad
-            parameter.grad = torch.zeros_like(parameter) if needs_gradient else None
+        prepare_gradients(self.model, self._gradients)
 
     def loop(self) -> None:
         """Run two steps, holding what the loop holds."""
