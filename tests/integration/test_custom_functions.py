@@ -74,8 +74,7 @@ def profile_of(model: nn.Module, data: Tensor) -> Profile:
 
 
 def peak_bytes(model: nn.Module, data: Tensor, profile: Profile) -> int:
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     step = measure_peak(lambda: model(data).backward(), device="cpu")
     return profile.persistent_bytes + step.peak_growth_bytes
 
@@ -152,8 +151,7 @@ def test_two_backwards_over_one_graph() -> None:
     with apply_policy(model, UNITS, NOTHING_KEPT):
         loss = model(data)
         loss.backward(retain_graph=True)
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad()
         loss.backward()
     assert all(
         torch.equal(expected[f"gradient of {n}"], p.grad) for n, p in model.named_parameters() if p.grad is not None

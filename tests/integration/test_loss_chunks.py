@@ -98,8 +98,7 @@ def test_predicted_peak_is_the_measured_one(name: str, num_chunks: int) -> None:
         assert plan.loss_chunks == num_chunks
         with recollect.apply(model, plan):
             measured = recollect.measure_peak(partial(run_step, model, batch)).peak_growth_bytes
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad()
         peak_bytes = profile.persistent_bytes + measured
         assert plan.predicted_peak_bytes is not None
         # Room for scalars made out of sight is added, so not below.

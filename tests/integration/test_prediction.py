@@ -92,8 +92,7 @@ class Experiment:
 
     def peak_bytes(self) -> int:
         """The measured peak of forward, backward and any optimizer step, with all that is there before the step."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        self.model.zero_grad()
 
         def step() -> None:
             loss_of(call(self.model, self.batch), self.case.loss_fn).backward()

@@ -106,8 +106,7 @@ def _float8() -> nn.Module:
 
 
 def _peak_bytes(model: nn.Module, batch: dict[str, Tensor], profile: Profile) -> int:
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
 
     def step() -> None:
         model(**batch).loss.backward()

@@ -78,8 +78,7 @@ def collect(model: nn.Module, batch: Batch, loss: Tensor) -> Step:
 
 def clear(model: nn.Module, batch: Batch) -> None:
     """Drop the gradients of the parameters and of the batch."""
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad()
     for _, tensor in _tensors(batch):
         tensor.grad = None
 
