@@ -170,6 +170,27 @@ def test_predicted_peaks(
     assert 0.9 * plan.predicted_peak_bytes <= report.plan_peak_bytes <= plan.predicted_peak_bytes
 
 
+def test_predicted_peak_of_ones_own_step(device: torch.device, record_property: RecordProperty) -> None:
+    """What `verify` copies, to run the step again from the same state, is no part of it."""
+    case = decoder("llama", device)
+    model, batch = case.model(), case.data()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    plan = recollect.classic_plan(recollect.record(model, step=step, optimizer=optimizer), "full")
+    assert plan.predicted_peak_bytes is not None
+    report = recollect.verify(model, None, plan, step=step, optimizer=optimizer)
+    record_property("predicted", plan.predicted_peak_bytes)
+    record_property("measured", report.plan_peak_bytes)
+    assert report.gradients_equal, report
+    assert 0.9 * plan.predicted_peak_bytes <= report.plan_peak_bytes <= plan.predicted_peak_bytes
+
+
 @every_model
 def test_fake_and_real_profiles_agree_on_bytes(
     name: str, device: torch.device, record_property: RecordProperty

@@ -415,3 +415,20 @@ def test_messages() -> None:
     with pytest.raises(AlreadyAppliedError, match="Hugging Face's gradient checkpointing"):
         recollect.attach(model, optimizer, "95%")
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_sparse_gradients_that_are_alive_in_forward() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(50, 32, sparse=True), *layers)
+    optimizer = torch.optim.SGD(model.parameters())
+    attached = recollect.attach(model, optimizer, "1GiB", log=lambda line: None)
+    for rows in (4, 8):
+        loss = model(torch.arange(rows)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert attached.recorded_steps == [0, 1]
+    attached.remove()
+    assert model[0].weight.grad.is_sparse
+    recollect.record(model, step=lambda: model(torch.arange(8)).square().mean().backward())

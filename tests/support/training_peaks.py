@@ -73,7 +73,7 @@ def train_under_budget(
         optimizer.zero_grad()
 
     with recollect.apply(model, plan):
-        allocated, requested, reserved = _peaks(train, [model, batch, optimizer], device)
+        allocated, requested, reserved = peaks(train, [model, batch, optimizer], device)
     return Trial(
         budget_bytes=budget_bytes,
         predicted_bytes=plan.predicted_peak_bytes or 0,
@@ -84,7 +84,7 @@ def train_under_budget(
     )
 
 
-def _peaks(train: Callable[[], None], alive: list[Any], device: torch.device) -> tuple[int, int, int]:
+def peaks(train: Callable[[], None], alive: list[Any], device: torch.device) -> tuple[int, int, int]:
     """Return the most bytes allocated, requested and reserved by the process; `alive` is what there is already."""
     if device.type == "cuda":
         gc.collect()

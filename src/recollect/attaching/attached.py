@@ -90,6 +90,8 @@ class Attached:
         # What no plan covered when recording could not begin: steps are recorded until one covers it, or that many were.
         self._missed: list[Call] = []
         self._attempts_left = 0
+        # The most that the device was seen to hold beyond what was expected.
+        self._seen_bytes = 0
         self._warned: set[str] = set()
         self._calls: list[Call] = []
         self._group: list[Call] = []
@@ -268,6 +270,9 @@ class Attached:
         self.planned = [step for step in self.planned if not planned.replaces(step)]
         self.planned.append(planned)
         self._put(planned)
+        if self._device.type == "cuda":
+            # To measure ops, recording resets the counter, too; what it took to time units is no step's peak.
+            torch.cuda.reset_peak_memory_stats(self._device)
         self._log(line_of(planned, time.perf_counter() - begin))
 
     def _put(self, chosen: PlannedStep | None) -> None:
@@ -302,12 +307,14 @@ class Attached:
         if self._device.type != "cuda" or self.budget_bytes is None:
             return
         peak_bytes = torch.cuda.max_memory_allocated(self._device)
-        if peak_bytes > max(planned.peak_bytes, planned.seen_bytes):
-            planned.seen_bytes = peak_bytes
+        # Of any step, since a peak stays; and above the budget, since blocks may be a little larger than was predicted.
+        expected_bytes = max(self.budget_bytes, *(step.peak_bytes for step in self.planned))
+        if peak_bytes > max(expected_bytes, self._seen_bytes):
+            self._seen_bytes = peak_bytes
             self._missed, self._attempts_left = list(planned.calls), 1
             self._warn_once(
-                f"the device held {format_bytes(peak_bytes)} at its peak, {format_bytes(peak_bytes - planned.peak_bytes)} more "
-                "than was predicted: something besides the recorded step needs memory (evaluation, generation, another "
+                f"the device held {format_bytes(peak_bytes)} at its peak, {format_bytes(peak_bytes - expected_bytes)} more "
+                "than was planned for: something besides the recorded step needs memory (evaluation, generation, another "
                 "model). The next step will be recorded and planned anew",
                 key="drift",
             )

@@ -27,7 +27,6 @@ class PlannedStep:
         budget_bytes: in which it should fit.
         plain_peak_bytes: predicted peak without recompute.
         full_slowdown: predicted slowdown of full recompute.
-        seen_bytes: the most that the device was seen to hold.
     """
 
     calls: list[Call]
@@ -36,7 +35,6 @@ class PlannedStep:
     budget_bytes: int
     plain_peak_bytes: int
     full_slowdown: float
-    seen_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:

@@ -31,10 +31,14 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def other_bytes(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of this process on a CUDA device, minus those of some tensors; 0 for other devices."""
+    """Return the bytes of this process on a CUDA device, minus those of some tensors; 0 for other devices.
+
+    Sparse tensors have no storage to subtract, and count among the rest.
+    """
     if device.type != "cuda":
         return 0
-    return max(0, allocated_bytes(device) - storage_bytes(t for t in tensors if t.device == device))
+    known = (t for t in tensors if t.device == device and t.layout is torch.strided)
+    return max(0, allocated_bytes(device) - storage_bytes(known))
 
 
 def empty_cache(device: torch.device) -> None:

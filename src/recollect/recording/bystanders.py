@@ -28,12 +28,15 @@ class Bystanders:
         device: whose memory counts.
         known: tensors of that device which the record counts itself.
         looks_on_cpu: whether to look at all on the CPU.
+        set_aside_bytes: what a CUDA device holds besides, but only until then.
     """
 
-    def __init__(self, device: torch.device, known: Iterable[torch.Tensor], *, looks_on_cpu: bool) -> None:
+    def __init__(
+        self, device: torch.device, known: Iterable[torch.Tensor], *, looks_on_cpu: bool, set_aside_bytes: int = 0
+    ) -> None:
         self._device = device
         storages = storages_of(known)
-        self._known_bytes = sum(storage.nbytes() for storage in storages)
+        self._known_bytes = sum(storage.nbytes() for storage in storages) + set_aside_bytes
         self._present: list[weakref.ref[torch.UntypedStorage]] = []
         if device.type == "cpu" and looks_on_cpu:
             # Garbage in cycles would count for as long as nobody collects it.

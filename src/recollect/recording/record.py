@@ -18,6 +18,7 @@ from recollect.costs.modelled_costs import ModelledCosts
 from recollect.costs.op_costs import MeasuredCosts
 from recollect.errors import HardwareError, RecordError
 from recollect.loss.intercept import loss_in_chunks
+from recollect.measuring.device_memory import other_bytes
 from recollect.profile.profile import Profile
 from recollect.recording.assemble import Costs
 from recollect.recording.fake_model import fake_batch, fake_tensors
@@ -28,6 +29,7 @@ from recollect.recording.model_step import (
     describe_batch,
     device_of,
     prepare_gradients,
+    resident_tensors,
     run_step,
     step_tensors,
 )
@@ -141,6 +143,7 @@ class _Loop:
     loss_chunks: int = 1
 
     def recorded(self, recording: StepRecording, optimizer_step: OptimizerStep) -> Profile:
+        others_bytes = other_bytes(self.device, resident_tensors(self.model, self.batch, self.optimizer))
         with ExitStack() as stack:
             if recording.is_on_fake_tensors:
                 # What the model makes here and keeps would be fake.
@@ -152,7 +155,7 @@ class _Loop:
                 stack.enter_context(undisturbed(self.model))
             if self.step is None:
                 prepare_gradients(self.model, self.gradients)
-            self._run(recording)
+            self._run(recording, others_bytes)
             return recording.profile(
                 optimizer_step=optimizer_step,
                 gradients=self.gradients if self.step is None else "freed",
@@ -160,9 +163,14 @@ class _Loop:
                 loss_chunks=self.loss_chunks,
             )
 
-    def _run(self, recording: StepRecording) -> None:
-        """Run the step under the recorder, and clear up after it."""
-        recording.start(step_tensors(self.model, self.batch, self.optimizer))
+    def _run(self, recording: StepRecording, others_bytes: int) -> None:
+        """Run the step under the recorder, and clear up after it.
+
+        `others_bytes`: what a CUDA device held besides the step's tensors before anything was set aside.
+        """
+        tensors = step_tensors(self.model, self.batch, self.optimizer)
+        known = [tensor for group in tensors.values() for tensor in group]
+        recording.start(tensors, set_aside_bytes=max(0, other_bytes(self.device, known) - others_bytes))
         try:
             with loss_in_chunks(self.model, self.loss_chunks):
                 held = self._run_step()

@@ -56,6 +56,10 @@ class StepRecording:
         costs: runs the ops and knows their costs.
         device: where the step runs.
         counts_all_tensors: whether to count, on the CPU, too, what is in memory besides the step; on CUDA it always counts.
+
+    Attributes:
+        left_bytes: what the step and the recording had made and was alive when the recording stopped, and what is left of the
+            last step's gradients.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class StepRecording:
         self._ran_optimizer = False
         self._leftovers = Leftovers()
         self._gradients: set[int] = set()
-        self._other_bytes = 0
+        self._other_bytes = self.left_bytes = 0
 
     @property
     def is_on_fake_tensors(self) -> bool:
@@ -93,27 +97,33 @@ class StepRecording:
         return self._modelled is not None
 
     def start(
-        self, persistent: Mapping[str, Iterable[torch.Tensor]], *, gradients: Iterable[torch.Tensor] = ()
+        self,
+        persistent: Mapping[str, Iterable[torch.Tensor]],
+        *,
+        gradients: Iterable[torch.Tensor] = (),
+        set_aside_bytes: int = 0,
     ) -> None:
         """Begin to record.
 
         Args:
             persistent: tensors that exist before the step and after it, by kind.
             gradients: those of the last step, which this step may free.
+            set_aside_bytes: what a CUDA device holds only while this is recorded: what is restored afterwards.
         """
         recorder = self.recorder
         known: list[torch.Tensor] = []
         for kind, group in persistent.items():
-            present = [tensor for tensor in group if tensor.device == self.device]
+            present = self._present(group)
             self._persistent[kind] = storage_bytes(present)
             recorder.trackers.mark_persistent(present)
             known += present
-        last_gradients = [gradient for gradient in gradients if gradient.device == self.device]
+        last_gradients = self._present(gradients)
         # Gradients that are there are logged, as if the step made them.
         self._bystanders = Bystanders(
             self.device,
             known if self.device.type == "cuda" else [*known, *last_gradients],
             looks_on_cpu=self._counts_all_tensors,
+            set_aside_bytes=set_aside_bytes,
         )
         enter = self._stack.enter_context
         try:
@@ -127,6 +137,10 @@ class StepRecording:
         recorder.begin_phase(events.FORWARD)
         for gradient in last_gradients:
             recorder.note_present(gradient)
+
+    def _present(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those that are on the device; sparse ones (gradients of an embedding) have no storage to count."""
+        return [tensor for tensor in tensors if tensor.device == self.device and tensor.layout is torch.strided]
 
     def abort(self) -> None:
         """Stop recording, and forget the record."""
@@ -144,11 +158,12 @@ class StepRecording:
         self._gradients = self._numbers(p.grad for p in self.model.parameters() if p.grad is not None)
         made = self._numbers(state)
         self._leftovers = leftovers(recorder.events, recorder.calls)
-        # Fake tensors take no memory.
-        step_bytes = 0 if self.is_on_fake_tensors else self._leftovers.total_bytes + self._sample_bytes
-        self._other_bytes = self._bystanders.nbytes(step_bytes)
-        recorder.close()
+        recorder.is_over = True
         forget_last_step()
+        self.left_bytes = self._leftovers.total_bytes + self._sample_bytes
+        # Fake tensors take no memory.
+        self._other_bytes = self._bystanders.nbytes(0 if self.is_on_fake_tensors else self.left_bytes)
+        recorder.close()
         if made:
             self._persistent["optimizer_state"] = self._persistent.get("optimizer_state", 0) + sum(
                 self._leftovers.storages.get(number, 0) for number in made

@@ -170,12 +170,14 @@ def verify(
     """
     check_step(model, batch, step)
     device = device_of(model, batch)
+    # Before anything is copied here.
+    others = OtherAllocations(device, resident_tensors(model, batch, optimizer))
     verified: VerifiedStep
     if step is None:
         verified = BatchStep(model, device, batch, loss_fn, holds_output=holds_output, gradients=gradients)
     else:
         verified = OwnStep(model, device, step, optimizer)
-    check = _Check(verified, batch, optimizer)
+    check = _Check(verified, batch, optimizer, others)
     with verified.undisturbed(), _without_plans(model):
         if compare != "units":
             try:
@@ -188,16 +190,19 @@ def verify(
 
 
 class _Check:
-    def __init__(self, step: VerifiedStep, batch: Any, optimizer: Optimizers) -> None:
+    def __init__(self, step: VerifiedStep, batch: Any, optimizer: Optimizers, others: OtherAllocations) -> None:
         self.step = step
         self.model = step.model
         self.batch = batch
         self.device = step.device
         self.optimizer_bytes = record_optimizer_step(optimizer, self.device).state_bytes
-        self.others = OtherAllocations(self.device, resident_tensors(self.model, batch, optimizer))
+        self.others = others
 
     def by_step(self, plan: Plan) -> Report:
+        # Peaks first: gradients to compare with would count on CUDA.
         plain_peak_bytes = self._peak().peak_bytes
+        with apply(self.model, plan):
+            peak = self._peak()
         expected = self.step.run()
         off = None
         if plan.loss_chunks > 1:
@@ -206,7 +211,6 @@ class _Check:
             off = furthest(unchunked.gradients, expected.gradients)
             del unchunked
         with apply(self.model, plan):
-            peak = self._peak()
             got = self.step.run()
         findings = compare_runs(expected, got, again=lambda: self._again(plan))
         # The loss is no gradient.

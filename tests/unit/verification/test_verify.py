@@ -164,14 +164,14 @@ def test_unequal_unit_names_unit_and_parameter() -> None:
 
 
 def test_gradient_that_is_missing_is_a_difference() -> None:
-    """The first three runs train one branch, later ones the other."""
+    """Up to the first step to compare runs train one branch, later ones the other."""
 
     class Branches(Stack):
         num_calls = 0
 
         def forward(self, hidden: Tensor) -> Tensor:
             self.num_calls += 1
-            return super().forward(hidden) if self.num_calls <= 3 else self.stem(hidden).sum(-1)
+            return super().forward(hidden) if self.num_calls <= 5 else self.stem(hidden).sum(-1)
 
     torch.manual_seed(0)
     model = Branches(width=16, depth=3)
