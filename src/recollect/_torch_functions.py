@@ -70,3 +70,8 @@ _frames = torch._C._dynamo.eval_frame
 _frames.set_code_exec_strategy(
     _apply.__code__, _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
 )
+
+
+def runs_python_backward() -> bool:
+    """Whether the backward formula that is running is written in Python, as compiled code's is."""
+    return isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)

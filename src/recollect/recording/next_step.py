@@ -65,8 +65,31 @@ def leftovers(recorded: Iterable[Event], calls: Sequence[RecordedCall]) -> Lefto
         elif code == events.RELEASE:
             saved.pop(operands[0], None)
     alive = {**values, **dict.fromkeys(saved.values())}
+    for key in dict.fromkeys(saved.values()):
+        source = _largest_source(calls[key[0]], key[1])
+        if source is not None:
+            alive[key[0], source] = None
+            made_at.setdefault((key[0], source), made_at[key])
     sizes = {key: calls[key[0]].values[key[1]].nbytes for key in alive}
     return Leftovers(sizes, storages, {key: at for key, at in made_at.items() if key in sizes or key in storages})
+
+
+def _largest_source(call: RecordedCall, value: int) -> int | None:
+    """Return the largest value that a saved value is computed from; None if the saved value is always kept.
+
+    A plan that drops the saved value holds what it is computed from in its place: which of them depends on the plan, and a
+    budget has to hold under any.
+    """
+    if call.values[value].must_keep:
+        return None
+    found: set[int] = set()
+    pending = [value]
+    while pending:
+        producer = call.values[pending.pop()].producer
+        sources = set() if producer is None else set(call.ops[producer].inputs) - found
+        found |= sources
+        pending += sources
+    return max(found, key=lambda source: call.values[source].nbytes, default=None)
 
 
 def with_last_step(recorded: Sequence[Event], last: Mapping[int, tuple[int, int]]) -> list[Event]:

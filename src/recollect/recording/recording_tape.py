@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recollect._torch_functions import runs_python_backward
 from recollect._torch_private import tree_leaves, untraced
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_call import FunctionCall
@@ -119,13 +120,27 @@ class RecordingTape(Tape):
             self.recorder.use(packed.need.index, packed.saver)
         with self.recorder.unseen():
             tensor = super().unpack(packed.packed)
-        storage = storage_of(tensor)
-        if tracker_of(storage) is None:
+        if tracker_of(storage_of(tensor)) is None:
             # A copy, or computed again out of sight: no input of the step.
             self.recorder.trackers.mark_persistent([tensor])
-        tracker = tracker_of(storage)
-        if isinstance(tracker, Persistent) and packed.need is not None:
-            tracker.held.append(packed.need)
+        return tensor if packed.need is None else self._needed(tensor, packed.need)
+
+    def _needed(self, tensor: torch.Tensor, need: _Need) -> torch.Tensor:
+        """Return what backward gets; the need dies with it where it may live longer than autograd's hold on it."""
+        storage = storage_of(tensor)
+        if not isinstance(tracker_of(storage), Persistent) or storage is None:
+            return tensor
+        if not torch.is_grad_enabled():  # Else backward builds a graph, which holds it.
+            if not runs_python_backward():
+                return tensor
+            # A copy, as the tape may hold the tensor itself for what else will be computed from it.
+            with self.recorder.unseen():
+                whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage.clone())
+            self.recorder.trackers.mark_persistent([whole])
+            tensor = whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        tracker = tracker_of(storage_of(tensor))
+        if isinstance(tracker, Persistent):
+            tracker.held.append(need)
         return tensor
 
     def alias(self, tensor: torch.Tensor, in_hook: bool) -> tuple[torch.Tensor, int]:

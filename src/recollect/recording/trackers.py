@@ -56,7 +56,7 @@ class Trackers:
         self._storages.append(weakref.ref(storage))
 
     def mark_persistent(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark the storages of some tensors as older than the step."""
+        """Mark the storages of some tensors as older than the step, or as none of its own."""
         for tensor in tensors:
             storage = storage_of(tensor)
             if storage is not None:

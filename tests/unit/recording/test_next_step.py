@@ -7,9 +7,14 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.measuring.meter import measure_peak, storage_bytes
+from recollect.plans.action import Action
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import ALLOC, BACKWARD, FORWARD, FREE, OP, OPTIMIZER, PHASE, RELEASE, SAVE, SUM
 from recollect.recording.next_step import Phases, leftovers, with_last_step
 from recollect.recording.step_recorder import RecordedCall, RecordedOp, RecordedValue
+from recollect.simulation.decisions import decide
+from recollect.simulation.simulate import simulate
 
 
 def test_leftovers_are_what_never_dies_and_what_autograd_still_holds() -> None:
@@ -25,9 +30,11 @@ def test_leftovers_are_what_never_dies_and_what_autograd_still_holds() -> None:
     ]  # fmt: skip
     found = leftovers(recorded, [call])
     assert found.storages == {1: 32, 2: 64}
-    assert found.values == {(0, 2): 4, (0, 1): 4}, "the value written to, and the one that a graph still holds"
-    assert found.made_at == {1: 5, 2: 9, (0, 1): 1, (0, 2): 2}
-    assert found.total_bytes == 104
+    assert found.values == {(0, 2): 4, (0, 1): 4, (0, 0): 8}, (
+        "the value written to, the one that a graph still holds, and what that may be recomputed from"
+    )
+    assert found.made_at == {1: 5, 2: 9, (0, 0): 1, (0, 1): 1, (0, 2): 2}
+    assert found.total_bytes == 112
 
 
 def test_the_last_step_is_alive_until_it_is_replaced() -> None:
@@ -88,3 +95,54 @@ def test_a_loop_that_holds_two_outputs_and_a_gradient_of_its_input_is_predicted(
         assert plan.predicted_peak_bytes is not None
         # The gradient that backward makes of the input is not the model's.
         assert 0 <= plan.predicted_peak_bytes - measured <= 2048 + x.nbytes, kind
+
+
+class WithState(nn.Module):
+    """Three layers that also return a state, through which no backward runs. [n, 32] -> [n, 32], 3 of [64, 64]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Stateful() for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        states = []
+        for layer in self.layers:
+            x, state = layer(x)
+            states.append(state)
+        return x, states
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 256), nn.Linear(256, 32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        wide = self.up(x).tanh()
+        keys = wide[:, :64].neg()
+        return x + self.down(wide), keys.mT @ keys
+
+
+def test_a_graph_that_no_backward_uses_up_holds_what_its_values_are_recomputed_from() -> None:
+    torch.manual_seed(0)
+    model, batch = WithState(), torch.randn(256, 32)
+
+    def loss_of(output: tuple[Tensor, list[Tensor]]) -> Tensor:
+        return output[0].square().mean()
+
+    profile = recollect.record(model, batch, loss_fn=loss_of)
+    # What `neg` is computed from is four times as large, and of no use to the rest of backward.
+    actions = {op.name: Action.KEEP for op in profile.graphs[0].ops} | {"neg": Action.RECOMPUTE}
+    plan = Plan({f"layers.{i}": UnitPlan(actions) for i in range(3)})
+
+    def two_steps() -> None:
+        for _ in range(2):
+            out = model(batch)
+            model.zero_grad()
+            loss_of(out).backward()
+
+    with recollect.apply(model, plan):
+        two_steps()
+        model.zero_grad()
+        measured = measure_peak(two_steps, device="cpu")
+    assert profile.persistent_bytes + measured.peak_growth_bytes <= simulate(profile, decide(profile, plan)).peak_bytes
