@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from recollect._torch_private import is_opaque_subclass, is_traceable_wrapper_subclass, tree_leaves
+from recollect._torch_private import is_opaque_subclass, tree_leaves
 from recollect.engine.values import TapeValue
+from recollect.inner_tensors import inner_tensors
 
 
 class PackedSubclass:
@@ -49,8 +50,8 @@ def strided_tensors(output: Any) -> Iterator[torch.Tensor]:
     for tensor in tree_leaves(output):
         if not isinstance(tensor, torch.Tensor) or is_opaque_subclass(tensor):
             continue
-        if is_traceable_wrapper_subclass(tensor):
-            names, _ = tensor.__tensor_flatten__()
-            yield from strided_tensors([getattr(tensor, name) for name in names])
+        inner = inner_tensors(tensor)
+        if inner:
+            yield from strided_tensors(inner)
         elif tensor.layout is torch.strided:
             yield tensor

@@ -22,12 +22,12 @@ import torch
 
 from recollect._torch_private import (
     AllocatorTrace,
-    is_traceable_wrapper_subclass,
     profiler_is_active,
     quiet_allocator,
 )
 from recollect.byte_format import format_bytes
 from recollect.errors import MeterError
+from recollect.inner_tensors import inner_tensors
 from recollect.measuring.reachable import reachable_storages
 from recollect.quantities import parse_bytes
 
@@ -173,15 +173,11 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
 
 
 def _unwrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    if not is_traceable_wrapper_subclass(tensor):
+    wrapped = inner_tensors(tensor)
+    if not wrapped:
         yield tensor
-        return
-    names, _ = tensor.__tensor_flatten__()
-    for name in names:
-        inner = getattr(tensor, name)
-        # A DTensor names its device mesh, too.
-        if isinstance(inner, torch.Tensor):
-            yield from _unwrapped(inner)
+    for inner in wrapped:
+        yield from _unwrapped(inner)
 
 
 def _device_of(device: str | torch.device | None) -> torch.device:

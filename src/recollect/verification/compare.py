@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from recollect._torch_private import is_traceable_wrapper_subclass
+from recollect.inner_tensors import inner_tensors
 
 Difference = tuple[str, float]
 
@@ -116,13 +116,13 @@ def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
         >>> has_same_bits(torch.tensor(float("nan")), torch.tensor(float("nan")))
         True
     """
-    if type(left) is not type(right) and (_is_wrapper(left) or _is_wrapper(right)):
+    inner, others = inner_tensors(left), inner_tensors(right)
+    if (inner or others) and type(left) is not type(right):
         return False
     if left.dtype != right.dtype or left.shape != right.shape or left.layout != right.layout:
         return False
-    if _is_wrapper(left):
-        pairs = zip(_wrapped(left), _wrapped(right), strict=True)
-        return all(has_same_bits(one, other) for one, other in pairs)
+    if inner:
+        return all(has_same_bits(one, other) for one, other in zip(inner, others, strict=True))
     left, right = left.detach(), right.detach()
     if left.layout is torch.sparse_coo:
         left, right = left.coalesce(), right.coalesce()
@@ -137,11 +137,11 @@ def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
     """Return the largest absolute difference of two tensors; infinity if their shapes differ."""
     if left.shape != right.shape:
         return float("inf")
-    if _is_wrapper(left) or _is_wrapper(right):
-        if type(left) is not type(right):
-            return float("inf")
-        pairs = zip(_wrapped(left), _wrapped(right), strict=True)
-        return max((largest_difference(one, other) for one, other in pairs), default=0.0)
+    inner, others = inner_tensors(left), inner_tensors(right)
+    if (inner or others) and type(left) is not type(right):
+        return float("inf")
+    if inner:
+        return max(largest_difference(one, other) for one, other in zip(inner, others, strict=True))
     difference = _widened(left) - _widened(right)
     return float(difference.abs().max()) if difference.numel() else 0.0
 
@@ -162,12 +162,3 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
     if dense.layout is not torch.strided:
         dense = dense.to_dense()
     return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
-
-
-def _is_wrapper(tensor: torch.Tensor) -> bool:
-    return type(tensor) is not torch.Tensor and bool(is_traceable_wrapper_subclass(tensor))
-
-
-def _wrapped(tensor: torch.Tensor) -> list[torch.Tensor]:
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [inner for inner in (getattr(tensor, name) for name in names) if isinstance(inner, torch.Tensor)]
