@@ -31,7 +31,7 @@ from recollect._torch_private import (
     is_traceable_wrapper_subclass,
     tree_leaves,
 )
-from recollect.engine.checksums import checksums
+from recollect.engine.content import checksums
 from recollect.engine.draws import draws_unknown
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_call import Autocast, FunctionArguments, FunctionCall

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from recollect._torch_private import keeps_graph
+from recollect.engine.content import has_same_bits
 from recollect.engine.values import private_copy
 from recollect.errors import MutatedValueError
 
@@ -82,7 +83,7 @@ class ModuleState:
                     written.append(name)
                     self._late.append((buffer, buffer._version - self._versions[name]))
             elif buffer.nbytes > SMALL_BYTES and self._written.large is None:
-                if _is_unchanged(held, buffer):
+                if has_same_bits(held, buffer):
                     del self._copies[name]
                 else:
                     written.append(name)
@@ -161,10 +162,3 @@ def _assign(target: dict[str, Any], wanted: dict[str, Any], found: dict[str, Any
     for name, value in wanted.items():
         if found.get(name, _MISSING) is not value:
             target[name] = value
-
-
-def _is_unchanged(before: torch.Tensor, after: torch.Tensor) -> bool:
-    if before.layout is not torch.strided:
-        return False
-    with torch.no_grad():
-        return torch.equal(before.contiguous().view(torch.uint8), after.detach().contiguous().view(torch.uint8))

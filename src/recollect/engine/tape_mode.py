@@ -25,7 +25,7 @@ from recollect._torch_private import (
     tree_leaves,
     untraced,
 )
-from recollect.engine.content import content_of
+from recollect.engine.content import glance_at
 from recollect.engine.draws import Draw, draws_unknown, first_run
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.op_mode import OpMode
@@ -265,7 +265,7 @@ class TapeMode(OpMode):
         # Autograd saves some ops' arguments before it runs them, so a hook cannot know which op it is called for.
         op = "" if in_hook else self._op
         # What autograd itself saved it may use after such a write, as without a plan.
-        content = None if in_hook else content_of(held)
+        content = None if in_hook else glance_at(held)
         value = TapeValue(held, None, version, (self.unit_path, self.scope, op), content)
         if storage is not None:
             watch(value, storage)

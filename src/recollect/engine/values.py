@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from recollect._torch_private import disable_torch_dispatch, is_fake_tensor, share_version_counters
-from recollect.engine.content import content_of
+from recollect.engine.content import glance_at
 from recollect.engine.coverage import Box, box_of, is_covered
 from recollect.engine.streams import read_here, stream_of
 from recollect.errors import FreedValueError, MutatedValueError
@@ -41,7 +41,7 @@ class TapeValue(Value):
     """A value whose tensor, once held, must not be changed in place before it is used.
 
     `version`: the tensor's version counter when it was taken, or `UNWATCHED`.
-    `content`: what `content_of` said of the tensor when an op read it; None if nothing compares it.
+    `content`: what `glance_at` showed of the tensor when an op read it; None if nothing compares it.
     `label`: (unit path, module path, op) of the first taker, for the error message.
     `stream`: the CUDA stream on which it became available; None on other devices.
     """
@@ -74,7 +74,7 @@ class TapeValue(Value):
     def fetch(self) -> torch.Tensor:
         """Return the tensor to run an op on it again; raise an error if it has changed since it was taken."""
         tensor = self.fetch_saved()
-        if self.content is not None and self.content != content_of(tensor):
+        if self.content is not None and self.content != glance_at(tensor):
             unit, module, op = self.label
             raise MutatedValueError(unit=unit, module=module, op=op, shape=tuple(tensor.shape), changes=0)
         return tensor

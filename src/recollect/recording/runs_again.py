@@ -14,6 +14,7 @@ from recollect._torch_private import (
     disable_autocast,
     tree_leaves,
 )
+from recollect.engine.content import has_same_bits
 from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_run import FunctionRun
 
@@ -52,8 +53,4 @@ class RunsAgain:
 
     def compare(self, results: list[Any]) -> None:
         """Compare what `__call__` returned with what the call made."""
-        self.are_equal &= all(_have_same_bits(made.tensor, results[made.slot]) for made in self._run.made)
-
-
-def _have_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(*(tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (one, other)))
+        self.are_equal &= all(has_same_bits(made.tensor, results[made.slot]) for made in self._run.made)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from recollect.engine.content import has_same_bits
 from recollect.inner_tensors import inner_tensors
 
 Difference = tuple[str, float]
@@ -104,33 +105,6 @@ def first_difference(expected: Mapping[str, torch.Tensor], got: Mapping[str, tor
         if not has_same_bits(tensor, other):
             return name, largest_difference(tensor, other)
     return next(((name, float("inf")) for name in got if name not in expected), None)
-
-
-def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors agree in every bit: NaN equals itself, and -0.0 differs from 0.0.
-
-    Sparse tensors are compared after their entries have been added up; wrapper subclasses by the tensors they hold.
-
-    Example:
-        >>> import torch
-        >>> has_same_bits(torch.tensor(float("nan")), torch.tensor(float("nan")))
-        True
-    """
-    inner, others = inner_tensors(left), inner_tensors(right)
-    if (inner or others) and type(left) is not type(right):
-        return False
-    if left.dtype != right.dtype or left.shape != right.shape or left.layout != right.layout:
-        return False
-    if inner:
-        return all(has_same_bits(one, other) for one, other in zip(inner, others, strict=True))
-    left, right = left.detach(), right.detach()
-    if left.layout is torch.sparse_coo:
-        left, right = left.coalesce(), right.coalesce()
-        return has_same_bits(left.indices(), right.indices()) and has_same_bits(left.values(), right.values())
-    if left.layout is not torch.strided:
-        return has_same_bits(left.to_dense(), right.to_dense())
-    bits = [t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
-    return torch.equal(*bits)
 
 
 def largest_difference(left: torch.Tensor, right: torch.Tensor) -> float:
