@@ -20,6 +20,7 @@ from allocator_meter import AllocatorMeter
 from architectures.inputs import batch_for, loss_of
 from architectures.small_config import small_config
 from architectures.subjects import Subject
+from recollect.engine.content import has_same_bits
 from recollect.errors import BudgetTooSmallError
 from recollect.measuring.meter import storage_bytes
 from recollect.profile.profile import Profile
@@ -187,19 +188,7 @@ def _range_of(profile: Profile) -> tuple[int, int]:
 def _first_difference(one: Step, other: Step) -> str | None:
     if one.keys() != other.keys():
         return next(iter(one.keys() ^ other.keys()))
-    return next((name for name in one if not _same_bits(one[name], other[name])), None)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if one.layout is not torch.strided:
-        return torch.equal(one.to_dense(), other.to_dense())
-    return torch.equal(_bits(one), _bits(other))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return next((name for name in one if not has_same_bits(one[name], other[name])), None)
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hugging_face_flag
 import recollect
-from gradients import same_bits
 from recollect.attaching.attached import Attached
+from recollect.engine.content import has_same_bits
 from recollect.errors import (
     AlreadyAppliedError,
     BudgetTooSmallError,
@@ -72,7 +72,7 @@ def train(
 
 def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
     for (name, expected), got in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert same_bits(expected.detach(), got.detach()), name
+        assert has_same_bits(expected.detach(), got.detach()), name
 
 
 def quietly(budget: int | str, **options: Any) -> Callable[[nn.Module, torch.optim.Optimizer], Attached]:
@@ -286,7 +286,7 @@ def test_evaluation_generation_and_copies_are_not_disturbed() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
     model.eval()
     with torch.no_grad():
-        assert same_bits(loss, model(**batch).loss)
+        assert has_same_bits(loss, model(**batch).loss)
     assert torch.equal(tokens, model.generate(batch["input_ids"][:1], max_new_tokens=4, do_sample=False))
 
 

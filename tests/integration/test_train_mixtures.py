@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradients import same_bits
+from recollect.engine.content import has_same_bits
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.train.checkpoint import list_checkpoints, read_checkpoint
@@ -33,7 +33,7 @@ def test_a_budget_changes_neither_losses_nor_biases(size: str, tmp_path: Path) -
     states = [
         read_checkpoint(list_checkpoints(tmp_path / name / "checkpoints")[-1]).model for name in ("plain", "lean")
     ]
-    assert all(same_bits(states[0][name], states[1][name]) for name in states[0])
+    assert all(has_same_bits(states[0][name], states[1][name]) for name in states[0])
     biases = [tensor for name, tensor in states[0].items() if name.endswith("expert_bias")]
     assert len(biases) == (4 if size == "deepseek-v3-tiny" else 0)
     # Five steps of 0.001 each, up or down.

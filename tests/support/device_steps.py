@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from gradients import DifferentStepsError, Step, assert_same_gradients, same_bits
+from gradients import DifferentStepsError, Step, assert_same_gradients
 from policies import FULL, KEEP_ALL, NOTHING_KEPT, Policy, Random
 from recollect.applying import apply_policy
+from recollect.engine.content import has_same_bits
 
 T = TypeVar("T")
 RecordProperty = Callable[[str, object], None]
@@ -55,7 +56,7 @@ class PlainStep:
     def varying(self) -> list[str]:
         """Names of the tensors that differ from run to run."""
         first, *others = self.runs
-        return [name for name in first if not all(same_bits(first[name], other[name]) for other in others)]
+        return [name for name in first if not all(has_same_bits(first[name], other[name]) for other in others)]
 
     def check(self, got: Mapping[str, Tensor], what: str) -> None:
         """Raise `DifferentStepsError` unless `got` is the same step, to the bit if the plain step is itself."""

@@ -1,4 +1,4 @@
-"""One training step as a dictionary of tensors, and an equality that means equal to the bit."""
+"""One training step as a dictionary of tensors, and the demand that two of them agree to the bit."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recollect.engine.content import has_same_bits
 from zoo import Batch, Case
 
 LossFn = Callable[[Any], Tensor]
 Step = dict[str, Tensor]
-
-_DENSE = torch.contiguous_format
 
 
 class DifferentStepsError(AssertionError):
@@ -93,14 +92,6 @@ def _tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
             yield str(key), item
 
 
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors agree in dtype, shape and every bit: NaN equals itself, and -0.0 is not 0.0."""
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    as_bytes = [tensor.detach().reshape(-1).clone(memory_format=_DENSE).view(torch.uint8) for tensor in (left, right)]
-    return torch.equal(*as_bytes)
-
-
 def assert_same_gradients(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], what: str = "") -> None:
     """Raise unless both steps have the same names and the same bits; `what` names the second one in the message.
 
@@ -111,7 +102,7 @@ def assert_same_gradients(expected: Mapping[str, Tensor], got: Mapping[str, Tens
     missing, added = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
     if missing or added:
         raise DifferentStepsError(f"{prefix}the steps have different tensors: missing {missing}, unexpected {added}")
-    differing = [name for name in expected if not same_bits(expected[name], got[name])]
+    differing = [name for name in expected if not has_same_bits(expected[name], got[name])]
     if differing:
         first = differing[0]
         raise DifferentStepsError(

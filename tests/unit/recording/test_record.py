@@ -17,7 +17,8 @@ from torch.nn import functional as F
 import hugging_face_flag
 import recollect
 from blocks import Experts, Stack
-from gradients import same_bits, step_of
+from gradients import step_of
+from recollect.engine.content import has_same_bits
 from recollect.errors import (
     AlreadyAppliedError,
     BudgetTooSmallError,
@@ -65,13 +66,13 @@ def test_everything_is_left_as_it_was(name: str, fake: bool) -> None:
         (path, id(module), sorted(vars(module)), module.training) for path, module in model.named_modules()
     ]
     for key, tensor in _tensors(model):
-        assert id(tensor) == before[key][0] and same_bits(tensor, before[key][1]), key
+        assert id(tensor) == before[key][0] and has_same_bits(tensor, before[key][1]), key
     for parameter, grad in zip(model.parameters(), grads, strict=True):
         assert parameter.grad is grad and grad is not None and bool((grad == 1).all())
         assert not hasattr(parameter.untyped_storage(), "_recollect_tracker")
     assert optimizer.state == {}
     assert step_of(case, model).keys() == expected.keys()
-    assert all(same_bits(tensor, expected[key]) for key, tensor in step_of(case, model).items())
+    assert all(has_same_bits(tensor, expected[key]) for key, tensor in step_of(case, model).items())
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from gradients import same_bits
+from recollect.engine.content import has_same_bits
 from recollect.errors import RecordError
 from recollect.recording.model_step import run_forward
 from recollect.recording.restored_state import restored_buffers, undisturbed
@@ -45,9 +45,9 @@ def test_undisturbed_restores_everything(name: str, had_gradients: bool) -> None
     assert torch.equal(generator, torch.get_rng_state())
     for parameter, grad, copy in zip(model.parameters(), grads, copies, strict=True):
         assert parameter.grad is grad
-        assert grad is None or (copy is not None and same_bits(grad, copy))
+        assert grad is None or (copy is not None and has_same_bits(grad, copy))
     for key, buffer in model.named_buffers():
-        assert id(buffer) == buffers[key][0] and same_bits(buffer, buffers[key][1])
+        assert id(buffer) == buffers[key][0] and has_same_bits(buffer, buffers[key][1])
 
 
 def test_undisturbed_restores_after_an_exception() -> None:
@@ -134,7 +134,7 @@ def test_an_optimizer_that_steps_in_backward_does_not() -> None:
         parameter.register_post_accumulate_grad_hook(step)
         parameter.register_hook(lambda gradient: pytest.fail("a hook of a parameter ran"))
     recollect.record(model, torch.ones(3, 4), loss_fn=lambda out: out.sum())
-    assert all(same_bits(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(has_same_bits(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from gradients import same_bits
+from recollect.engine.content import has_same_bits
 from recollect.planning.hull import unit_hull
 from recollect.planning.unit_options import unit_options
 from recollect.profile.profile import Profile
@@ -66,7 +66,7 @@ def test_one_sample_of_each_kind_is_timed_on_a_copy() -> None:
     times = measure_unit_times(samples, CPU)
     assert list(times) == [0]
     assert all(s > 0 for s in (times[0].plain_forward_s, times[0].tape_backward_s))
-    assert all(same_bits(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(has_same_bits(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import recollect
 from blocks import Stack
-from gradients import same_bits
 from policies import Random
+from recollect.engine.content import has_same_bits
 from recollect.errors import RecordError, UnknownNameError
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
@@ -270,7 +270,7 @@ def test_statistics_updated_twice_are_found(compare: Any) -> None:
     name, difference = report.first_state_difference
     assert name == {"step": "buffer 1.mean", "units": "1: buffer mean"}[compare] and difference > 0
     assert f"left behind      DIFFERENT, first at {name}, by up to " in str(report)
-    assert all(same_bits(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert all(has_same_bits(buffer, before[name]) for name, buffer in model.named_buffers())
     for module in model:
         module.rounds_with_plan = 1
     once = full_plan(model, ROWS)
@@ -334,7 +334,7 @@ def test_everything_is_left_as_it_was(name: str, compare: Any) -> None:
     before = snapshot(model)
     recollect.verify(model, batch, plan, loss_fn=case.loss_fn, compare=compare)
     assert snapshot(model) == before
-    assert all(same_bits(tensor, values[key]) for key, tensor in model.state_dict().items())
+    assert all(has_same_bits(tensor, values[key]) for key, tensor in model.state_dict().items())
     assert all(bool((p.grad == 1).all()) for p in model.parameters() if p.grad is not None)
 
 

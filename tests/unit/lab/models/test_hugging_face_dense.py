@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gradients import same_bits
+from recollect.engine.content import has_same_bits
 from recollect.errors import CheckpointError, UnsupportedModelError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.hugging_face import ARCHITECTURES, load_hugging_face, save_hugging_face
@@ -87,7 +87,7 @@ def test_saved_models_are_loaded_by_transformers(case: str, shard_bytes: int, tm
     again, report = type(theirs).from_pretrained(tmp_path / "second", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     state = again.state_dict()
-    assert all(same_bits(tensor, state[name]) for name, tensor in theirs.state_dict().items())
+    assert all(has_same_bits(tensor, state[name]) for name, tensor in theirs.state_dict().items())
     with torch.no_grad():
         torch.testing.assert_close(again.eval()(tokens_of()).logits, theirs(tokens_of()).logits, rtol=1e-4, atol=1e-4)
 
@@ -99,7 +99,7 @@ def test_shards_of_transformers_are_loaded(case: str, tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path / "many", max_shard_size="20KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
     one, many = load_hugging_face(tmp_path / "one").state_dict(), load_hugging_face(tmp_path / "many").state_dict()
-    assert all(same_bits(tensor, many[name]) for name, tensor in one.items())
+    assert all(has_same_bits(tensor, many[name]) for name, tensor in one.items())
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
@@ -109,7 +109,7 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     again = load_hugging_face(tmp_path)
     assert again.config == model.config
     state = again.state_dict()
-    assert all(same_bits(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(has_same_bits(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
 def test_files_as_gpt2_was_released_are_loaded(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_files_as_gpt2_was_released_are_loaded(tmp_path: Path) -> None:
     released |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 32, 32) for layer in range(3)}
     save_file(released, tmp_path / "model.safetensors")
     found = load_hugging_face(tmp_path).state_dict()
-    assert all(same_bits(tensor, found[name]) for name, tensor in expected.items())
+    assert all(has_same_bits(tensor, found[name]) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(

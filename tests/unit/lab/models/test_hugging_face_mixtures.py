@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
-from gradients import same_bits
+from recollect.engine.content import has_same_bits
 from recollect.errors import CheckpointError, UnsupportedModelError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.hugging_face import ARCHITECTURES, load_hugging_face, read_config, save_hugging_face
@@ -137,7 +137,7 @@ def test_saved_models_are_loaded_by_transformers(case: str, tmp_path: Path) -> N
     again, report = type(theirs).from_pretrained(tmp_path / "second", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     state = again.state_dict()
-    assert all(same_bits(tensor, state[name]) for name, tensor in theirs.state_dict().items())
+    assert all(has_same_bits(tensor, state[name]) for name, tensor in theirs.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["mixtral-tiny", "deepseek-v3-tiny"])
@@ -152,7 +152,7 @@ def test_round_trip(name: str, shard_bytes: int, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) == 1 if shard_bytes > 1e9 else len(list(tmp_path.glob("*"))) > 8
     again = load_hugging_face(tmp_path)
     state = again.state_dict()
-    assert all(same_bits(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(has_same_bits(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
 def test_multi_token_prediction_is_that_of_transformers(tmp_path: Path) -> None:

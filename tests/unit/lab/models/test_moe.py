@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradients import same_bits
+from recollect.engine.content import has_same_bits
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.experts import GroupedLinear
 from recollect.lab.models.mlp import Activation
@@ -134,7 +134,7 @@ def test_loop_and_grouped_product_have_the_same_bits(dtype: torch.dtype) -> None
         out = linear(rows, ends)
         out.backward(upstream)
         results.append((out, rows.grad, linear.weight.grad))
-    assert all(same_bits(loop, grouped) for loop, grouped in zip(*results, strict=True))  # type: ignore[arg-type]
+    assert all(has_same_bits(loop, grouped) for loop, grouped in zip(*results, strict=True))  # type: ignore[arg-type]
     assert results[0][2] is not None
     assert not results[0][2][0].any()
 
