@@ -54,6 +54,8 @@ def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
         return has_same_bits(left.indices(), right.indices()) and has_same_bits(left.values(), right.values())
     if left.layout is not torch.strided:
         return has_same_bits(left.to_dense(), right.to_dense())
+    if left.is_quantized:
+        return torch.equal(left, right)  # Integers and their scale; bytes of it cannot be viewed.
     bits = [t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
     return torch.equal(*bits)
 

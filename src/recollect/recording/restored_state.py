@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from recollect._torch_private import is_data_parallel, is_fully_sharded
+from recollect.engine.content import has_same_bits
 from recollect.errors import RecordError
 
 __all__ = ["free_gradients", "restored_attributes", "restored_buffers", "restored_generators", "undisturbed"]
@@ -71,7 +72,7 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for module, name, buffer, before in buffers:
                 module._buffers[name] = buffer
-                if not torch.equal(buffer, before):
+                if not has_same_bits(buffer, before):
                     buffer.copy_(before)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recollect.engine.content import has_same_bits
 from recollect.recording.model_step import LossFunction, prepare_gradients, run_forward
 from recollect.recording.optimizers import Optimizers, optimizers_in
 from recollect.recording.restored_state import (
@@ -192,7 +193,7 @@ class OwnStep(VerifiedStep):
     def _restore(self) -> None:
         with torch.no_grad():
             for parameter, before, _ in self._parameters:
-                if not torch.equal(parameter, before):
+                if not has_same_bits(parameter, before):
                     parameter.copy_(before)
         self.clear()
         for optimizer, state in zip(self._optimizers, self._states, strict=True):

@@ -38,6 +38,13 @@ def test_compressed_sparse_tensors() -> None:
     assert has_same_bits(rows, rows.clone()) and not has_same_bits(rows, 2 * rows)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantized_tensors() -> None:
+    quantized = [torch.quantize_per_tensor(NAN[1:], scale, 0, torch.qint8) for scale in (0.1, 0.1, 0.2)]
+    assert has_same_bits(quantized[0], quantized[1])
+    assert not has_same_bits(quantized[0], quantized[2])
+
+
 def test_complex_tensors_with_a_lazy_conjugate() -> None:
     values = torch.tensor([1 + 2j, 3 - 1j])
     assert has_same_bits(values.conj().conj(), values)
