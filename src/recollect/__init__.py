@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from recollect.applying import applied_to, apply
     from recollect.attaching.attach import attach
     from recollect.attaching.attached import Attached
+    from recollect.doctor.diagnose import diagnose
+    from recollect.doctor.finding import Finding
     from recollect.engine.placed_forward import Applied
     from recollect.fitting import fit
     from recollect.integrations.megatron.compile import megatron_plan
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Applied",
     "Attached",
+    "Finding",
     "Frontier",
     "LayerUsage",
     "PeakMeasurement",
@@ -48,6 +51,7 @@ __all__ = [
     "attach",
     "chunked_cross_entropy",
     "classic_plan",
+    "diagnose",
     "explain_peak",
     "fit",
     "frontier",
@@ -65,6 +69,7 @@ __version__ = "0.1.0"
 _HOME_OF_NAME = {
     "Applied": "recollect.engine.placed_forward",
     "Attached": "recollect.attaching.attached",
+    "Finding": "recollect.doctor.finding",
     "Frontier": "recollect.planning.frontier",
     "LayerUsage": "recollect.simulation.layer_usage",
     "PeakMeasurement": "recollect.measuring.meter",
@@ -80,6 +85,7 @@ _HOME_OF_NAME = {
     "attach": "recollect.attaching.attach",
     "chunked_cross_entropy": "recollect.loss.chunked",
     "classic_plan": "recollect.planning.classic",
+    "diagnose": "recollect.doctor.diagnose",
     "explain_peak": "recollect.simulation.timeline",
     "fit": "recollect.fitting",
     "frontier": "recollect.planning.frontier",

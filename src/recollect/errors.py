@@ -23,6 +23,7 @@
       DataError (ValueError)                  training data missing, empty or malformed
       CheckpointError (RuntimeError)          training checkpoint missing, corrupt, or of another run
       BenchError (ValueError)                 a setting, or a stored result, that a benchmark cannot use
+      DiagnosisError (ValueError)             a file that cannot be read, or not safely, to diagnose it
 
     BudgetWarning (UserWarning)               a step that may exceed its budget
     ConfigWarning (UserWarning)               a setting without effect, or with another one than it seems
@@ -51,6 +52,7 @@ __all__ = [
     "BudgetWarning",
     "ConfigWarning",
     "DataError",
+    "DiagnosisError",
     "FreedValueError",
     "HardwareError",
     "LargerStepError",
@@ -335,6 +337,10 @@ class CheckpointError(RecollectError, RuntimeError):
 
 class BenchError(RecollectError, ValueError):
     """A setting that cannot be read or measured, or a stored result that is not comparable with today's."""
+
+
+class DiagnosisError(RecollectError, ValueError):
+    """A file that `recollect.diagnose` cannot read: missing, binary, malformed, or a pickle with more than plain data."""
 
 
 class BudgetWarning(UserWarning):

@@ -15,6 +15,7 @@ TORCH_FREE_FILES = sorted(
         "byte_format.py",
         "costs/hardware*.py",
         "costs/roofline.py",
+        "doctor/**/*.py",
         "errors.py",
         "fields.py",
         "integrations/deepspeed.py",

@@ -31,6 +31,7 @@ LAYERS = (
     "fitting",
     "attaching",
     "integrations",
+    "doctor",
     "",  # the public names
     "lab",
     "pictures",

@@ -18,6 +18,7 @@ from recollect.errors import (
     ConfigError,
     ConfigWarning,
     DataError,
+    DiagnosisError,
     FreedValueError,
     HardwareError,
     LargerStepError,
@@ -61,6 +62,7 @@ BUILTIN_BASE = {
     DataError: ValueError,
     CheckpointError: RuntimeError,
     BenchError: ValueError,
+    DiagnosisError: ValueError,
 }
 
 WITH_ATTRIBUTES = [

@@ -15,12 +15,13 @@ from rich.console import Console
 
 from recollect.cli.bench_flags import Bench
 from recollect.cli.commands import Calibrate, DrawFrontier, MakePlan, Tokenize, Train
+from recollect.cli.doctor_flags import Doctor
 from recollect.cli.explain_flags import Explain
 from recollect.errors import RecollectError
 from recollect.integrations.megatron.arguments import describes_model, read_arguments
 from recollect.lab.train.config import demo_config, pretrain_gpt_config
 
-Command = Train | MakePlan | DrawFrontier | Calibrate | Tokenize | Bench | Explain
+Command = Train | MakePlan | DrawFrontier | Calibrate | Tokenize | Bench | Explain | Doctor
 _COMMANDS: dict[str, Any] = {
     "train": Train,
     "plan": MakePlan,
@@ -29,6 +30,7 @@ _COMMANDS: dict[str, Any] = {
     "tokenize": Tokenize,
     "bench": Bench,
     "explain": Explain,
+    "doctor": Doctor,
 }
 # Any: a type checker cannot see that a union of annotated types is a type.
 _EVERY_COMMAND: Any = functools.reduce(
@@ -45,8 +47,8 @@ def main(args: Sequence[str] | None = None) -> int:
         args: the command and its flags; default: those of the process.
 
     Returns:
-        The exit status: 0, 1 if `bench` found a regression, 2 after an error (described in one line on stderr),
-        130 after Ctrl-C.
+        The exit status: 0, 1 if `bench` found a regression or `doctor` nothing, 2 after an error (described in one line on
+        stderr), 130 after Ctrl-C.
 
     Raises:
         RecollectError: with `--debug`, instead of the line on stderr.
@@ -133,6 +135,10 @@ def _run(command: Command) -> int:
         from recollect.cli.explain import run_explain
 
         run_explain(command, console)
+    elif isinstance(command, Doctor):
+        from recollect.cli.doctor import run_doctor
+
+        return run_doctor(command, console)
     else:
         from recollect.cli.calibrate import run_calibrate
 

@@ -1,0 +1,122 @@
+"""`recollect doctor`: name what went wrong in a training run, from what it left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from recollect.cli.doctor_flags import Doctor
+from recollect.cli.output import print_line
+from recollect.doctor.diagnose import Case
+from recollect.doctor.finding import Finding
+from recollect.doctor.table import NUM_RULES
+from recollect.errors import DiagnosisError
+
+__all__ = ["report", "run_doctor"]
+
+_WIDTH = 80
+_LABEL = 10
+_NOTHING_FOUND = 1
+_INPUT = "standard input"
+
+
+def run_doctor(command: Doctor, console: Console) -> int:
+    """Diagnose, and print what was recognised.
+
+    Args:
+        command: the flags.
+        console: where the report goes.
+
+    Returns:
+        The exit status: 0 if something was recognised, 1 if not.
+
+    Raises:
+        DiagnosisError: a file cannot be read.
+    """
+    case = Case()
+    for path in command.files or (Path("-"),):
+        if str(path) == "-":
+            _add_standard_input(case)
+        else:
+            case.add_file(path)
+    found = case.findings()
+    if command.json:
+        data = {"read": case.read, "findings": [finding.to_data() for finding in found]}
+        print_line(console, json.dumps(data, indent=2))
+    else:
+        print_line(console, report(found) if found else nothing_found(case.read))
+    return 0 if found else _NOTHING_FOUND
+
+
+def _add_standard_input(case: Case) -> None:
+    """Read standard input by way of a file, so that a long log is not held in memory."""
+    if sys.stdin.isatty():
+        raise DiagnosisError(
+            "doctor: got no file, expected a log, a configuration or a memory snapshot: recollect doctor train.log, "
+            "or pipe it in: python train.py 2>&1 | recollect doctor."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "input"
+        with path.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        case.add_file(path, _INPUT)
+
+
+def report(found: Sequence[Finding]) -> str:
+    """Return findings as text of 80 columns.
+
+    Args:
+        found: the most certain first.
+
+    Returns:
+        Lines, without a line break at the end.
+    """
+    parts = []
+    for number, finding in enumerate(found, start=1):
+        lines = [*_part(f"{number}.", finding.problem, indent=3), *_part("   cause", finding.cause)]
+        for i, text in enumerate(finding.evidence):
+            lines += _part("   seen" if i == 0 else "", text)
+        for i, text in enumerate(finding.fix):
+            lines += _part("   do" if i == 0 else "", text)
+        lines += _part("", f"[{finding.certainty}; rule {finding.rule}; {finding.source}]")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _part(label: str, text: str, *, indent: int = _LABEL) -> list[str]:
+    """Return a text wrapped beside its label. Words longer than a line (paths) stay whole, to be copied."""
+    return textwrap.wrap(
+        text,
+        width=_WIDTH,
+        initial_indent=label.ljust(indent),
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def nothing_found(read: Sequence[str]) -> str:
+    """Return what was read and looked for, and what to pass.
+
+    Args:
+        read: what each source was taken for.
+    """
+    text = (
+        f"Looked for {NUM_RULES} problems of memory and recompute: errors of PyTorch, Megatron, transformers, FSDP and "
+        "DeepSpeed, settings that clash or save nothing, NaN with FP8, and what fills a memory snapshot. docs/doctor.md lists "
+        "them."
+    )
+    advice = (
+        "Pass the whole log, with the traceback and the lines before it; the configuration or the launch script beside it "
+        "(recollect doctor train.log config.yaml); or a snapshot: torch.cuda.memory._record_memory_history() before the steps, "
+        'torch.cuda.memory._dump_snapshot("snapshot.pickle") after.'
+    )
+    lines = ["Nothing recognised.", *(f"  {line}" for line in read)]
+    return "\n".join([*lines, *textwrap.wrap(text, _WIDTH), *textwrap.wrap(advice, _WIDTH, break_on_hyphens=False)])

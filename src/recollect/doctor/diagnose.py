@@ -1,0 +1,242 @@
+"""`diagnose`: read texts, settings and snapshots, and say what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from recollect.doctor import hugging_face_settings, megatron_settings, out_of_memory, snapshot_findings
+from recollect.doctor.finding import CERTAINTIES, Finding
+from recollect.doctor.scan import TextScan
+from recollect.doctor.settings import KNOWN, Settings, settings_in_data
+from recollect.doctor.snapshot import Snapshot, is_snapshot, read_json, read_pickle, snapshot_of
+from recollect.errors import DiagnosisError
+
+__all__ = ["Case", "diagnose"]
+
+_LONGEST_LINE = 64 * 1024  # what follows on the same line is read as the next one
+_LARGEST_CONFIGURATION = 4 * 2**20
+_START_BYTES = 8192
+_MOST_EVIDENCE = 4
+_LOOKS_LIKE_YAML = re.compile(r"^[\w.-]+:(?: |$)", re.MULTILINE)
+
+
+def diagnose(*sources: str | Path) -> list[Finding]:
+    """Name what went wrong in a training run, from what it left behind.
+
+    Args:
+        *sources: each a path, or a text with a space or a line break in it: a log with its traceback, a configuration
+            (YAML, JSON, a command line or script with flags), or a snapshot of `torch.cuda.memory._dump_snapshot` (pickle
+            or JSON). Several of one run are judged together. Logs are read line by line, so they may have any size.
+
+    Returns:
+        What was recognised, the most certain first; empty if nothing was.
+
+    Raises:
+        DiagnosisError: a file that is missing, binary or malformed, or a pickle with more than plain data.
+
+    Example:
+        >>> import recollect
+        >>> (finding,) = recollect.diagnose(
+        ...     "AssertionError: full recompute is only supported with full iteration CUDA graph."
+        ... )
+        >>> finding.problem
+        'Recompute of whole layers clashes with CUDA graphs of single layers.'
+        >>> [f.rule for f in recollect.diagnose("--recompute-granularity selective --recompute-method uniform")][0]
+        'megatron-selective-has-no-method'
+    """
+    case = Case()
+    for source in sources:
+        if isinstance(source, str) and _is_text(source):
+            case.add_text(source.splitlines(), "text", source)
+        else:
+            case.add_file(Path(source))
+    return case.findings()
+
+
+def _is_text(source: str) -> bool:
+    return bool(re.search(r"\s", source)) and ("\n" in source or not Path(source).exists())
+
+
+@dataclass
+class Case:
+    """What is known of one run.
+
+    Attributes:
+        texts: logs, tracebacks and scripts.
+        scopes: settings from configuration files.
+        snapshots: of device memory.
+        read: what each source was taken for, in words.
+    """
+
+    texts: list[TextScan] = field(default_factory=list)
+    scopes: list[Settings] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
+    read: list[str] = field(default_factory=list)
+
+    def add_file(self, path: Path, name: str = "") -> None:
+        """Read a file.
+
+        Args:
+            path: of the file.
+            name: to call it by in the evidence; default: its path.
+
+        Raises:
+            DiagnosisError: see `diagnose`.
+        """
+        name = name or str(path)
+        try:
+            with path.open("rb") as file:
+                start = file.read(_START_BYTES)
+            size = path.stat().st_size
+            if start[:1] == b"\x80":
+                self._add_snapshot(read_pickle(path), name)
+            elif b"\x00" in start or start[:2] == b"\x1f\x8b":
+                raise DiagnosisError(
+                    f"{name}: got a binary file, expected text, a configuration, or a snapshot of CUDA memory (a pickle). "
+                    "Unpack it first if it is compressed."
+                )
+            elif path.suffix == ".json" or (start.lstrip()[:1] == b"{" and size <= _LARGEST_CONFIGURATION):
+                self._add_json(path, name)
+            elif size <= _LARGEST_CONFIGURATION:
+                text = path.read_text(encoding="utf-8", errors="replace")
+                self.add_text(text.splitlines(), name, text, is_yaml=path.suffix in (".yaml", ".yml"))
+            else:
+                with path.open(encoding="utf-8", errors="replace") as lines:
+                    self.add_text(iter(lambda: lines.readline(_LONGEST_LINE), ""), name)
+        except OSError as problem:
+            raise DiagnosisError(f"{name}: cannot be read ({problem.strerror}), expected a file.") from None
+
+    def add_text(self, lines: Iterable[str], name: str, whole: str = "", *, is_yaml: bool = False) -> None:
+        """Read a text, or the YAML or JSON that it turns out to be.
+
+        Args:
+            lines: of the text.
+            name: to call it by in the evidence.
+            whole: the text, if it is short enough to be a configuration.
+            is_yaml: whether it must be one.
+
+        Raises:
+            DiagnosisError: it must be YAML and is not.
+        """
+        data = _configuration(whole, name, is_yaml=is_yaml)
+        if data is not None:
+            self.scopes += settings_in_data(data, name)
+            self.read.append(f"{name}: a configuration")
+            return
+        scan = TextScan(lines, name)
+        self.texts.append(scan)
+        self.read.append(f"{name}: a text of {scan.num_lines} lines")
+
+    def _add_json(self, path: Path, name: str) -> None:
+        try:
+            data = read_json(path)
+        except DiagnosisError:
+            if path.suffix == ".json":
+                raise
+            text = path.read_text(encoding="utf-8", errors="replace")
+            self.add_text(text.splitlines(), name)
+            return
+        if is_snapshot(data):
+            self._add_snapshot(data, name)
+        elif isinstance(data, Mapping):
+            self.scopes += settings_in_data(data, name)
+            self.read.append(f"{name}: a configuration")
+        else:
+            self.read.append(f"{name}: JSON without settings")
+
+    def _add_snapshot(self, data: Any, name: str) -> None:
+        if not is_snapshot(data):
+            raise DiagnosisError(
+                f"{name}: got a pickle of a {type(data).__name__} without segments, expected a snapshot written by "
+                "torch.cuda.memory._dump_snapshot(path)."
+            )
+        self.snapshots += snapshot_of(data, name)
+        self.read.append(f"{name}: a snapshot of device memory")
+
+    def findings(self) -> list[Finding]:
+        """Return what was recognised, the most certain first, each rule once."""
+        merged: dict[tuple[str, str], Finding] = {}
+        for found in self._all():
+            key = (found.rule, found.problem)
+            before = merged.get(key)
+            merged[key] = found if before is None else _together(before, found)
+        return sorted(_one_each(merged.values()), key=lambda found: CERTAINTIES.index(found.certainty))
+
+    def _all(self) -> Iterator[Finding]:
+        scopes = [*self.scopes, *(s for text in self.texts if (s := text.settings()) is not None)]
+        together = _merged(scopes)
+        length = together.get("seq_length", "max_length", "max_seq_length", "cutoff_len", "sequence_len")
+        is_checkpointing = hugging_face_settings.is_checkpointing(together)
+        for text in self.texts:
+            yield from text.findings()
+            for passage in text.out_of_memory:
+                yield from out_of_memory.findings(passage, length=length or 4096, is_checkpointing=is_checkpointing)
+        log = megatron_settings.InLog(
+            out_of_memory=next((text.out_of_memory[0].quoted() for text in self.texts if text.out_of_memory), ""),
+            nan=next((text.numbers.nan for text in self.texts if text.numbers.nan), ""),
+        )
+        for scope in scopes:
+            if megatron_settings.is_megatron(scope):
+                yield from megatron_settings.findings(scope, log)
+        yield from hugging_face_settings.findings(together)
+        for snapshot in self.snapshots:
+            yield from snapshot_findings.findings(snapshot)
+
+
+def _merged(scopes: list[Settings]) -> Settings:
+    """Return the settings of all files as one scope; of a name that several have, the first counts."""
+    values: dict[str, Any] = {}
+    for scope in scopes:
+        values = {**scope.values, **values}
+    return Settings(", ".join(dict.fromkeys(scope.place.partition(": ")[0] for scope in scopes)), values)
+
+
+def _configuration(text: str, name: str, *, is_yaml: bool) -> Mapping[Any, Any] | None:
+    """Return the mapping that a text is, in YAML or JSON; None if it is a log or a script."""
+    is_json = text.lstrip().startswith("{")
+    if not is_yaml and not is_json and not _LOOKS_LIKE_YAML.search(text):
+        return None
+    try:
+        data = json.loads(text) if is_json and not is_yaml else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:
+        if is_yaml:
+            where = str(problem).splitlines()[0]
+            raise DiagnosisError(f"{name}: got malformed YAML ({where}), expected a mapping of settings.") from None
+        return None
+    if isinstance(data, Mapping) and (is_yaml or _has_settings(data)):
+        return data
+    if is_yaml:
+        raise DiagnosisError(f"{name}: got a YAML {type(data).__name__}, expected a mapping of settings.")
+    return None
+
+
+def _has_settings(data: Mapping[Any, Any]) -> bool:
+    return any(
+        str(name).replace("-", "_") in KNOWN or (isinstance(value, Mapping) and _has_settings(value))
+        for name, value in data.items()
+    )
+
+
+def _together(first: Finding, second: Finding) -> Finding:
+    evidence = tuple(dict.fromkeys((*first.evidence, *second.evidence)))[:_MOST_EVIDENCE]
+    best = min(first, second, key=lambda found: CERTAINTIES.index(found.certainty))
+    return dataclasses.replace(best, evidence=evidence)
+
+
+def _one_each(found: Iterable[Finding]) -> list[Finding]:
+    """Return the findings without later ones of the same rule, whose numbers differ by rank or scope."""
+    kept: dict[str, Finding] = {}
+    for finding in found:
+        if finding.rule.startswith("snapshot-"):  # of several devices
+            kept[f"{finding.rule} {finding.problem}"] = finding
+        else:
+            kept[finding.rule] = _together(kept[finding.rule], finding) if finding.rule in kept else finding
+    return list(kept.values())

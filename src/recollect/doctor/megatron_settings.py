@@ -1,0 +1,198 @@
+"""What is wrong, or does not help, in settings of Megatron: recollect's rules for settings that clash, and the doctor's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recollect.byte_format import format_bytes
+from recollect.doctor import settings_rules as rules
+from recollect.doctor.finding import Finding
+from recollect.doctor.settings import Settings
+from recollect.errors import ConfigError
+from recollect.integrations.megatron.pipeline import chunk_sizes
+from recollect.integrations.megatron.recompute_settings import RecomputeSettings
+from recollect.integrations.megatron.rules import RULES
+from recollect.integrations.megatron.training_setting import TrainingSetting
+
+__all__ = ["InLog", "findings", "is_megatron"]
+
+_RECOMPUTE = tuple(f.name for f in dataclasses.fields(RecomputeSettings))
+_TRAINING = tuple(f.name for f in dataclasses.fields(TrainingSetting))
+_LISTS = ("recompute_modules", "recompute_discard_outputs", "offload_modules")
+_SMALL = frozenset({"core_attn", "layernorm"})  # under fused attention
+_LOGITS_MATTER = 2**30
+_BYTES_A_LOGIT = 10  # bf16, fp32, and the gradient in fp32
+
+
+@dataclass(frozen=True, slots=True)
+class InLog:
+    """What the logs beside the settings show: lines, or "" if they do not."""
+
+    out_of_memory: str = ""
+    nan: str = ""
+
+
+def is_megatron(settings: Settings) -> bool:
+    """Return whether settings are about recompute or offload in Megatron's terms, or describe a model in them."""
+    given = {name for name, value in settings.values.items() if value not in (None, False, (), [])}
+    # Names that only Megatron and what is built on it use.
+    return bool(given & (set(_RECOMPUTE) | {"tensor_model_parallel_size", "pipeline_model_parallel_size"}))
+
+
+def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
+    """Yield what the settings of one scope show.
+
+    Args:
+        settings: for which `is_megatron` holds.
+        log: of a run with them.
+
+    Yields:
+        Clashes first.
+    """
+    config = RecomputeSettings(**_taken(settings.values, _RECOMPUTE))
+    setting = TrainingSetting()
+    try:
+        setting = TrainingSetting(**_taken(settings.values, _TRAINING))
+    except (ConfigError, TypeError) as problem:
+        if isinstance(problem, ConfigError):
+            yield _clash("setting", settings, problem.settings, problem.reason, problem.advice, "ValueError")
+    clashes = list(_clashes(settings, config, setting))
+    yield from clashes
+    if not any(clash.certainty == "certain" for clash in clashes):
+        yield from _modules(settings, config, log)
+        yield from _layers(settings, config, setting)
+        yield from _fp8(settings, config, log)
+    yield from _memory(settings, log)
+
+
+def _taken(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    taken = {name: values[name] for name in names if values.get(name) is not None}
+    for name in _LISTS:
+        if isinstance(given := taken.get(name), str):
+            taken[name] = tuple(part.strip() for part in given.split(",") if part.strip())
+        elif isinstance(given, list):
+            taken[name] = tuple(given)
+    return taken
+
+
+def _clashes(settings: Settings, config: RecomputeSettings, setting: TrainingSetting) -> Iterator[Finding]:
+    """Yield the broken ones of recollect's rules; after a wrong type, values cannot be compared."""
+    for rule in RULES:
+        try:
+            clash = rule.alone(config) if rule.alone is not None else None
+            if clash is None and rule.within is not None:
+                clash = rule.within(config, setting)
+        except ConfigError as problem:  # the layers cannot be divided among the stages
+            yield _clash("stages", settings, problem.settings, problem.reason, problem.advice, "AssertionError")
+            continue
+        # Without a version the rules take Transformer Engine for missing; here it is unknown.
+        is_unknown = clash is not None and clash.settings.get("transformer_engine_version", "") is None
+        if clash is not None and not is_unknown:
+            yield _clash(rule.name, settings, clash.settings, clash.reason, clash.advice, rule.megatron)
+            if rule.name == "types":
+                return
+
+
+def _clash(
+    name: str, settings: Settings, given: Mapping[str, object], reason: str, advice: str, megatron: str
+) -> Finding:
+    is_error = "Error" in megatron
+    shown = settings.shown(*given)
+    missing = [f"{name} is not set" for name in given if settings.values.get(name) is None]
+    return Finding(
+        rule=f"megatron-{name}",
+        certainty="certain" if is_error else "likely",
+        problem=f"{'Settings clash' if is_error else 'A setting does not do what it seems to'}: {reason}.",
+        cause=f"Megatron's answer: {megatron}.",
+        evidence=("; ".join((shown, *missing)) if shown[-1:] != " " else "; ".join((settings.place, *missing)),),
+        fix=(advice,),
+        source=f"docs/megatron.md, rule {name}",
+    )
+
+
+def _is_fused(settings: Settings) -> bool:
+    """Return whether attention is fused; Transformer Engine's is, unless told otherwise."""
+    if settings.get("use_flash_attn"):
+        return True
+    backend = str(settings.get("attention_backend")).rpartition(".")[2]
+    return settings.get("transformer_impl") != "local" and backend not in ("unfused", "local", "math")
+
+
+def _modules(settings: Settings, config: RecomputeSettings, log: InLog) -> Iterator[Finding]:
+    modules = set(config.modules)
+    if not modules:
+        return
+    shown = settings.shown("recompute_granularity", "recompute_modules", "transformer_impl", "attention_backend")
+    is_fused = _is_fused(settings)
+    evidence = (shown, log.out_of_memory) if log.out_of_memory else (shown,)
+    if modules <= _SMALL and "layernorm" in modules and (is_fused or "core_attn" not in modules):
+        yield rules.LAYERNORM_ALONE.finding(*evidence)
+    elif modules == {"core_attn"} and is_fused:
+        yield rules.CORE_ATTN_FUSED.finding(*evidence)
+    if {"mlp", "core_attn"} <= modules and is_fused:
+        yield rules.MLP_AND_CORE_ATTN.finding(shown)
+    elif "mlp" in modules:
+        width = settings.number("ffn_hidden_size")
+        yield rules.MLP_IS_SLOW.finding(shown, size=f" (FFN {width})" if width else "")
+    if "moe" in modules:
+        yield rules.ROUTER_COUNTS.finding(shown)
+
+
+def _layers(settings: Settings, config: RecomputeSettings, setting: TrainingSetting) -> Iterator[Finding]:
+    if config.recompute_granularity != "full":
+        return
+    shown = settings.shown(
+        *("recompute_granularity", "recompute_method", "recompute_num_layers", "num_layers"),
+        *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    )
+    layers = config.recompute_num_layers
+    sizes = chunk_sizes(setting, setting.num_layers) if setting.num_layers else []
+    if config.recompute_method == "uniform" and layers is not None and sizes and 1 < max(sizes) <= layers:
+        yield rules.ONE_REGION.finding(shown, layers=layers)
+    else:
+        yield rules.FULL_IS_SLOW.finding(shown)
+    if setting.pipeline_model_parallel_size > 1 and config.recompute_method == "block":
+        yield rules.STAGES.finding(shown, stages=setting.pipeline_model_parallel_size)
+    if settings.get("num_moe_experts"):
+        yield rules.ROUTER_COUNTS.finding(settings.shown("recompute_granularity", "num_moe_experts"))
+
+
+def _fp8(settings: Settings, config: RecomputeSettings, log: InLog) -> Iterator[Finding]:
+    if not settings.get("fp8"):
+        return
+    what = "layernorm" if "layernorm" in config.modules else ""
+    if config.recompute_granularity == "full":
+        what = "whole layers"
+    if not what or (what == "whole layers" and not log.nan):
+        return
+    shown = settings.shown("fp8", "fp8_recipe", "recompute_granularity", "recompute_modules")
+    evidence = (shown, log.nan) if log.nan else (shown,)
+    nan = ", and NaN in the log" if log.nan else " may give NaN"
+    yield rules.FP8_LAYERNORM.finding(*evidence, certainty="likely" if log.nan else "possible", what=what, nan=nan)
+
+
+def _memory(settings: Settings, log: InLog) -> Iterator[Finding]:
+    vocabulary = settings.number("padded_vocab_size", "vocab_size")
+    length, batch = settings.number("seq_length"), settings.number("micro_batch_size")
+    parts = settings.number("tensor_model_parallel_size") or 1
+    context = settings.number("context_parallel_size") or 1
+    if vocabulary and length and batch and not settings.get("cross_entropy_loss_fusion"):
+        tokens = length * batch // context
+        size = tokens * vocabulary // parts * _BYTES_A_LOGIT
+        if size >= _LOGITS_MATTER:
+            names = ("seq_length", "micro_batch_size", "padded_vocab_size", "vocab_size", "tensor_model_parallel_size")
+            yield rules.LOGITS_LARGE.finding(
+                settings.shown(*names),
+                certainty="likely" if log.out_of_memory else "possible",
+                size=format_bytes(size),
+                tokens=tokens,
+                vocabulary=vocabulary,
+                split=f" / {parts} ranks" if parts > 1 else "",
+            )
+    has_model = settings.number("num_layers") and settings.number("hidden_size")
+    if log.out_of_memory and has_model and not settings.get("use_distributed_optimizer"):
+        shown = settings.shown("num_layers", "hidden_size", "use_distributed_optimizer")
+        yield rules.DISTRIBUTED_OPTIMIZER.finding(f"{shown}; no --use-distributed-optimizer", log.out_of_memory)

@@ -1,0 +1,220 @@
+"""`Settings`: what a configuration file, a command line or a log's list of arguments says about recompute and memory."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from recollect.integrations.megatron.recompute_settings import RecomputeSettings
+from recollect.integrations.megatron.training_setting import TrainingSetting
+
+__all__ = ["MEGATRON_NAMES", "Settings", "SettingsInText", "settings_in_data"]
+
+MEGATRON_NAMES = frozenset(f.name for kind in (RecomputeSettings, TrainingSetting) for f in dataclasses.fields(kind))
+# Names of Megatron's command line for the same settings, and older names.
+_ALIASES = {
+    "fp8_format": "fp8",
+    "fp4_format": "fp4",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+}
+_OTHER_NAMES = frozenset(
+    (
+        *("seq_length", "micro_batch_size", "padded_vocab_size", "vocab_size", "hidden_size", "ffn_hidden_size"),
+        *("use_flash_attn", "attention_backend", "use_distributed_optimizer", "cross_entropy_loss_fusion"),
+        *("context_parallel_size", "recompute_activations", "enable_cuda_graph", "external_cuda_graph"),
+        *("gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing", "use_reentrant"),
+        *("activation_checkpointing_kwargs", "use_cache", "fsdp", "fsdp_config", "fsdp_activation_checkpointing"),
+        *("fsdp_transformer_layer_cls_to_wrap", "fsdp_sharding_strategy", "fsdp_version", "distributed_type"),
+        *("ddp_find_unused_parameters", "find_unused_parameters", "zero_stage", "zero_optimization"),
+        *("lora_r", "lora_rank", "lora_target_modules", "lora_target", "use_peft", "adapter", "finetuning_type"),
+        *("peft_type", "per_device_train_batch_size", "max_length", "max_seq_length", "cutoff_len", "sequence_len"),
+        *("activation_memory_budget", "disable_gradient_checkpointing", "num_local_experts", "num_experts_per_tok"),
+        *("n_routed_experts", "num_experts", "n_experts", "moe_num_experts", "train_micro_batch_size_per_gpu"),
+    )
+)
+KNOWN = MEGATRON_NAMES | _OTHER_NAMES | frozenset(_ALIASES)
+# Sections of Bridge's configuration and of Megatron-LM's YAML, whose names belong together.
+_SECTIONS = frozenset(("model", "language_model", "model_parallel", "train", "training", "dataset", "ddp"))
+# Settings of one thing, which mean nothing outside of it.
+_PARTS = frozenset(("fsdp_config", "activation_checkpointing", "zero_optimization", "deepspeed_config"))
+_MOST_LEVELS = 12
+
+_FLAG = re.compile(r"^--([A-Za-z][\w.-]*)(?:=(.*))?$", re.DOTALL)
+_ARGUMENT = re.compile(r"(?:^|\s)(\w+) \.{3,} ?(.*)$")  # of Megatron's list of arguments
+_ASSIGNED = re.compile(
+    r"(?<![\w-])([a-z_0-9]+)\s*=\s*(\"[^\"]*\"|'[^']*'|\[[^\]]*\]|\([^)]*\)|\{[^}]*\}|[\w.+-]+)"  # of Python, or its repr
+)
+_COMMENT = re.compile(r"(?:^|\s)#.*$")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values by name, in one scope.
+
+    Attributes:
+        place: where they stand, such as "config.yaml" or "roll.yaml: actor_train.strategy_config".
+        values: by Megatron's, transformers', Accelerate's or DeepSpeed's names, with underscores.
+        lines: the line of each name that has one.
+    """
+
+    place: str
+    values: Mapping[str, Any]
+    lines: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def get(self, *names: str) -> Any:
+        """Return the value of the first of these names that has one, else None."""
+        return next((self.values[name] for name in names if self.values.get(name) is not None), None)
+
+    def shown(self, *names: str) -> str:
+        """Return those of the names that have a value, with their values, after the place: evidence for a finding."""
+        given = [name for name in names if self.values.get(name) is not None]
+        lines = {self.lines[name] for name in given if name in self.lines}
+        place = f"{self.place}:{min(lines)}" if lines else self.place
+        return f"{place}: {', '.join(f'{name}: {_shown(self.values[name])}' for name in given)}"
+
+    def number(self, *names: str) -> int | None:
+        """Return the value of the first of these names that is a whole number, else None."""
+        value = self.get(*names)
+        return value if type(value) is int else None
+
+
+def _shown(value: object) -> str:
+    return (
+        ", ".join(map(str, value))
+        if isinstance(value, (list, tuple))
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )
+
+
+def settings_in_data(data: Mapping[Any, Any], place: str) -> list[Settings]:
+    """Return the scopes of a configuration: each mapping with known names, with what stands outside it and beside it.
+
+    Args:
+        data: the configuration, as read from YAML or JSON.
+        place: the file's name.
+
+    Returns:
+        One scope or more, of which the first is the file's top level.
+
+    Example:
+        >>> [scope.values for scope in settings_in_data({"model": {"recompute_granularity": "full"}}, "bridge.yaml")]
+        [{'recompute_granularity': 'full', 'model': {'recompute_granularity': 'full'}}]
+    """
+    return list(_scopes(data, place, {}, 0))
+
+
+def _scopes(data: Mapping[Any, Any], place: str, outer: Mapping[str, Any], level: int) -> Iterator[Settings]:
+    sections = [value for name, value in data.items() if name in _SECTIONS and isinstance(value, Mapping)]
+    inner = {str(name): value for section in sections for name, value in section.items()}
+    values = {**outer, **inner, **{str(name).replace("-", "_"): value for name, value in data.items()}}
+    if level == 0 or KNOWN & {str(name) for name in (*data, *inner)}:
+        yield Settings(place, _renamed(values))
+    known_outside = {name: value for name, value in values.items() if not isinstance(value, Mapping)}
+    for name, value in data.items():
+        if isinstance(value, Mapping) and name not in _SECTIONS | _PARTS and level < _MOST_LEVELS:
+            separator = "." if level else ": "
+            yield from _scopes(value, f"{place}{separator}{name}", known_outside, level + 1)
+
+
+def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values by the names that the rules use."""
+    found = {_ALIASES.get(name, name): value for name, value in values.items()}
+    if found.get("num_moe_experts") is None and type(found.get("num_experts")) is int:  # Megatron's flag
+        found["num_moe_experts"] = found["num_experts"]
+    if found.get("recompute_activations") is True and found.get("recompute_granularity") is None:
+        found["recompute_granularity"] = "selective"
+    if found.get("cuda_graph_impl") is None:
+        for name, impl in (("enable_cuda_graph", "local"), ("external_cuda_graph", "transformer_engine")):
+            if found.get(name) is True:
+                found["cuda_graph_impl"] = impl
+    # Only Megatron's command line has no flag for the switch itself.
+    if found.get("cpu_offloading") is None and found.get("cpu_offloading_num_layers") not in (None, 0):
+        found["cpu_offloading"] = True
+    return found
+
+
+class SettingsInText:
+    """Collects settings from the lines of a text: flags, Megatron's list of arguments, and assignments in Python.
+
+    Of a name that comes several times, the first value counts: a log begins with its arguments.
+
+    Example:
+        >>> seen = SettingsInText()
+        >>> seen.look("python pretrain_gpt.py --recompute-granularity full --num-layers 32", 1)
+        >>> seen.settings("run.sh").values
+        {'recompute_granularity': 'full', 'num_layers': 32}
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+        self._lines: dict[str, int] = {}
+
+    def look(self, line: str, number: int) -> None:
+        """Take the settings of a line."""
+        if "--" in line:
+            for name, value in _flags(line):
+                self._take(name, value, number)
+        elif " ..." in line:
+            if found := _ARGUMENT.search(line):
+                self._take(found[1], _value(found[2].strip()), number)
+        elif "=" in line:
+            for found in _ASSIGNED.finditer(_COMMENT.sub("", line)):
+                if found[1] in KNOWN:
+                    self._take(found[1], _value(found[2]), number)
+
+    def _take(self, name: str, value: Any, number: int) -> None:
+        if name in KNOWN and name not in self._values:
+            self._values[name] = value
+            self._lines[name] = number
+
+    def settings(self, place: str) -> Settings | None:
+        """Return what was collected; None if nothing."""
+        if not self._values:
+            return None
+        lines = {_ALIASES.get(name, name): line for name, line in self._lines.items()}
+        return Settings(place, _renamed(self._values), lines)
+
+
+def _flags(line: str) -> Iterator[tuple[str, Any]]:
+    """Yield the flags of a command line with their values; those with shell variables are left out."""
+    text = _COMMENT.sub("", line).rstrip().rstrip("\\")
+    try:
+        words = shlex.split(text)
+    except ValueError:  # a quote that ends on another line
+        words = text.split()
+    name: str | None = None
+    values: list[str] = []
+    for word in (*words, "--"):
+        flag = _FLAG.match(word)
+        if flag is None and word != "--":
+            values.append(word)
+            continue
+        if name is not None and not any("$" in value for value in values):
+            yield name, _flag_value(name, values)
+        name = None if flag is None else flag[1].replace("-", "_")
+        values = [flag[2]] if flag is not None and flag[2] is not None else []
+
+
+def _flag_value(name: str, words: list[str]) -> Any:
+    if name.endswith(("_modules", "_scope")):
+        return tuple(part for word in words for part in word.strip("[]").replace("'", "").split(",") if part)
+    return _value(words[0]) if words else True
+
+
+def _value(text: str) -> Any:
+    """Return a literal of Python, or of YAML where they differ, or the text itself."""
+    words = {"true": True, "false": False, "null": None, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text

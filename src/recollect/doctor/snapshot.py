@@ -1,0 +1,244 @@
+"""`Snapshot`: what `torch.cuda.memory._snapshot()` records, as a file of pickle or JSON. Imports no torch.
+
+The format is that of `torch/cuda/_memory_viz.py` in PyTorch 2.13: `segments` with their blocks, and `device_traces`, the
+events in order. Unpickling runs code of the file's choosing, so only plain containers, numbers and texts are read.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from recollect.errors import DiagnosisError
+
+__all__ = ["Block", "Snapshot", "is_snapshot", "read_pickle", "snapshot_of"]
+
+# The largest that are read: a snapshot of 100,000 events with stacks has about 200 MB.
+MAX_BYTES = 2 * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A live piece of memory.
+
+    Attributes:
+        size_bytes: as requested.
+        stack: where it was allocated, innermost first, as "file:line:function"; () if not recorded.
+    """
+
+    size_bytes: int
+    stack: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A snapshot of one device.
+
+    Attributes:
+        place: the file's name.
+        reserved_bytes: what PyTorch holds of the device.
+        live: what is allocated at the end.
+        free_blocks_bytes: the sizes of the pieces in no tensor, largest first.
+        peak: what was allocated at the highest point of the recorded events; `live` if there are none.
+        refused_bytes: what could not be allocated at last; None if nothing failed.
+        device_free_bytes: what was free on the device then; None if unknown.
+        is_expandable: whether segments can grow; None if unknown.
+    """
+
+    place: str
+    reserved_bytes: int
+    live: tuple[Block, ...]
+    free_blocks_bytes: tuple[int, ...]
+    peak: tuple[Block, ...]
+    refused_bytes: int | None = None
+    device_free_bytes: int | None = None
+    is_expandable: bool | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes allocated at the highest point."""
+        return sum(block.size_bytes for block in self.peak)
+
+    @property
+    def unallocated_bytes(self) -> int:
+        """Bytes that PyTorch holds in no tensor."""
+        return sum(self.free_blocks_bytes)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds containers, numbers and texts; whatever needs a class or function is refused."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it needs {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("it refers to objects outside the file")
+
+
+def read_pickle(path: Path) -> Any:
+    """Read plain data.
+
+    Args:
+        path: of a pickle.
+
+    Returns:
+        Dictionaries, lists, tuples, numbers, texts, None.
+
+    Raises:
+        DiagnosisError: the file is larger than 2 GiB, no pickle, or has anything but plain data.
+    """
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise DiagnosisError(
+            f"{path}: got a snapshot of {size} bytes, expected at most {MAX_BYTES}. Record fewer events: "
+            "torch.cuda.memory._record_memory_history(max_entries=100_000)."
+        )
+    try:
+        return _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+    # A malformed pickle may raise almost anything (IndexError, AttributeError, MemoryError, ...).
+    except Exception as problem:
+        raise DiagnosisError(
+            f"{path}: got a pickle that cannot be read safely ({problem}), expected the plain data of "
+            "torch.cuda.memory._dump_snapshot(path). A pickle can run code, so nothing else is unpickled; "
+            "where you trust it, write it again as JSON."
+        ) from None
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON; raises as `read_pickle`."""
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as problem:
+        raise DiagnosisError(
+            f"{path}: got malformed JSON ({problem}), expected a configuration or a snapshot."
+        ) from None
+
+
+def is_snapshot(data: object) -> bool:
+    """Return whether data look like a snapshot."""
+    return isinstance(data, Mapping) and isinstance(data.get("segments"), Sequence)
+
+
+@dataclass
+class _Device:
+    """What is gathered about a device while its segments are read."""
+
+    reserved_bytes: int = 0
+    live: dict[int, Block] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+    expandable: set[bool] = field(default_factory=set)
+
+
+def snapshot_of(data: Mapping[str, Any], place: str) -> list[Snapshot]:
+    """Return a snapshot for each device that holds memory.
+
+    Args:
+        data: as from `torch.cuda.memory._snapshot()`.
+        place: the file's name.
+
+    Returns:
+        One or more, by device.
+
+    Raises:
+        DiagnosisError: data of another form.
+    """
+    try:
+        devices: dict[int, _Device] = {}
+        for segment in data["segments"]:
+            _read_segment(segment, devices.setdefault(int(segment.get("device", 0)), _Device()))
+        traces = data.get("device_traces") or []
+        many = len(devices) > 1
+        return [
+            _finished(device, traces[i] if i < len(traces) else [], f"{place} (device {i})" if many else place)
+            for i, device in sorted(devices.items())
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as problem:
+        raise DiagnosisError(
+            f"{place}: got a snapshot of an unknown form ({type(problem).__name__}: {problem}), expected segments with blocks, "
+            "as torch.cuda.memory._snapshot() of PyTorch 2.0 to 2.13 writes them."
+        ) from None
+
+
+def _read_segment(segment: Mapping[str, Any], device: _Device) -> None:
+    device.reserved_bytes += int(segment["total_size"])
+    if "is_expandable" in segment:
+        device.expandable.add(bool(segment["is_expandable"]))
+    address = int(segment.get("address", 0))
+    for block in segment["blocks"]:
+        start = int(block.get("address", address))
+        address = start + int(block["size"])
+        if str(block["state"]).startswith("active"):
+            device.live[start] = Block(int(block.get("requested_size", block["size"])), _stack(block))
+        else:
+            device.free.append(int(block["size"]))
+
+
+def _stack(record: Mapping[str, Any]) -> tuple[str, ...]:
+    frames = record.get("frames")
+    if frames is None:  # PyTorch 2.0
+        frames = [frame for entry in record.get("history") or [] for frame in entry.get("frames") or []]
+    return tuple(f"{frame['filename']}:{frame['line']}:{frame['name']}" for frame in frames)
+
+
+def _finished(device: _Device, trace: Sequence[Mapping[str, Any]], place: str) -> Snapshot:
+    refused = next((event for event in reversed(trace) if event.get("action") == "oom"), None)
+    return Snapshot(
+        place,
+        device.reserved_bytes,
+        tuple(device.live.values()),
+        tuple(sorted(device.free, reverse=True)),
+        _peak(device.live, trace),
+        None if refused is None else int(refused["size"]),
+        None if refused is None or "device_free" not in refused else int(refused["device_free"]),
+        None if not device.expandable else True in device.expandable,
+    )
+
+
+def _peak(live: Mapping[int, Block], trace: Sequence[Mapping[str, Any]]) -> tuple[Block, ...]:
+    """Return what was live at the highest point, walking back from the end through the events."""
+    now = sum(block.size_bytes for block in live.values())
+    highest, at = now, len(trace)
+    for i, size in _changes_backwards(trace):
+        now -= size
+        if now > highest:
+            highest, at = now, i
+    alive = dict(live)
+    for i, event in reversed(list(enumerate(trace))):
+        if i < at:
+            break
+        address = int(event.get("addr", -1))
+        if event["action"] == "alloc":
+            alive.pop(address, None)
+        elif event["action"] == "free_completed":
+            alive[address] = Block(int(event["size"]), ())
+    return tuple(_with_stacks(alive, trace, at))
+
+
+def _changes_backwards(trace: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
+    """Yield the index of each event that changes what is allocated, and by how much, from the last to the first."""
+    for i in range(len(trace) - 1, -1, -1):
+        action = trace[i].get("action")
+        if action == "alloc":
+            yield i, int(trace[i]["size"])
+        elif action == "free_completed":
+            yield i, -int(trace[i]["size"])
+
+
+def _with_stacks(alive: Mapping[int, Block], trace: Sequence[Mapping[str, Any]], at: int) -> Iterator[Block]:
+    """Yield the blocks with the stacks of the events that allocated them, where they have none."""
+    missing = {address for address, block in alive.items() if not block.stack}
+    stacks: dict[int, tuple[str, ...]] = {}
+    for i in range(at - 1, -1, -1):
+        if not missing:
+            break
+        address = int(trace[i].get("addr", -1))
+        if trace[i].get("action") == "alloc" and address in missing:
+            stacks[address] = _stack(trace[i])
+            missing.discard(address)
+    for address, block in alive.items():
+        yield Block(block.size_bytes, block.stack or stacks.get(address, ()))

@@ -1,0 +1,111 @@
+"""What `diagnose` takes, refuses and merges, whatever the rule."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+import recollect
+from recollect.doctor.passage import passages
+from recollect.doctor.table import TOPICS, rules_table
+from recollect.errors import DiagnosisError
+
+TESTS = Path(__file__).parent
+DOCS = Path(__file__).parents[3] / "docs"
+GRAPHS = "AssertionError: full recompute is only supported with full iteration CUDA graph."
+
+
+def test_nothing_is_found_in_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "empty.log"
+    path.touch()
+    assert recollect.diagnose(path) == []
+    assert recollect.diagnose("all went well\n") == []
+    assert recollect.diagnose() == []
+
+
+def test_a_text_a_path_and_several() -> None:
+    assert recollect.diagnose(GRAPHS) == recollect.diagnose(f"{GRAPHS}\n")
+    (both,) = recollect.diagnose(GRAPHS, f"\n{GRAPHS}")
+    assert both.evidence == (f"text:1: {GRAPHS}", f"text:2: {GRAPHS}")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("no.log", None, r"no\.log: cannot be read \(No such file or directory\), expected a file"),
+        ("x.log.gz", b"\x1f\x8b\x08", "got a binary file, expected text, a configuration, or a snapshot"),
+        ("model.bin", b"ab\x00cd", "got a binary file"),
+        ("x.json", b"{'a': 1}", "got malformed JSON"),
+        ("x.yaml", b"a: [1\n", "got malformed YAML"),
+        ("x.yaml", b"- 1\n- 2\n", "got a YAML list, expected a mapping of settings"),
+    ],
+)
+def test_unreadable(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DiagnosisError, match=message):
+        recollect.diagnose(path)
+
+
+def test_a_folder_is_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(DiagnosisError, match=r"cannot be read \(Is a directory\)"):
+        recollect.diagnose(tmp_path)
+
+
+def test_the_most_certain_comes_first() -> None:
+    found = recollect.diagnose(
+        f"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1\n{GRAPHS}\n"
+    )
+    assert [finding.certainty for finding in found] == ["certain", "possible"]
+
+
+def test_each_rule_once_for_many_ranks() -> None:
+    text = "".join(f"[rank{i}]: {GRAPHS}\n" for i in range(64))
+    (finding,) = recollect.diagnose(text)
+    assert finding.evidence == (f"text:1: {GRAPHS}", "and 63 more lines like it")
+
+
+def test_ranks_are_read_apart() -> None:
+    lines = ["[rank0]: a", "[rank1]: b", "[rank0]: c", "[rank1]: d", "[rank0]: e"]
+    (passage,) = passages(lines, "log", lambda line: line.endswith("c"))
+    assert (passage.before, passage.line, passage.after) == (("a",), "c", ("e",))
+
+
+def test_colours_and_progress_bars(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    path.write_bytes(f"  0%|   | 0/10\r 10%|#  | 1/10\r\x1b[31m{GRAPHS}\x1b[0m\n\xff\xfe".encode("latin-1"))
+    (finding,) = recollect.diagnose(path)
+    assert finding.evidence == (f"{path}:3: {GRAPHS}",)
+
+
+def test_a_long_log_is_read_line_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    line = " iteration       10/  120000 | elapsed time per iteration (ms): 1993.9 | lm loss: 6.1 | grad norm: 1.2 |\n"
+    with path.open("w") as file:
+        for _ in range(20):
+            file.write(line * 10_000)
+        file.write("x" * 2_000_000 + "\n")  # one line, which no memory should hold as a whole more than needed
+        file.write(f"{GRAPHS}\n")
+    tracemalloc.start()
+    start = time.process_time()
+    (finding,) = recollect.diagnose(path)
+    seconds, (_, peak) = time.process_time() - start, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert finding.rule == "megatron-full-and-graphs"
+    assert peak < 8 * 2**20 < path.stat().st_size
+    assert seconds < 60  # under tracing, on a busy machine; without, a second or so
+
+
+def test_every_rule_has_a_test() -> None:
+    tested = "".join(path.read_text(encoding="utf-8") for path in (*TESTS.glob("*.py"), *TESTS.glob("texts/*.txt")))
+    names = [rule.name for rules in TOPICS.values() for rule in rules]
+    assert [name for name in names if name not in tested] == []
+    assert len(names) == len(set(names))
+
+
+def test_the_page_has_the_rules_of_today() -> None:
+    assert rules_table() in (DOCS / "doctor.md").read_text(encoding="utf-8")

@@ -1,0 +1,206 @@
+"""Rules on errors and warnings that PyTorch raises here and now, so that a change of their texts is noticed."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import recollect
+
+
+def input_() -> Tensor:
+    return torch.randn(16, 8, requires_grad=True)
+
+
+def said(step: Callable[[], object]) -> str:
+    """What a step prints that fails or warns: its warnings, and the traceback."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            step()
+            error = ""
+        except Exception:
+            error = traceback.format_exc()
+    return "".join(warnings.formatwarning(w.message, w.category, w.filename, w.lineno) for w in caught) + error
+
+
+def selective(function: Callable[[Tensor], Tensor], x: Tensor, saved: object = torch.ops.aten.mm.default) -> Tensor:
+    def policy(_: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op is saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return checkpoint(
+        function, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, policy)
+    )
+
+
+def moving_rows() -> None:
+    layer, runs = nn.Linear(8, 8), []
+
+    def expert(x: Tensor) -> Tensor:
+        runs.append(1)
+        return torch.relu(layer(x[: 8 + len(runs)])).sum()
+
+    checkpoint(expert, input_(), use_reentrant=False).backward()
+
+
+def growing_cache() -> None:
+    layer, cache = nn.Linear(8, 8), []
+
+    def attention(x: Tensor) -> Tensor:
+        cache.append(layer(x).detach())
+        keys = torch.cat(cache, dim=1)
+        return torch.softmax(x @ keys.transpose(1, 2), -1) @ keys
+
+    checkpoint(attention, torch.randn(2, 4, 8, requires_grad=True), use_reentrant=False).sum().backward()
+
+
+def shrinking() -> None:
+    sizes = [6, 2]
+    checkpoint(lambda x: x[:, : sizes.pop(0)].exp().sum(), input_(), use_reentrant=False).backward()
+
+
+def other_precision() -> None:
+    runs: list[int] = []
+
+    def layer(x: Tensor) -> Tensor:
+        runs.append(1)
+        return (x.bfloat16() if len(runs) == 1 else x).exp().float()
+
+    checkpoint(layer, input_(), use_reentrant=False).sum().backward()
+
+
+def other_ops() -> None:
+    runs: list[int] = []
+
+    def layer(x: Tensor) -> Tensor:
+        runs.append(1)
+        return x.exp() if len(runs) > 1 else x.exp().sin().exp()
+
+    checkpoint(layer, input_(), use_reentrant=False).sum().backward()
+
+
+def frozen() -> None:
+    layer = nn.Linear(8, 8).requires_grad_(False)
+    checkpoint(layer, torch.randn(2, 8), use_reentrant=True).sum().backward()
+
+
+def nothing_to_do() -> None:
+    checkpoint(lambda x: x.detach(), input_(), use_reentrant=True).sum().backward()
+
+
+def reentrant_gradient() -> None:
+    x = input_()
+    torch.autograd.grad(checkpoint(nn.Linear(8, 8), x, use_reentrant=True).sum(), x)
+
+
+def written_in_place() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    selective(lambda x: (x @ weight).mul_(2).sin(), input_()).sum().backward()
+
+
+def one_op_more() -> None:
+    weight = torch.randn(8, 8)
+    runs: list[int] = []
+
+    def layer(x: Tensor) -> Tensor:
+        runs.append(1)
+        with torch.no_grad():  # as what logs or profiles does
+            for _ in runs[1:]:
+                x @ weight
+        return (x @ weight).sin()
+
+    selective(layer, input_()).sum().backward()
+
+
+def backward_twice() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    loss = selective(lambda x: (x @ weight).sin(), input_()).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+class ReadsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:
+        ctx.saved_tensors  # noqa: B018
+        ctx.saved_tensors  # noqa: B018
+        return gradient * 2
+
+
+def read_twice() -> None:
+    checkpoint(lambda x: ReadsTwice.apply(x.sin()), input_(), use_reentrant=False).sum().backward()
+
+
+def overwritten() -> None:
+    y = nn.Linear(8, 8)(input_()).exp()
+    y.add_(1)
+    y.sum().backward()
+
+
+STEPS: dict[str, Callable[[], object]] = {
+    "metadata-routing": moving_rows,
+    "metadata-cache": growing_cache,
+    "metadata-other": shrinking,
+    "metadata-dtype": other_precision,
+    "number-of-tensors": other_ops,
+    "no-grad-fn": frozen,
+    "no-input-requires-grad": frozen,
+    "nothing-to-checkpoint": nothing_to_do,
+    "reentrant-by-default": lambda: checkpoint(nn.Linear(8, 8), input_()),
+    "reentrant-keywords": lambda: checkpoint(lambda x, mask: x, input_(), use_reentrant=True, mask=None),
+    "reentrant-and-grad": reentrant_gradient,
+    "selective-mutated": written_in_place,
+    "selective-not-found": one_op_more,
+    "selective-backward-twice": backward_twice,
+    "unpacked-twice": read_twice,
+    "changed-in-place": overwritten,
+    "host-out-of-memory": lambda: torch.empty(2**48),
+}
+
+
+@pytest.mark.parametrize("rule", STEPS)
+def test_raised(rule: str) -> None:
+    text = said(STEPS[rule])
+    found = recollect.diagnose(text)
+    assert rule in [finding.rule for finding in found], text
+    assert len(found) == (2 if rule in ("no-grad-fn", "no-input-requires-grad") else 1)
+
+
+def test_ready_twice(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = checkpoint(self.layer, x, use_reentrant=True)
+            return x
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(Twice(), find_unused_parameters=True)
+        text = said(lambda: model(input_()).sum().backward())
+    finally:
+        dist.destroy_process_group()
+    (finding,) = recollect.diagnose(text)
+    assert (finding.rule, finding.certainty) == ("ready-twice", "certain")
+
+
+def test_shapes_are_named() -> None:
+    (finding,) = recollect.diagnose(said(moving_rows))
+    assert finding.problem.endswith("saved [9, 8] float32, recomputed [10, 8] float32.")
