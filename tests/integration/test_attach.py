@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim import AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hugging_face_flag
@@ -31,7 +32,7 @@ from recollect.measuring.meter import measure_peak
 
 pytestmark = pytest.mark.integration
 
-Lengths = tuple[int, ...]
+Loop = Callable[[nn.Module, Optimizer], None]
 
 
 def llama() -> nn.Module:
@@ -47,27 +48,41 @@ def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config).train()
 
 
-def batches(lengths: Lengths, rows: int = 4) -> Iterator[dict[str, Tensor]]:
+def batches(lengths: Sequence[int], rows: int = 4) -> Iterator[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     for length in lengths:
         tokens = torch.randint(0, 64, (rows, length), generator=generator)
         yield {"input_ids": tokens, "labels": tokens}
 
 
-def train(
-    lengths: Lengths, attach: Callable[[nn.Module, torch.optim.Optimizer], Attached | None] = lambda *_: None
-) -> tuple[nn.Module, Attached | None, list[int]]:
-    """The commonest loop. -> model, handle, and the growth of each step's peak over what was there at its start."""
+def attached_to_llama(budget: int | str = "95%", **options: Any) -> tuple[nn.Module, Optimizer, Attached]:
     model = llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    attached = attach(model, optimizer)
-    torch.manual_seed(2)
-    for batch in batches(lengths):
-        out = model(**batch)
-        out.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, attached, []
+    optimizer = AdamW(model.parameters())
+    return model, optimizer, recollect.attach(model, optimizer, budget, **options)
+
+
+def commonest_loop(*lengths: int) -> Loop:
+    """A batch a step, of these lengths."""
+
+    def run(model: nn.Module, optimizer: Optimizer) -> None:
+        torch.manual_seed(2)
+        for batch in batches(lengths):
+            out = model(**batch)
+            out.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def run_both(loop: Loop, budget: int | str = "95%", **options: Any) -> Attached:
+    """Run a loop without and with `attach`, and compare the weights to which it leads."""
+    plain = llama()
+    loop(plain, AdamW(plain.parameters()))
+    model, optimizer, attached = attached_to_llama(budget, **options)
+    loop(model, optimizer)
+    assert_same_weights(plain, model)
+    return attached
 
 
 def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
@@ -75,16 +90,9 @@ def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
         assert has_same_bits(expected.detach(), got.detach()), name
 
 
-def quietly(budget: int | str, **options: Any) -> Callable[[nn.Module, torch.optim.Optimizer], Attached]:
-    return lambda model, optimizer: recollect.attach(model, optimizer, budget, log=lambda line: None, **options)
-
-
 def test_one_line_and_the_same_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    lengths = (64, 64, 48, 64)
-    plain, *_ = train(lengths)
-    model, attached, _ = train(lengths, lambda m, o: recollect.attach(m, o, "80%"))
-    assert attached is not None and attached.plan is not None
-    assert_same_weights(plain, model)
+    attached = run_both(commonest_loop(64, 64, 48, 64), "80%")
+    assert attached.plan is not None
     assert attached.recorded_steps == [0]
     assert attached.num_steps == 4
     (line,) = capsys.readouterr().err.splitlines()
@@ -95,21 +103,15 @@ def test_one_line_and_the_same_weights(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_longer_batch_is_recorded_and_planned_and_plans_are_swapped() -> None:
-    lengths = (32, 64, 32, 48, 64)
-    plain, *_ = train(lengths)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BudgetWarning)
-        model, attached, _ = train(lengths, quietly("95%"))
-    assert attached is not None
-    assert_same_weights(plain, model)
+        attached = run_both(commonest_loop(32, 64, 32, 48, 64))
     assert attached.recorded_steps == [0, 1]
     assert [str(step.calls[0]) for step in attached.planned] == ["4 x 32", "4 x 64"]
 
 
 def test_the_peak_of_every_step_is_within_the_budget() -> None:
-    model = llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    attached = recollect.attach(model, optimizer, "80%", log=lambda line: None)
+    model, optimizer, attached = attached_to_llama("80%")
     held: dict[str, Any] = {}
 
     def step(batch: dict[str, Tensor]) -> None:
@@ -132,51 +134,43 @@ def test_the_peak_of_every_step_is_within_the_budget() -> None:
 
 
 def test_what_cannot_fit_later_says_so_and_runs_at_its_leanest() -> None:
-    plain, *_ = train((32, 128))
     with pytest.warns(BudgetWarning, match=r"no plan fits a step of 4 x 128 into .*: it needs .* at its leanest"):
-        model, attached, _ = train((32, 128), quietly("90%"))
-    assert_same_weights(plain, model)
-    assert attached is not None and not attached.planned[-1].fits
+        attached = run_both(commonest_loop(32, 128), "90%")
+    assert not attached.planned[-1].fits
 
 
 def test_what_cannot_fit_at_first_is_an_error_of_the_optimizers_step() -> None:
+    model, optimizer, _ = attached_to_llama("10KiB")
     with pytest.raises(BudgetTooSmallError):
-        train((32,), quietly("10KiB"))
+        commonest_loop(32)(model, optimizer)
 
 
 def test_larger_steps_can_be_refused_or_warned_of() -> None:
+    model, optimizer, _ = attached_to_llama("90%", on_larger="raise")
     with pytest.raises(
         LargerStepError, match=r"a step of 4 x 64 is not covered by the plan, which was made for 4 x 32"
     ):
-        train((32, 64), quietly("90%", on_larger="raise"))
+        commonest_loop(32, 64)(model, optimizer)
+    model, optimizer, attached = attached_to_llama("90%", on_larger="warn")
     with pytest.warns(BudgetWarning, match="its peak may exceed the budget"):
-        _, attached, _ = train((32, 64, 64), quietly("90%", on_larger="warn"))
-    assert attached is not None and attached.recorded_steps == [0]
-
-
-def accumulate(model: nn.Module, optimizer: torch.optim.Optimizer, counts: tuple[int, ...]) -> None:
-    torch.manual_seed(3)
-    for count in counts:
-        for batch in batches((32,) * count):
-            (model(**batch).loss / count).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        commonest_loop(32, 64, 64)(model, optimizer)
+    assert attached.recorded_steps == [0]
 
 
 def test_accumulation_of_any_length_after_two() -> None:
-    plain, model = llama(), llama()
-    accumulate(plain, torch.optim.AdamW(plain.parameters()), (2, 4, 3))
-    optimizer = torch.optim.AdamW(model.parameters())
-    attached = recollect.attach(model, optimizer, "90%", log=lambda line: None)
-    accumulate(model, optimizer, (2, 4, 3))
-    assert_same_weights(plain, model)
-    assert attached.recorded_steps == [0], "every later micro-batch is as the second one"
+    def run(model: nn.Module, optimizer: Optimizer) -> None:
+        torch.manual_seed(3)
+        for count in (2, 4, 3):
+            for batch in batches((32,) * count):
+                (model(**batch).loss / count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert run_both(run, "90%").recorded_steps == [0], "every later micro-batch is as the second one"
 
 
 def test_a_pair_and_a_single_call_of_one_shape_both_run_under_the_plan_of_the_pair() -> None:
-    model = llama()
-    optimizer = torch.optim.AdamW(model.parameters())
-    attached = recollect.attach(model, optimizer, "95%", log=lambda line: None)
+    model, optimizer, attached = attached_to_llama()
     (batch,) = batches((32,))
     for num_calls in (1, 2, 1, 2, 1):
         sum(model(**batch).loss for _ in range(num_calls)).backward()
@@ -189,7 +183,7 @@ def test_a_pair_and_a_single_call_of_one_shape_both_run_under_the_plan_of_the_pa
 
 
 def test_gradients_alive_in_forward_are_recorded_once_more() -> None:
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def run(model: nn.Module, optimizer: Optimizer) -> None:
         torch.manual_seed(3)
         for batch in batches((32,) * 4):
             loss = model(**batch).loss
@@ -197,17 +191,11 @@ def test_gradients_alive_in_forward_are_recorded_once_more() -> None:
             loss.backward()
             optimizer.step()
 
-    plain, model = llama(), llama()
-    run(plain, torch.optim.AdamW(plain.parameters()))
-    optimizer = torch.optim.AdamW(model.parameters())
-    attached = recollect.attach(model, optimizer, "95%", log=lambda line: None)
-    run(model, optimizer)
-    assert_same_weights(plain, model)
-    assert attached.recorded_steps == [0, 1]
+    assert run_both(run).recorded_steps == [0, 1]
 
 
 def test_a_closure_that_the_optimizer_calls() -> None:
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def run(model: nn.Module, optimizer: Optimizer) -> None:
         torch.manual_seed(3)
         for batch in batches((32,) * 3):
 
@@ -219,13 +207,7 @@ def test_a_closure_that_the_optimizer_calls() -> None:
 
             optimizer.step(closure)
 
-    plain, model = llama(), llama()
-    run(plain, torch.optim.AdamW(plain.parameters()))
-    optimizer = torch.optim.AdamW(model.parameters())
-    attached = recollect.attach(model, optimizer, "95%", log=lambda line: None)
-    run(model, optimizer)
-    assert_same_weights(plain, model)
-    assert attached.plan is not None
+    assert run_both(run).plan is not None
 
 
 def test_two_models_with_two_optimizers() -> None:
@@ -247,7 +229,7 @@ def test_two_models_with_two_optimizers() -> None:
         optimizers = [torch.optim.Adam(m.parameters(), lr=1e-3) for m in (generator, critic)]
         attached = None
         if attach:
-            attached = recollect.attach({"g": generator, "c": critic}, optimizers, "95%", log=lambda line: None)
+            attached = recollect.attach({"g": generator, "c": critic}, optimizers, "95%")
         for _ in range(4):
             noise, real = torch.randn(64, 32), torch.randn(64, 32)
             optimizers[1].zero_grad()
@@ -267,8 +249,8 @@ def test_two_models_with_two_optimizers() -> None:
 
 
 def test_evaluation_generation_and_copies_are_not_disturbed() -> None:
-    model, attached, _ = train((32, 32), quietly("90%"))
-    assert attached is not None
+    model, optimizer, attached = attached_to_llama("90%")
+    commonest_loop(32, 32)(model, optimizer)
     (batch,) = batches((16,))
     model.eval()
     with torch.no_grad():
@@ -291,9 +273,7 @@ def test_evaluation_generation_and_copies_are_not_disturbed() -> None:
 
 
 def test_frozen_parameters_need_no_new_plan_and_thawed_ones_do() -> None:
-    model = llama()
-    optimizer = torch.optim.AdamW(model.parameters())
-    attached = recollect.attach(model, optimizer, "95%", log=lambda line: None)
+    model, optimizer, attached = attached_to_llama()
 
     def steps(number: int) -> None:
         for batch in batches((32,) * number):
@@ -314,9 +294,8 @@ def test_frozen_parameters_need_no_new_plan_and_thawed_ones_do() -> None:
 
 
 def test_a_model_in_eval_mode_is_named() -> None:
-    model = llama().eval()
-    optimizer = torch.optim.AdamW(model.parameters())
-    attached = recollect.attach(model, optimizer, "95%", log=lambda line: None)
+    model, optimizer, attached = attached_to_llama()
+    model.eval()
     (batch,) = batches((32,))
     with pytest.warns(BudgetWarning, match="the model is in eval mode"):
         model(**batch).loss.backward()
@@ -329,9 +308,7 @@ def test_a_model_in_eval_mode_is_named() -> None:
 
 
 def test_another_mechanism_switched_on_later_is_noticed() -> None:
-    model = llama()
-    optimizer = torch.optim.AdamW(model.parameters())
-    recollect.attach(model, optimizer, "95%", log=lambda line: None)
+    model, optimizer, _ = attached_to_llama()
     first, second = batches((32, 32))
     model(**first).loss.backward()
     optimizer.step()
@@ -341,9 +318,7 @@ def test_another_mechanism_switched_on_later_is_noticed() -> None:
 
 
 def test_checkpoint_wrappers_put_on_later_are_noticed() -> None:
-    model = llama()
-    optimizer = torch.optim.AdamW(model.parameters())
-    recollect.attach(model, optimizer, "95%", log=lambda line: None)
+    model, optimizer, _ = attached_to_llama()
     first, second = batches((32, 32))
     model(**first).loss.backward()
     optimizer.step()
@@ -361,9 +336,7 @@ class Passing(TorchDispatchMode):
 
 
 def test_a_step_beside_a_profiler_or_a_mode_is_not_recorded_but_the_next_one_is() -> None:
-    model = llama()
-    optimizer = torch.optim.AdamW(model.parameters())
-    attached = recollect.attach(model, optimizer, "95%", log=lambda line: None)
+    model, optimizer, attached = attached_to_llama()
     first, second, third = batches((32, 32, 32))
     with pytest.warns(BudgetWarning, match="a profiler is active"), torch.profiler.profile():
         model(**first).loss.backward()
@@ -380,9 +353,7 @@ def test_a_step_beside_a_profiler_or_a_mode_is_not_recorded_but_the_next_one_is(
 
 
 def test_an_error_in_a_recorded_step_leaves_a_model_that_trains() -> None:
-    model = llama()
-    optimizer = torch.optim.AdamW(model.parameters())
-    attached = recollect.attach(model, optimizer, "95%", log=lambda line: None)
+    model, optimizer, attached = attached_to_llama()
     first, second = batches((32, 32))
     with pytest.raises((ValueError, RuntimeError)):
         model(input_ids=first["input_ids"], labels=first["labels"][:, :3])
@@ -399,7 +370,7 @@ def test_an_error_in_a_recorded_step_leaves_a_model_that_trains() -> None:
 
 def test_messages() -> None:
     model = llama()
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = AdamW(model.parameters())
     with pytest.raises(RecordError, match="on_larger: got 'plan', expected 'replan', 'warn' or 'raise'"):
         recollect.attach(model, optimizer, on_larger="plan")  # type: ignore[arg-type]
     with pytest.raises(RecordError, match="got no optimizer, expected the one whose step ends a training step"):
@@ -422,7 +393,7 @@ def test_sparse_gradients_that_are_alive_in_forward() -> None:
     layers = [nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(3)]
     model = nn.Sequential(nn.Embedding(50, 32, sparse=True), *layers)
     optimizer = torch.optim.SGD(model.parameters())
-    attached = recollect.attach(model, optimizer, "1GiB", log=lambda line: None)
+    attached = recollect.attach(model, optimizer, "1GiB")
     for rows in (4, 8):
         loss = model(torch.arange(rows)).square().mean()
         optimizer.zero_grad()
