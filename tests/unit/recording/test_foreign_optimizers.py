@@ -12,35 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer, SparseAdam
 
+from optimizer_steps import CPU, give_gradients, peak_bytes
 from recollect.measuring.meter import measure_peak, storage_bytes
-from recollect.profile import events
-from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step
+from recollect.recording.optimizer_step import record_optimizer_step
 from recollect.recording.optimizers import present_state_bytes, state_tensors
-
-CPU = torch.device("cpu")
 
 
 def model() -> nn.Sequential:
     """Parameters on both sides of 4096 elements, of which 8-bit optimizers make a difference."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 64), nn.LayerNorm(64))
-
-
-def give_gradients(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-
-
-def peak_bytes(step: OptimizerStep) -> int:
-    alive: dict[int, int] = {}
-    peak = 0
-    for code, number, *size in step.events:
-        if code == events.ALLOC:
-            alive[number] = size[0]
-            peak = max(peak, sum(alive.values()))
-        else:
-            del alive[number]
-    return peak
 
 
 def check(build: Callable[[nn.Module], Optimizer], *, checks_workspace: bool = True) -> None:

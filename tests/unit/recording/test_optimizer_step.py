@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import recollect
+from optimizer_steps import CPU, give_gradients, peak_bytes
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.measuring.meter import measure_peak, storage_bytes
-from recollect.profile import events
 from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step
 
-CPU = torch.device("cpu")
 Build = Callable[[Iterable[Any]], Optimizer]
 
 # Optimizers work in fp32 scalars too (step counts, bias corrections): a few bytes for each parameter.
@@ -33,27 +32,8 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(96, 160), nn.Linear(160, 70, bias=False), nn.LayerNorm(70), nn.Conv2d(3, 5, 7))
 
 
-def give_gradients(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
-
-
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     return [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-
-
-def peak_bytes(step: OptimizerStep) -> int:
-    """Most bytes alive at once among what the step makes."""
-    alive: dict[int, int] = {}
-    peak = 0
-    for code, number, *size in step.events:
-        if code == events.ALLOC:
-            alive[number] = size[0]
-            peak = max(peak, sum(alive.values()))
-        else:
-            del alive[number]
-    assert not alive
-    return peak
 
 
 def test_room_is_alive_through_the_whole_step() -> None:

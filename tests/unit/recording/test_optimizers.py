@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
 import recollect
+from optimizer_steps import CPU, give_gradients
 from recollect.errors import RecordError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
@@ -20,8 +21,6 @@ from recollect.profile import events
 from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step
 from recollect.recording.optimizers import check_optimizers, optimizers_in, present_state_bytes, state_tensors
 
-CPU = torch.device("cpu")
-
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
@@ -29,8 +28,7 @@ def model() -> nn.Sequential:
 
 
 def step(module: nn.Module, *optimizers: Any) -> None:
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    give_gradients(module)
     for optimizer in optimizers:
         optimizer.step()
 
