@@ -15,7 +15,7 @@ LAYERS = (
     "fields",
     "_torch_private",
     "_torch_functions",
-    "inner_tensors",
+    "tensors",
     "replay",
     "plans",
     "profile",

@@ -15,7 +15,7 @@ import torch
 from torch.nn import Parameter
 
 from recollect._torch_private import disable_torch_dispatch
-from recollect.inner_tensors import inner_tensors
+from recollect.tensors import inner_tensors
 
 __all__ = ["checksums", "glance_at", "has_same_bits"]
 

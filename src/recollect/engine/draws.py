@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from recollect._torch_private import is_fake_tensor, tree_leaves
+from recollect._torch_private import is_fake_tensor
 from recollect.engine.facts import OpFacts
 from recollect.errors import RandomDrawError
+from recollect.tensors import tensors_in
 
 __all__ = ["Draw", "draws_unknown", "first_run", "random_turn", "state_content", "takes_generator"]
 
@@ -114,7 +115,7 @@ def first_run(facts: OpFacts, func: Any, args: Any, kwargs: dict[str, Any]) -> t
             draw = Draw(generator)
             output = func(*args, **kwargs)
             after = generator.get_state()
-        if state_content(after) == state_content(draw.state) and not any(map(is_fake_tensor, _tensors(args))):
+        if state_content(after) == state_content(draw.state) and not any(map(is_fake_tensor, tensors_in(args))):
             return output, None
         draw.after = after
         return output, draw
@@ -194,10 +195,6 @@ def _default_generator(device: torch.device) -> torch.Generator | None:
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     return None
-
-
-def _tensors(args: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
 
 
 def state_content(state: torch.Tensor) -> bytes:

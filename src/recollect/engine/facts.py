@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import torch
 
+from recollect.tensors import tensors_in
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpFacts:
@@ -62,6 +64,14 @@ class OpFacts:
     moves_storage: bool = False
     is_lift: bool = False
     running_stats: tuple[tuple[int, ...], int] | None = None
+
+    def written_by(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Return the tensors that a call writes to in place."""
+        found = (
+            kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
+            for where in self.writes
+        )
+        return tensors_in(list(found))
 
 
 # The schemas of these promise a fresh tensor, but the result shares the argument's storage.

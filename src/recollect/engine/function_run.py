@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -38,6 +37,7 @@ from recollect.engine.function_call import Autocast, FunctionArguments, Function
 from recollect.engine.op_mode import OpMode
 from recollect.engine.region_draws import RegionDraws
 from recollect.engine.values import Layout, is_known, layout_of
+from recollect.tensors import tensors_in
 
 __all__ = ["FunctionRun", "Made", "SavedByFunction", "may_run_again"]
 
@@ -218,29 +218,26 @@ class FunctionRun:
             or (facts.running_stats is not None and args[facts.running_stats[1]])
         ):
             self.keep(f"it runs {facts.name}")
-        for where in facts.writes:
-            target = kwargs.get(where) if isinstance(where, str) else args[where] if where < len(args) else None
-            for tensor in tree_leaves(target):
-                if isinstance(tensor, torch.Tensor) and not self._has_made(tensor):
-                    self.keep("it writes to a tensor from outside")
+        if not all(map(self._has_made, facts.written_by(args, kwargs))):
+            self.keep("it writes to a tensor from outside")
         if self.kept_because:
             return
-        for tensor in _tensors(args, kwargs):
+        for tensor in tensors_in((args, kwargs)):
             self._read(tensor)
         if facts.is_random and draws_unknown(facts, func, args, kwargs):
             self.keep(f"it runs {facts.name} with an unknown generator")
 
     def after_op(self, facts: OpFacts, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Look at the results of an op."""
-        arguments = [tensor.untyped_storage() for tensor in _tensors(args, kwargs) if _is_strided(tensor)]
-        for tensor in tree_leaves(output):
-            if not isinstance(tensor, torch.Tensor):
-                continue
+        arguments = [tensor.untyped_storage() for tensor in tensors_in((args, kwargs)) if _is_strided(tensor)]
+        for tensor in tensors_in(output):
             if facts.keeps and not (tensor.is_floating_point() or tensor.is_complex()):
                 self.keep(f"it runs {facts.name}")
             if facts.keeps_on_cuda and tensor.is_cuda:
                 self.keep(f"it runs {facts.name}, which adds in any order")
-            if facts.device_keyword and any(tensor.device != argument.device for argument in _tensors(args, kwargs)):
+            if facts.device_keyword and any(
+                tensor.device != argument.device for argument in tensors_in((args, kwargs))
+            ):
                 self.keep("it copies between devices")
             if not _is_strided(tensor):
                 continue
@@ -354,10 +351,6 @@ class FunctionWatch(OpMode):
 
 def _is_dropped(tensor: torch.Tensor) -> bool:
     return is_known(tensor.untyped_storage())
-
-
-def _tensors(args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from recollect._torch_private import is_opaque_subclass, tree_leaves
+from recollect._torch_private import is_opaque_subclass
 from recollect.engine.values import TapeValue
-from recollect.inner_tensors import inner_tensors
+from recollect.tensors import inner_tensors, tensors_in
 
 
 class PackedSubclass:
@@ -47,8 +47,8 @@ def held_whole(tensor: torch.Tensor, label: tuple[str, str, str]) -> TapeValue:
 
 def strided_tensors(output: Any) -> Iterator[torch.Tensor]:
     """Yield the strided tensors in nested containers; for a DTensor and its kin, the inner tensors."""
-    for tensor in tree_leaves(output):
-        if not isinstance(tensor, torch.Tensor) or is_opaque_subclass(tensor):
+    for tensor in tensors_in(output):
+        if is_opaque_subclass(tensor):
             continue
         inner = inner_tensors(tensor)
         if inner:

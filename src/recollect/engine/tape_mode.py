@@ -22,7 +22,6 @@ from recollect._torch_private import (
     push_dispatch_mode,
     push_saved_tensors_hooks,
     raises_version_first,
-    tree_leaves,
     untraced,
 )
 from recollect.engine.content import glance_at
@@ -47,6 +46,7 @@ from recollect.engine.values import (
 )
 from recollect.plans.action import Action
 from recollect.replay import Node
+from recollect.tensors import tensors_in
 
 # Module globals, because they are looked up several times per op.
 _STRIDED = torch.strided
@@ -182,14 +182,7 @@ class TapeMode(OpMode):
         self.dropped.append(weakref.ref(storage))
 
     def _run_write(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, actions: OpActions) -> Any:
-        targets = [
-            tensor
-            for where in facts.writes
-            for tensor in tree_leaves(
-                args[where] if isinstance(where, int) and where < len(args) else kwargs.get(where)
-            )
-            if isinstance(tensor, torch.Tensor)
-        ]
+        targets = facts.written_by(args, kwargs)
         storages = [tensor.untyped_storage() for tensor in targets]
         is_raised = raises_version_first(func)
         for storage in storages:
@@ -312,6 +305,6 @@ def _must_keep_result(facts: OpFacts, args: Any, output: Any, kwargs: Any) -> bo
     if facts.keeps_with_mask:
         return any(index is not None and index.dtype in _MASKS for index in args[1])
     if facts.keeps_on_cuda:
-        return any(isinstance(t, torch.Tensor) and t.is_cuda for t in tree_leaves(output))
+        return any(tensor.is_cuda for tensor in tensors_in(output))
     # PyTorch also names the device in copies that stay on it (the last op of `rms_norm` in bf16).
     return facts.device_keyword and kwargs.get("device") is not None and bool(output.device != args[0].device)

@@ -27,9 +27,9 @@ from recollect._torch_private import (
 )
 from recollect.byte_format import format_bytes
 from recollect.errors import MeterError
-from recollect.inner_tensors import inner_tensors
 from recollect.measuring.reachable import reachable_storages
 from recollect.quantities import parse_bytes
+from recollect.tensors import inner_tensors
 
 __all__ = ["PeakMeasurement", "measure_peak", "storage_bytes", "storages_of"]
 

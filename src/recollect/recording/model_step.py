@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from recollect._torch_private import DATA_DEPENDENT, tree_leaves
+from recollect._torch_private import DATA_DEPENDENT
 from recollect.errors import RecollectError, RecordError
 from recollect.recording.optimizers import Optimizers, state_tensors
 from recollect.recording.step_recording import Gradients
+from recollect.tensors import tensors_in
 
 LossFunction = Callable[[Any], torch.Tensor]
 
@@ -128,7 +129,7 @@ def describe_batch(batch: Any) -> str:
 
 def device_of(model: nn.Module, batch: Any) -> torch.device:
     """Return the device of the step: that of the first parameter, or of the batch if the model is on meta."""
-    candidates = [*model.parameters(), *(t for t in tree_leaves(batch) if isinstance(t, torch.Tensor))]
+    candidates = [*model.parameters(), *tensors_in(batch)]
     return next((t.device for t in candidates if t.device.type != "meta"), torch.device("cpu"))
 
 
@@ -139,7 +140,7 @@ def step_tensors(model: nn.Module, batch: Any, optimizers: Optimizers = None) ->
         "parameters": list[torch.Tensor](parameters),
         "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
         "buffers": list(model.buffers()),
-        "batch": [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)],
+        "batch": tensors_in(batch),
         "optimizer_state": state_tensors(optimizers),
     }
 

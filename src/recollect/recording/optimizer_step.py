@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from recollect._torch_private import TorchDispatchMode, tree_leaves
+from recollect._torch_private import TorchDispatchMode
 from recollect.measuring.meter import storages_of
 from recollect.profile import events
 from recollect.profile.allocator_blocks import block_bytes
@@ -32,9 +32,10 @@ from recollect.recording.optimizers import (
     optimizers_in,
     present_state_bytes,
     state_tensors,
-    tensors_in,
+    tensors_in_state,
 )
 from recollect.recording.tiny_shapes import TinyShapes
+from recollect.tensors import tensors_in
 
 _TRACKER = "_recollect_optimizer_tracker"
 
@@ -84,7 +85,7 @@ def record_optimizer_step(optimizers: Optimizers, device: torch.device) -> Optim
         if not trained:
             continue
         step = _recorded(optimizer, device)
-        if all(tensors_in(optimizer.state.get(parameter)) for parameter in trained):
+        if all(tensors_in_state(optimizer.state.get(parameter)) for parameter in trained):
             step = replace(step, state_bytes=present_state_bytes(optimizer, device))
         total = total.then(step)
     return total
@@ -198,7 +199,7 @@ class _Watcher(TorchDispatchMode):
 
 def _strided(tree: Any) -> list[torch.Tensor]:
     """Return the tensors that have a storage; the parts of sparse ones show when they are used."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
+    return [tensor for tensor in tensors_in(tree) if tensor.layout is torch.strided]
 
 
 class _Tracker:

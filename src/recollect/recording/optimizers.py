@@ -19,7 +19,7 @@ __all__ = [
     "optimizers_in",
     "present_state_bytes",
     "state_tensors",
-    "tensors_in",
+    "tensors_in_state",
 ]
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -101,15 +101,15 @@ def state_tensors(optimizers: Any) -> list[torch.Tensor]:
     """Return the distinct tensors of the state that the optimizers have now, and that of optimizers in them."""
     found = optimizers_in(optimizers)
     found += [inner for outer in found for inner in vars(outer).values() if isinstance(inner, torch.optim.Optimizer)]
-    return tensors_in([list(optimizer.state.values()) for optimizer in found])
+    return tensors_in_state([list(optimizer.state.values()) for optimizer in found])
 
 
-def tensors_in(state: Any) -> list[torch.Tensor]:
+def tensors_in_state(state: Any) -> list[torch.Tensor]:
     """Return the distinct tensors in some optimizer state, which may be dictionaries of a class of their own."""
     if isinstance(state, torch.Tensor):
         return [state]
     items = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple, set)) else ()
-    return list({id(found): found for item in items for found in tensors_in(item)}.values())
+    return list({id(found): found for item in items for found in tensors_in_state(item)}.values())
 
 
 def present_state_bytes(optimizers: Any, device: torch.device) -> int:

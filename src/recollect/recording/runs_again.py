@@ -12,11 +12,11 @@ from recollect._torch_functions import without_modes
 from recollect._torch_private import (
     below_autograd,
     disable_autocast,
-    tree_leaves,
 )
 from recollect.engine.content import has_same_bits
 from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_run import FunctionRun
+from recollect.tensors import tensors_in
 
 __all__ = ["RunsAgain"]
 
@@ -36,9 +36,7 @@ class RunsAgain:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What tells calls apart that do other work: the Function, what requires grad, and what they make."""
-        needs_grad = tuple(
-            tensor.requires_grad for tensor in tree_leaves(self._run.args) if isinstance(tensor, torch.Tensor)
-        )
+        needs_grad = tuple(tensor.requires_grad for tensor in tensors_in(self._run.args))
         return (self._run.function, needs_grad, tuple(self._call.layouts))
 
     @contextmanager

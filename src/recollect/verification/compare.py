@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from recollect.engine.content import has_same_bits
-from recollect.inner_tensors import inner_tensors
+from recollect.tensors import inner_tensors
 
 Difference = tuple[str, float]
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect._torch_private import tree_leaves, tree_map
+from recollect._torch_private import tree_map
 from recollect.applying import apply
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.recording.model_step import device_of
 from recollect.recording.restored_state import restored_buffers
+from recollect.tensors import tensors_in
 from recollect.verification.compare import Computed, Findings, compare_runs, state_after
 
 
@@ -80,7 +81,7 @@ class _Comparison:
 def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Computed:
     """Run a unit forward and backward on private copies of its inputs; leave no gradients behind."""
     args, kwargs = tree_map(_private, (args, kwargs))
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
     devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), restored_buffers(module):
         gradients = _run(module, args, kwargs, tensors)
@@ -90,7 +91,7 @@ def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _run(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    outputs = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+    outputs = tensors_in(module(*args, **kwargs))
     trained: dict[str, torch.Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
     trained |= {f"input {index}": tensor for index, tensor in enumerate(tensors)}
     differentiable = [t for t in outputs if t.requires_grad]

@@ -1,12 +1,25 @@
-"""Takes tensors apart that consist of other tensors."""
+"""Finds the tensors in nested containers, and those that a tensor consists of."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from recollect._torch_private import is_traceable_wrapper_subclass
+from recollect._torch_private import is_traceable_wrapper_subclass, tree_leaves
 
-__all__ = ["inner_tensors"]
+__all__ = ["inner_tensors", "tensors_in"]
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested lists, tuples and dicts, in order.
+
+    Example:
+        >>> import torch
+        >>> [tensor.item() for tensor in tensors_in({"x": torch.tensor(1), "rest": [None, torch.tensor(2)]})]
+        [1, 2]
+    """
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
