@@ -244,14 +244,19 @@ class TapeMode(OpMode):
     def _value_in_mode(self, tensor: torch.Tensor) -> TapeValue:
         """Return the value of an op's argument: the dropped one if known, else one that holds the tensor."""
         if type(tensor) is Parameter:
-            known = self._parameters.get(id(tensor))
-            if known is None or known.version != tensor._version:
-                known = self._parameters[id(tensor)] = self._leaf(tensor, tensor.untyped_storage(), in_hook=False)
-            return known
+            return self._parameter(tensor, in_hook=False)
         if tensor.layout is not _STRIDED:
             return self._leaf(tensor, None, in_hook=False)
         storage = tensor.untyped_storage()
         return self._known_value(tensor, storage) or self._leaf(tensor, storage, in_hook=False)
+
+    def _parameter(self, tensor: torch.Tensor, *, in_hook: bool) -> TapeValue:
+        """Return the value of a parameter: the same for all that read it, until it is written to."""
+        known = self._parameters.get(id(tensor))
+        if known is None or known.version != tensor._version:
+            storage = None if in_hook else tensor.untyped_storage()
+            known = self._parameters[id(tensor)] = self._leaf(tensor, storage, in_hook=in_hook)
+        return known
 
     def _leaf(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None, *, in_hook: bool) -> TapeValue:
         held, version = self.tape.alias(tensor, in_hook)
@@ -268,10 +273,7 @@ class TapeMode(OpMode):
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd holds in place of a tensor that it saves."""
         if type(tensor) is Parameter:
-            known = self._parameters.get(id(tensor))
-            if known is None or known.version != tensor._version:
-                known = self._parameters[id(tensor)] = self._leaf(tensor, None, in_hook=True)
-            return known
+            return self._parameter(tensor, in_hook=True)
         if type(tensor) is not torch.Tensor:
             if is_traceable_wrapper_subclass(tensor):
                 return PackedSubclass(tensor, self.pack)
