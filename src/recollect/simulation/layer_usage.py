@@ -15,8 +15,9 @@ from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.call_actions import CallActions
 from recollect.simulation.decisions import decide
-from recollect.simulation.program import Program, ProgramOp
-from recollect.simulation.simulate import GENERATOR, OUTSIDE, Owner, Playback, Token, calls_on_tape
+from recollect.simulation.program import ProgramOp
+from recollect.simulation.simulate import GENERATOR, OUTSIDE, Owner
+from recollect.simulation.watched import EveryToken, WatchedPlayback
 
 __all__ = ["LayerUsage", "kept_outside_bytes", "layer_usage"]
 
@@ -100,7 +101,7 @@ def kept_outside_bytes(profile: Profile, plan: Plan) -> int:
 
 
 def _played(profile: Profile, plan: Plan) -> _CountingPlayback:
-    playback = _CountingPlayback(_EveryToken(profile), decide(profile, plan))
+    playback = _CountingPlayback(EveryToken(profile), decide(profile, plan))
     playback.run()
     return playback
 
@@ -131,47 +132,32 @@ class _Count:
     has_run: bool = False
 
 
-class _EveryToken(Program):
-    """Gives every value its own token, even where counting bytes would do."""
+class _CountingPlayback(WatchedPlayback[tuple[Owner, int]]):
+    """Charges bytes to their owner's account while they are alive."""
 
-    def counted(self, call: int, dropped: frozenset[int]) -> frozenset[int]:
-        return frozenset()
-
-
-class _OwnedToken(Token):
-    """Bytes charged to their owner's account while they are alive."""
-
-    __slots__ = ("counting", "owner")
-
-    def __init__(self, playback: _CountingPlayback, nbytes: int, owner: Owner) -> None:
-        super().__init__(playback, nbytes, owner)
-        self.counting = playback
-        self.owner = owner
-        playback.add(owner, nbytes)
-
-    def __del__(self) -> None:
-        super().__del__()
-        self.counting.add(self.owner, -self.nbytes)
-
-
-class _CountingPlayback(Playback):
-    token_type = _OwnedToken
-
-    def __init__(self, program: Program, decisions: Sequence[CallActions]) -> None:
+    def __init__(self, program: EveryToken, decisions: Sequence[CallActions]) -> None:
         self.counts = [_Count() for _ in program.profile.calls]
         # The calls whose backward has begun; the bytes of all units; and those of nobody, where most were kept.
         self.closed: set[int] = set()
         self.units_bytes = 0
         self.outside_bytes = 0
         self.most_kept_bytes = -1
-        super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
+        super().__init__(program, decisions)
 
     def runs_again(self, call: int, op: OpRecord) -> None:
         super().runs_again(call, op)
         self.counts[call].recomputed.append(op.name)
         self.counts[call].recompute_s += op.time_s
 
-    def add(self, owner: Owner, nbytes: int) -> None:
+    def begin(self, owner: Owner, nbytes: int) -> tuple[Owner, int]:
+        self._add(owner, nbytes)
+        return owner, nbytes
+
+    def end(self, made: tuple[Owner, int]) -> None:
+        owner, nbytes = made
+        self._add(owner, -nbytes)
+
+    def _add(self, owner: Owner, nbytes: int) -> None:
         """Count bytes that forward makes or frees; those of the loss and the parameters belong to no unit."""
         call, value = owner
         if call != OUTSIDE:

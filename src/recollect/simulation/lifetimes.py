@@ -12,8 +12,9 @@ from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.call_actions import CallActions
-from recollect.simulation.program import Instruction, Program
-from recollect.simulation.simulate import Owner, Playback, Simulation, Token, calls_on_tape
+from recollect.simulation.program import Instruction
+from recollect.simulation.simulate import Owner, Simulation
+from recollect.simulation.watched import EveryToken, WatchedPlayback
 
 __all__ = ["LOSS", "Lifetime", "Lifetimes", "lifetimes"]
 
@@ -71,7 +72,7 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
     Complexity: about three times `simulate`.
     """
     untimed_s = _untimed_s(profile)
-    playback = _WatchedPlayback(_EveryEvent(profile), decisions, untimed_s or 0.0)
+    playback = _TimedPlayback(_EveryEvent(profile), decisions, untimed_s or 0.0)
     simulation = playback.run()
     playback.is_over = True
     if playback.phase == FORWARD:
@@ -106,36 +107,16 @@ def _untimed_s(profile: Profile) -> float | None:
     return missing_s / untimed
 
 
-class _EveryEvent(Program):
-    """Works nothing out in advance: each storage gets its own token."""
-
-    def counted(self, call: int, dropped: frozenset[int]) -> frozenset[int]:
-        return frozenset()
+class _EveryEvent(EveryToken):
+    """Works nothing out in advance."""
 
     def _instructions(self) -> Iterator[Instruction]:
         return ((event[0], self.operands(event)) for event in self.profile.log.events())
 
 
-class _WatchedToken(Token):
-    """Notes when its bytes are made and freed."""
-
-    __slots__ = ("lifetime", "watch")
-
-    def __init__(self, playback: _WatchedPlayback, nbytes: int, owner: Owner) -> None:
-        super().__init__(playback, nbytes, owner)
-        self.watch = playback
-        self.lifetime = playback.begin(owner, nbytes)
-
-    def __del__(self) -> None:
-        super().__del__()
-        self.watch.end(self.lifetime)
-
-
-class _WatchedPlayback(Playback):
-    token_type = _WatchedToken
-
-    def __init__(self, program: Program, decisions: Sequence[CallActions], untimed_s: float) -> None:
-        super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
+class _TimedPlayback(WatchedPlayback[Lifetime]):
+    def __init__(self, program: EveryToken, decisions: Sequence[CallActions], untimed_s: float) -> None:
+        super().__init__(program, decisions)
         self.untimed_s = untimed_s
         self.is_over = False
         self.clock_s = 0.0
@@ -161,10 +142,10 @@ class _WatchedPlayback(Playback):
         self.storages_made.append(made)
         return made
 
-    def end(self, lifetime: Lifetime) -> None:
+    def end(self, made: Lifetime) -> None:
         """Record that it is freed."""
         if not self.is_over:
-            lifetime.died = self.moment()
+            made.died = self.moment()
 
     def actions(self) -> dict[int, Callable[..., None]]:
         return {**super().actions(), WORK: self._work_outside}

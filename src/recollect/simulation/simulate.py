@@ -139,8 +139,7 @@ class Token:
 class Playback:
     """Plays a step back, with a decision for each call.
 
-    `simulation/lifetimes.py` subclasses it to see who owns which bytes when, `simulation/peak_sums.py` to play parts of
-    a step.
+    `simulation/watched.py` subclasses it to see who owns which bytes when, `simulation/peak_sums.py` to play parts of a step.
     """
 
     token_type: Callable[[Any, int, Owner], Token] = Token
