@@ -62,7 +62,10 @@ def diagnose(*sources: str | Path) -> list[Finding]:
 
 
 def _is_text(source: str) -> bool:
-    return bool(re.search(r"\s", source)) and ("\n" in source or not Path(source).exists())
+    try:
+        return bool(re.search(r"\s", source)) and ("\n" in source or not Path(source).exists())
+    except OSError:  # too long for a name
+        return True
 
 
 @dataclass
@@ -171,14 +174,17 @@ class Case:
         return sorted(_one_each(merged.values()), key=lambda found: CERTAINTIES.index(found.certainty))
 
     def _all(self) -> Iterator[Finding]:
-        scopes = [*self.scopes, *(s for text in self.texts if (s := text.settings()) is not None)]
+        scopes = [*self.scopes, *(scope for text in self.texts for scope in text.settings())]
         together = _merged(scopes)
         length = together.get("seq_length", "max_length", "max_seq_length", "cutoff_len", "sequence_len")
         is_checkpointing = hugging_face_settings.is_checkpointing(together)
+        expandable = next((text.numbers.expandable for text in self.texts if text.numbers.expandable), "")
         for text in self.texts:
             yield from text.findings()
             for passage in text.out_of_memory:
-                yield from out_of_memory.findings(passage, length=length or 4096, is_checkpointing=is_checkpointing)
+                yield from out_of_memory.findings(
+                    passage, length=length or 4096, is_checkpointing=is_checkpointing, expandable=expandable
+                )
         log = megatron_settings.InLog(
             out_of_memory=next((text.out_of_memory[0].quoted() for text in self.texts if text.out_of_memory), ""),
             nan=next((text.numbers.nan for text in self.texts if text.numbers.nan), ""),

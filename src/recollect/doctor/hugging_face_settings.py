@@ -119,6 +119,8 @@ def _reentrant(settings: Settings) -> Iterator[Finding]:
     shown = settings.shown(*_SWITCHES, *_KWARGS, "use_reentrant")
     if isinstance(kwargs, Mapping) and reentrant is None:
         yield _BY_NAME["reentrant-by-default"].finding(shown, certainty="likely")
+    if isinstance(kwargs, Mapping) and kwargs.get("preserve_rng_state") is False:
+        yield _BY_NAME["random-state-not-kept"].finding(shown)
     is_adapter = any(settings.get(name) for name in _ADAPTERS) or any(
         settings.get(name) in ("lora", "qlora") for name in ("finetuning_type", "adapter")
     )

@@ -52,7 +52,7 @@ def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
     Yields:
         Clashes first.
     """
-    config = RecomputeSettings(**_taken(settings.values, _RECOMPUTE))
+    config = RecomputeSettings(**_taken(_with_roll_defaults(settings), _RECOMPUTE))
     setting = TrainingSetting()
     try:
         setting = TrainingSetting(**_taken(settings.values, _TRAINING))
@@ -66,6 +66,15 @@ def findings(settings: Settings, log: InLog) -> Iterator[Finding]:
         yield from _layers(settings, config, setting)
         yield from _fp8(settings, config, log)
     yield from _memory(settings, log)
+
+
+def _with_roll_defaults(settings: Settings) -> Mapping[str, Any]:
+    """Return the values; in ROLL, full recompute without method and number of layers means uniform and 1."""
+    is_roll = "strategy_config" in settings.place or "strategy_args" in settings.place
+    is_bare = settings.get("recompute_method", "recompute_num_layers") is None
+    if is_roll and is_bare and settings.get("recompute_granularity") == "full":
+        return {**settings.values, "recompute_method": "uniform", "recompute_num_layers": 1}
+    return settings.values
 
 
 def _taken(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -131,7 +140,8 @@ def _modules(settings: Settings, config: RecomputeSettings, log: InLog) -> Itera
     if modules <= _SMALL and "layernorm" in modules and (is_fused or "core_attn" not in modules):
         yield rules.LAYERNORM_ALONE.finding(*evidence)
     elif modules == {"core_attn"} and is_fused:
-        yield rules.CORE_ATTN_FUSED.finding(*evidence)
+        is_said = settings.get("use_flash_attn", "attention_backend", "transformer_impl") is not None
+        yield rules.CORE_ATTN_FUSED.finding(*evidence, certainty="likely" if is_said else "possible")
     if {"mlp", "core_attn"} <= modules and is_fused:
         yield rules.MLP_AND_CORE_ATTN.finding(shown)
     elif "mlp" in modules:

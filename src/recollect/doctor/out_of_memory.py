@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from recollect.byte_format import format_bytes
-from recollect.doctor.finding import Finding, Rule
+from recollect.doctor.finding import Certainty, Finding, Rule
 from recollect.doctor.memory_message import MemoryMessage
 from recollect.doctor.passage import Passage
 
@@ -176,13 +176,16 @@ def is_out_of_memory(line: str) -> bool:
     return "Tried to allocate" in line and ("out of memory" in line or "OutOfMemoryError" in line)
 
 
-def findings(passage: Passage, *, length: object = 4096, is_checkpointing: bool = False) -> Iterator[Finding]:
+def findings(
+    passage: Passage, *, length: object = 4096, is_checkpointing: bool = False, expandable: str = ""
+) -> Iterator[Finding]:
     """Yield what a message says: why memory ran out, and where.
 
     Args:
         passage: its line is the message.
         length: of a sequence, for the advice.
         is_checkpointing: whether the settings switch gradient checkpointing on.
+        expandable: the line that sets expandable segments, which leave few gaps; "" if there is none.
 
     Yields:
         The reason first.
@@ -192,7 +195,7 @@ def findings(passage: Passage, *, length: object = 4096, is_checkpointing: bool 
         return
     budget = "80%" if message.capacity_bytes is None else _budget(message.capacity_bytes)
     values: dict[str, Any] = {"tried": format_bytes(message.tried_bytes), "budget": budget, "length": length}
-    if (reason := _reason(message, passage.quoted(), values)) is not None:
+    if (reason := _reason(message, (passage.quoted(), *([expandable] if expandable else [])), values)) is not None:
         yield reason
     if message.capacity_bytes is not None:
         others = sum(message.other_processes.values())
@@ -214,7 +217,7 @@ def _budget(capacity: int) -> str:
     return f"{capacity * 0.9 / 2**30:.0f}GiB" if capacity >= 10 * 2**30 else f"{capacity * 0.9 / 2**20:.0f}MiB"
 
 
-def _reason(message: MemoryMessage, line: str, values: dict[str, Any]) -> Finding | None:
+def _reason(message: MemoryMessage, evidence: tuple[str, ...], values: dict[str, Any]) -> Finding | None:
     room = message.room_bytes
     if message.free_bytes is None or room is None or message.unallocated_bytes is None:
         return None
@@ -227,10 +230,11 @@ def _reason(message: MemoryMessage, line: str, values: dict[str, Any]) -> Findin
         "short": format_bytes(max(message.tried_bytes - room, 0)),
     }
     if message.free_bytes >= message.tried_bytes:
-        return LIMITED.finding(line, **numbers)
+        return LIMITED.finding(evidence[0], **numbers)
     if room >= message.tried_bytes:
-        return FRAGMENTED.finding(line, **numbers)
-    return CAPACITY.finding(line, **numbers)
+        certainty: Certainty = "possible" if len(evidence) > 1 else "likely"
+        return FRAGMENTED.finding(*evidence, certainty=certainty, **numbers)
+    return CAPACITY.finding(evidence[0], **numbers)
 
 
 def _place(traceback: tuple[str, ...]) -> tuple[Rule | None, str]:

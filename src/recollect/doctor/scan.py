@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,7 +12,8 @@ from recollect.doctor.passage import Passage, passages
 from recollect.doctor.rules_checkpoint import CHECKPOINT_RULES
 from recollect.doctor.rules_libraries import LIBRARY_RULES
 from recollect.doctor.rules_megatron import MEGATRON_TEXT_RULES
-from recollect.doctor.settings import Settings, SettingsInText
+from recollect.doctor.settings import Settings
+from recollect.doctor.settings_in_text import SettingsInText
 from recollect.doctor.text_rule import TextRule
 from recollect.doctor.training_log import LogNumbers
 
@@ -20,12 +21,14 @@ __all__ = ["TEXT_RULES", "TextScan"]
 
 TEXT_RULES: tuple[TextRule, ...] = (*CHECKPOINT_RULES, *LIBRARY_RULES, *MEGATRON_TEXT_RULES)
 
+_PORTION = 256  # lines
 _ENOUGH = 20  # passages kept for each rule: thousands of ranks print the same, and the first say it all
 # One of these is in each line that a rule looks for: most lines of a log have none, and are passed over quickly.
-_STEM = re.compile(
-    r"heckpoint|Tried to allocate|allocate memory|requires? grad|requires_grad|reentrant|only once|ecompute|ffloading|inplace|"
-    r"HostAlloc|AllGather|accelerator device|pin_memory|IndexError|to backward|during backward|keyword arguments|CPU_OFFLOAD|"
-    r"memory_budget|istribute_saved|memory pool|modeling_layers|different metadata"
+_STEMS = (
+    *("heckpoint", "Tried to allocate", "allocate memory", "require grad", "requires_grad", "reentrant", "only once"),
+    *("ecompute", "ffloading", "inplace", "HostAlloc", "AllGather", "accelerator device", "pin_memory", "IndexError"),
+    *("to backward", "during backward", "keyword arguments", "CPU_OFFLOAD", "memory_budget", "istribute_saved"),
+    *("memory pool", "modeling_layers", "different metadata", "rng_state", "device state", "torch.compile("),
 )
 
 
@@ -46,7 +49,8 @@ class TextScan:
         self._found: dict[TextRule, list[tuple[Passage, dict[str, Any]]]] = {}
         self._counts: dict[TextRule, int] = {}
         self._number = 0
-        for passage in passages(lines, name, self._is_wanted):
+        self._is_promising = False
+        for passage in passages(self._in_portions(lines), name, self._is_wanted):
             self._take(passage)
 
     @property
@@ -54,8 +58,8 @@ class TextScan:
         """Lines that were read."""
         return self._number
 
-    def settings(self) -> Settings | None:
-        """Return the settings that the text mentions; None if it mentions none."""
+    def settings(self) -> list[Settings]:
+        """Return the settings that the text mentions."""
         return self._in_text.settings(self.name)
 
     def findings(self) -> Iterator[Finding]:
@@ -71,9 +75,17 @@ class TextScan:
             yield from metadata_mismatch.findings(passage)
         yield from self.numbers.findings()
 
+    def _in_portions(self, lines: Iterable[str]) -> Iterator[str]:
+        """Yield the lines, after one look at each portion for what all messages have: far faster than a look at each line."""
+        remaining = iter(lines)
+        while portion := list(itertools.islice(remaining, _PORTION)):
+            text = "\n".join(portion)
+            self._is_promising = any(stem in text for stem in _STEMS)
+            yield from portion
+
     def _is_wanted(self, line: str) -> bool:
         self._number += 1
-        if _STEM.search(line) and self._is_message(line):
+        if self._is_promising and any(stem in line for stem in _STEMS) and self._is_message(line):
             return True
         self._in_text.look(line, self._number)
         self.numbers.look(line, f"{self.name}:{self._number}")
@@ -82,7 +94,7 @@ class TextScan:
     def _is_message(self, line: str) -> bool:
         if out_of_memory.is_out_of_memory(line):
             return len(self.out_of_memory) < _ENOUGH
-        if metadata_mismatch.is_mismatch(line):
+        if metadata_mismatch.is_mismatch(line):  # before the rules, since its first line is all that they would see
             return len(self._mismatches) < _ENOUGH
         return any(rule.is_in(line) for rule in TEXT_RULES)
 

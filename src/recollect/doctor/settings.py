@@ -1,11 +1,8 @@
-"""`Settings`: what a configuration file, a command line or a log's list of arguments says about recompute and memory."""
+"""`Settings`: what a configuration says about recompute and memory, scope by scope."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import re
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +10,11 @@ from typing import Any
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
-__all__ = ["MEGATRON_NAMES", "Settings", "SettingsInText", "settings_in_data"]
+__all__ = ["ALIASES", "KNOWN", "Settings", "renamed", "settings_in_data"]
 
-MEGATRON_NAMES = frozenset(f.name for kind in (RecomputeSettings, TrainingSetting) for f in dataclasses.fields(kind))
+_MEGATRON_NAMES = frozenset(f.name for kind in (RecomputeSettings, TrainingSetting) for f in dataclasses.fields(kind))
 # Names of Megatron's command line for the same settings, and older names.
-_ALIASES = {
+ALIASES = {
     "fp8_format": "fp8",
     "fp4_format": "fp4",
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
@@ -38,19 +35,12 @@ _OTHER_NAMES = frozenset(
         *("n_routed_experts", "num_experts", "n_experts", "moe_num_experts", "train_micro_batch_size_per_gpu"),
     )
 )
-KNOWN = MEGATRON_NAMES | _OTHER_NAMES | frozenset(_ALIASES)
+KNOWN = _MEGATRON_NAMES | _OTHER_NAMES | frozenset(ALIASES)
 # Sections of Bridge's configuration and of Megatron-LM's YAML, whose names belong together.
 _SECTIONS = frozenset(("model", "language_model", "model_parallel", "train", "training", "dataset", "ddp"))
 # Settings of one thing, which mean nothing outside of it.
 _PARTS = frozenset(("fsdp_config", "activation_checkpointing", "zero_optimization", "deepspeed_config"))
 _MOST_LEVELS = 12
-
-_FLAG = re.compile(r"^--([A-Za-z][\w.-]*)(?:=(.*))?$", re.DOTALL)
-_ARGUMENT = re.compile(r"(?:^|\s)(\w+) \.{3,} ?(.*)$")  # of Megatron's list of arguments
-_ASSIGNED = re.compile(
-    r"(?<![\w-])([a-z_0-9]+)\s*=\s*(\"[^\"]*\"|'[^']*'|\[[^\]]*\]|\([^)]*\)|\{[^}]*\}|[\w.+-]+)"  # of Python, or its repr
-)
-_COMMENT = re.compile(r"(?:^|\s)#.*$")
 
 
 @dataclass(frozen=True)
@@ -116,7 +106,7 @@ def _scopes(data: Mapping[Any, Any], place: str, outer: Mapping[str, Any], level
     inner = {str(name): value for section in sections for name, value in section.items()}
     values = {**outer, **inner, **{str(name).replace("-", "_"): value for name, value in data.items()}}
     if level == 0 or KNOWN & {str(name) for name in (*data, *inner)}:
-        yield Settings(place, _renamed(values))
+        yield Settings(place, renamed(values))
     known_outside = {name: value for name, value in values.items() if not isinstance(value, Mapping)}
     for name, value in data.items():
         if isinstance(value, Mapping) and name not in _SECTIONS | _PARTS and level < _MOST_LEVELS:
@@ -124,9 +114,9 @@ def _scopes(data: Mapping[Any, Any], place: str, outer: Mapping[str, Any], level
             yield from _scopes(value, f"{place}{separator}{name}", known_outside, level + 1)
 
 
-def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values by the names that the rules use."""
-    found = {_ALIASES.get(name, name): value for name, value in values.items()}
+    found = {ALIASES.get(name, name): value for name, value in values.items()}
     if found.get("num_moe_experts") is None and type(found.get("num_experts")) is int:  # Megatron's flag
         found["num_moe_experts"] = found["num_experts"]
     if found.get("recompute_activations") is True and found.get("recompute_granularity") is None:
@@ -139,82 +129,3 @@ def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     if found.get("cpu_offloading") is None and found.get("cpu_offloading_num_layers") not in (None, 0):
         found["cpu_offloading"] = True
     return found
-
-
-class SettingsInText:
-    """Collects settings from the lines of a text: flags, Megatron's list of arguments, and assignments in Python.
-
-    Of a name that comes several times, the first value counts: a log begins with its arguments.
-
-    Example:
-        >>> seen = SettingsInText()
-        >>> seen.look("python pretrain_gpt.py --recompute-granularity full --num-layers 32", 1)
-        >>> seen.settings("run.sh").values
-        {'recompute_granularity': 'full', 'num_layers': 32}
-    """
-
-    def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
-        self._lines: dict[str, int] = {}
-
-    def look(self, line: str, number: int) -> None:
-        """Take the settings of a line."""
-        if "--" in line:
-            for name, value in _flags(line):
-                self._take(name, value, number)
-        elif " ..." in line:
-            if found := _ARGUMENT.search(line):
-                self._take(found[1], _value(found[2].strip()), number)
-        elif "=" in line:
-            for found in _ASSIGNED.finditer(_COMMENT.sub("", line)):
-                if found[1] in KNOWN:
-                    self._take(found[1], _value(found[2]), number)
-
-    def _take(self, name: str, value: Any, number: int) -> None:
-        if name in KNOWN and name not in self._values:
-            self._values[name] = value
-            self._lines[name] = number
-
-    def settings(self, place: str) -> Settings | None:
-        """Return what was collected; None if nothing."""
-        if not self._values:
-            return None
-        lines = {_ALIASES.get(name, name): line for name, line in self._lines.items()}
-        return Settings(place, _renamed(self._values), lines)
-
-
-def _flags(line: str) -> Iterator[tuple[str, Any]]:
-    """Yield the flags of a command line with their values; those with shell variables are left out."""
-    text = _COMMENT.sub("", line).rstrip().rstrip("\\")
-    try:
-        words = shlex.split(text)
-    except ValueError:  # a quote that ends on another line
-        words = text.split()
-    name: str | None = None
-    values: list[str] = []
-    for word in (*words, "--"):
-        flag = _FLAG.match(word)
-        if flag is None and word != "--":
-            values.append(word)
-            continue
-        if name is not None and not any("$" in value for value in values):
-            yield name, _flag_value(name, values)
-        name = None if flag is None else flag[1].replace("-", "_")
-        values = [flag[2]] if flag is not None and flag[2] is not None else []
-
-
-def _flag_value(name: str, words: list[str]) -> Any:
-    if name.endswith(("_modules", "_scope")):
-        return tuple(part for word in words for part in word.strip("[]").replace("'", "").split(",") if part)
-    return _value(words[0]) if words else True
-
-
-def _value(text: str) -> Any:
-    """Return a literal of Python, or of YAML where they differ, or the text itself."""
-    words = {"true": True, "false": False, "null": None, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text

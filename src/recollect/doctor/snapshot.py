@@ -1,14 +1,15 @@
 """`Snapshot`: what `torch.cuda.memory._snapshot()` records, as a file of pickle or JSON. Imports no torch.
 
 The format is that of `torch/cuda/_memory_viz.py` in PyTorch 2.13: `segments` with their blocks, and `device_traces`, the
-events in order. Unpickling runs code of the file's choosing, so only plain containers, numbers and texts are read.
+events in order. Its memory profiler writes the same, without the allocator's gaps. Unpickling runs code of the file's choosing,
+so only plain containers, numbers and texts are read.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ __all__ = ["Block", "Snapshot", "is_snapshot", "read_pickle", "snapshot_of"]
 
 # The largest that are read: a snapshot of 100,000 events with stacks has about 200 MB.
 MAX_BYTES = 2 * 2**30
+
+_PROFILED = re.compile(r"(.+)\((\d+)\): (.+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,8 @@ def read_pickle(path: Path) -> Any:
             "torch.cuda.memory._record_memory_history(max_entries=100_000)."
         )
     try:
-        return _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+        with path.open("rb") as file:
+            return _PlainUnpickler(file).load()
     # A malformed pickle may raise almost anything (IndexError, AttributeError, MemoryError, ...).
     except Exception as problem:
         raise DiagnosisError(
@@ -165,7 +169,7 @@ def snapshot_of(data: Mapping[str, Any], place: str) -> list[Snapshot]:
 
 
 def _read_segment(segment: Mapping[str, Any], device: _Device) -> None:
-    device.reserved_bytes += int(segment["total_size"])
+    device.reserved_bytes += int(segment["total_size"]) if "allocated_size" in segment else 0
     if "is_expandable" in segment:
         device.expandable.add(bool(segment["is_expandable"]))
     address = int(segment.get("address", 0))
@@ -174,7 +178,7 @@ def _read_segment(segment: Mapping[str, Any], device: _Device) -> None:
         address = start + int(block["size"])
         if str(block["state"]).startswith("active"):
             device.live[start] = Block(int(block.get("requested_size", block["size"])), _stack(block))
-        else:
+        elif "allocated_size" in segment:  # else of a profiler, whose segment is all addresses between two tensors
             device.free.append(int(block["size"]))
 
 
@@ -182,7 +186,14 @@ def _stack(record: Mapping[str, Any]) -> tuple[str, ...]:
     frames = record.get("frames")
     if frames is None:  # PyTorch 2.0
         frames = [frame for entry in record.get("history") or [] for frame in entry.get("frames") or []]
-    return tuple(f"{frame['filename']}:{frame['line']}:{frame['name']}" for frame in frames)
+    return tuple(map(_frame, frames))
+
+
+def _frame(frame: Mapping[str, Any]) -> str:
+    """Return a frame as "file:line:function"; a profiler writes all three as the name."""
+    if frame["filename"] == "none" and (found := _PROFILED.match(frame["name"])):
+        return f"{found[1]}:{found[2]}:{found[3]}"
+    return f"{frame['filename']}:{frame['line']}:{frame['name']}"
 
 
 def _finished(device: _Device, trace: Sequence[Mapping[str, Any]], place: str) -> Snapshot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 
 from recollect.byte_format import format_bytes
 from recollect.doctor.finding import Finding, Rule
@@ -96,7 +97,7 @@ _STEP = re.compile(
 _AGAIN = re.compile(r"(?:utils/checkpoint|tensor_parallel/random)\.py:\d+:(?:recompute_fn|unpack_hook|backward)$")
 _BACKWARD = re.compile(r"run_backward|:backward$")
 _FORWARD = re.compile(r":(?:forward|forward_with_checkpointing)$")
-_OWN = re.compile(r"(?:^|/)torch/|\?\?:|\.cpp:|\.h:")
+_OWN = re.compile(r"^none:|(?:^|/)torch/|\?\?:|\.cpp:|\.h:")
 
 
 def findings(snapshot: Snapshot) -> Iterator[Finding]:
@@ -108,7 +109,7 @@ def findings(snapshot: Snapshot) -> Iterator[Finding]:
         return
     groups: dict[Rule, list[Block]] = {}
     for block in snapshot.peak:
-        if (rule := _kind(block)) is not None:
+        if (rule := _kind(block.stack)) is not None:
             groups.setdefault(rule, []).append(block)
     sizes = {rule: sum(block.size_bytes for block in blocks) for rule, blocks in groups.items()}
     for rule in sorted(groups, key=lambda rule: -sizes[rule]):
@@ -150,19 +151,15 @@ def _gaps(snapshot: Snapshot) -> Finding | None:
     )
 
 
-def _kind(block: Block) -> Rule | None:
-    if not block.stack:
+@lru_cache(maxsize=4096)  # a training step allocates from few places again and again
+def _kind(stack: tuple[str, ...]) -> Rule | None:
+    if not stack:
         return NO_STACKS
-    found = {
-        OPTIMIZER: any(_STEP.search(frame) for frame in block.stack),
-        LOGITS: any(_LOSS.search(frame) for frame in block.stack),
-        REGION: any(_AGAIN.search(frame) for frame in block.stack),
-    }
-    for rule, is_kind in found.items():
-        if is_kind:
+    for rule, pattern in ((OPTIMIZER, _STEP), (LOGITS, _LOSS), (REGION, _AGAIN)):
+        if any(pattern.search(frame) for frame in stack):
             return rule
-    is_backward = any(_BACKWARD.search(frame) for frame in block.stack)
-    return ACTIVATIONS if not is_backward and any(_FORWARD.search(frame) for frame in block.stack) else None
+    is_backward = any(_BACKWARD.search(frame) for frame in stack)
+    return ACTIVATIONS if not is_backward and any(_FORWARD.search(frame) for frame in stack) else None
 
 
 def _caller(block: Block) -> str:

@@ -34,16 +34,19 @@ _NAN = re.compile(
     r"|\b(?:loss|grad norm)[=:]\s*nan\b",
     re.IGNORECASE,
 )
+_EXPANDABLE = re.compile(r"ALLOC_CONF['\"\]]*\s*[=:,]\s*\S*expandable_segments:True")
 
 
 class LogNumbers:
     """Collects them line by line.
 
     Attributes:
+        expandable: the first line that sets expandable segments, after its place; "" if there is none.
         nan: the first line with a loss or gradient that is not a number, after its place; "" if there is none.
     """
 
     def __init__(self) -> None:
+        self.expandable = ""
         self.nan = ""
         self._highest: tuple[float, float, str] = (0.0, 0.0, "")
 
@@ -53,8 +56,11 @@ class LogNumbers:
             allocated, reserved = float(found[1]), float(found[2])
             if reserved > self._highest[1]:
                 self._highest = allocated, reserved, f"{place}: {found[0]}"
-        elif not self.nan and _NAN.search(line):
+        elif not self.nan and ("nan" in line or "NaN" in line) and _NAN.search(line):
             self.nan = f"{place}: {line.strip()[:200]}"
+
+        elif not self.expandable and "expandable_segments" in line and _EXPANDABLE.search(line):
+            self.expandable = f"{place}: {line.strip()[:200]}"
 
     def findings(self) -> Iterator[Finding]:
         """Yield what they show."""

@@ -26,6 +26,10 @@ def test_nothing_is_found_in_nothing(tmp_path: Path) -> None:
     assert recollect.diagnose() == []
 
 
+def test_a_text_too_long_for_a_file_name() -> None:
+    assert recollect.diagnose("x " * 5000) == []
+
+
 def test_a_text_a_path_and_several() -> None:
     assert recollect.diagnose(GRAPHS) == recollect.diagnose(f"{GRAPHS}\n")
     (both,) = recollect.diagnose(GRAPHS, f"\n{GRAPHS}")

@@ -130,6 +130,49 @@ def test_local_attention_makes_core_attn_worthwhile() -> None:
     assert rules("x.py --transformer-impl local --recompute-granularity selective") == []
 
 
+def test_flags_over_several_lines() -> None:
+    script = (
+        "x.py \\\n  --recompute-granularity selective \\\n  --recompute-modules core_attn \\\n    mlp \\\n  --bf16\n"
+    )
+    assert found("mlp-and-core-attn", script).evidence[0].startswith("text:2: recompute_granularity: selective, ")
+    assert rules("--recompute-granularity=selective --recompute-method='uniform'\n") == [
+        "megatron-selective-has-no-method"
+    ]
+
+
+def test_the_runs_of_a_script_are_told_apart() -> None:
+    script = (
+        "x.py --num-layers 32 --recompute-granularity selective --recompute-modules mlp\n"
+        "x.py --num-layers 32 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 | tee log\n"
+    )
+    assert rules(script) == ["mlp-is-slow", "full-is-slow"]
+
+
+def test_settings_in_a_sentence_are_not_taken_for_values() -> None:
+    assert rules("use `min_offloaded_tensor_size=1Mi`, and distribute_saved_activations=Truecannot be combined\n") == []
+
+
+def test_settings_in_python_code() -> None:
+    code = 'cfg.model.recompute_granularity = "selective"\ncfg.model.recompute_method = "uniform"\n'
+    assert rules(code) == ["megatron-selective-has-no-method"]
+
+
+def test_roll_has_defaults_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "roll.yaml"
+    path.write_text("actor_train:\n  strategy_args:\n    strategy_config:\n      recompute_granularity: full\n")
+    assert rules(path) == ["full-is-slow"]
+
+
+def test_expandable_segments_that_are_set_already() -> None:
+    memory = MEMORY.replace("1.00 GiB is reserved", "9.00 GiB is reserved")
+    finding = found("memory-fragmented", memory)
+    assert finding.certainty == "likely"
+    script = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n"
+    finding = found("memory-fragmented", script + memory)
+    assert finding.certainty == "possible"
+    assert finding.evidence[1] == "text:1: export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
 def test_comments_and_variables_are_not_settings() -> None:
     script = (
         "python pretrain_gpt.py \\\n  # --recompute-modules layernorm  # avoid\n  --recompute-granularity $MODE \\\n"
@@ -151,6 +194,10 @@ def test_comments_and_variables_are_not_settings() -> None:
         ("metadata-zero3", {"finetuning_type": "lora", "zero_optimization": {"stage": 3}}),
         ("metadata-routing", {"num_local_experts": 8}),
         ("cache-and-checkpointing", {"use_cache": True}),
+        (
+            "random-state-not-kept",
+            {"gradient_checkpointing_kwargs": {"use_reentrant": False, "preserve_rng_state": False}},
+        ),
     ],
 )
 def test_training_arguments(rule: str, settings: dict[str, object], tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.cuda import _memory_viz
 
 import recollect
 from recollect.doctor.snapshot import Snapshot, snapshot_of
@@ -20,6 +23,7 @@ FORWARD = [
 ]
 LOSS = [{"filename": "/site-packages/torch/nn/functional.py", "line": 3494, "name": "cross_entropy"}]
 STEP = [{"filename": "/site-packages/torch/optim/adamw.py", "line": 180, "name": "_init_group"}]
+ALLOCATION = {"action": "alloc", "addr": 0x7F0000000000, "size": 600 * MIB, "stream": 0}
 AGAIN = [
     FORWARD[0],
     {"filename": "/site-packages/torch/utils/checkpoint.py", "line": 1670, "name": "recompute_fn"},
@@ -38,9 +42,45 @@ def snapshot(
             {"address": address, "size": size, "requested_size": size, "state": state, "frames": frames or []}
         )
         address += size
-    total = sum(size for size, _ in blocks)
-    segment = {"device": 0, "address": 0x7F0000000000, "total_size": total, "is_expandable": False, "blocks": written}
+    total, live = sum(size for size, _ in blocks), sum(size for size, frames in blocks if frames is not None)
+    segment = {
+        **{"device": 0, "address": 0x7F0000000000, "total_size": total, "allocated_size": live, "active_size": live},
+        **{
+            "requested_size": live,
+            "stream": 0,
+            "segment_type": "large",
+            "segment_pool_id": (0, 0),
+            "is_expandable": False,
+        },
+        **{"frames": [], "blocks": written},
+    }
     return {"segments": [segment], "device_traces": [trace or []], "allocator_settings": {}}
+
+
+def test_the_format_is_that_of_pytorch() -> None:
+    """PyTorch's own readers take what the tests build."""
+    data = snapshot([(600 * MIB, FORWARD), (400 * MIB, None)])
+    assert "600.0MiB" in _memory_viz.segsum(data)
+    assert "TOTAL MEM: 600.0MiB" in _memory_viz.trace({**data, "device_traces": [[{**ALLOCATION, "frames": FORWARD}]]})
+
+
+def test_a_snapshot_that_pytorch_made(tmp_path: Path) -> None:
+    """Of a real step on the CPU, by PyTorch's memory profiler; its stacks are whole."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8000, bias=False))
+    batch, labels = torch.randn(512, 32), torch.randint(0, 8000, (512,))
+    verbose = torch._C._profiler._ExperimentalConfig(verbose=True)
+    with torch.profiler.profile(
+        profile_memory=True, with_stack=True, record_shapes=True, experimental_config=verbose
+    ) as profile:
+        nn.functional.cross_entropy(model(batch), labels).backward()
+    path = write(tmp_path / "snapshot.pickle", _memory_viz._profile_to_snapshot(profile))
+    found = {finding.rule: finding for finding in recollect.diagnose(path)}
+    assert "snapshot-fragmented" not in found
+    logits_bytes = 512 * 8000 * 4
+    (read,) = snapshot_of(pickle.loads(path.read_bytes()), "s")
+    assert 2 * logits_bytes < read.peak_bytes < 4 * logits_bytes
+    assert "snapshot-logits" in found
+    assert found["snapshot-logits"].evidence[0].startswith(f"{path}: ")
 
 
 def write(path: Path, data: dict[str, Any]) -> Path:
