@@ -182,7 +182,7 @@ CHECKPOINT_RULES = (
     TextRule(
         name="random-state-not-kept",
         sees="preserve_rng_state=False, in code or settings",
-        pattern=r"preserve_rng_state['\"]?\s*[=:]\s*[Ff]alse",
+        pattern=r"preserve_rng_state['\"]?\s*[=:]\s*(?:False|false)",
         problem="With preserve_rng_state=False, dropout inside a checkpoint draws another mask in backward.",
         cause="Gradients are then of another function than the loss, and nothing says so.",
         fix=(
