@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from device_steps import sized
-from zoo import FIRST_WORD, Case
+from zoo import FIRST_WORD, Case, deepseek_v3
 
 
 def decoder(name: str, device: torch.device, dtype: torch.dtype = torch.float32, num_layers: int = 0) -> Case:
@@ -65,29 +65,10 @@ def _experts(implementation: str) -> Callable[[int], dict[str, Any]]:
     return lambda width: {"num_local_experts": 4, "experts_implementation": implementation}
 
 
-def _deepseek_v3(width: int) -> dict[str, Any]:
-    """One dense layer, then routed experts; latent attention with every projection."""
-    return {
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": width // 2,
-        "n_shared_experts": 1,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": width // 2,
-        "q_lora_rank": width // 2,
-        "qk_rope_head_dim": width // 4,
-        "qk_nope_head_dim": width // 4,
-        "v_head_dim": width // 4,
-    }
-
-
 DECODERS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
     "llama": ("Llama", _nothing),
     "gpt2": ("GPT2", _dropout),
     "mixtral_grouped": ("Mixtral", _experts("grouped_mm")),
     "mixtral_eager": ("Mixtral", _experts("eager")),
-    "deepseek_v3": ("DeepseekV3", _deepseek_v3),
+    "deepseek_v3": ("DeepseekV3", deepseek_v3),
 }

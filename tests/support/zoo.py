@@ -117,29 +117,28 @@ def _hugging_face(
     return Case(name, build, batch, layers, is_random=is_random)
 
 
-def _deepseek_v3() -> dict[str, Any]:
-    """One dense layer, then two with routed experts; latent attention with every projection."""
+def deepseek_v3(width: int) -> dict[str, Any]:
+    """One dense layer, then routed experts; latent attention with every projection."""
     return {
-        **_DECODER,
-        "num_hidden_layers": 3,
         "num_key_value_heads": 4,
-        "moe_intermediate_size": 16,
+        "moe_intermediate_size": width // 2,
         "n_shared_experts": 1,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "n_group": 2,
         "topk_group": 1,
         "first_k_dense_replace": 1,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
+        "kv_lora_rank": width // 2,
+        "q_lora_rank": width // 2,
+        "qk_rope_head_dim": width // 4,
+        "qk_nope_head_dim": width // 4,
+        "v_head_dim": width // 4,
     }
 
 
 def _decoders() -> list[Case]:
     layers = _numbered("model.layers")
+    deepseek = {**_DECODER, "num_hidden_layers": 3, **deepseek_v3(32)}
     mixtral = {**_DECODER, "num_local_experts": 4, "output_router_logits": True}
     qwen = {**_DECODER, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
     gemma = {**_DECODER, "head_dim": 8}
@@ -153,7 +152,7 @@ def _decoders() -> list[Case]:
         _hugging_face("llama_padded", "Llama", "ForCausalLM", layers, _DECODER, batch=_padded_tokens),
         _hugging_face("mixtral", "Mixtral", "ForCausalLM", layers, mixtral),
         _hugging_face("mixtral_eager", "Mixtral", "ForCausalLM", layers, {**mixtral, "attn_implementation": "eager"}),
-        _hugging_face("deepseek_v3", "DeepseekV3", "ForCausalLM", _numbered("model.layers", 3), _deepseek_v3()),
+        _hugging_face("deepseek_v3", "DeepseekV3", "ForCausalLM", _numbered("model.layers", 3), deepseek),
         _hugging_face("qwen3_moe", "Qwen3Moe", "ForCausalLM", layers, qwen),
         _hugging_face("gemma", "Gemma", "ForCausalLM", layers, gemma),
         _hugging_face(

@@ -50,52 +50,31 @@ class DoublesFunctions(TorchFunctionMode):
         return result * 2 if func in (torch.sin, Tensor.sin, torch.ops.aten.sin.default) else result
 
 
-@contextmanager
-def doubles_dtype() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextmanager
-def flushed() -> Iterator[None]:
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def reduced_precision() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 Around = Callable[[], AbstractContextManager[Any]]
+
+
+def switched(switch: Callable[[Any], object], value: Any, otherwise: Any) -> Around:
+    """What has a switch of PyTorch at a value within a block, and as it is otherwise behind it."""
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        switch(value)
+        try:
+            yield
+        finally:
+            switch(otherwise)
+
+    return around
+
+
 AROUND: dict[str, Around] = {
     "dispatch mode": Doubles,
     "function mode": DoublesFunctions,
-    "flush denormals": flushed,
+    "flush denormals": switched(torch.set_flush_denormal, True, False),
     "without mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
-    "deterministic": deterministic,
-    "matmul precision": reduced_precision,
-    "default dtype": doubles_dtype,
+    "deterministic": switched(torch.use_deterministic_algorithms, True, False),
+    "matmul precision": switched(torch.set_float32_matmul_precision, "medium", "highest"),
+    "default dtype": switched(torch.set_default_dtype, torch.float64, torch.float32),
 }
 
 

@@ -12,32 +12,24 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
+from hugging_face_pairs import SIZES, assert_same_logits, give_weights
 from recollect.engine.content import has_same_bits
 from recollect.errors import CheckpointError, UnsupportedModelError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.hugging_face import ARCHITECTURES, load_hugging_face, save_hugging_face
 from recollect.lab.models.sizes import NAMED_CONFIGS
 
-GPT2: dict[str, Any] = {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32}
-LLAMA: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
+GPT2: dict[str, Any] = {"vocab_size": SIZES["vocab_size"], "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2-untied": ("GPT2LMHeadModel", {**GPT2, "n_inner": 40, "tie_word_embeddings": False}),
     "gpt2-gelu": ("GPT2LMHeadModel", {**GPT2, "activation_function": "gelu", "layer_norm_epsilon": 1e-3}),
-    "llama": ("LlamaForCausalLM", LLAMA),
-    "llama-grouped": ("LlamaForCausalLM", {**LLAMA, "num_key_value_heads": 2, "head_dim": 12, "rms_norm_eps": 1e-3}),
-    "llama-tied": ("LlamaForCausalLM", {**LLAMA, "num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "llama-biased": ("LlamaForCausalLM", {**LLAMA, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
-    "llama-long": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "llama": ("LlamaForCausalLM", SIZES),
+    "llama-grouped": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 12, "rms_norm_eps": 1e-3}),
+    "llama-tied": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama-biased": ("LlamaForCausalLM", {**SIZES, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+    "llama-long": ("LlamaForCausalLM", {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
 }
 every_case = pytest.mark.parametrize("case", CASES)
 
@@ -48,16 +40,8 @@ def theirs_of(case: str) -> Any:
     torch.manual_seed(0)
     model_class = getattr(transformers, family)
     model = model_class(model_class.config_class(**fields, attn_implementation="eager")).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_norm = "norm" in name or "ln_" in name
-            parameter.copy_(torch.randn_like(parameter) * 0.2 + (1 if is_norm and name.endswith("weight") else 0))
+    give_weights(model)
     return model
-
-
-def tokens_of() -> Tensor:
-    torch.manual_seed(1)
-    return torch.randint(96, (2, 24))
 
 
 @every_case
@@ -70,9 +54,7 @@ def test_logits_of_a_saved_model(case: str, core: Any, tmp_path: Path) -> None:
         copy = GPTModel(dataclasses.replace(ours.config, core_attention=core)).eval()
         copy.load_state_dict(ours.state_dict())
         ours = copy
-    with torch.no_grad():
-        # Logits of size 10 in fp32; sums in another order are off by some roundings of 2^-24 each.
-        torch.testing.assert_close(ours(tokens_of()).logits, theirs(tokens_of()).logits, rtol=1e-4, atol=1e-4)
+    assert_same_logits(ours, theirs)
 
 
 @every_case
@@ -88,8 +70,7 @@ def test_saved_models_are_loaded_by_transformers(case: str, shard_bytes: int, tm
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     state = again.state_dict()
     assert all(has_same_bits(tensor, state[name]) for name, tensor in theirs.state_dict().items())
-    with torch.no_grad():
-        torch.testing.assert_close(again.eval()(tokens_of()).logits, theirs(tokens_of()).logits, rtol=1e-4, atol=1e-4)
+    assert_same_logits(again, theirs)
 
 
 @every_case

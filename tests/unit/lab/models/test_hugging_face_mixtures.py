@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
+from hugging_face_pairs import SIZES, assert_same_logits, give_weights
 from recollect.engine.content import has_same_bits
 from recollect.errors import CheckpointError, UnsupportedModelError
 from recollect.lab.models.gpt import GPTModel
@@ -23,17 +24,9 @@ from recollect.lab.models.hugging_face import ARCHITECTURES, load_hugging_face, 
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.models.weight_rules import convert
 
-_DECODER: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-MIXTRAL = {**_DECODER, "num_key_value_heads": 2, "num_local_experts": 4}
+MIXTRAL = {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4}
 DEEPSEEK = {
-    **_DECODER,
+    **SIZES,
     "num_key_value_heads": 4,
     "moe_intermediate_size": 16,
     "n_shared_experts": 2,
@@ -68,26 +61,12 @@ def theirs_of(case: str) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**fields, attn_implementation="eager")
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    give_weights(model)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(
-                1 + 0.1 * torch.randn_like(parameter) if "norm" in name else torch.randn_like(parameter) * 0.2
-            )
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.2)
     return model
-
-
-def tokens_of() -> Tensor:
-    torch.manual_seed(1)
-    return torch.randint(96, (2, 24))
-
-
-def assert_same_logits(ours: GPTModel, theirs: Any) -> None:
-    """Logits of size 10 in fp32; sums in another order are off by some roundings of 2^-24 each."""
-    with torch.no_grad():
-        torch.testing.assert_close(ours.eval()(tokens_of()).logits, theirs(tokens_of()).logits, rtol=1e-4, atol=1e-4)
 
 
 @every_case
@@ -160,11 +139,7 @@ def test_multi_token_prediction_is_that_of_transformers(tmp_path: Path) -> None:
     theirs = theirs_of("deepseek")
     config = ARCHITECTURES["deepseek_v3"].read({**theirs.config.to_dict(), "num_nextn_predict_layers": 1})
     ours = GPTModel(config)
-    with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            parameter.copy_(
-                1 + 0.1 * torch.randn_like(parameter) if "norm" in name else torch.randn_like(parameter) * 0.2
-            )
+    give_weights(ours)
     save_hugging_face(ours, "deepseek_v3", tmp_path)
     layer = MtpLayer(
         theirs.config, modeling_deepseek_v3.DeepseekV3DecoderLayer, modeling_deepseek_v3.DeepseekV3RMSNorm, 3
