@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import tempfile
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -25,6 +27,8 @@ _WIDTH = 80
 _LABEL = 10
 _NOTHING_FOUND = 1
 _INPUT = "standard input"
+_COMMAND = re.compile(r"(.*:) (recollect \w+ --.+)", re.DOTALL)
+_WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def run_doctor(command: Doctor, console: Console) -> int:
@@ -57,7 +61,7 @@ def run_doctor(command: Doctor, console: Console) -> int:
 
 def _add_standard_input(case: Case) -> None:
     """Read standard input by way of a file, so that a long log is not held in memory."""
-    if sys.stdin.isatty():
+    if sys.stdin is None or sys.stdin.isatty():
         raise DiagnosisError(
             "doctor: got no file, expected a log, a configuration or a memory snapshot: recollect doctor train.log, "
             "or pipe it in: python train.py 2>&1 | recollect doctor."
@@ -84,10 +88,18 @@ def report(found: Sequence[Finding]) -> str:
         for i, text in enumerate(finding.evidence):
             lines += _part("   seen" if i == 0 else "", text)
         for i, text in enumerate(finding.fix):
-            lines += _part("   do" if i == 0 else "", text)
+            lines += _advice("   do" if i == 0 else "", text)
         lines += _part("", f"[{finding.certainty}; rule {finding.rule}; {finding.source}]")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def _advice(label: str, text: str) -> list[str]:
+    """Return a text like `_part`; a command at its end begins a line, and goes on over lines as a shell reads it."""
+    said, command = found.groups() if (found := _COMMAND.match(text)) else (text, "")
+    indent = " " * _LABEL
+    parts = textwrap.wrap(command, _WIDTH - 2, initial_indent=indent, subsequent_indent=f"{indent}  ", **_WHOLE_WORDS)
+    return [*_part(label, said), *(f"{part} \\" for part in parts[:-1]), *parts[-1:]]
 
 
 def _part(label: str, text: str, *, indent: int = _LABEL) -> list[str]:
@@ -97,8 +109,7 @@ def _part(label: str, text: str, *, indent: int = _LABEL) -> list[str]:
         width=_WIDTH,
         initial_indent=label.ljust(indent),
         subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
+        **_WHOLE_WORDS,
     )
 
 

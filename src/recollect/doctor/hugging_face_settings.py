@@ -44,7 +44,7 @@ DEEPSPEED_SECTION = Rule(
     problem="The section activation_checkpointing recomputes nothing by itself.",
     cause="It configures deepspeed.checkpointing.checkpoint, which the model's code has to call; transformers' do not.",
     fix=(
-        "With transformers: gradient_checkpointing: true (activation_checkpointing from 5.22 on) in the training arguments.",
+        "With transformers: gradient_checkpointing: true (activation_checkpointing in newer ones) in the training arguments.",
         "In code of your own: call deepspeed.checkpointing.checkpoint on each layer.",
         'Or: recollect.attach(model, optimizer, budget="80%").',
     ),

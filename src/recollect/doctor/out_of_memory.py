@@ -91,10 +91,10 @@ OPTIMIZER = Rule(
     fix=(
         "Shard the state (ZeRO, FSDP, --use-distributed-optimizer), offload it, or use an 8-bit optimizer.",
         "Use fused=True, or foreach=False: the foreach implementation needs temporaries of the size of all parameters.",
-        'Plan with the optimizer counted: recollect.attach(model, optimizer, budget="{budget}") plans the whole step.',
+        "Recompute cannot make it smaller: activations are gone by then. recollect counts it, and says so if no plan fits: "
+        'recollect.attach(model, optimizer, budget="{budget}").',
     ),
     source="Megatron Bridge, performance guide: it must survive optimizer start-up; verl-project/verl#3124",
-    certainty="likely",
 )
 RECOMPUTE = Rule(
     name="memory-in-recompute",
@@ -117,7 +117,6 @@ LOADING = Rule(
     cause="It happens before any step, so recompute cannot help.",
     fix=("Shard the weights (FSDP, ZeRO-3, tensor parallelism), load them in bf16, or use another device.",),
     source="the traceback itself",
-    certainty="likely",
 )
 NO_CHECKPOINT = Rule(
     name="checkpointing-without-effect",
@@ -147,8 +146,8 @@ _PLACES = (
     (
         RECOMPUTE,
         re.compile(
-            r"(?:utils/checkpoint|tensor_parallel/random|checkpointing)\.py(?:\", line |:)\d+,? in (?:recompute_fn|"
-            r"unpack_hook|backward|inner)|_fine_grained_backward"
+            r"(?:utils/checkpoint|tensor_parallel/random|checkpointing)\.py(?:\", line |:)\d+,? in (?:\w+\.)?(?:recompute_fn|"
+            r"unpack_hook|backward|inner)\b"
         ),
     ),
     (
@@ -161,12 +160,12 @@ _PLACES = (
     (
         LOADING,
         re.compile(
-            r"\bin (?:_apply|from_pretrained|_load_state_dict_into\w*|load_checkpoint|set_module_tensor_to_device)"
+            r"\bin (?:\w+\.)?(?:_apply|from_pretrained|_load_state_dict\w*|load_checkpoint|set_module_tensor_to_device)\b"
         ),
     ),
 )
 _END = re.compile(r"closure|training_step|train_step")
-_LAYER = re.compile(r"modeling_\w+\.py\", line \d+,? in forward")
+_LAYER = re.compile(r"modeling_\w+\.py(?:\", line |:)\d+,? in (?:\w+\.)?forward")
 _CHECKPOINT = re.compile(r"checkpoint\w*\.py\"|_gradient_checkpointing_func|_checkpointed_forward")
 _FRAME = re.compile(r"^\s*File \"")
 
@@ -188,13 +187,16 @@ def findings(
         expandable: the line that sets expandable segments, which leave few gaps; "" if there is none.
 
     Yields:
-        The reason first.
+        The place first where it says more than the numbers.
     """
     message = MemoryMessage.of(passage.line)
     if message is None:
         return
     budget = "80%" if message.capacity_bytes is None else _budget(message.capacity_bytes)
     values: dict[str, Any] = {"tried": format_bytes(message.tried_bytes), "budget": budget, "length": length}
+    place, frame = _place(passage.traceback)
+    if place is not None:
+        yield place.finding(passage.quoted(), frame, **values)
     if (reason := _reason(message, (passage.quoted(), *([expandable] if expandable else [])), values)) is not None:
         yield reason
     if message.capacity_bytes is not None:
@@ -203,13 +205,10 @@ def findings(
             names = ", ".join(f"process {pid} ({format_bytes(n)})" for pid, n in message.other_processes.items())
             capacity = format_bytes(message.capacity_bytes)
             yield OTHERS.finding(passage.quoted(), others=format_bytes(others), capacity=capacity, names=names)
-    place, frame = _place(passage.traceback)
-    if place is not None:
-        yield place.finding(passage.quoted(), passage.quoted(frame), **values)
-    elif is_checkpointing and not any(_CHECKPOINT.search(line) for line in passage.traceback):
+    if place is None and is_checkpointing and not any(_CHECKPOINT.search(line) for line in passage.traceback):
         layers = [line for line in passage.traceback if _LAYER.search(line)]
         if layers:
-            yield NO_CHECKPOINT.finding(passage.quoted(), passage.quoted(layers[-1]))
+            yield NO_CHECKPOINT.finding(passage.quoted(), f"in {layers[-1].strip().removeprefix('File ')}")
 
 
 def _budget(capacity: int) -> str:
@@ -238,14 +237,21 @@ def _reason(message: MemoryMessage, evidence: tuple[str, ...], values: dict[str,
 
 
 def _place(traceback: tuple[str, ...]) -> tuple[Rule | None, str]:
-    """Return the rule of the innermost frame that has one, and that frame's line."""
-    frame = ""
-    for line in reversed(traceback):
+    """Return the rule of the innermost frame that has one, and that frame with its line of code."""
+    for i in range(len(traceback) - 1, -1, -1):
+        line = traceback[i]
         for rule, pattern in _PLACES:
             if pattern.search(line):
-                return rule, line if _FRAME.match(line) else f"{line.strip()}"
-        if _FRAME.match(line):
-            frame = line
-            if _END.search(frame):
-                break
+                return rule, _frame_at(traceback, i)
+        if _FRAME.match(line) and _END.search(line):
+            break
     return None, ""
+
+
+def _frame_at(traceback: tuple[str, ...], i: int) -> str:
+    """Return "in FILE, line N, in FUNCTION: CODE" for a line of either kind."""
+    start = i if _FRAME.match(traceback[i]) or i == 0 or not _FRAME.match(traceback[i - 1]) else i - 1
+    lines = [traceback[start].strip()]
+    if _FRAME.match(traceback[start]) and start + 1 < len(traceback) and not _FRAME.match(traceback[start + 1]):
+        lines.append(traceback[start + 1].strip())
+    return f"in {': '.join(lines).removeprefix('File ')}"

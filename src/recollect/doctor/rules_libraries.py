@@ -14,7 +14,7 @@ LIBRARY_RULES = (
         r"|`?fsdp_config\['activation_checkpointing'\]`? .*training argument can't both be set)",
         problem="Two mechanisms would checkpoint the same layers: FSDP's and the model's.",
         cause="activation_checkpointing is set in the FSDP configuration, and gradient_checkpointing (activation_checkpointing "
-        "from transformers 5.22 on) in the training arguments.",
+        "in newer versions of transformers 5) in the training arguments.",
         fix=("Keep FSDP's: fsdp_config.activation_checkpointing: true, and take the other one out.",),
         source="transformers/trainer.py",
     ),
@@ -71,7 +71,7 @@ LIBRARY_RULES = (
         cause="Offloading without a pool allocates each buffer anew, about 3 ms a tensor; that took 49.6 % of a step, and "
         "22 % with a pool.",
         fix=(
-            "Reuse pinned buffers: offload from PyTorch 2.12 on with its pool, or Megatron's "
+            "Reuse pinned buffers: PyTorch's pool (under torch.compile, from 2.12 on), or Megatron's "
             "--cpu-offloading-retain-pinned-cpu-buffers.",
             "Offload fewer, larger tensors, on a stream of their own.",
             'Or recompute instead: recollect.attach(model, optimizer, budget="80%").',

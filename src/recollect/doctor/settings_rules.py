@@ -90,7 +90,7 @@ FULL_IS_SLOW = Rule(
 )
 ONE_REGION = Rule(
     name="one-huge-region",
-    sees="uniform recompute with as many layers in a region as a stage has, or activation checkpoints of the whole model",
+    sees="uniform recompute with as many layers in a region as a stage has",
     problem="The whole stage is one region, so recompute saves next to nothing at the peak.",
     cause="Backward runs the region again as a whole, and then all of its activations are alive at once, as without recompute. "
     "recompute_num_layers is the size of a region ({layers}), not the number of layers that are recomputed.",
@@ -153,7 +153,7 @@ ROUTER_COUNTS = Rule(
     name="router-counts-twice",
     sees="recompute of experts or of whole layers in a model with experts",
     problem="Code in the router that counts (expert loads, auxiliary loss in the log) runs twice for each micro-batch.",
-    cause="Recompute runs the router's Python again. In Megatron before core 0.12 the logged load-balancing loss is twice its "
+    cause="Recompute runs the router's Python again. In Megatron up to core 0.11 the logged load-balancing loss is twice its "
     "value; the gradients are right. Code of your own that adds to a counter is wrong in the same way.",
     fix=(
         "Update Megatron, or divide the logged value by two; do not change --moe-aux-loss-coeff.",

@@ -39,6 +39,16 @@ def test_a_report_of_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [line for line in out.splitlines() if len(line) > 80 and str(tmp_path) not in line] == []
 
 
+def test_a_command_can_be_copied() -> None:
+    lines = report(recollect.diagnose(ROOT / "tests/unit/doctor/texts/memory-full.txt")).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.strip().startswith("recollect plan"))
+    assert lines[start].endswith(" \\")
+    command = " ".join(line.strip().removesuffix("\\") for line in lines[start : start + 2])
+    assert shlex.split(command)[:3] == ["recollect", "plan", "--hf-config"]
+    assert shlex.split(command)[-2:] == ["--memory-budget", "28GiB"]
+    assert max(map(len, lines[start : start + 2])) <= 80
+
+
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "x.log"
     log.write_text(GRAPHS)
