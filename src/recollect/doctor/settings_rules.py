@@ -157,7 +157,8 @@ ROUTER_COUNTS = Rule(
     "value; the gradients are right. Code of your own that adds to a counter is wrong in the same way.",
     fix=(
         "Update Megatron, or divide the logged value by two; do not change --moe-aux-loss-coeff.",
-        "In code of your own: count only while torch.is_grad_enabled() says that it is the run that counts.",
+        "In code of your own: count outside of the region; under Megatron's (reentrant) checkpoint, or only while "
+        "torch.is_grad_enabled().",
         "recollect runs ops again, not Python, so that counters stay right.",
     ),
     source="NVIDIA/Megatron-LM#1330, #1433, #1478, #1514; NVIDIA-NeMo/Automodel#3247",
