@@ -26,19 +26,23 @@ def batch_for(subject: Subject, model: nn.Module) -> dict[str, Any]:
     words = torch.randint(_FIRST_WORD, _vocabulary(config), (SEQUENCES, TOKENS), generator=generator)
     batch: dict[str, Any] = {}
     labels: torch.Tensor | None = words.clone()
-    if "input_values" in names:
+    # A text model that can take sound or images as well trains on text alone.
+    takes_words = "input_ids" in names and "decoder_input_ids" not in names
+    if takes_words:
+        batch["input_ids"] = words
+    elif "input_values" in names:
         batch["input_values"] = torch.randn(_sound_shape(config), generator=generator)
     elif "input_features" in names:
         batch["input_features"] = torch.randn(_feature_shape(config), generator=generator)
         if "attention_mask" in names:
             batch["attention_mask"] = torch.ones(batch["input_features"].shape[:2], dtype=torch.long)
-    elif "pixel_values_videos" in names and "input_ids" not in names:
+    elif "pixel_values_videos" in names:
         batch["pixel_values_videos"] = torch.randn(_image_shape(subject, config), generator=generator)
     elif "pixel_values" in names and "input_ids" not in names:
         batch["pixel_values"] = torch.randn(_image_shape(subject, config), generator=generator)
     else:
         batch["input_ids"] = words
-    if subject.task in ("CTC", "speech seq2seq", "seq2seq LM"):
+    if subject.task in ("CTC", "speech seq2seq", "seq2seq LM") and not takes_words:
         labels = words[:, :12].clone()
     if "classification" in subject.task:
         labels = torch.tensor([0, 1])

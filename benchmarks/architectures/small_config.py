@@ -112,6 +112,8 @@ def small_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     config = config_class(**sizes)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
+    if config.is_encoder_decoder and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0
     return config
 
 
