@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 
-__all__ = ["format_bytes"]
+__all__ = ["format_bytes", "least_amount"]
 
 _PREFIXES = "KMGTP"
 
@@ -35,3 +35,28 @@ def format_bytes(num_bytes: int) -> str:
         if round(value, 1) < 1024:
             break
     return f"{sign}{value:.1f} {suffix}"
+
+
+def least_amount(num_bytes: int) -> str:
+    """Print bytes as an amount to paste as a budget: rounded up, so that it is enough.
+
+    Args:
+        num_bytes: 0 or more.
+
+    Returns:
+        At most one decimal and a power-of-1024 suffix, without a space, as `recollect.quantities.parse_bytes` reads it.
+
+    Example:
+        >>> least_amount(512), least_amount(1025), least_amount(16 * 2**30), least_amount(2**20 - 1)
+        ('512B', '1.1KiB', '16.0GiB', '1.0MiB')
+    """
+    number = operator.index(num_bytes)
+    if number < 1024:
+        return f"{number}B"
+    for power, prefix in enumerate(_PREFIXES, start=1):
+        # Exact, where a float would round down a sum of many digits.
+        tenths = -(-number * 10 // 1024**power)
+        suffix = f"{prefix}iB"
+        if tenths < 10240:
+            break
+    return f"{tenths // 10}.{tenths % 10}{suffix}"

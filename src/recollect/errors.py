@@ -40,7 +40,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from recollect.byte_format import format_bytes
+from recollect.byte_format import format_bytes, least_amount
 
 __all__ = [
     "AlreadyAppliedError",
@@ -206,18 +206,41 @@ class BudgetTooSmallError(RecollectError, ValueError):
         least_peak_bytes: the least peak of all plans that the planner knows.
         unit: the unit whose forward or backward has that peak; empty for the model itself.
         advice: sentences on what would help, the most promising first.
+        plain_peak_bytes: the peak without recompute, which percentages are of; 0 if unknown.
+        least_budgets: the least budgets, as texts to pass instead: an amount, and a percentage if that peak is known.
     """
 
-    def __init__(self, *, budget_bytes: int, least_peak_bytes: int, unit: str, advice: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        budget_bytes: int,
+        least_peak_bytes: int,
+        unit: str,
+        advice: Sequence[str] = (),
+        plain_peak_bytes: int = 0,
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.least_peak_bytes = least_peak_bytes
         self.unit = unit
         self.advice = tuple(advice)
+        self.plain_peak_bytes = plain_peak_bytes
+        percentage = (f"{-(-100 * least_peak_bytes // plain_peak_bytes)}%",) if plain_peak_bytes else ()
+        self.least_budgets = (least_amount(least_peak_bytes), *percentage)
         remedy = f". {' '.join(advice)}" if advice else ", or use a smaller batch."
         super().__init__(
             f"{format_bytes(budget_bytes)} ({budget_bytes} bytes) is below the least possible peak "
             f"{format_bytes(least_peak_bytes)} ({least_peak_bytes} bytes), which {_unit_text(unit)} needs. "
-            f"Raise the budget{remedy}"
+            f"Raise the budget to {' or '.join(map(repr, self.least_budgets))}{remedy}"
+        )
+
+    def with_percentage_of(self, plain_peak_bytes: int) -> BudgetTooSmallError:
+        """Return the same error for a budget whose percentages are of another peak without recompute."""
+        return BudgetTooSmallError(
+            budget_bytes=self.budget_bytes,
+            least_peak_bytes=self.least_peak_bytes,
+            unit=self.unit,
+            advice=self.advice,
+            plain_peak_bytes=plain_peak_bytes,
         )
 
 

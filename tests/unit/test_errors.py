@@ -38,6 +38,7 @@ from recollect.errors import (
     UnknownNameError,
     UnsupportedModelError,
 )
+from recollect.quantities import parse_budget
 
 BUILTIN_BASE = {
     QuantityError: ValueError,
@@ -115,7 +116,7 @@ def test_budget_too_small() -> None:
     error = BudgetTooSmallError(budget_bytes=12 * 2**30, least_peak_bytes=15 * 2**30, unit="layers.17")
     assert str(error) == (
         "12.0 GiB (12884901888 bytes) is below the least possible peak 15.0 GiB (16106127360 bytes), which layers.17 "
-        "needs. Raise the budget, or use a smaller batch."
+        "needs. Raise the budget to '15.0GiB', or use a smaller batch."
     )
     assert (error.budget_bytes, error.least_peak_bytes, error.unit) == (12884901888, 16106127360, "layers.17")
     whole_model = BudgetTooSmallError(budget_bytes=10, least_peak_bytes=20, unit="")
@@ -124,8 +125,21 @@ def test_budget_too_small() -> None:
 
 def test_budget_too_small_with_advice() -> None:
     error = BudgetTooSmallError(budget_bytes=10, least_peak_bytes=20, unit="head", advice=["Try this.", "Or that."])
-    assert str(error).endswith("which head needs. Raise the budget. Try this. Or that.")
+    assert str(error).endswith("which head needs. Raise the budget to '20B'. Try this. Or that.")
     assert error.advice == ("Try this.", "Or that.")
+
+
+@pytest.mark.parametrize("least_peak_bytes", [20, 1025, 10**6 + 1, 2**20 - 1, 2**30, 2**60 + 1, 3 * 2**60])
+def test_budget_too_small_gives_the_least_budget_to_paste(least_peak_bytes: int) -> None:
+    plain_bytes = least_peak_bytes * 3 // 2
+    error = BudgetTooSmallError(
+        budget_bytes=10, least_peak_bytes=least_peak_bytes, unit="head", plain_peak_bytes=plain_bytes
+    )
+    assert f"Raise the budget to {error.least_budgets[0]!r} or {error.least_budgets[1]!r}, or" in str(error)
+    for text, tolerance in zip(error.least_budgets, (1.1, 1.05), strict=True):  # one decimal; one percent
+        assert least_peak_bytes <= parse_budget(text, reference_bytes=plain_bytes) <= least_peak_bytes * tolerance
+    other = error.with_percentage_of(2 * plain_bytes)
+    assert int(other.least_budgets[1].rstrip("%")) == 34
 
 
 def test_unknown_name_suggests_similar_names() -> None:

@@ -158,6 +158,7 @@ class Planner:
             budget_bytes=budget_bytes,
             least_peak_bytes=least.peak_bytes,
             unit=least.peak_call,
+            plain_peak_bytes=self._plain.peak_bytes,
             advice=advice(
                 self.profile,
                 budget_bytes=budget_bytes,

@@ -74,7 +74,7 @@ def plan_with_chunks(record: Callable[[int], Profile], budget: int | str, loss_c
             made = Planned(plan_for(profile, budget_bytes), profile, plain_bytes)
         except BudgetTooSmallError as error:
             if failure is None or error.least_peak_bytes < failure.least_peak_bytes:
-                failure = error
+                failure = error.with_percentage_of(plain_bytes)
         else:
             if best is not None and _step_s(made) >= (1 - _SAME_TIME) * _step_s(best):
                 break

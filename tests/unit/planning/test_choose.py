@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 
 from recollect.errors import BudgetTooSmallError, QuantityError
 from recollect.planning.choose import plan
+from recollect.planning.loss_chunks import plan_with_chunks
 from recollect.planning.option_table import OptionTable
 from recollect.planning.output_choices import dropped_outputs
 from recollect.profile.graph import UnitCall
@@ -113,6 +115,25 @@ def test_budget_too_small_names_the_least_peak_and_its_unit() -> None:
         plan(profile, 100)
     assert (e.value.budget_bytes, e.value.unit) == (100, "layers.0")
     assert plan(profile, e.value.least_peak_bytes).predicted_peak_bytes == e.value.least_peak_bytes <= least
+
+
+def test_least_budgets_of_the_error_work() -> None:
+    for profile in (stack(4), *(random_stack(seed) for seed in range(5))):
+        with pytest.raises(BudgetTooSmallError) as e:
+            plan(profile, 100)
+        amount, percentage = e.value.least_budgets
+        for budget in (amount, percentage, *re.findall(r"'(.+?)'", str(e.value))):
+            made = plan(profile, budget)
+            assert (made.predicted_peak_bytes or 0) <= (made.budget_bytes or 0)
+
+
+def test_least_percentage_is_of_the_step_recorded_first() -> None:
+    profiles = {1: stack(6), 4: stack(3)}
+    with pytest.raises(BudgetTooSmallError) as e:
+        plan_with_chunks(lambda count: profiles.get(count, profiles[4]), 100, "auto")
+    assert plan_with_chunks(lambda count: profiles.get(count, profiles[4]), e.value.least_budgets[1], "auto")
+    assert e.value.plain_peak_bytes == peak_range(profiles[1])[1]
+    assert e.value.least_peak_bytes < peak_range(profiles[1])[0]
 
 
 @pytest.mark.parametrize("budget", ["lots", "-1GiB", "", "16G"])
