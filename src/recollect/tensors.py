@@ -8,7 +8,7 @@ import torch
 
 from recollect._torch_private import is_traceable_wrapper_subclass, tree_leaves
 
-__all__ = ["inner_tensors", "tensors_in"]
+__all__ = ["inner_tensors", "sparse_parts", "tensors_in"]
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -41,3 +41,20 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     names, _ = tensor.__tensor_flatten__()
     # A DTensor names its device mesh, too.
     return [inner for inner in (getattr(tensor, name) for name in names) if isinstance(inner, torch.Tensor)]
+
+
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the indices and values of a sparse tensor; none for any other.
+
+    Example:
+        >>> import torch
+        >>> [list(part.shape) for part in sparse_parts(torch.eye(3).to_sparse())]
+        [[2, 3], [3]]
+    """
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []

@@ -103,6 +103,8 @@ def glance_at(tensor: torch.Tensor) -> bytes | int | None:
     """
     if not tensor.is_cpu or (type(tensor) is not torch.Tensor and type(tensor) is not Parameter):
         return None
+    if tensor.layout is not torch.strided:
+        return None
     nbytes = tensor.nbytes
     if not nbytes or (nbytes > _SMALL_BYTES and tensor.untyped_storage().resizable()) or not tensor.is_contiguous():
         return None

@@ -20,6 +20,7 @@ from recollect._torch_private import keeps_graph
 from recollect.engine.content import has_same_bits
 from recollect.engine.values import private_copy
 from recollect.errors import MutatedValueError
+from recollect.tensors import sparse_parts
 
 __all__ = ["SMALL_BYTES", "ModuleState", "WrittenBuffers", "small_buffer_bytes"]
 
@@ -45,7 +46,7 @@ class WrittenBuffers:
 
     def copies(self, name: str, buffer: torch.Tensor) -> bool:
         """Whether this buffer's content has to be copied before forward runs."""
-        return buffer.nbytes <= SMALL_BYTES or self.large is None or name in self.large
+        return _is_small(buffer) or self.large is None or name in self.large
 
     def learn(self, names: Iterable[str]) -> None:
         """Add large buffers that forward wrote to."""
@@ -82,7 +83,7 @@ class ModuleState:
                 if buffer._version != self._versions[name]:
                     written.append(name)
                     self._late.append((buffer, buffer._version - self._versions[name]))
-            elif buffer.nbytes > SMALL_BYTES and self._written.large is None:
+            elif not _is_small(buffer) and self._written.large is None:
                 if has_same_bits(held, buffer):
                     del self._copies[name]
                 else:
@@ -132,7 +133,15 @@ def small_buffer_bytes(module: nn.Module) -> int:
         >>> small_buffer_bytes(nn.BatchNorm1d(8))
         72
     """
-    return sum(buffer.nbytes for buffer in module.buffers() if buffer.nbytes <= SMALL_BYTES)
+    return sum(_nbytes(buffer) for buffer in module.buffers() if _is_small(buffer))
+
+
+def _is_small(buffer: torch.Tensor) -> bool:
+    return _nbytes(buffer) <= SMALL_BYTES
+
+
+def _nbytes(buffer: torch.Tensor) -> int:
+    return sum(part.nbytes for part in sparse_parts(buffer) or [buffer])
 
 
 def _joined(prefix: str, name: str) -> str:

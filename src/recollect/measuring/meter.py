@@ -29,7 +29,7 @@ from recollect.byte_format import format_bytes
 from recollect.errors import MeterError
 from recollect.measuring.reachable import reachable_storages
 from recollect.quantities import parse_bytes
-from recollect.tensors import inner_tensors
+from recollect.tensors import inner_tensors, sparse_parts
 
 __all__ = ["PeakMeasurement", "measure_peak", "storage_bytes", "storages_of"]
 
@@ -138,13 +138,13 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Add up the bytes of the distinct storages behind some tensors.
 
     Args:
-        tensors: strided, of any device and shape; for tensors that wrap others (DTensor), the wrapped ones count.
+        tensors: of any device and shape; for those that consist of others (DTensor, sparse ones), these count.
 
     Returns:
         Bytes. Views of one storage count it once, and whole.
 
     Raises:
-        MeterError: a tensor has no storage of its own, such as a sparse one.
+        MeterError: a tensor has no storage and does not say what it consists of.
 
     Example:
         >>> import torch
@@ -165,19 +165,19 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
                 storage = plain.untyped_storage()
             except NotImplementedError:
                 raise MeterError(
-                    f"storage_bytes: got a {plain.layout} tensor of shape {list(plain.shape)}, expected one with "
-                    "strides. Pass its indices and values."
+                    f"storage_bytes: got a {plain.layout} tensor of shape {list(plain.shape)}, expected a strided or sparse "
+                    "one. Convert it with to_dense()."
                 ) from None
             storages[id(storage)] = storage
     return list(storages.values())
 
 
 def _unwrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    wrapped = inner_tensors(tensor)
-    if not wrapped:
+    parts = inner_tensors(tensor) or sparse_parts(tensor)
+    if not parts:
         yield tensor
-    for inner in wrapped:
-        yield from _unwrapped(inner)
+    for part in parts:
+        yield from _unwrapped(part)
 
 
 def _device_of(device: str | torch.device | None) -> torch.device:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recollect.engine.content import has_same_bits
+from recollect.engine.content import glance_at, has_same_bits
 
 NAN = torch.tensor([float("nan"), 1.0])
 ZERO = torch.tensor([0.0])
@@ -43,6 +43,12 @@ def test_quantized_tensors() -> None:
     quantized = [torch.quantize_per_tensor(NAN[1:], scale, 0, torch.qint8) for scale in (0.1, 0.1, 0.2)]
     assert has_same_bits(quantized[0], quantized[1])
     assert not has_same_bits(quantized[0], quantized[2])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_glances_at_sparse_tensors_see_nothing() -> None:
+    assert glance_at(NAN) is not None
+    assert glance_at(torch.eye(3).to_sparse()) is None and glance_at(torch.eye(3).to_sparse_csr()) is None
 
 
 def test_complex_tensors_with_a_lazy_conjugate() -> None:

@@ -253,10 +253,22 @@ def test_storage_bytes_counts_each_storage_once_and_whole() -> None:
     assert storage_bytes([torch.empty(10, device="meta"), torch.empty(20, device="meta")]) == 120
 
 
-def test_storage_bytes_rejects_sparse_tensors() -> None:
-    sparse = torch.zeros(2, 3).to_sparse()
-    with pytest.raises(MeterError, match=r"got a torch.sparse_coo tensor of shape \[2, 3\], expected one with strides"):
-        storage_bytes([sparse])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_storage_bytes_counts_indices_and_values_of_sparse_tensors() -> None:
+    assert storage_bytes([torch.eye(4).to_sparse()]) == 4 * (2 * 8 + 4)
+    begins, others, values = torch.arange(5), torch.arange(4), torch.ones(4)
+    blocks = torch.ones(4, 2, 2)
+    for make in (torch.sparse_csr_tensor, torch.sparse_csc_tensor):
+        assert storage_bytes([make(begins, others, values)]) == 5 * 8 + 4 * 8 + 4 * 4
+    for make in (torch.sparse_bsr_tensor, torch.sparse_bsc_tensor):
+        assert storage_bytes([make(begins, others, blocks)]) == 5 * 8 + 4 * 8 + 16 * 4
+
+
+def test_storage_bytes_rejects_tensors_without_storage() -> None:
+    with pytest.raises(
+        MeterError, match=r"got a torch._mkldnn tensor of shape \[2, 3\], expected a strided or sparse one"
+    ):
+        storage_bytes([torch.zeros(2, 3).to_mkldnn()])
 
 
 def test_storage_bytes_looks_into_wrappers() -> None:
