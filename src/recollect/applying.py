@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from recollect._torch_private import is_checkpoint_wrapper
+from recollect.arguments import check_kind
+from recollect.engine.other_depth import check_depth
 from recollect.engine.placed_forward import Applied, PlacedForward
 from recollect.engine.policy import Policy
 from recollect.engine.recorded_on import warn_if_recorded_elsewhere
@@ -25,11 +26,9 @@ from recollect.errors import AlreadyAppliedError, UnknownNameError
 from recollect.loss.intercept import loss_forwards
 from recollect.plans.engines import EngineChoice
 from recollect.plans.paths import unit_words
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import module_of
-
-if TYPE_CHECKING:
-    from recollect.plans.plan import Plan
-    from recollect.plans.unit_plan import UnitPlan
 
 
 def apply(model: nn.Module, plan: Plan) -> Applied:
@@ -43,12 +42,14 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
         A handle that removes the plan again; also a context manager.
 
     Raises:
+        ArgumentError: the model is no module, or the plan no plan.
         UnknownNameError: the plan names a unit, or a module in a unit, that the model does not have.
         AlreadyAppliedError: the model already has a plan, `CheckpointWrapper` or Hugging Face's gradient checkpointing.
         ChunkedLossError: the plan computes the loss in chunks, which this model does not support.
 
     Warns:
-        PlanMismatchWarning: once, if a unit runs other ops than the plan names; those are kept.
+        PlanMismatchWarning: the plan was made for a model with fewer layers; or once, if a unit runs other ops than the
+            plan names. What it does not name is kept.
         ProfileMismatchWarning: the plan's profile was recorded with another version of PyTorch, or on another device.
 
     Example:
@@ -60,7 +61,15 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
         >>> applied = recollect.apply(model, plan)
         >>> applied.remove()
     """
+    check_kind("apply(model, plan)", "model", model, nn.Module, "torch.nn.Module")
+    check_kind("apply(model, plan)", "plan", plan, Plan, "recollect.Plan")
     warn_if_recorded_elsewhere(model, plan)
+    check_depth(model, plan)
+    return apply_own(model, plan)
+
+
+def apply_own(model: nn.Module, plan: Plan) -> Applied:
+    """Apply a plan that was made for this very model, here, and need not name all of its layers; otherwise as `apply`."""
     modules = {path: unit_module(model, path) for path in plan.units}
     for path, unit in plan.units.items():
         _check_value_names(modules[path], path, unit.actions)

@@ -1,6 +1,7 @@
 """Every error and warning that recollect raises deliberately.
 
     RecollectError (Exception)
+      ArgumentError (TypeError)               an argument of another kind, such as one of two that were swapped
       QuantityError (ValueError)              a text or number that is not an amount of bytes or seconds
       PlanError (ValueError)                  a plan that cannot be used
         PlanFormatError                       malformed JSON, or JSON of a later version
@@ -9,7 +10,7 @@
       ConfigError (ValueError)                invalid or clashing settings of Megatron, ROLL or DeepSpeed
       NotYetError (NotImplementedError)       a valid setting for something not built yet
       BudgetTooSmallError (ValueError)        no plan fits
-      HardwareError (ValueError)              an unknown device, or a malformed file about one
+      HardwareError (ValueError)              an unknown or missing device, or a malformed file about one
       UnsupportedModelError (ValueError)      nothing to plan
       AlreadyAppliedError (RuntimeError)      the model, or a layer of it, is already wrapped
       RecordError (RuntimeError)              the recorded step did not run
@@ -44,6 +45,7 @@ from recollect.byte_format import format_bytes, least_amount
 
 __all__ = [
     "AlreadyAppliedError",
+    "ArgumentError",
     "BenchError",
     "BudgetTooSmallError",
     "CheckpointError",
@@ -107,6 +109,10 @@ class RecollectError(Exception):
         return _restore, (type(self), self.args, self.__dict__)
 
 
+class ArgumentError(RecollectError, TypeError):
+    """An argument of another kind than the function takes: swapped with another, a path, or a class."""
+
+
 class QuantityError(RecollectError, ValueError):
     """A text or number that is not an amount of bytes or seconds.
 
@@ -139,13 +145,17 @@ class UnknownNameError(PlanError):
         suggestions: up to three known names that look like it, the best first.
     """
 
-    def __init__(self, *, kind: str, name: str, known: Iterable[str], where: str = "the model") -> None:
+    def __init__(
+        self, *, kind: str, name: str, known: Iterable[str], where: str = "the model", reason: str = ""
+    ) -> None:
         self.kind = kind
         self.name = name
         self.where = where
         names = list(dict.fromkeys(known))
         self.suggestions = tuple(difflib.get_close_matches(name, names, n=3, cutoff=0.6))
-        if self.suggestions:
+        if reason:
+            advice = reason
+        elif self.suggestions:
             advice = f"Did you mean {' or '.join(repr(other) for other in self.suggestions)}?"
         elif names:
             shown = ", ".join(repr(other) for other in names[:3])
@@ -226,11 +236,13 @@ class BudgetTooSmallError(RecollectError, ValueError):
         self.plain_peak_bytes = plain_peak_bytes
         percentage = (f"{-(-100 * least_peak_bytes // plain_peak_bytes)}%",) if plain_peak_bytes else ()
         self.least_budgets = (least_amount(least_peak_bytes), *percentage)
+        # A percentage whose sign was forgotten; as text it is refused before.
+        meant = f" If you meant a percentage, write '{budget_bytes}%'." if 0 < budget_bytes <= 100 else ""
         remedy = f". {' '.join(advice)}" if advice else ", or use a smaller batch."
         super().__init__(
             f"{format_bytes(budget_bytes)} ({budget_bytes} bytes) is below the least possible peak "
             f"{format_bytes(least_peak_bytes)} ({least_peak_bytes} bytes), which {_unit_text(unit)} needs. "
-            f"Raise the budget to {' or '.join(map(repr, self.least_budgets))}{remedy}"
+            f"Raise the budget to {' or '.join(map(repr, self.least_budgets))}{remedy}{meant}"
         )
 
     def with_percentage_of(self, plain_peak_bytes: int) -> BudgetTooSmallError:
@@ -245,7 +257,7 @@ class BudgetTooSmallError(RecollectError, ValueError):
 
 
 class HardwareError(RecollectError, ValueError):
-    """A device unknown to the cost model, or a malformed file about one."""
+    """A device that is not here, or unknown to the cost model, or a malformed file about one."""
 
 
 class UnsupportedModelError(RecollectError, ValueError):

@@ -8,13 +8,15 @@ from typing import Any, Final
 
 from torch import nn
 
-from recollect.applying import applied_to, apply
+from recollect.applying import applied_to, apply_own
 from recollect.errors import RecordError
+from recollect.measuring.device_memory import memory_bytes
 from recollect.planning.loss_chunks import LossChunks, plan_with_chunks
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.recording.model_step import LossFunction
-from recollect.recording.optimizers import Optimizers
+from recollect.quantities import check_budget
+from recollect.recording.model_step import LossFunction, check_step, device_of
+from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.record import record
 from recollect.recording.step_recording import Gradients
 
@@ -62,7 +64,7 @@ def fit(
     Raises:
         BudgetTooSmallError: no plan fits; names the least possible peak and its unit.
         ChunkedLossError: the model's loss cannot be computed in chunks.
-        QuantityError, UnsupportedModelError, AlreadyAppliedError, RecordError: see `plan` and `record`.
+        ArgumentError, QuantityError, UnsupportedModelError, AlreadyAppliedError, RecordError: see `plan` and `record`.
 
     Example:
         >>> import torch, recollect
@@ -79,6 +81,10 @@ def fit(
             'fit: loss_chunks="auto" records the step up to four times, but step= is a step of your training, which runs '
             "once. Pass a batch, or a number of chunks."
         )
+
+    check_step(model, batch, step, "fit(model, batch, budget)")
+    check_optimizers(model, optimizer)
+    check_budget(budget, device_bytes=1 if fake else memory_bytes(device_of(model, batch)))
 
     def record_with(num_chunks: int) -> Profile:
         return record(
@@ -101,5 +107,5 @@ def fit(
         chosen = plan_with_chunks(record_with, budget, loss_chunks).plan
     for applied in before:
         applied.remove()
-    apply(model, chosen)
+    apply_own(model, chosen)
     return chosen

@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from recollect.errors import QuantityError
 
-__all__ = ["format_seconds", "parse_budget", "parse_bytes"]
+__all__ = ["check_budget", "format_seconds", "parse_budget", "parse_bytes"]
 
 _PREFIXES = "kmgtp"
 _SCALES: dict[str, int] = {
@@ -29,6 +29,8 @@ _EXPECTED = "write a whole number of bytes, or a text such as '16GiB' (2**30 byt
 # Larger exponents would build integers that take minutes to compute; no machine has 10**30 bytes.
 _LARGEST_BYTES = 10**30
 _LONGEST_TEXT = 64
+# A budget of so few bytes, as text without a suffix, is a percentage whose sign was forgotten.
+_MOST_PERCENT = 100
 
 
 def parse_bytes(value: str | int) -> int:
@@ -72,7 +74,7 @@ def parse_budget(value: str | int, *, reference_bytes: int, device_bytes: int | 
 
     Raises:
         QuantityError: as `parse_bytes`; a negative percentage or reference; a percentage of a device of unknown
-            memory.
+            memory; a number from 0 to 100 without a unit or a percent sign, if it is text or a fraction.
 
     Example:
         >>> parse_budget("60%", reference_bytes=1000), parse_budget("1KiB", reference_bytes=1000)
@@ -82,6 +84,7 @@ def parse_budget(value: str | int, *, reference_bytes: int, device_bytes: int | 
     """
     reference_bytes = _whole_bytes(reference_bytes)
     if not isinstance(value, str) or "%" not in value:
+        _refuse_lone_number(value)
         return parse_bytes(value)
     expected = "write a percentage such as '60%' or '90% of the device'"
     percentage = _PERCENT.fullmatch(value.strip())
@@ -99,6 +102,39 @@ def parse_budget(value: str | int, *, reference_bytes: int, device_bytes: int | 
             f"{_EXPECTED}",
         )
     return _checked(value, math.floor(number * _whole_bytes(device_bytes) / 100))
+
+
+def check_budget(value: str | int, *, device_bytes: int | None) -> None:
+    """Check that a budget can be parsed, before the peak is known that a percentage would be of.
+
+    Args:
+        value: as for `parse_budget`.
+        device_bytes: size of the device's memory; None or 0 if unknown. A wrong size above 0 does no harm.
+
+    Raises:
+        QuantityError: as `parse_budget`.
+
+    Example:
+        >>> check_budget("60%", device_bytes=None)
+    """
+    parse_budget(value, reference_bytes=0, device_bytes=device_bytes)
+
+
+def _refuse_lone_number(value: object) -> None:
+    """Raise for "60" and 0.6, which are meant as parts of the peak, and name the percentage."""
+    if isinstance(value, float) and 0 < value <= 1:
+        percent = f"{100 * value:.4g}%"
+    elif isinstance(value, str) and (match := re.fullmatch(_NUMBER, value.strip())):
+        number = float(match[0].replace("_", ""))
+        if not 0 < number <= _MOST_PERCENT:
+            return
+        percent = f"{100 * number:.4g}%" if number < 1 else f"{number:.4g}%"
+    else:
+        return
+    raise QuantityError(
+        value,
+        f"has no unit; write {percent!r} for that part of the peak without recompute, or an amount such as '16GiB'",
+    )
 
 
 def format_seconds(seconds: float) -> str:

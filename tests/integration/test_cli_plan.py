@@ -53,6 +53,13 @@ def test_hugging_face_config_is_planned(tmp_path: Path) -> None:
     [
         (["plan", *STEP, "--memory-budget", "1KiB"], "is below the least possible peak"),
         (["plan", *STEP, "--memory-budget", "lots"], "'lots': "),
+        # Found before the step is built: there is no such config.
+        (["plan", "--hf-config", "none.json", "--memory-budget", "60"], "'60': has no unit; write '60%' for"),
+        (
+            ["plan", "--hf-config", "none.json", "--device", "gpu0", "--memory-budget", "60%"],
+            "--device gpu0: cannot be used",
+        ),
+        (["frontier", *STEP[:-1], "cuda:77"], "--device cuda:77: cannot be used"),
         (["plan", *STEP, "--memory-budget", "70%", "--out", "{folder}/none/p.json"], "none/p.json: cannot be written"),
         (["plan", "--hf-config", "{folder}/none.json", "--memory-budget", "1GiB"], "none.json: no such file"),
         (

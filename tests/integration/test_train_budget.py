@@ -69,6 +69,9 @@ def test_budgets_that_cannot_be(tmp_path: Path) -> None:
         run(tmp_path, memory_budget="1MiB", **SIZE)
     with pytest.raises(QuantityError, match="'much': "):
         run(tmp_path, memory_budget="much", **SIZE)  # the folder of a run that never began can be used again
+    with pytest.raises(QuantityError, match="'60': has no unit; write '60%'"):
+        run(tmp_path, memory_budget="60", data=(tmp_path / "none.txt",), run_dir=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_damaged_plan_is_named(tmp_path: Path) -> None:

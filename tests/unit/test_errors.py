@@ -11,6 +11,7 @@ import pytest
 from recollect import errors
 from recollect.errors import (
     AlreadyAppliedError,
+    ArgumentError,
     BenchError,
     BudgetTooSmallError,
     CheckpointError,
@@ -42,6 +43,7 @@ from recollect.quantities import parse_budget
 
 BUILTIN_BASE = {
     QuantityError: ValueError,
+    ArgumentError: TypeError,
     PlanError: ValueError,
     PlanFormatError: PlanError,
     UnknownNameError: PlanError,
@@ -119,13 +121,19 @@ def test_budget_too_small() -> None:
         "needs. Raise the budget to '15.0GiB', or use a smaller batch."
     )
     assert (error.budget_bytes, error.least_peak_bytes, error.unit) == (12884901888, 16106127360, "layers.17")
-    whole_model = BudgetTooSmallError(budget_bytes=10, least_peak_bytes=20, unit="")
-    assert "(20 bytes), which the model needs. Raise" in str(whole_model)
+    whole_model = BudgetTooSmallError(budget_bytes=1000, least_peak_bytes=2000, unit="")
+    assert "(2000 bytes), which the model needs. Raise" in str(whole_model)
+
+
+def test_budget_too_small_as_a_percentage_without_its_sign() -> None:
+    error = BudgetTooSmallError(budget_bytes=60, least_peak_bytes=2000, unit="")
+    assert str(error).endswith("use a smaller batch. If you meant a percentage, write '60%'.")
+    assert "percentage" not in str(BudgetTooSmallError(budget_bytes=101, least_peak_bytes=2000, unit=""))
 
 
 def test_budget_too_small_with_advice() -> None:
-    error = BudgetTooSmallError(budget_bytes=10, least_peak_bytes=20, unit="head", advice=["Try this.", "Or that."])
-    assert str(error).endswith("which head needs. Raise the budget to '20B'. Try this. Or that.")
+    error = BudgetTooSmallError(budget_bytes=1000, least_peak_bytes=2000, unit="head", advice=["Try this.", "Or that."])
+    assert str(error).endswith("which head needs. Raise the budget to '2.0KiB'. Try this. Or that.")
     assert error.advice == ("Try this.", "Or that.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from recollect.byte_format import format_bytes
 from recollect.errors import QuantityError
-from recollect.quantities import format_seconds, parse_budget, parse_bytes
+from recollect.quantities import check_budget, format_seconds, parse_budget, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -96,12 +97,34 @@ def test_parse_budget(value: str | int, expected_bytes: int) -> None:
         ("nan%", "'nan%': does not begin with a number"),
         ("60GiB%", "'60GiB%': 'GiB' before the percent sign is not known; write a percentage such as '60%'"),
         ("sixty", "'sixty': does not begin with a number"),
+        ("60", "'60': has no unit; write '60%' for that part of the peak without recompute, or an amount such as"),
+        (" 62.5 ", "has no unit; write '62.5%' for"),
+        ("100", "has no unit; write '100%' for"),
+        ("0.6", "'0.6': has no unit; write '60%' for"),
+        (0.6, "0.6: has no unit; write '60%' for"),
+        (1.5, "1.5: a float is no number of bytes;"),
+        ("101.5", "'101.5': a fraction of a byte;"),
         (False, "False: a bool is no number of bytes;"),
     ],
 )
 def test_parse_budget_rejects(value: str | int, message: str) -> None:
     with pytest.raises(QuantityError, match=re.escape(message)):
         parse_budget(value, reference_bytes=1000)
+
+
+@pytest.mark.parametrize("value", ["60", "6GXB", "60% of the cake", 0.6, None])
+def test_check_budget_finds_what_parse_budget_would(value: Any) -> None:
+    with pytest.raises(QuantityError) as expected:
+        parse_budget(value, reference_bytes=1000, device_bytes=1000)
+    with pytest.raises(QuantityError, match=re.escape(str(expected.value))):
+        check_budget(value, device_bytes=1)
+
+
+def test_check_budget_of_a_device() -> None:
+    check_budget("90% of the device", device_bytes=1)
+    with pytest.raises(QuantityError, match="how much memory the device has"):
+        check_budget("90% of the device", device_bytes=None)
+    check_budget("101", device_bytes=None)
 
 
 @pytest.mark.parametrize("value", ["90% of the device", "90 % of device", " 90.0%  of the  Device ", "90%of device"])

@@ -9,9 +9,12 @@ from typing import Any
 from torch import nn
 
 from recollect.applying import applied_to
+from recollect.arguments import check_kind
 from recollect.attaching.attached import Attached, OnLarger
 from recollect.errors import AlreadyAppliedError, RecordError
 from recollect.fitting import DEFAULT_BUDGET
+from recollect.measuring.device_memory import memory_bytes
+from recollect.quantities import check_budget
 from recollect.recording.find_units import find_units
 from recollect.recording.model_step import device_of
 from recollect.recording.optimizers import check_optimizers, optimizers_in
@@ -50,7 +53,9 @@ def attach(
         A handle with `plan`, `report()` and `remove()`.
 
     Raises:
+        ArgumentError: the model is no module.
         RecordError: the optimizer trains another model.
+        QuantityError: the budget is no amount of bytes, or a percentage of a device whose memory is not known.
         AlreadyAppliedError: the model already recomputes.
         UnsupportedModelError, UnknownNameError: see `record`.
         BudgetTooSmallError: by the optimizer's first step, if no plan fits that step.
@@ -88,12 +93,14 @@ def attach(
             f"cannot attach to {type(whole).__name__}: it has a plan already. Remove it first: "
             "for applied in recollect.applied_to(model): applied.remove()."
         )
+    device = device_of(whole, None)
+    check_budget(budget, device_bytes=memory_bytes(device))
     return Attached(
         whole,
         find_units(whole, units),
         optimizers,
         budget,
-        device=device_of(whole, None),
+        device=device,
         on_larger=on_larger,
         log=log or _to_standard_error,
     )
@@ -104,6 +111,8 @@ class _Models(nn.Module):
 
 
 def _together(models: Sequence[nn.Module] | Mapping[str, nn.Module]) -> nn.Module:
+    if isinstance(models, str) or not isinstance(models, (Sequence, Mapping)):
+        check_kind("attach(model, optimizer, budget)", "model", models, nn.Module, "torch.nn.Module")
     named = models.items() if isinstance(models, Mapping) else ((str(i), m) for i, m in enumerate(models))
     whole = _Models()
     for name, model in named:

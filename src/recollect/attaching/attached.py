@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from recollect._torch_private import num_dispatch_modes, profiler_is_active, tree_leaves
-from recollect.applying import apply, apply_policy
+from recollect.applying import apply_own, apply_policy
 from recollect.attaching.entries import Watcher, entry_forwards
 from recollect.attaching.other_mechanisms import OtherMechanisms
 from recollect.attaching.planned_step import PlannedStep, plan_step
@@ -282,7 +282,7 @@ class Attached:
                 self._applied.remove()
                 self._applied = None
             if chosen is not None:
-                self._applied = apply(self.model, chosen.plan)
+                self._applied = apply_own(self.model, chosen.plan)
         self._active = chosen
 
     def _run_leanest(self) -> None:

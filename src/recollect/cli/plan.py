@@ -8,7 +8,7 @@ from recollect.byte_format import format_bytes
 from recollect.cli.commands import MakePlan
 from recollect.cli.output import print_line, write_file
 from recollect.cli.pictures import check_pictures
-from recollect.cli.recorded_step import step_recorder
+from recollect.cli.recorded_step import check_step_budget, step_recorder
 from recollect.pictures.page import write_plan_page
 from recollect.pictures.png import draw_memory
 from recollect.planning.loss_chunks import plan_with_chunks
@@ -25,6 +25,7 @@ def run_plan(command: MakePlan, console: Console) -> None:
         RecollectError: a file cannot be written, a package for a picture is missing, or recording or planning fails.
     """
     check_pictures(command.png, command.html)
+    check_step_budget(command.memory_budget, command.step)
     planned = plan_with_chunks(step_recorder(command.step), command.memory_budget, command.loss_chunks)
     plan = planned.plan
     print_line(console, str(plan))

@@ -18,7 +18,9 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.config import OptimFlags
 from recollect.lab.train.optim import build_optimizer
 from recollect.lab.train.optimizer_step import resolve_device
+from recollect.measuring.device_memory import memory_bytes
 from recollect.profile.profile import Profile
+from recollect.quantities import check_budget
 from recollect.recording.step_recording import Gradients
 
 
@@ -83,6 +85,15 @@ def step_recorder(
         gradients=gradients,
         loss_chunks=loss_chunks,
     )
+
+
+def check_step_budget(budget: str, flags: RecordedStep) -> None:
+    """Check that a budget can be parsed, before the step is built and recorded.
+
+    Raises:
+        QuantityError: it cannot.
+    """
+    check_budget(budget, device_bytes=1 if flags.fake else memory_bytes(resolve_device(flags.device)))
 
 
 def _hugging_face_model(path: Path) -> nn.Module:

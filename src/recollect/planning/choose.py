@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from recollect.arguments import check_kind
 from recollect.errors import BudgetTooSmallError, ProfileFormatError
 from recollect.planning.advice import advice
 from recollect.planning.bound import LowerBound, check_bound, is_all_on_tape
@@ -47,6 +48,7 @@ def plan(profile: Profile, budget: int | str) -> Plan:
 
     Raises:
         BudgetTooSmallError: no plan fits; carries the lowest peak found, the unit at that peak, and advice.
+        ArgumentError: the profile is none.
         ProfileFormatError: the profile has units, but no memory events to predict a peak from.
         QuantityError: the budget is not a number of bytes.
 
@@ -88,6 +90,7 @@ class Planner:
     """
 
     def __init__(self, profile: Profile) -> None:
+        check_kind("plan(profile, budget)", "profile", profile, Profile, "recollect.Profile")
         if profile.calls and not profile.log.sequence:
             raise ProfileFormatError(
                 f"plan for {profile!r}: got no memory events, expected those of a recorded step, from which peaks are "

@@ -20,6 +20,7 @@ import difflib
 import math
 from typing import Literal
 
+from recollect.arguments import check_kind
 from recollect.planning.output_choices import dropped_outputs, longest_chain
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
@@ -59,6 +60,7 @@ def classic_plan(profile: Profile, name: ClassicName, n: int | None = None) -> P
         >>> full.note, sorted(full.units)
         ('full', ['decoder.layers.0', 'decoder.layers.1'])
     """
+    check_kind('classic_plan(profile, "full")', "profile", profile, Profile, "recollect.Profile")
     stride, note = _stride(profile, name, n)
     dropped = dropped_outputs(profile, stride=stride) if stride > 1 else frozenset()
     units = {}

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.planning.bound import check_bound, is_all_on_tape
@@ -99,6 +100,7 @@ def frontier(profile: Profile) -> Frontier:
         be saved. The budget of each plan is its own peak.
 
     Raises:
+        ArgumentError: the profile is none.
         ProfileFormatError: the profile has units, but no memory events to predict a peak from.
 
     Complexity: one plan per point (`Planner`), and two linear programs; a few seconds for 32 recorded layers.
@@ -113,6 +115,7 @@ def frontier(profile: Profile) -> Frontier:
         >>> found.points[0].peak_bytes <= found.points[-1].peak_bytes <= found.plain_peak_bytes
         True
     """
+    check_kind("frontier(profile)", "profile", profile, Profile, "recollect.Profile")
     planner = Planner(profile)
     plans = _plans(planner)
     classics = _classics(profile)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from recollect._torch_private import DATA_DEPENDENT
+from recollect.arguments import check_kind
 from recollect.errors import RecollectError, RecordError
 from recollect.recording.optimizers import Optimizers, state_tensors
 from recollect.recording.step_recording import Gradients
@@ -77,12 +78,18 @@ def run_forward(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> t
     return output, loss
 
 
-def check_step(model: nn.Module, batch: Any, step: Callable[[], object] | None) -> None:
+def check_step(
+    model: nn.Module, batch: Any, step: Callable[[], object] | None, call: str = "record(model, batch)"
+) -> None:
     """Check that there is a step to run, and a model to run it.
 
+    `call` names the function for errors.
+
     Raises:
+        ArgumentError: the model is no module.
         RecordError: both or neither of batch and step; a parameter has no shape yet.
     """
+    check_kind(call, "model", model, nn.Module, "torch.nn.Module")
     name = type(model).__name__
     if (batch is None) == (step is None):
         given = "neither" if step is None else "both"

@@ -51,6 +51,11 @@ def optimizers_in(optimizers: Any) -> list[torch.optim.Optimizer]:
     wrapped = _wrapped_by(optimizers)
     if wrapped is not None:
         return optimizers_in(wrapped)
+    if isinstance(optimizers, type):
+        raise RecordError(
+            f"optimizer: got the class {optimizers.__name__}, expected an optimizer made from it. "
+            f"Make one: {optimizers.__name__}(model.parameters())."
+        )
     if not all(hasattr(optimizers, name) for name in ("param_groups", "state", "step")):
         raise RecordError(
             f"optimizer: got a {type(optimizers).__name__}, expected an optimizer of torch.optim or one made like them, with "

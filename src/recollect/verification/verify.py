@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from recollect.applying import applied_to, apply
+from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
 from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import OtherAllocations, empty_cache
@@ -26,7 +27,7 @@ from recollect.recording.model_step import (
     resident_tensors,
 )
 from recollect.recording.optimizer_step import record_optimizer_step
-from recollect.recording.optimizers import Optimizers
+from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.step_recording import Gradients
 from recollect.verification.compare import Computed, Findings, compare_runs, furthest
 from recollect.verification.steps import BatchStep, OwnStep, VerifiedStep
@@ -155,6 +156,7 @@ def verify(
         The findings; `print(report)` shows them in four lines, or five if the loss is chunked.
 
     Raises:
+        ArgumentError: the model is no module, or the plan no plan.
         UnknownNameError, RecordError: see `apply` and `record`; or both or neither of batch and step.
 
     Example:
@@ -168,7 +170,9 @@ def verify(
         >>> recollect.verify(model, batch, plan).equal
         True
     """
-    check_step(model, batch, step)
+    check_step(model, batch, step, "verify(model, batch, plan)")
+    check_kind("verify(model, batch, plan)", "plan", plan, Plan, "recollect.Plan")
+    check_optimizers(model, optimizer)
     device = device_of(model, batch)
     # Before anything is copied here.
     others = OtherAllocations(device, resident_tensors(model, batch, optimizer))

@@ -11,6 +11,7 @@ from typing import Any
 
 from recollect.errors import BenchError
 from recollect.integrations.megatron import RecomputeConfig
+from recollect.quantities import check_budget
 
 __all__ = ["KeepAll", "MegatronSetting", "MemoryBudget", "Setting", "named_settings", "parse_setting", "read_settings"]
 
@@ -73,6 +74,7 @@ class MemoryBudget:
     def __post_init__(self) -> None:
         if not self.name:
             object.__setattr__(self, "name", f"memory_budget {self.budget}")
+        check_budget(self.budget, device_bytes=1)
 
     def fields(self) -> dict[str, Any]:
         """Return the setting as in a settings file."""

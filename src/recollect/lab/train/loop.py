@@ -19,11 +19,13 @@ from recollect.lab.train.interrupt import StopRequest
 from recollect.lab.train.memory import measure_step
 from recollect.lab.train.metrics import MetricsFile, TensorBoardLog
 from recollect.lab.train.optim import learning_rate_at, set_learning_rate
-from recollect.lab.train.optimizer_step import train_step, validation_loss
+from recollect.lab.train.optimizer_step import resolve_device, train_step, validation_loss
 from recollect.lab.train.prepare import prepare
 from recollect.lab.train.records import Log, Outcome, StepRecord
 from recollect.lab.train.session import Session, open_session
 from recollect.lab.train.trace import StepTrace
+from recollect.measuring.device_memory import memory_bytes
+from recollect.quantities import check_budget
 
 
 def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
@@ -42,6 +44,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
     Raises:
         DataError: training data is missing, malformed or too short.
         CheckpointError: run folder or checkpoint cannot be used.
+        QuantityError: the budget is no amount of bytes; found before data are read and a folder is made.
         BudgetTooSmallError: no plan fits the budget.
 
     Example:
@@ -58,6 +61,8 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         [1, 2]
     """
     console = console or Console()
+    if config.step.memory_budget is not None:
+        check_budget(config.step.memory_budget, device_bytes=memory_bytes(resolve_device(config.step.device)))
     with contextlib.ExitStack() as stack:
         stack.enter_context(deterministic_kernels(wanted=config.step.deterministic))
         console.print("Reading data and building the model", markup=False)

@@ -7,16 +7,34 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from recollect.errors import HardwareError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.config import StepFlags
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of a `--device` flag; "auto" is CUDA if available, else the CPU."""
+    """Return the device of a `--device` flag; "auto" is CUDA if available, else the CPU.
+
+    Raises:
+        HardwareError: PyTorch does not know the name, or the device is not there.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (
+        RuntimeError,
+        AssertionError,
+        NotImplementedError,
+    ) as problem:  # PyTorch has no error class of its own for this
+        here = ", ".join(["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))])
+        raise HardwareError(
+            f"--device {name}: cannot be used ({str(problem).splitlines()[0]}), expected auto or a device of this machine: "
+            f"{here}. To plan for another one, add --fake --hardware H100 (recollect plan, explain, frontier)."
+        ) from None
+    return device
 
 
 def build_model(dimensions: TransformerConfig, flags: StepFlags) -> GPTModel:

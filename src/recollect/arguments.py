@@ -1,0 +1,41 @@
+"""Check that an argument is of the kind that a function takes; the first mistake with a function is to swap two of them."""
+
+from __future__ import annotations
+
+import os
+
+from recollect.errors import ArgumentError
+
+__all__ = ["check_kind"]
+
+
+def check_kind(call: str, name: str, value: object, kind: type, expected: str) -> None:
+    """Raise if an argument is of another kind.
+
+    Args:
+        call: the function with its first arguments, such as "plan(profile, budget)".
+        name: of the argument.
+        value: what was passed.
+        kind: its class.
+        expected: the class as users know it, such as "recollect.Profile".
+
+    Raises:
+        ArgumentError: it is not; says how to call the function, or how to load the file whose path was passed.
+
+    Example:
+        >>> check_kind("plan(profile, budget)", "profile", 60, int, "int")
+    """
+    if isinstance(value, kind):
+        return
+    advice = f"Call it as recollect.{call}."
+    if isinstance(value, type):
+        got = f"the class {value.__name__}"
+        if issubclass(value, kind):
+            advice = f"Make one: {value.__name__}(...)."
+    elif isinstance(value, (str, os.PathLike)):
+        got = f"the text {value!r}" if isinstance(value, str) else f"the path {os.fspath(value)!r}"
+        if hasattr(kind, "load") and os.fspath(value).endswith(".json"):
+            advice = f"Load it first: {expected}.load({os.fspath(value)!r})."
+    else:
+        got = f"an object of class {type(value).__name__}"
+    raise ArgumentError(f"recollect.{call}: got {got} as {name}, expected one of class {expected}. {advice}")

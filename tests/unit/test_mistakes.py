@@ -1,0 +1,191 @@
+"""The mistakes of the first hour: swapped arguments, paths, classes, typos, another model's plan. None costs a step."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import recollect
+from recollect.errors import (
+    ArgumentError,
+    HardwareError,
+    PlanMismatchWarning,
+    QuantityError,
+    RecordError,
+    UnknownNameError,
+)
+from recollect.lab.bench.settings import parse_setting
+from recollect.lab.models.architectures import llama_config
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.train.optimizer_step import resolve_device
+
+TOKENS = torch.zeros(1, 16, dtype=torch.int64)
+BATCH = {"tokens": TOKENS, "labels": TOKENS}
+
+
+class Untouched(nn.Linear):
+    """A model that must not run."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("it ran")
+
+
+def llama(num_layers: int) -> GPTModel:
+    return GPTModel(llama_config(num_layers=num_layers, hidden_size=32, num_attention_heads=2, vocab_size=64))
+
+
+MODEL = Untouched(2, 2)
+ADAMW = torch.optim.AdamW(MODEL.parameters())
+PROFILE = recollect.record(llama(2), BATCH, fake=True)
+PLAN = recollect.plan(PROFILE, "100%")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: recollect.plan("p.json", "60%"),  # type: ignore[arg-type]
+            "recollect.plan(profile, budget): got the text 'p.json' as profile, expected one of class recollect.Profile. "
+            "Load it first: recollect.Profile.load('p.json').",
+        ),
+        (lambda: recollect.plan(Path("p.json"), 60), "got the path 'p.json' as profile"),  # type: ignore[arg-type]
+        (
+            lambda: recollect.plan("60%", PROFILE),  # type: ignore[arg-type]
+            "got the text '60%' as profile, expected one of class recollect.Profile. Call it as recollect.plan(profile, ",
+        ),
+        (lambda: recollect.frontier(PLAN), "recollect.frontier(profile): got an object of class Plan as profile"),  # type: ignore[arg-type]
+        (
+            lambda: recollect.classic_plan("full", PROFILE),  # type: ignore[arg-type]
+            "got the text 'full' as profile, expected one of class recollect.Profile",
+        ),
+        (
+            lambda: recollect.apply(PLAN, MODEL),  # type: ignore[arg-type]
+            "recollect.apply(model, plan): got an object of class Plan as model, expected one of class torch.nn.Module. "
+            "Call it as recollect.apply(model, plan).",
+        ),
+        (lambda: recollect.apply(MODEL, "plan.json"), "Load it first: recollect.Plan.load('plan.json')."),  # type: ignore[arg-type]
+        (
+            lambda: recollect.apply(Untouched, PLAN),
+            "the class Untouched as model, expected one of class torch.nn.Module. Make one: ",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: recollect.fit(BATCH, MODEL),  # type: ignore[arg-type]
+            "recollect.fit(model, batch, budget): got an object of class dict as model",
+        ),
+        (
+            lambda: recollect.record(BATCH, MODEL),
+            "recollect.record(model, batch): got an object of class dict as model",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: recollect.verify(BATCH, MODEL, PLAN),
+            "recollect.verify(model, batch, plan): got an object of class dict",
+        ),  # type: ignore[arg-type]
+        (lambda: recollect.verify(MODEL, PLAN, BATCH), "got an object of class dict as plan"),  # type: ignore[arg-type]
+        (
+            lambda: recollect.attach(ADAMW, MODEL),
+            "recollect.attach(model, optimizer, budget): got an object of class AdamW",
+        ),  # type: ignore[arg-type]
+        (lambda: recollect.attach("model", ADAMW), "got the text 'model' as model"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_another_kind(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        call()
+    assert recollect.applied_to(MODEL) == []
+
+
+OPTIMIZER_CALLS: dict[str, Callable[[Any], object]] = {
+    "record": lambda optimizer: recollect.record(MODEL, TOKENS, optimizer=optimizer),
+    "fit": lambda optimizer: recollect.fit(MODEL, TOKENS, "60%", optimizer=optimizer),
+    "attach": lambda optimizer: recollect.attach(MODEL, optimizer, "60%"),
+    "verify": lambda optimizer: recollect.verify(MODEL, TOKENS, PLAN, optimizer=optimizer),
+}
+
+
+@pytest.mark.parametrize("call", OPTIMIZER_CALLS.values(), ids=OPTIMIZER_CALLS)
+def test_optimizers_that_are_none_or_of_another_model(call: Callable[[Any], object]) -> None:
+    with pytest.raises(
+        RecordError, match=re.escape("got the class AdamW, expected an optimizer made from it. Make one: ")
+    ):
+        call(torch.optim.AdamW)
+    with pytest.raises(RecordError, match="is a parameter of this Untouched, so it trains another model"):
+        call(torch.optim.AdamW(nn.Linear(2, 2).parameters()))
+    with pytest.raises(RecordError, match="optimizer: got a list_iterator, expected an optimizer of torch.optim"):
+        call(iter([]))
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ("60", "'60': has no unit; write '60%'"),
+        ("6GXB", "'6GXB': unknown suffix"),
+        (0.6, "0.6: has no unit; write '60%'"),
+    ],
+)
+def test_typos_in_a_budget_are_found_before_a_step_runs(budget: Any, message: str) -> None:
+    with pytest.raises(QuantityError, match=re.escape(message)):
+        recollect.fit(MODEL, TOKENS, budget)
+    with pytest.raises(QuantityError, match=re.escape(message)):
+        recollect.attach(MODEL, ADAMW, budget)
+    assert recollect.applied_to(MODEL) == []
+
+
+def test_part_of_a_device_without_a_size_is_found_before_a_step_runs() -> None:
+    with pytest.raises(QuantityError, match="how much memory the device has"):
+        recollect.fit(MODEL, TOKENS)
+    with pytest.raises(QuantityError, match="how much memory the device has"):
+        recollect.attach(MODEL, ADAMW)
+
+
+def test_typos_in_a_setting_are_found_when_it_is_read() -> None:
+    with pytest.raises(QuantityError, match="write '60%'"):
+        parse_setting("memory_budget 60")
+
+
+@pytest.mark.parametrize("name", ["gpu0", "gpu", "cuda:77", "cuda:-1", ""])
+def test_devices_that_are_not_here(name: str) -> None:
+    with pytest.raises(HardwareError, match=rf"^--device {name}: cannot be used \(.+\), expected auto or .+: cpu"):
+        resolve_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_where_there_is_none() -> None:
+    with pytest.raises(HardwareError, match=r"^--device cuda: cannot be used .*To plan for another one, add --fake"):
+        resolve_device("cuda")
+
+
+def test_plan_of_a_deeper_model() -> None:
+    message = (
+        "GPTModel has no unit 'decoder.layers.1'. The plan is for 2 layers (decoder.layers.0-1), and this model has 1 layer "
+        "(decoder.layers.0). Make a plan for this model"
+    )
+    with pytest.raises(UnknownNameError, match=re.escape(message)):
+        recollect.apply(llama(1), PLAN)
+
+
+def test_plan_of_a_shallower_model() -> None:
+    message = (
+        "the plan is for 2 layers (decoder.layers.0-1), and GPTModel has 4 layers (decoder.layers.0-3): the others keep"
+    )
+    model = llama(4)
+    with pytest.warns(PlanMismatchWarning, match=re.escape(message)), recollect.apply(model, PLAN):
+        pass
+
+
+def test_plan_of_a_part_of_a_model_is_no_mistake() -> None:
+    model = llama(4)
+    own_units = ["decoder.layers.0", "decoder.layers.1"]
+    some = recollect.plan(recollect.record(model, BATCH, fake=True, units=["decoder.layers.0"]), "100%")
+    by_hand = recollect.Plan({path: PLAN.units[path] for path in PLAN.units})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for plan in (some, by_hand):
+            recollect.apply(model, plan).remove()
+        recollect.fit(model, BATCH, "100%", units=own_units)
