@@ -7,7 +7,7 @@
         PlanFormatError                       malformed JSON, or JSON of a later version
         UnknownNameError                      a unit or value that the model does not have
       ProfileFormatError (ValueError)         malformed JSON, or JSON of a later version
-      ConfigError (ValueError)                invalid or clashing settings of Megatron, ROLL or DeepSpeed
+      ConfigError (ValueError)                invalid or clashing settings of other libraries
       NotYetError (NotImplementedError)       a valid setting for something not built yet
       BudgetTooSmallError (ValueError)        no plan fits
       HardwareError (ValueError)              an unknown or missing device, or a malformed file about one

@@ -1,1 +1,1 @@
-"""Turn settings of other libraries into plans."""
+"""Turn settings of other libraries into plans, and give their trainers a memory budget."""

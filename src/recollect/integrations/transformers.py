@@ -1,0 +1,155 @@
+"""A memory budget for Hugging Face's `Trainer`, and for what is built on it: TRL's trainers, and PEFT's models.
+
+| argument of the trainer | with `MemoryBudget` |
+|---|---|
+| `gradient_checkpointing`, in later versions `activation_checkpointing` | refused: the plan decides what is recomputed |
+| `activation_offloading` (TRL) | refused, for the same reason |
+| several processes or GPUs, `fsdp`, `deepspeed` | not yet |
+| optimizers that step in backward (`optim="lomo"`, `"adalomo"`, `"..._layerwise"`) | not yet |
+
+Run with transformers 4.50.3, 4.57.6, 5.0.0 and 5.23.0, accelerate 1.15.0, peft 0.21.2 and trl 1.16.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import transformers
+from packaging.version import Version
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from recollect.attaching.attach import attach
+from recollect.attaching.attached import Attached, OnLarger
+from recollect.errors import ConfigError, NotYetError
+from recollect.fitting import DEFAULT_BUDGET
+
+__all__ = ["MemoryBudget"]
+
+_LEAST_VERSION: Final = "4.50"
+_CHECKPOINTING: Final = ("gradient_checkpointing", "activation_checkpointing")
+
+
+class MemoryBudget(TrainerCallback):
+    """Keeps every training step of a `Trainer` within a memory budget; see `recollect.attach`.
+
+    The first step is recorded and planned when training begins; the line about the plan goes to the trainer's log, and its
+    numbers to `state.log_history`. At the end of training the model is as it was.
+
+    Args:
+        budget: bytes of the whole step, as an int or text: "22GiB", "90% of the device", "60%" of what the first step needs
+            without recompute.
+        on_larger: what to do at a step that no plan was made for: "replan", "warn" or "raise".
+        units: module paths of the layers to plan, where they are not found.
+
+    Attributes:
+        attached: the handle of the last training, with `plan` and `report()`; None before the first.
+
+    Raises:
+        ConfigError: transformers is too old; or, when the trainer is made, it recomputes or offloads by itself.
+        NotYetError: when the trainer is made, it has several devices, or an optimizer that steps in backward.
+
+    Example: `Trainer(model, args, train_dataset=texts, callbacks=[MemoryBudget("22GiB")]).train()`.
+    """
+
+    def __init__(
+        self,
+        budget: int | str = DEFAULT_BUDGET,
+        *,
+        on_larger: OnLarger = "replan",
+        units: Iterable[str] | None = None,
+    ) -> None:
+        _check_version(transformers.__version__)
+        self.budget = budget
+        self.on_larger: OnLarger = on_larger
+        self.units = None if units is None else list(units)
+        self.attached: Attached | None = None
+        self._num_logged = 0
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse arguments that clash with a plan, before any data is read."""
+        _check_arguments(args)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Attach to the model, which is prepared by now, as its optimizer is."""
+        # Again, for a callback that was added to a trainer.
+        _check_arguments(args)
+        # A training that an error ended does not say so; `auto_find_batch_size` begins anew after one.
+        self._remove()
+        self._num_logged = 0
+        log = logging.get_logger("transformers.trainer")
+        # The level of what a trainer says without being asked for more.
+        self.attached = attach(
+            model, optimizer, self.budget, on_larger=self.on_larger, units=self.units, log=log.warning
+        )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put the numbers of a new plan into the trainer's history."""
+        attached = self.attached
+        if attached is None or len(attached.recorded_steps) == self._num_logged:
+            return
+        self._num_logged = len(attached.recorded_steps)
+        planned = attached.planned[-1]
+        state.log_history.append(
+            {
+                "memory_budget_bytes": planned.budget_bytes,
+                "predicted_peak_bytes": planned.peak_bytes,
+                "predicted_slowdown": planned.plan.predicted_slowdown or 0.0,
+                "epoch": state.epoch,
+                "step": state.global_step,
+            }
+        )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the model as it was."""
+        self._remove()
+
+    def _remove(self) -> None:
+        if self.attached is not None:
+            self.attached.remove()
+
+
+def _check_version(version: str) -> None:
+    if Version(version) < Version(_LEAST_VERSION):
+        raise ConfigError(
+            settings={"transformers": version},
+            reason="its Trainer is older than any that MemoryBudget was run with",
+            advice=f"Install transformers {_LEAST_VERSION} or later.",
+        )
+
+
+def _check_arguments(args: Any) -> None:
+    """Raise if a trainer's arguments ask for what a plan cannot be combined with."""
+    for name in _CHECKPOINTING:
+        if getattr(args, name, False):
+            raise ConfigError(
+                settings={name: True},
+                reason="the trainer would recompute every layer, whatever the budget, and a plan some of it again",
+                advice="Drop it, and MemoryBudget decides what to recompute; where it is the default, as in TRL, "
+                f"set {name}=False.",
+            )
+    if getattr(args, "activation_offloading", False):
+        raise ConfigError(
+            settings={"activation_offloading": True},
+            reason="the trainer would move to the host what the plan counts on the device",
+            advice="Drop it, and MemoryBudget decides what to keep.",
+        )
+    several: dict[str, Any] = {"world_size": args.world_size, "n_gpu": args.n_gpu}
+    settings = {name: number for name, number in several.items() if number > 1}
+    settings |= {name: value for name in ("fsdp", "deepspeed") if (value := getattr(args, name, None))}
+    if settings:
+        raise NotYetError(
+            settings=settings,
+            needs="a trainer that splits or copies the model",
+            advice="Train in one process on one device, as with CUDA_VISIBLE_DEVICES=0.",
+        )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer in ("lomo", "adalomo") or optimizer.endswith("_layerwise"):
+        raise NotYetError(
+            settings={"optim": optimizer},
+            needs="an optimizer that steps in backward, so that no step of it ends the training step",
+            advice="Choose another one.",
+        )

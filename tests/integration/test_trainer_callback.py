@@ -1,0 +1,248 @@
+"""Hugging Face's `Trainer`, and what is built on it, within a memory budget: same training, and nothing clashes unsaid."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate", reason="Hugging Face's Trainer needs accelerate")
+import transformers  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import hugging_face_flag  # noqa: E402
+from allocator_meter import can_be_built, metered_environment  # noqa: E402
+from hugging_face_trainers import CASES, arguments, llama, texts  # noqa: E402
+from recollect.attaching.attached import Attached  # noqa: E402
+from recollect.engine.content import has_same_bits  # noqa: E402
+from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError, QuantityError  # noqa: E402
+from recollect.integrations.transformers import MemoryBudget  # noqa: E402
+
+pytestmark = pytest.mark.integration
+
+Row = dict[str, Any]
+TRL_CASES = ("SFT in bf16", "SFT of lora", "DPO", "DPO of lora", "Reward")
+needs_meter = pytest.mark.skipif(not can_be_built(), reason="the meter is built by a C compiler on Linux")
+
+
+def metered(module: str, *names: str) -> dict[str, Row]:
+    """Run trainers in a process of their own, under a meter that is not recollect's."""
+    with metered_environment() as environment:
+        paths = [ROOT / "benchmarks", ROOT / "tests/support", environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = ":".join(map(str, paths))
+        command = [sys.executable, "-W", "ignore", str(ROOT / "tests/support/metered_trainers.py"), module, *names]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    # Trainers write to the same stream.
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
+    return {row["case"]: row for row in rows}
+
+
+def check(row: Row) -> None:
+    assert row["weights_equal"], row
+    assert row["warnings"] == [] and row["recorded_steps"] == 1, row
+    assert len(row["peaks_bytes"]) == 30
+    assert max(row["peaks_bytes"]) <= row["budget_bytes"] < row["plain_bytes"], row
+
+
+@pytest.fixture(scope="module")
+def plain_trainers() -> dict[str, Row]:
+    return metered("hugging_face_trainers", *(name for name in CASES if "lora" not in name))
+
+
+@pytest.mark.slow
+@needs_meter
+@pytest.mark.parametrize("name", [name for name in CASES if "lora" not in name])
+def test_every_step_of_a_trainer_is_within_the_budget(name: str, plain_trainers: dict[str, Row]) -> None:
+    check(plain_trainers[name])
+
+
+@pytest.mark.slow
+@needs_meter
+def test_every_step_of_a_lora_is_within_the_budget() -> None:
+    pytest.importorskip("peft", reason="needs peft")
+    check(metered("hugging_face_trainers", "lora in bf16")["lora in bf16"])
+
+
+@pytest.fixture(scope="module")
+def trl_trainers() -> dict[str, Row]:
+    pytest.importorskip("trl", reason="needs trl")
+    pytest.importorskip("peft", reason="needs peft")
+    return metered("trl_trainers")
+
+
+@pytest.mark.slow
+@needs_meter
+@pytest.mark.parametrize("name", TRL_CASES)
+def test_every_step_of_trls_trainers_is_within_the_budget(name: str, trl_trainers: dict[str, Row]) -> None:
+    check(trl_trainers[name])
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    before = transformers.logging.get_verbosity()
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+def options(folder: Path, **changes: Any) -> Any:
+    return arguments(str(folder), **{"max_steps": 12, "log_level": "error", "dataloader_pin_memory": False, **changes})
+
+
+def train(args: Any, *callbacks: Any, resume: str | None = None) -> Trainer:
+    trainer = Trainer(llama(), args, train_dataset=texts(), eval_dataset=texts(8), callbacks=[*callbacks])
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def assert_same_weights(one: Trainer, other: Trainer) -> None:
+    for (name, expected), got in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
+        assert has_same_bits(expected.detach(), got.detach()), name
+
+
+def test_saving_evaluation_and_the_best_model_are_as_without_a_budget(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "bf16": True,
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "logging_strategy": "steps",
+        "load_best_model_at_end": True,
+    }
+    changes |= dict.fromkeys(("eval_steps", "save_steps", "logging_steps"), 4)
+    plain = train(options(tmp_path / "plain", **changes))
+    budget = MemoryBudget("75%")
+    within = train(options(tmp_path / "within", **changes), budget)
+    assert_same_weights(plain, within)
+    assert isinstance(budget.attached, Attached) and budget.attached.num_steps == 12
+    assert not any("recollect" in str(vars(module).get("forward")) for module in within.model.modules())
+    numbers = [entry for entry in within.state.log_history if "memory_budget_bytes" in entry]
+    (entry,) = numbers
+    assert entry["predicted_peak_bytes"] <= entry["memory_budget_bytes"] == budget.attached.budget_bytes
+    assert entry["step"] == 1 and entry["predicted_slowdown"] > 0
+    others = [entry for entry in within.state.log_history if entry not in numbers]
+    for expected, got in zip(plain.state.log_history, others, strict=True):
+        for key in ("step", "loss", "eval_loss", "grad_norm", "epoch"):
+            assert expected.get(key) == got.get(key), key
+    assert json.loads((tmp_path / "within/checkpoint-12/trainer_state.json").read_text())["log_history"][0] == entry
+
+
+def test_a_training_resumes_from_a_checkpoint(tmp_path: Path) -> None:
+    plain = train(options(tmp_path / "plain"))
+    args = options(tmp_path / "within", save_strategy="steps", save_steps=5)
+    train(args, MemoryBudget("75%"))
+    budget = MemoryBudget("75%")
+    resumed = train(args, budget, resume=str(tmp_path / "within/checkpoint-5"))
+    assert_same_weights(plain, resumed)
+    assert budget.attached is not None and budget.attached.num_steps == 7
+
+
+def test_the_line_goes_to_the_trainers_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("transformers.trainer")
+    log.addHandler(handler)
+    try:
+        train(options(tmp_path, log_level="passive", max_steps=2), MemoryBudget("75%"))
+        said = [line for line in lines if line.startswith("recollect: ")]
+        train(options(tmp_path, log_level="error", max_steps=2), MemoryBudget("75%"))
+    finally:
+        log.removeHandler(handler)
+    assert len(said) == 1 and "planned for 4 x 64 in" in said[0]
+    assert [line for line in lines if line.startswith("recollect: ")] == said, "a trainer that is quiet stays so"
+
+
+class _Ending(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def test_a_training_after_one_that_was_interrupted(tmp_path: Path) -> None:
+    plain = train(options(tmp_path))
+    budget = MemoryBudget("75%")
+    trainer = Trainer(llama(), options(tmp_path), train_dataset=texts(), callbacks=[budget, _Ending()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(_Ending)
+    trainer.model.load_state_dict(llama().state_dict())
+    trainer.optimizer = None
+    # A trainer seeds when it is made.
+    transformers.set_seed(trainer.args.seed)
+    trainer.train()
+    assert_same_weights(plain, trainer)
+    assert budget.attached is not None and budget.attached.num_steps == 12
+
+
+def refused(folder: Path, error: type[Exception], text: str, **changes: Any) -> None:
+    with warnings.catch_warnings():
+        # The old name of the switch is deprecated from 5.23 on.
+        warnings.simplefilter("ignore", FutureWarning)
+        args = options(folder, **changes)
+    with pytest.raises(error, match=text):
+        Trainer(llama(), args, train_dataset=texts(), callbacks=[MemoryBudget("75%")])
+
+
+def test_the_trainers_own_recompute_is_refused(tmp_path: Path) -> None:
+    text = r"got gradient_checkpointing=True: .* Drop it, .* set gradient_checkpointing=False"
+    refused(tmp_path, ConfigError, text, gradient_checkpointing=True)
+    if hasattr(options(tmp_path), "activation_checkpointing"):
+        refused(tmp_path, ConfigError, text, activation_checkpointing=True)
+
+
+def test_a_callback_that_is_added_later_looks_at_the_arguments_too(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        args = options(tmp_path, gradient_checkpointing=True)
+    trainer = Trainer(llama(), args, train_dataset=texts())
+    trainer.add_callback(MemoryBudget("75%"))
+    with pytest.raises(ConfigError, match="got gradient_checkpointing=True"):
+        trainer.train()
+
+
+def test_a_model_that_recomputes_by_itself_is_refused(tmp_path: Path) -> None:
+    model = llama()
+    hugging_face_flag.enable(model)
+    trainer = Trainer(model, options(tmp_path), train_dataset=texts(), callbacks=[MemoryBudget("75%")])
+    with pytest.raises(AlreadyAppliedError, match=r"Hugging Face's gradient checkpointing; .*_disable\(\) first"):
+        trainer.train()
+
+
+class _TwoProcesses(TrainingArguments):
+    world_size = 2
+
+
+class _Offloading(TrainingArguments):
+    activation_offloading = True  # as in TRL's arguments
+
+
+def test_what_is_not_there_yet_is_refused_by_name(tmp_path: Path) -> None:
+    for name in ("lomo", "galore_adamw_layerwise"):
+        refused(tmp_path, NotYetError, rf"got optim='{name}': not yet: an optimizer that steps in backward", optim=name)
+    for args, error, text in (
+        (_TwoProcesses(str(tmp_path), use_cpu=True), NotYetError, "got world_size=2: not yet: a trainer that splits"),
+        (_Offloading(str(tmp_path), use_cpu=True), ConfigError, "got activation_offloading=True: .* Drop it"),
+    ):
+        with pytest.raises(error, match=text):
+            MemoryBudget("1GiB").on_init_end(args, None, None)
+
+
+def test_an_old_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recollect.integrations.transformers.transformers.__version__", "4.49.0")
+    with pytest.raises(ConfigError, match=r"got transformers='4.49.0': .* Install transformers 4.50 or later"):
+        MemoryBudget("1GiB")
+
+
+def test_a_budget_that_is_none_is_an_error_of_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(QuantityError, match="sixteen"):
+        train(options(tmp_path), MemoryBudget("sixteen"))

@@ -1,0 +1,100 @@
+"""Hugging Face's `Trainer`, PEFT's models and TRL's trainers on tiny random models, to be run with a memory budget."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from metered_trainers import Case, StepPeaks
+from recollect.integrations.transformers import MemoryBudget
+
+VOCABULARY = 256
+NUM_STEPS = 30
+
+
+def llama(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**{**sizes, "vocab_size": VOCABULARY, "attention_dropout": 0.1, **changes})
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=64, n_layer=4, n_head=4, n_positions=128, vocab_size=VOCABULARY)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def lora() -> Any:
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1)
+    return peft.get_peft_model(llama(), config)
+
+
+def texts(count: int = 240, length: int = 64) -> list[dict[str, torch.Tensor]]:
+    """Random tokens, the same each time."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCABULARY, (count, length), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def arguments(folder: str, kind: type[Any] = TrainingArguments, **changes: Any) -> Any:
+    """Arguments of a short training on the CPU that says nothing."""
+    quiet = {
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+    }
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": NUM_STEPS}
+    return kind(folder, **{**quiet, **sizes, "learning_rate": 1e-3, **changes})
+
+
+class Watching(TrainerCallback):
+    """Has the peak of each step read."""
+
+    def __init__(self, peaks: StepPeaks) -> None:
+        self.peaks = peaks
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.peaks.begin()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.peaks.end()
+
+
+def trained(make: Callable[[list[Any]], Trainer], budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
+    """Train within a budget, or without one."""
+    transformers.logging.set_verbosity_error()
+    callbacks = [] if budget is None else [MemoryBudget(budget)]
+    trainer = make([*callbacks, Watching(peaks)])
+    trainer.train()
+    return trainer.model, len(callbacks[0].attached.recorded_steps) if callbacks else 0
+
+
+def _case(build: Callable[[], Any], **changes: Any) -> Case:
+    def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
+        with tempfile.TemporaryDirectory() as folder:
+            args = arguments(folder, **changes)
+
+            def make(callbacks: list[Any]) -> Trainer:
+                return Trainer(build(), args, train_dataset=texts(), callbacks=callbacks)
+
+            return trained(make, budget, peaks)
+
+    return run
+
+
+CASES: dict[str, Case] = {
+    "llama": _case(llama),
+    "gpt2 in bf16": _case(gpt2, bf16=True),
+    "lora in bf16": _case(lora, bf16=True),
+}

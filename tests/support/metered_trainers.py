@@ -1,0 +1,114 @@
+"""Trainers of other libraries, run under a meter without a budget and within one, as a program, in a process of its own.
+
+PYTHONPATH=src:benchmarks:tests/support LD_PRELOAD=<the meter> python tests/support/metered_trainers.py trainer_cases
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import importlib
+import json
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from allocator_meter import AllocatorMeter
+from recollect.errors import BudgetTooSmallError, BudgetWarning
+
+# Above the least peak of the recorded step, which also times single units.
+_ROOM = 1.02
+# Of the way from the least peak to the peak without a budget.
+_PART = 0.15
+
+
+@dataclass(frozen=True)
+class Row:
+    """A training within a budget.
+
+    `peaks_bytes`: of each optimizer's step, with what comes before it. `recorded_steps`: how many were recorded.
+    `warnings`: those about the budget.
+    """
+
+    case: str
+    budget_bytes: int
+    plain_bytes: int
+    least_bytes: int
+    peaks_bytes: list[int]
+    recorded_steps: int
+    weights_equal: bool
+    warnings: list[str]
+
+
+class StepPeaks:
+    """The most that was alive in each step, counted from when this was made."""
+
+    def __init__(self, meter: AllocatorMeter) -> None:
+        gc.collect()
+        gc.freeze()
+        self._meter = meter
+        self._before_bytes = meter.now_bytes()
+        self.bytes: list[int] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin the next step."""
+        gc.collect()
+        self._meter.restart()
+
+    def end(self) -> None:
+        """End a step, and begin the next one."""
+        self.bytes.append(self._meter.peak_bytes() - self._before_bytes)
+        self.begin()
+
+
+Case = Callable[[int | str | None, StepPeaks], tuple[nn.Module, int]]
+"""Trains a new model in some steps, within a budget or without; returns the model, and how many steps were recorded."""
+
+
+def row_of(name: str, case: Case, meter: AllocatorMeter) -> Row:
+    """Train without a budget, and within one near the least."""
+    plain = StepPeaks(meter)
+    expected = _digest(case(None, plain)[0])
+    try:
+        case(1, StepPeaks(meter))
+    except BudgetTooSmallError as error:
+        least_bytes = int(error.least_peak_bytes * _ROOM)
+    else:
+        raise AssertionError(f"{name}: a budget of one byte was not refused")
+    budget_bytes = int(least_bytes + _PART * (max(plain.bytes) - least_bytes))
+    peaks = StepPeaks(meter)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, recorded_steps = case(budget_bytes, peaks)
+    said = [str(warning.message) for warning in caught if issubclass(warning.category, BudgetWarning)]
+    is_equal = _digest(model) == expected
+    return Row(name, budget_bytes, max(plain.bytes), least_bytes, peaks.bytes, recorded_steps, is_equal, said)
+
+
+def _digest(model: nn.Module) -> str:
+    """Return a digest of all weights and buffers, and of the state of the random generator."""
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        found.update(name.encode())
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    found.update(torch.get_rng_state().numpy().tobytes())
+    return found.hexdigest()
+
+
+def main() -> None:
+    """Write a line of JSON for each case of a module that is named, or for all."""
+    module, *names = sys.argv[1:]
+    cases: Mapping[str, Case] = importlib.import_module(module).CASES
+    torch.set_num_threads(1)
+    meter = AllocatorMeter()
+    for name in names or cases:
+        print(json.dumps(asdict(row_of(name, cases[name], meter))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
