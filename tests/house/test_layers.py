@@ -37,6 +37,7 @@ LAYERS = (
     "lab",
     "pictures",
     "cli",
+    "__main__",
 )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from recollect import __version__
 from recollect.cli import main
 from recollect.errors import DataError
 from training_runs import start, write_text
@@ -17,7 +18,7 @@ from training_runs import start, write_text
 pytestmark = pytest.mark.integration
 
 
-COMMANDS = ("train", "plan", "frontier", "calibrate", "tokenize", "bench", "explain")
+COMMANDS = ("train", "plan", "frontier", "calibrate", "tokenize", "bench", "explain", "doctor")
 
 
 @pytest.mark.parametrize("args", [[], *([command] for command in COMMANDS)])
@@ -41,6 +42,16 @@ def test_help_that_nobody_reads_is_no_error() -> None:
     command = f"{shlex.quote(sys.executable)} -m recollect.cli train --help | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert not done.stderr
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"recollect {__version__}\n"
+
+
+def test_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "recollect", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"recollect {__version__}\n"
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,6 +81,58 @@ def test_flags_that_do_not_parse(args: list[str], message: str, capsys: pytest.C
     output = capsys.readouterr().err
     assert message in " ".join(output.replace("│", " ").split())
     assert "tyro" not in output
+
+
+@pytest.mark.parametrize(
+    ("args", "package", "extra"),
+    [
+        (["plan", "--memory-budget", "1GiB", "--hf-config", "none.json"], "transformers", "hf"),
+        (["tokenize", "--tokenizer", "{folder}/file", "--output-prefix", "{folder}/out"], "tokenizers", "train"),
+        (
+            [
+                "train",
+                "--size",
+                "tiny",
+                "--steps",
+                "1",
+                "--device",
+                "cpu",
+                "--tensorboard",
+                "--run-dir",
+                "{folder}/run",
+            ],
+            "torch.utils.tensorboard",
+            "train",
+        ),
+    ],
+)
+def test_missing_packages_are_named_with_their_command(
+    args: list[str],
+    package: str,
+    extra: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "file").touch()
+    assert main([arg.format(folder=tmp_path) for arg in args]) == 2
+    assert f"Run: pip install 'recollect[{extra}]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("out", "problem"), [("none/hardware.json", "no folder {folder}/none"), (".", "Is a directory")]
+)
+@pytest.mark.parametrize("command", [["calibrate"], ["plan", "--hf-config", "none.json", "--memory-budget", "60%"]])
+def test_output_files_are_checked_first(
+    command: list[str], out: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Measuring takes a minute, and the config does not exist.
+    assert main([*command, "--out", str(tmp_path / out)]) == 2
+    assert capsys.readouterr().err == (
+        f"Error: --out {tmp_path / out}: cannot be written ({problem.format(folder=tmp_path)}), expected a file in a "
+        "writable folder.\n"
+    )
 
 
 def test_error_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

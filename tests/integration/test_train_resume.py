@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import io
+import os
 import random
+import shutil
 import signal
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from recollect.errors import CheckpointError
 from recollect.lab.train.checkpoint import list_checkpoints
+from recollect.lab.train.folder_lock import only_run_in
+from recollect.lab.train.loop import train
+from recollect.lab.train.records import Outcome
 from recollect.lab.train.session import open_session
+from recollect.plans.plan import Plan
 from training_runs import config, kill_after, losses, run, start, wait_for_steps, write_text
 
 pytestmark = pytest.mark.integration
@@ -107,6 +116,74 @@ def test_resume_refuses_other_settings_and_other_data(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("something else " * 1000)
     with pytest.raises(CheckpointError, match=r"data\.fingerprint = '\w+', this run has '\w+'"):
         run(tmp_path, resume=True)
+
+
+def resumed(folder: Path, **changes: Any) -> tuple[Outcome, str]:
+    console = Console(record=True, quiet=False, file=io.StringIO(), width=400)
+    return train(config(folder, resume=True, **changes), console=console), console.export_text()
+
+
+def test_resumed_run_takes_another_budget_without_changing_a_bit(tmp_path: Path) -> None:
+    size = {"seq_length": 64, "checkpoint_every": 3, "deterministic": True}
+    run(tmp_path, run_dir=tmp_path / "whole", steps=8, memory_budget="90%", **size)
+    run_dir = tmp_path / "run"
+    shutil.copytree(tmp_path / "whole", run_dir)
+    (run_dir / "checkpoints" / "step_00000008.pt").unlink()
+    first = Plan.load(run_dir / "plan.json")
+    outcome, said = resumed(tmp_path, steps=8, memory_budget="80%", **size)
+    assert "resuming after step 6 with memory_budget 80% (before: 90%)" in said
+    assert [record.step for record in outcome.records] == [7, 8]
+    assert outcome.budget_bytes is not None and outcome.budget_bytes < (first.budget_bytes or 0)
+    assert Plan.load(run_dir / "plan.json").budget_bytes == outcome.budget_bytes
+    assert losses(run_dir) == losses(tmp_path / "whole")
+    outcome, said = resumed(tmp_path, steps=9, **size)
+    assert "resuming after step 8 with steps 9 (before: 8), memory_budget None (before: 80%)" in said
+    assert outcome.budget_bytes is None and not (run_dir / "plan.json").exists()
+
+
+def test_resumed_run_takes_more_steps_and_refuses_fewer(tmp_path: Path) -> None:
+    run(tmp_path)
+    outcome, said = resumed(tmp_path, steps=8)
+    assert "resuming after step 6 with steps 8 (before: 6)" in said
+    assert [record.step for record in outcome.records] == [7, 8]
+    with pytest.raises(
+        CheckpointError, match=r"was written after step 8, this run has 7 steps, expected at least as many"
+    ):
+        run(tmp_path, resume=True, steps=7)
+
+
+def test_second_run_in_a_folder_is_refused_and_named_after_the_first(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    run_dir = tmp_path / "run"
+    first = start(*arguments(tmp_path, run_dir))
+    wait_for_steps(first, run_dir, 2)
+    first.send_signal(signal.SIGSTOP)  # so that it is still there
+    try:
+        for more in ((), ("--resume",)):
+            second = start(*arguments(tmp_path, run_dir, *more))
+            _, errors = second.communicate()
+            assert second.returncode == 2
+            expected = f"Error: run folder {run_dir}: got a second run while process {first.pid} on "
+            assert errors.startswith(expected) and "choose another --run-dir" in errors
+    finally:
+        first.send_signal(signal.SIGCONT)
+    _, errors = first.communicate()
+    assert first.returncode == 0, errors
+    assert list(losses(run_dir)) == list(range(1, STEPS + 1))
+    assert not (run_dir / "train.pid").exists()
+
+
+def test_lock_is_free_after_a_run_and_after_an_error(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(KeyError), only_run_in(tmp_path / "run"):
+            raise KeyError
+    with (
+        only_run_in(tmp_path / "run"),
+        pytest.raises(CheckpointError, match=rf"while process {os.getpid()} on .+ trains"),
+    ):
+        run(tmp_path)
+    (tmp_path / "run" / "train.pid").write_text("process 1 on here")  # of a process that was killed
+    run(tmp_path)
 
 
 def test_run_folders_that_cannot_be_used(tmp_path: Path) -> None:

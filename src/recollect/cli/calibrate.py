@@ -9,7 +9,7 @@ from rich.table import Table
 
 from recollect.byte_format import format_bytes
 from recollect.cli.commands import Calibrate
-from recollect.cli.output import write_file
+from recollect.cli.output import check_folder, write_file
 from recollect.costs.calibrate import Calibration, calibrate
 from recollect.costs.hardware import KINDS
 from recollect.lab.train.optimizer_step import resolve_device
@@ -25,6 +25,7 @@ def run_calibrate(command: Calibrate, console: Console) -> None:
     Raises:
         RecollectError: the device cannot be measured, or the file cannot be written.
     """
+    check_folder(command.out, "--out")
     measured = calibrate(resolve_device(command.device), quick=command.quick)
     console.print(rates_table(measured))
     console.print(fit_table(measured))

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
+from recollect import __version__
 from recollect.cli.bench_flags import Bench
 from recollect.cli.commands import Calibrate, DrawFrontier, MakePlan, Tokenize, Train
 from recollect.cli.doctor_flags import Doctor
@@ -36,6 +37,10 @@ _COMMANDS: dict[str, Any] = {
 _EVERY_COMMAND: Any = functools.reduce(
     operator.or_, (Annotated[kind, tyro.conf.subcommand(name)] for name, kind in _COMMANDS.items())
 )
+_DESCRIPTION = (
+    "Fit PyTorch training into a memory budget. `recollect COMMAND --help` shows the flags of a command, `recollect --version` "
+    "the version."
+)
 _EXIT_ERROR = 2  # as for flags that do not parse
 _EXIT_INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
@@ -55,6 +60,9 @@ def main(args: Sequence[str] | None = None) -> int:
         SystemExit: after `--help` (0), and for flags that do not parse (2).
     """
     words = sys.argv[1:] if args is None else list(args)
+    if words[:1] == ["--version"]:
+        print(f"recollect {__version__}")
+        return 0
     errors = Console(stderr=True)  # printed with soft_wrap: one line stays one line, so that it can be searched for
     if args is None and "--help" in words and hasattr(signal, "SIGPIPE"):
         # `recollect train --help | head` shall end quietly when head exits.
@@ -80,7 +88,8 @@ def _parse(args: list[str]) -> Command:
     name = args[0] if args else ""
     parsed: Command
     if name not in _COMMANDS:
-        parsed = tyro.cli(_EVERY_COMMAND, prog="recollect", args=args)  # prints help or an error, and exits
+        # Prints help or an error, and exits.
+        parsed = tyro.cli(_EVERY_COMMAND, prog="recollect", description=_DESCRIPTION, args=args)
     elif name == "train":
         parsed = parse_train(args[1:])
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -23,14 +24,21 @@ def wide_console(console: Console, width: int) -> Console:
 
 
 def check_folder(path: Path, flag: str = "") -> None:
-    """Check that a file's folder exists.
+    """Check that a file can be written, before the work begins whose result it takes.
 
     Raises:
-        RecollectError: it does not; names the flag and the file.
+        RecollectError: its folder is missing or not writable, or it is a folder itself; names the flag and the file.
     """
+    problem = ""
     if not path.parent.is_dir():
+        problem = f"no folder {path.parent}"
+    elif path.is_dir():
+        problem = "Is a directory"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "Permission denied"
+    if problem:
         raise RecollectError(
-            f"{flag} {path}: cannot be written (no folder {path.parent}), expected a file in a writable folder.".lstrip()
+            f"{flag} {path}: cannot be written ({problem}), expected a file in a writable folder.".lstrip()
         )
 
 

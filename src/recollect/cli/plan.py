@@ -6,7 +6,7 @@ from rich.console import Console
 
 from recollect.byte_format import format_bytes
 from recollect.cli.commands import MakePlan
-from recollect.cli.output import print_line, write_file
+from recollect.cli.output import check_folder, print_line, write_file
 from recollect.cli.pictures import check_pictures
 from recollect.cli.recorded_step import check_step_budget, step_recorder
 from recollect.pictures.page import write_plan_page
@@ -24,6 +24,7 @@ def run_plan(command: MakePlan, console: Console) -> None:
     Raises:
         RecollectError: a file cannot be written, a package for a picture is missing, or recording or planning fails.
     """
+    check_folder(command.out, "--out")
     check_pictures(command.png, command.html)
     check_step_budget(command.memory_budget, command.step)
     planned = plan_with_chunks(step_recorder(command.step), command.memory_budget, command.loss_chunks)

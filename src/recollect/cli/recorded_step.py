@@ -100,7 +100,9 @@ def _hugging_face_model(path: Path) -> nn.Module:
     try:
         import transformers  # optional: only with --hf-config
     except ImportError:
-        raise RecollectError("--hf-config: needs the package `transformers`. Run: pip install transformers") from None
+        raise RecollectError(
+            "--hf-config: needs the package `transformers`. Run: pip install 'recollect[hf]'"
+        ) from None
     if not path.is_file():
         raise RecollectError(f"--hf-config {path}: no such file, expected a config.json of a causal language model.")
     try:

@@ -22,6 +22,8 @@ from recollect.errors import CheckpointError
 from recollect.lab.train.files import remove_partial, write_atomically
 
 FORMAT = 1
+CHANGEABLE = ("optim.steps", "step.memory_budget", "step.recompute")
+"""Settings that a resumed run may change: what it recomputes changes no bit, and more steps are more steps."""
 _NAME = re.compile(r"step_(\d{8})\.pt")
 
 
@@ -135,7 +137,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_identity(path: Path, stored: dict[str, Any], current: dict[str, Any]) -> None:
-    """Check that a checkpoint has this run's configuration.
+    """Check that a checkpoint has this run's configuration, except for what is `CHANGEABLE`.
 
     Args:
         path: the checkpoint, for the message.
@@ -147,7 +149,7 @@ def check_identity(path: Path, stored: dict[str, Any], current: dict[str, Any]) 
     """
     for name in [*current, *(name for name in stored if name not in current)]:
         before, now = stored.get(name), current.get(name)
-        if before != now:
+        if before != now and name not in CHANGEABLE:
             raise CheckpointError(
                 f"checkpoint {path}: was written with {name} = {before!r}, this run has {now!r}, expected the same. "
                 f"Use the old setting, or start a new run in another --run-dir."

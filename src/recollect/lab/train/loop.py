@@ -7,7 +7,9 @@ on (seed, step), and a plan changes no gradient. A resumed run reuses the plan i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
+from pathlib import Path
 
 from rich.console import Console
 
@@ -15,6 +17,7 @@ import recollect
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.determinism import deterministic_kernels
 from recollect.lab.train.display import LiveDisplay, PlainDisplay
+from recollect.lab.train.folder_lock import only_run_in
 from recollect.lab.train.interrupt import StopRequest
 from recollect.lab.train.memory import measure_step
 from recollect.lab.train.metrics import MetricsFile, TensorBoardLog
@@ -43,7 +46,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
 
     Raises:
         DataError: training data is missing, malformed or too short.
-        CheckpointError: run folder or checkpoint cannot be used.
+        CheckpointError: run folder or checkpoint cannot be used, or another process trains in the folder.
         QuantityError: the budget is no amount of bytes; found before data are read and a folder is made.
         BudgetTooSmallError: no plan fits the budget.
 
@@ -66,6 +69,9 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
     with contextlib.ExitStack() as stack:
         stack.enter_context(deterministic_kernels(wanted=config.step.deterministic))
         console.print("Reading data and building the model", markup=False)
+        config = _in_folder(config)
+        if config.run.run_dir is not None and (config.run.run_dir.exists() or not config.run.resume):
+            stack.enter_context(only_run_in(config.run.run_dir))
         session = open_session(config)
         console.print(_describe(session), markup=False, soft_wrap=True)
         plan, baseline = prepare(session, console)
@@ -85,6 +91,14 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         folder=str(session.folder),
         total_steps=config.optim.steps,
     )
+
+
+def _in_folder(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with a run folder: the given one, or a new name."""
+    if config.run.run_dir is not None:
+        return config
+    named = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, run_dir=named))
 
 
 def _run(session: Session, logs: list[Log], stop: StopRequest) -> list[StepRecord]:
@@ -190,7 +204,8 @@ def _fastest_step_s(records: list[StepRecord], session: Session) -> float | None
 def _describe(session: Session) -> str:
     dimensions, corpus = session.model.config, session.corpus
     held_out = 0 if corpus.validation is None else corpus.validation.num_tokens
-    start = f", resuming after step {session.step}" if session.step else ""
+    changes = f" with {', '.join(session.changes)}" if session.changes else ""
+    start = f", resuming after step {session.step}{changes}" if session.step else ""
     return (
         f"Model: {dimensions.num_layers} layers of width {dimensions.hidden_size}, "
         f"{dimensions.num_parameters / 1e6:.1f} M parameters, {session.config.step.precision} on {session.device}. "

@@ -59,7 +59,7 @@ class TensorBoardLog:
             from torch.utils.tensorboard import SummaryWriter  # optional: only with --tensorboard
         except ImportError:
             raise RecollectError(
-                "--tensorboard: needs the package `tensorboard`. Run: pip install tensorboard"
+                "--tensorboard: needs the package `tensorboard`. Run: pip install 'recollect[train]'"
             ) from None
         # The resumed run repeats the steps after the checkpoint.
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_step + 1)

@@ -18,6 +18,7 @@ from recollect.errors import CheckpointError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.batches import BatchSampler
 from recollect.lab.train.checkpoint import (
+    CHANGEABLE,
     Checkpoint,
     check_identity,
     environment,
@@ -46,6 +47,7 @@ class Session:
         model, optimizer: the state that training changes.
         rng: random number states to start from; None: those of the seed.
         step: optimizer steps completed.
+        changes: settings that are others than when the run was interrupted, in words.
     """
 
     config: TrainConfig
@@ -56,6 +58,7 @@ class Session:
     optimizer: torch.optim.Optimizer
     rng: dict[str, Any] | None = None
     step: int = 0
+    changes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         batch_size = self.config.optim.batch_size
@@ -152,11 +155,14 @@ def _find_start(config: TrainConfig) -> tuple[Path, Path | None]:
     return folder, None
 
 
+def _config_text(config: TrainConfig) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n"
+
+
 def _start_folder(session: Session) -> None:
-    text = json.dumps(dataclasses.asdict(session.config), indent=2, default=str)
     try:
         session.folder.mkdir(parents=True, exist_ok=True)
-        write_text(session.folder / "config.json", text + "\n")
+        write_text(session.folder / "config.json", _config_text(session.config))
     except OSError as problem:
         raise CheckpointError(
             f"run folder {session.folder}: cannot be written ({problem.strerror}), expected a writable folder. "
@@ -169,11 +175,37 @@ def _start_folder(session: Session) -> None:
 def _load(session: Session, path: Path) -> None:
     checkpoint = read_checkpoint(path)
     check_identity(path, checkpoint.identity, session.identity)
+    steps = session.config.optim.steps
+    if steps < checkpoint.step:
+        raise CheckpointError(
+            f"checkpoint {path}: was written after step {checkpoint.step}, this run has {steps} steps, expected at least as "
+            "many. Raise --steps."
+        )
+    _take_changes(session, checkpoint.identity)
     session.model.load_state_dict(checkpoint.model)
     session.optimizer.load_state_dict(checkpoint.optimizer)
     session.rng = checkpoint.rng
     session.step = checkpoint.step
     _warn_of_changes(path, checkpoint.environment)
+
+
+def _take_changes(session: Session, stored: dict[str, Any]) -> None:
+    """Note what the resumed run changes, and have the plan made anew if it changes what to recompute."""
+    path = session.folder / "config.json"
+    before, text = json.loads(path.read_text()), _config_text(session.config)
+    now = json.loads(text)
+    # From the folder, not from the checkpoint: a run that was killed before its next checkpoint has its plan here.
+    if any(before["step"].get(name) != now["step"][name] for name in ("memory_budget", "recompute")):
+        for name in ("plan.json", "baseline.json"):
+            (session.folder / name).unlink(missing_ok=True)
+    # After the plan is gone, so that a process killed in between leaves no plan of other settings.
+    write_text(path, text)
+    current = session.identity
+    session.changes = tuple(
+        f"{name.partition('.')[2]} {current[name]} (before: {stored.get(name)})"
+        for name in CHANGEABLE
+        if stored.get(name) != current[name]
+    )
 
 
 def _warn_of_changes(path: Path, stored: dict[str, Any]) -> None:

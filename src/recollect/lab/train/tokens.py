@@ -55,7 +55,9 @@ class FileTokenizer:
         try:
             from tokenizers import Tokenizer as Loaded  # optional: only with --tokenizer
         except ImportError:
-            raise DataError(f"tokenizer {path}: needs the package `tokenizers`. Run: pip install tokenizers") from None
+            raise DataError(
+                f"tokenizer {path}: needs the package `tokenizers`. Run: pip install 'recollect[train]'"
+            ) from None
         try:
             self._tokenizer: Any = Loaded.from_file(str(path))
         except Exception as problem:  # the library raises plain Exception
