@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from recollect.planning.choose import plan
     from recollect.planning.classic import classic_plan
     from recollect.planning.frontier import Frontier, frontier
+    from recollect.planning.largest_batch import LargestBatch
     from recollect.plans.plan import Plan
     from recollect.plans.unit_plan import UnitPlan
     from recollect.profile.profile import Profile
     from recollect.recording.record import record
     from recollect.simulation.layer_usage import LayerUsage, layer_usage
     from recollect.simulation.timeline import PeakReport, Timeline, explain_peak, timeline
+    from recollect.sizing import largest_batch
     from recollect.verification.verify import Report, verify
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "Attached",
     "Finding",
     "Frontier",
+    "LargestBatch",
     "LayerUsage",
     "PeakMeasurement",
     "PeakReport",
@@ -55,6 +58,7 @@ __all__ = [
     "explain_peak",
     "fit",
     "frontier",
+    "largest_batch",
     "layer_usage",
     "measure_peak",
     "megatron_plan",
@@ -71,6 +75,7 @@ _HOME_OF_NAME = {
     "Attached": "recollect.attaching.attached",
     "Finding": "recollect.doctor.finding",
     "Frontier": "recollect.planning.frontier",
+    "LargestBatch": "recollect.planning.largest_batch",
     "LayerUsage": "recollect.simulation.layer_usage",
     "PeakMeasurement": "recollect.measuring.meter",
     "PeakReport": "recollect.simulation.timeline",
@@ -89,6 +94,7 @@ _HOME_OF_NAME = {
     "explain_peak": "recollect.simulation.timeline",
     "fit": "recollect.fitting",
     "frontier": "recollect.planning.frontier",
+    "largest_batch": "recollect.sizing",
     "layer_usage": "recollect.simulation.layer_usage",
     "measure_peak": "recollect.measuring.meter",
     "megatron_plan": "recollect.integrations.megatron.compile",

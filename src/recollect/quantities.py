@@ -61,20 +61,21 @@ def parse_bytes(value: str | int) -> int:
     return _checked(value, math.floor(number * scale))
 
 
-def parse_budget(value: str | int, *, reference_bytes: int, device_bytes: int | None = None) -> int:
+def parse_budget(value: str | int, *, reference_bytes: int | None, device_bytes: int | None = None) -> int:
     """Return a budget in bytes; it may be given as a percentage of a reference or of the device's memory.
 
     Args:
         value: as for `parse_bytes`, or a percentage such as "60%", "62.5 %" or "90% of the device".
-        reference_bytes: the peak that a plain percentage is of, 0 or more.
+        reference_bytes: the peak that a plain percentage is of, 0 or more; None if there is no such peak.
         device_bytes: size of the device's memory; None or 0 if unknown.
 
     Returns:
         Bytes, 0 or more, rounded down.
 
     Raises:
-        QuantityError: as `parse_bytes`; a negative percentage or reference; a percentage of a device of unknown
-            memory; a number from 0 to 100 without a unit or a percent sign, if it is text or a fraction.
+        QuantityError: as `parse_bytes`; a negative percentage or reference; a percentage of a peak that is not there, or of
+            a device of unknown memory; a number from 0 to 100 without a unit or a percent sign, if it is text or a
+            fraction.
 
     Example:
         >>> parse_budget("60%", reference_bytes=1000), parse_budget("1KiB", reference_bytes=1000)
@@ -82,7 +83,7 @@ def parse_budget(value: str | int, *, reference_bytes: int, device_bytes: int | 
         >>> parse_budget("90% of the device", reference_bytes=1000, device_bytes=80 * 2**30)
         77309411328
     """
-    reference_bytes = _whole_bytes(reference_bytes)
+    reference_bytes = None if reference_bytes is None else _whole_bytes(reference_bytes)
     if not isinstance(value, str) or "%" not in value:
         _refuse_lone_number(value)
         return parse_bytes(value)
@@ -94,6 +95,12 @@ def parse_budget(value: str | int, *, reference_bytes: int, device_bytes: int | 
     if suffix:
         raise QuantityError(value, f"{suffix!r} before the percent sign is not known; {expected}")
     if percentage["of"] is None:
+        if reference_bytes is None:
+            raise QuantityError(
+                value,
+                "a percentage of the peak without recompute, which differs from batch to batch; "
+                "write bytes, such as '16GiB', or '90% of the device'",
+            )
         return _checked(value, math.floor(number * reference_bytes / 100))
     if not device_bytes:
         raise QuantityError(

@@ -30,6 +30,7 @@ LAYERS = (
     "recording",
     "verification",
     "fitting",
+    "sizing",
     "attaching",
     "integrations",
     "doctor",

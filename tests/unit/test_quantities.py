@@ -151,6 +151,14 @@ def test_parse_budget_of_a_device_rejects(value: str, message: str) -> None:
         parse_budget(value, reference_bytes=1000, device_bytes=device_bytes)
 
 
+def test_parse_budget_without_a_peak() -> None:
+    message = "'60%': a percentage of the peak without recompute, which differs from batch to batch; write bytes,"
+    with pytest.raises(QuantityError, match=message):
+        parse_budget("60%", reference_bytes=None)
+    assert parse_budget("2KB", reference_bytes=None) == 2000
+    assert parse_budget("90% of the device", reference_bytes=None, device_bytes=1000) == 900
+
+
 def test_parse_budget_rejects_a_negative_reference() -> None:
     with pytest.raises(QuantityError, match="-1: negative"):
         parse_budget("60%", reference_bytes=-1)

@@ -76,8 +76,29 @@ class MakePlan:
     """Draw the memory of the step under the plan to this file; needs matplotlib."""
     html: Path | None = None
     """Likewise, as an interactive page for a browser; needs plotly."""
+    largest: Literal["micro-batch", "seq-length"] | None = None
+    """Find the largest and the fastest micro-batch, or sequence length, within the budget, and write the plan of the largest;
+    records a few sizes, as with --fake."""
+    multiple_of: int | None = None
+    """With --largest: try only multiples of this; default: 1 for micro-batches, 64 for lengths."""
+    max_size: int | None = None
+    """With --largest: try no larger size; default: 1048576, and what the --hf-config has positions for."""
     debug: bool = False
     """Show the traceback of an error."""
+
+    def __post_init__(self) -> None:
+        if self.largest is None:
+            for name in ("multiple_of", "max_size"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}: got {getattr(self, name)} without --largest, expected both or neither.")
+            return
+        for name in ("png", "html"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}: got {getattr(self, name)} with --largest, expected none: draw the size that it finds."
+                )
+        if self.loss_chunks == "auto":
+            raise ValueError("loss_chunks: got auto with --largest, expected a number.")
 
 
 @dataclass(frozen=True, kw_only=True)

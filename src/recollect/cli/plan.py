@@ -6,6 +6,7 @@ from rich.console import Console
 
 from recollect.byte_format import format_bytes
 from recollect.cli.commands import MakePlan
+from recollect.cli.largest import run_largest
 from recollect.cli.output import check_folder, print_line, write_file
 from recollect.cli.pictures import check_pictures
 from recollect.cli.recorded_step import check_step_budget, step_recorder
@@ -15,7 +16,7 @@ from recollect.planning.loss_chunks import plan_with_chunks
 
 
 def run_plan(command: MakePlan, console: Console) -> None:
-    """Record a step, plan it, print the plan and write it.
+    """Record a step, plan it, print the plan and write it; with `--largest` that of the largest step that fits.
 
     Args:
         command: the flags.
@@ -25,6 +26,9 @@ def run_plan(command: MakePlan, console: Console) -> None:
         RecollectError: a file cannot be written, a package for a picture is missing, or recording or planning fails.
     """
     check_folder(command.out, "--out")
+    if command.largest is not None:
+        run_largest(command, console)
+        return
     check_pictures(command.png, command.html)
     check_step_budget(command.memory_budget, command.step)
     planned = plan_with_chunks(step_recorder(command.step), command.memory_budget, command.loss_chunks)

@@ -12,7 +12,9 @@ __all__ = ["advice", "lasting_bytes"]
 _LARGE_PART = 0.1
 
 
-def advice(profile: Profile, *, budget_bytes: int, least_peak_bytes: int, peak_call: str) -> tuple[str, ...]:
+def advice(
+    profile: Profile, *, budget_bytes: int, least_peak_bytes: int, peak_call: str, is_smallest: bool = False
+) -> tuple[str, ...]:
     """Return suggestions that would make the budget feasible, the most promising first.
 
     Args:
@@ -20,6 +22,7 @@ def advice(profile: Profile, *, budget_bytes: int, least_peak_bytes: int, peak_c
         budget_bytes: the budget that no plan fits.
         least_peak_bytes: the lowest peak of any plan found.
         peak_call: what runs at that peak, a unit or something else, as in `Simulation`.
+        is_smallest: there is no smaller batch to advise.
 
     Example:
         >>> from recollect.profile.events import StepLog
@@ -51,12 +54,13 @@ recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 pa
             f"The peak is in the loss and the head, whose output alone takes {format_bytes(logits_bytes)}: compute the loss "
             'in chunks (recollect.fit(..., loss_chunks="auto")).'
         )
-    fraction = (budget_bytes - fixed_bytes) / (least_peak_bytes - fixed_bytes)
-    # The rest scales with the batch; rounded down, to be safe.
-    found.append(
-        f"Use a smaller micro-batch, with gradient accumulation: about {int(100 * fraction)} % of the recorded one "
-        f"({profile.batch or 'size unknown'}) fits."
-    )
+    if not is_smallest:
+        fraction = (budget_bytes - fixed_bytes) / (least_peak_bytes - fixed_bytes)
+        # The rest scales with the batch; rounded down, to be safe.
+        found.append(
+            f"Use a smaller micro-batch, with gradient accumulation: about {int(100 * fraction)} % of the recorded one "
+            f"({profile.batch or 'size unknown'}) fits."
+        )
     found.append(
         "Or offload what backward needs to host memory (torch.autograd.graph.save_on_cpu around the step, without a plan)."
     )

@@ -1,0 +1,169 @@
+"""`recollect plan --largest`: the tables it prints at 80 columns, the plan it writes, and its errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import recollect
+from recollect.cli import main
+from recollect.cli.largest import answers_table, sizes_table
+from recollect.planning.largest_batch import LargestBatch, TriedSize
+
+pytestmark = pytest.mark.integration
+
+LLAMA = ["plan", "--size", "llama-tiny"]
+WORDS = (
+    "peak",
+    "slowdown",
+    "tokens/s",
+    "without recompute",
+    "full recompute",
+    "with a plan",
+    "most tokens/s",
+    "tokens",
+)
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    """The cells of the tables by the first one."""
+    cells = [
+        [cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if line.startswith("│")
+    ]
+    return {first: rest for first, *rest in cells}
+
+
+@pytest.mark.parametrize(
+    ("along", "other"),
+    [("micro-batch", "--seq-length"), ("seq-length", "--batch-size")],
+)
+def test_tables_and_plan(along: str, other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    args = [*LLAMA, other, "64" if along == "micro-batch" else "3", "--memory-budget", "14MiB", "--out", str(out)]
+    assert main([*args, "--largest", along, "--hardware", "L40S"]) == 0
+    output = capsys.readouterr().out
+    assert f"Largest {along} within 14.0 MiB" in output
+    assert "times modelled for NVIDIA L40S" in output
+    assert all(word in output for word in WORDS)
+    assert "…" not in output
+    tables = output[: output.index("Forward and backward")]
+    assert max(len(line) for line in tables.splitlines()) <= 80
+    found = rows(tables)
+    answers = [found[name][0] for name in ("without recompute", "full recompute", "with a plan")]
+    largest = int(answers[-1])
+    assert int(answers[0]) < largest
+    tokens = 64 if along == "micro-batch" else 3
+    assert found[answers[-1]][0] == f"{largest * tokens:,}"
+    step = 1 if along == "micro-batch" else 64
+    assert found[str(largest + step)][3:] == ["no plan", "-"]
+    assert f"Written to {out}, for {along} {largest}." in output
+    plan = recollect.Plan.load(out)
+    assert plan.predicted_peak_bytes is not None
+    assert plan.predicted_peak_bytes <= 14 * 2**20
+
+
+def test_at_least(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = [*LLAMA, "--memory-budget", "1GiB", "--largest", "seq-length", "--max-size", "100", "--multiple-of", "32"]
+    assert main([*args, "--out", str(tmp_path / "plan.json")]) == 0
+    output = capsys.readouterr().out
+    assert rows(output)["with a plan"][0] == "at least 96"
+    assert "No seq-length above 96 was tried (--max-size)." in output
+
+
+def test_no_more_tokens_than_learned_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", "--size", "gpt-tiny", "--memory-budget", "1GiB", "--largest", "seq-length", "--multiple-of", "128"]
+    assert main([*args, "--out", str(tmp_path / "plan.json")]) == 0
+    assert rows(capsys.readouterr().out)["with a plan"][0] == "at least 256"
+
+
+def test_no_more_tokens_than_positions_of_a_hugging_face_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    config = tmp_path / "config.json"
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 96, "vocab_size": 100}
+    config.write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    args = ["plan", "--hf-config", str(config), "--memory-budget", "1GiB", "--largest", "seq-length"]
+    assert main([*args, "--out", str(tmp_path / "plan.json"), "--multiple-of", "32"]) == 0
+    assert rows(capsys.readouterr().out)["with a plan"][0] == "at least 96"
+
+
+def test_a_model_of_megatrons_flags_gets_positions_for_every_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["plan", "--num-layers", "2", "--hidden-size", "64", "--memory-budget", "1GiB", "--largest", "seq-length"]
+    assert main([*args, "--max-size", "512", "--multiple-of", "256", "--out", str(tmp_path / "plan.json")]) == 0
+    assert rows(capsys.readouterr().out)["with a plan"][0] == "at least 512"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--memory-budget", "1KiB"], "No smaller micro-batch than 1 is allowed. What lives through the whole step"),
+        (["--memory-budget", "60%"], "'60%': a percentage of the peak without recompute, which differs"),
+        (["--memory-budget", "1GiB", "--out", "{folder}/none/p.json"], "--out {folder}/none/p.json: cannot be written"),
+        (["--memory-budget", "1GiB", "--max-size", "0"], "got max_size=0: not a whole number, 1 or more"),
+        (
+            ["--memory-budget", "1GiB", "--multiple-of", "8", "--max-size", "4"],
+            "got multiple_of=8, max_size=4: no size is a multiple within the limit",
+        ),
+    ],
+)
+def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
+    given = [arg.format(folder=tmp_path) for arg in args]
+    out = [] if "--out" in args else ["--out", str(tmp_path / "plan.json")]
+    assert main([*LLAMA, "--largest", "micro-batch", *given, *out]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Error: ")
+    assert message.format(folder=tmp_path) in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--max-size", "8"], "max_size: got 8 without --largest, expected both or neither."),
+        (["--multiple-of", "8"], "multiple_of: got 8 without --largest, expected both or neither."),
+        (["--largest", "micro-batch", "--png", "a.png"], "png: got a.png with --largest, expected none: draw the size"),
+        (["--largest", "micro-batch", "--html", "a.html"], "html: got a.html with --largest, expected none"),
+        (
+            ["--largest", "micro-batch", "--loss-chunks", "auto"],
+            "loss_chunks: got auto with --largest, expected a number.",
+        ),
+    ],
+)
+def test_flags_that_clash(capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
+    with pytest.raises(SystemExit):
+        main([*LLAMA, "--memory-budget", "1GiB", *args])
+    assert message in re.sub(r"[│\s]+", " ", capsys.readouterr().err)
+
+
+def test_large_numbers_are_not_cut() -> None:
+    plan = recollect.Plan({}, predicted_peak_bytes=999 * 2**30, predicted_slowdown=1.234)
+    row = TriedSize(
+        size=2**20,
+        num_tokens=2**26,
+        step_s=10.0,
+        plain_peak_bytes=9_999 * 2**30,
+        full_peak_bytes=999 * 2**30,
+        full_slowdown=0.333,
+        least_peak_bytes=None,
+        plan=plan,
+    )
+    fails = replace(row, size=2**20 - 64, plan=None, least_peak_bytes=1000 * 2**30)
+    found = LargestBatch("micro-batch", 1000 * 2**30, (fails, row), None, row, row, row, 2**20, "NVIDIA H100 SXM")
+    console = Console(width=80, file=StringIO())
+    console.print(answers_table(found))
+    console.print(sizes_table(found))
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in printed
+    assert rows(printed)["full recompute"] == ["at least 1,048,576", "999.0 GiB", "33.3 %", "5,034,423"]
+    assert rows(printed)["without recompute"] == ["none", "-", "-", "-"]
+    assert rows(printed)["1,048,576"] == ["67,108,864", "9.8 TiB", "999.0 GiB", "123.4 %", "3,003,978"]
+    assert rows(printed)["1,048,512"] == ["67,108,864", "9.8 TiB", "1000.0 GiB", "no plan", "-"]
