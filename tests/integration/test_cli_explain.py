@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import recollect
 from recollect.cli import main
+from recollect.cli.explain import show
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.planning.explain import explain_plan
@@ -139,6 +142,36 @@ def test_a_pipeline_of_the_file_cuts_the_layers(tmp_path: Path) -> None:
     layers = {" ".join(group["paths"]): group for group in explained(path, "--fake")["given"]["layers"]}
     recomputed = [name for name, group in layers.items() if group["recomputed_ops"]]
     assert recomputed == ["decoder.layers.0 decoder.layers.2"]
+
+
+def test_tables_of_80_columns_cut_no_word() -> None:
+    model = GPTModel(TransformerConfig(**SIZES, position_embedding_type="rope"))
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True)
+    console = Console(width=80, force_terminal=True, file=io.StringIO(), color_system=None)
+    show(explain_plan(profile, recollect.classic_plan(profile, "full")), profile, console, with_names=False)
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in output
+    assert all(path in output for path in ("decoder.layers.0-3 ", "decoder.final_layernorm ", "rotary_pos_emb "))
+    assert max(map(len, output.splitlines()[1:])) <= 80  # below the line that describes the step
+
+
+def test_without_a_configuration_it_says_what_to_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--hf-config", "none.json"]) == 2
+    error = capsys.readouterr().err
+    assert "got no configuration to explain, expected Megatron's flags" in error
+    assert "--recompute-activations" in error and "--yaml FILE" in error and "recollect plan --memory-budget" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), [([], "has gradients all the time"), (["--new-gradients"], "from backward to")]
+)
+def test_it_says_why_its_peaks_are_not_those_of_plan(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *STEP, "--fake", "--recompute-activations", *flags]) == 0
+    output = capsys.readouterr().out
+    assert words in output and "can differ from that of recollect plan, whose loop holds both" in output
 
 
 def test_no_recompute_is_explained_too(tmp_path: Path) -> None:

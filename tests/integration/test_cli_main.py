@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 import subprocess
@@ -12,6 +13,8 @@ import pytest
 
 from recollect import __version__
 from recollect.cli import main
+from recollect.cli.commands import Train
+from recollect.cli.entry import parse_train
 from recollect.errors import DataError
 from training_runs import start, write_text
 
@@ -42,6 +45,23 @@ def test_help_that_nobody_reads_is_no_error() -> None:
     command = f"{shlex.quote(sys.executable)} -m recollect.cli train --help | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert not done.stderr
+
+
+def test_help_of_train_begins_with_what_matters(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    first, _, rest = capsys.readouterr().out.partition("All flags, in groups:")
+    assert max(map(len, first.splitlines())) <= 80
+    named = re.findall(r"^  (--[\w-]+) ", first.partition("the ten flags")[2], re.MULTILINE)
+    assert len(named) == 10
+    assert all(f" {flag}" in rest for flag in named)
+    examples = re.findall(r"^  recollect train (.+)", first.replace("\\\n", " "), re.MULTILINE)
+    assert len(examples) == 4
+    for example in examples:
+        assert parse_train(shlex.split(example.partition("(")[0])) != Train()
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 import recollect
 from recollect.cli import main
+from recollect.cli.commands import ModelStep
+from recollect.lab.train.config import ModelFlags, TrainConfig
 
 pytestmark = pytest.mark.integration
 
@@ -28,6 +30,23 @@ def test_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert str(plan) in output
     assert "without recompute" in output
     assert f"Written to {out}." in output
+
+
+def test_default_model_can_be_planned_for_the_percentage_in_the_help(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    assert main(["plan", "--fake", "--memory-budget", "60%", "--out", str(out)]) == 0
+    made = recollect.Plan.load(out)
+    assert made.predicted_slowdown is not None and made.predicted_slowdown > 0
+
+
+def test_default_batch_is_that_of_train_for_the_default_model_only() -> None:
+    assert ModelStep().num_sequences == TrainConfig().optim.batch_size == 8
+    assert (
+        ModelStep(model=ModelFlags(size="8b")).num_sequences
+        == ModelStep(hf_config=Path("config.json")).num_sequences
+        == 1
+    )
+    assert ModelStep(batch_size=3).num_sequences == 3
 
 
 def test_70b_is_planned_without_its_memory(tmp_path: Path) -> None:

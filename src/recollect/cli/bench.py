@@ -129,7 +129,7 @@ def _model_flops(command: Bench, subject: Subject) -> float:
     """Return a step's model FLOPs: by formula, or for Hugging Face models three times those of forward."""
     if command.step.hf_config is not None:
         return 3 * subject.forward_flops()
-    num_sequences = command.step.batch_size * command.num_microbatches
+    num_sequences = command.step.num_sequences * command.num_microbatches
     return model_flops(_dimensions(command), num_sequences=num_sequences, seq_length=command.step.seq_length)
 
 

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 from tyro.conf import OmitArgPrefixes, arg
 
 from recollect.cli.recompute_flags import RecomputeFlags
-from recollect.lab.train.config import ModelFlags, TrainConfig
+from recollect.lab.train.checks import at_least
+from recollect.lab.train.config import ModelFlags, OptimFlags, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,8 @@ class ModelStep:
     """One of recollect's own models."""
     hf_config: Path | None = None
     """Use the causal language model of a Hugging Face config.json instead; needs transformers."""
-    batch_size: Annotated[int, arg(aliases=("--micro-batch-size",))] = 1
-    """Sequences in the micro-batch."""
+    batch_size: Annotated[int | None, arg(aliases=("--micro-batch-size",))] = None
+    """Sequences in the micro-batch; default: 1, but for the default model 8, as in recollect train."""
     seq_length: int = 256
     """Tokens in a sequence."""
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -44,9 +45,16 @@ class ModelStep:
     """A torch device; auto is cuda if available, else cpu."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "seq_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1.")
+        at_least(self, 1, "seq_length", *(() if self.batch_size is None else ("batch_size",)))
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in the micro-batch."""
+        if self.batch_size is not None:
+            return self.batch_size
+        # One sequence of the default model is so small that recompute can save little beside weights and optimizer.
+        is_default = self.model == ModelFlags() and self.hf_config is None
+        return OptimFlags().batch_size if is_default else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from recollect.cli.bench_flags import Bench
 from recollect.cli.commands import Calibrate, DrawFrontier, MakePlan, Tokenize, Train
 from recollect.cli.doctor_flags import Doctor
 from recollect.cli.explain_flags import Explain
+from recollect.cli.train_help import TRAIN_HELP
 from recollect.errors import RecollectError
 from recollect.integrations.megatron.arguments import describes_model, read_arguments
 from recollect.lab.train.config import demo_config, pretrain_gpt_config
@@ -38,8 +39,8 @@ _EVERY_COMMAND: Any = functools.reduce(
     operator.or_, (Annotated[kind, tyro.conf.subcommand(name)] for name, kind in _COMMANDS.items())
 )
 _DESCRIPTION = (
-    "Fit PyTorch training into a memory budget. `recollect COMMAND --help` shows the flags of a command, `recollect --version` "
-    "the version."
+    "Fit PyTorch training into a memory budget.\n"
+    "`recollect COMMAND --help` shows a command's flags, `recollect --version` the version."
 )
 _EXIT_ERROR = 2  # as for flags that do not parse
 _EXIT_INTERRUPTED = 130  # what a shell reports after Ctrl-C
@@ -113,7 +114,7 @@ def parse_train(args: list[str]) -> Train:
     if arguments.without_effect:
         said = "; ".join(f"{name} ({why})" for name, why in arguments.without_effect.items())
         warnings.warn(f"without effect here: {said}.", stacklevel=2)
-    return tyro.cli(Train, prog="recollect train", args=arguments.rest, default=default)
+    return tyro.cli(Train, prog="recollect train", description=TRAIN_HELP, args=arguments.rest, default=default)
 
 
 def _run(command: Command) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -13,6 +14,7 @@ from recollect.cli.explain_flags import Explain
 from recollect.cli.megatron_yaml import MegatronFile, read_megatron_file
 from recollect.cli.output import check_folder, print_line, wide_console, write_file
 from recollect.cli.recorded_step import step_recorder
+from recollect.errors import RecollectError
 from recollect.integrations.megatron import TrainingSetting, megatron_plan
 from recollect.lab.bench.settings import MegatronSetting
 from recollect.planning.explain import Explained, Explanation, LayerGroup, explain_plan
@@ -20,7 +22,13 @@ from recollect.profile.profile import Profile
 from recollect.quantities import format_seconds
 
 _TABLE_WIDTH = 140
+_LONGEST_PATH = 32
 _NONE = "-"
+_LOOP = "and holds no output after its backward, so that a peak can differ from that of recollect plan, whose loop holds both."
+_GRADIENT_BUFFER = (
+    f"The loop has gradients all the time, as Megatron's buffer (--new-gradients: not in forward),\n{_LOOP}"
+)
+_NEW_GRADIENTS = f"The loop has gradients from backward to the optimizer's step,\n{_LOOP}"
 
 
 def run_explain(command: Explain, console: Console) -> None:
@@ -36,11 +44,18 @@ def run_explain(command: Explain, console: Console) -> None:
     if command.json is not None:
         check_folder(command.json, "--json")
     file = None if command.yaml is None else read_megatron_file(command.yaml)
+    if file is None and not command.recompute.fields():
+        raise RecollectError(
+            "recollect explain: got no configuration to explain, expected Megatron's flags for recompute, such as "
+            "--recompute-activations or --recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or "
+            "--yaml FILE. To plan for a budget instead: recollect plan --memory-budget 60%."
+        )
     words = {**(file.recompute if file else {}), **command.recompute.fields()}
     config = MegatronSetting(words).config
     profile, setting = _recorded(command, file, console)
     explanation = explain_plan(profile, megatron_plan(profile, config, setting))
     show(explanation, profile, console, with_names=command.names)
+    print_line(console, _NEW_GRADIENTS if command.new_gradients else _GRADIENT_BUFFER, style="dim")
     if command.json is not None:
         data = {"configuration": dict(words), "hardware": profile.device_name, **explanation.to_data()}
         write_file(command.json, json.dumps(data, indent=2) + "\n", console, flag="--json")
@@ -81,7 +96,7 @@ def show(explanation: Explanation, profile: Profile, console: Console, *, with_n
 
 def totals_table(explanation: Explanation) -> Table:
     """Return the whole step without recompute, as configured, and with a budget of the same peak."""
-    table = Table(title="The whole step", title_justify="left")
+    table = Table(title="The whole step", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")
     columns = {"no recompute": explanation.plain, explanation.given.plan.note or "given": explanation.given}
     if explanation.budget is not None:
@@ -104,8 +119,10 @@ def totals_table(explanation: Explanation) -> Table:
 
 def layers_table(name: str, explained: Explained) -> Table:
     """Return a plan layer by layer; bytes, ops and seconds are per layer."""
-    table = Table(title=name, title_justify="left")
-    table.add_column("layers")
+    table = Table(title=name, title_justify="left", box=box.SIMPLE_HEAD)
+    # A path is not cut where there is little room: the other columns can be broken between words.
+    longest = max((len(path) for group in explained.groups for path in group.paths), default=0)
+    table.add_column("layers", min_width=min(longest, _LONGEST_PATH), overflow="fold")
     for head in ("number", "keeps, each", "values", "recomputes, each", "time, each"):
         table.add_column(head, justify="right")
     for group in explained.groups:

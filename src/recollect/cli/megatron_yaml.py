@@ -48,7 +48,8 @@ class MegatronFile:
         """Return the flags of the step, with the file's values for flags left at their defaults."""
         defaults = {f.name: f.default for f in dataclasses.fields(flags)}
         changes = {name: value for name, value in self.step.items() if getattr(flags, name) == defaults[name]}
-        return dataclasses.replace(flags, **changes)
+        # The file describes a model, so that the batch of the default one is none for it.
+        return dataclasses.replace(flags, **{"batch_size": flags.batch_size or 1, **changes})
 
     def model_config(self, flags: RecordedStep) -> TransformerConfig:
         """Return the file's model if the file has its dimensions, else the named model with the file's changes.

@@ -50,7 +50,7 @@ def build_step(flags: ModelStep, device: torch.device, config: TransformerConfig
         else:
             model = GPTModel(flags.model.dimensions(seq_length=flags.seq_length) if config is None else config)
         model = model.to(torch.bfloat16 if flags.dtype == "bf16" else torch.float32).train()
-        tokens = torch.zeros(flags.batch_size, flags.seq_length, dtype=torch.int64)
+        tokens = torch.zeros(flags.num_sequences, flags.seq_length, dtype=torch.int64)
     batch = {"tokens" if flags.hf_config is None else "input_ids": tokens, "labels": tokens}
     return BuiltStep(model, batch, build_optimizer(model, OptimFlags()))
 
