@@ -17,6 +17,7 @@ from recollect.pictures.words import percent
 from recollect.planning.batch_search import MAX_SIZE, search_batches
 from recollect.planning.largest_batch import LargestBatch, TriedSize
 from recollect.profile.profile import Profile
+from recollect.quantities import check_budget
 
 __all__ = ["run_largest"]
 
@@ -35,11 +36,12 @@ def run_largest(command: MakePlan, console: Console) -> None:
     Raises:
         RecollectError: the plan cannot be written, not even the smallest size fits, or recording fails.
     """
+    check_budget(command.memory_budget, device_bytes=1)
     assert command.largest is not None
     along, loss_chunks = command.largest, command.loss_chunks
     assert loss_chunks != "auto"  # checked by the flags
     step = command.step
-    name, other = ("batch_size", step.seq_length) if along == "micro-batch" else ("seq_length", step.batch_size)
+    name, other = ("batch_size", step.seq_length) if along == "micro-batch" else ("seq_length", step.num_sequences)
 
     def record(size: int) -> Profile:
         changed: dict[str, Any] = {name: size}
