@@ -84,6 +84,17 @@ def test_importing_the_package_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_recording_does_not_import_the_compiler() -> None:
+    program = """
+import sys, torch, recollect
+model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
+recollect.fit(model, torch.randn(4, 8), "100%", loss_fn=torch.sum)
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False", "it takes a second or more"
+
+
 def private_torch_imports(source: str) -> list[str]:
     """Imports of private names of PyTorch: those with a part that begins with an underscore."""
     found = []

@@ -32,6 +32,7 @@ from recollect.costs.op_work import DTYPES
 from recollect.costs.roofline import seconds
 from recollect.errors import HardwareError
 from recollect.measuring.device_memory import memory_bytes
+from recollect.measuring.timing import timed_work
 
 __all__ = ["Calibration", "calibrate", "fit"]
 
@@ -115,11 +116,7 @@ def _measure(ops: Sequence[MeasuredOp], device: torch.device, *, until: float) -
 
 
 def _cpu_seconds(run: Callable[[], None]) -> float:
-    # With one thread, its processor time, which excludes time when other programs had the core.
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    begin = clock()
-    run()
-    return clock() - begin
+    return timed_work(run, torch.device("cpu"))[1]
 
 
 def _cuda_seconds(run: Callable[[], None]) -> float:

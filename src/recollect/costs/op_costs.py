@@ -17,7 +17,7 @@ import torch
 from recollect._torch_private import keep_busy
 from recollect.engine.facts import OpFacts
 from recollect.measuring.op_peaks import CpuOpPeaks, CudaOpPeaks
-from recollect.measuring.timing import timed, timed_by_events
+from recollect.measuring.timing import timed_by_events, timed_work
 
 T = TypeVar("T")
 Key = tuple[Any, ...]
@@ -135,7 +135,7 @@ def timed_alone(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
     other work first, to hide it as well.
     """
     if device.type != "cuda":
-        return timed(run, device)
+        return timed_work(run, device)
     keep_busy(device)
     return timed_by_events(run, device)
 

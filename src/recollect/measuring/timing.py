@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["timed", "timed_by_events", "wait_for"]
+__all__ = ["timed", "timed_by_events", "timed_work", "wait_for", "waits_for_others", "work_clock"]
 
 T = TypeVar("T")
 
@@ -19,17 +19,40 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
+def timed(
+    run: Callable[[], T], device: torch.device, *, clock: Callable[[], float] = time.perf_counter
+) -> tuple[T, float]:
     """Run something on an idle device; return its result and the seconds until the device had finished it.
 
     On CUDA the time is between two events of the current stream: from when the device could have begun until it finished.
+    Elsewhere it is what the clock says.
     """
     wait_for(device)
     if device.type == "cuda":
         return timed_by_events(run, device)
-    begin = time.perf_counter()
+    begin = clock()
     result = run()
-    return result, time.perf_counter() - begin
+    return result, clock() - begin
+
+
+def timed_work(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    """Run something on an idle device, as `timed` does; return its result and its seconds by `work_clock`."""
+    return timed(run, device, clock=work_clock(device))
+
+
+def work_clock(device: torch.device) -> Callable[[], float]:
+    """Return the clock for what a device computes, which other programs disturb as little as possible.
+
+    Where a CPU works on one thread, that thread's processor time does not count when others had the core. It does not count
+    waiting for other processes either, so where there are some this is the wall clock, as with several threads.
+    """
+    is_alone = device.type == "cpu" and torch.get_num_threads() == 1 and not waits_for_others()
+    return time.thread_time if is_alone else time.perf_counter
+
+
+def waits_for_others() -> bool:
+    """Whether this process trains together with others, on which its ops may have to wait."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def timed_by_events(run: Callable[[], T], device: torch.device) -> tuple[T, float]:

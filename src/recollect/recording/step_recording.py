@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Final, Literal, TypeAlias
@@ -19,6 +20,7 @@ from recollect.engine.recorded_on import device_name
 from recollect.engine.tape import forget_last_step
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.meter import storage_bytes
+from recollect.measuring.timing import waits_for_others
 from recollect.profile import events
 from recollect.profile.profile import Profile
 from recollect.profile.repeated_steps import fold
@@ -30,6 +32,7 @@ from recollect.recording.next_step import Leftovers, Phases, leftovers, with_las
 from recollect.recording.optimizer_step import OptimizerStep
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.step_recorder import StepRecorder
+from recollect.recording.timing_rounds import TOGETHER, Rounds, rounds_for
 from recollect.recording.trackers import TrackedOther, TrackedValue, storage_of, tracker_of
 from recollect.recording.unit_samples import NoSamples, UnitSample, UnitSamples
 from recollect.recording.unit_times import measure_unit_times, with_unit_times
@@ -228,8 +231,7 @@ class StepRecording:
     def _timed(self, profile: Profile, budget: int | str | None) -> Profile:
         """Return the profile with times of units that run alone, on copies, as far as they have room."""
         recorder = self.recorder
-        leanest = simulate(profile, [drop_all(profile.graph_of(call)) for call in profile.calls])
-        limit_bytes = self._limit_bytes(profile, leanest, budget)
+        limit_bytes = self._limit_bytes(profile, budget)
         alive_bytes = profile.persistent_bytes + self._leftovers.total_bytes + self._sample_bytes
 
         def room_bytes(sample: UnitSample) -> float:
@@ -240,24 +242,42 @@ class StepRecording:
         for run, call in zip(recorder.other_runs, recorder.backward_of, strict=True):
             if call >= 0:
                 backward_s[call] += self._costs.seconds_of(run)
+        num_calls = Counter(call.graph for call in profile.calls)
+        known: set[int] = set()
+
+        def rounds(sample: UnitSample) -> Rounds:
+            graph = profile.calls[sample.call].graph
+            found = TOGETHER
+            if not waits_for_others():
+                found = rounds_for(
+                    profile.graphs[graph].forward_s + backward_s[sample.call],
+                    num_ops=recorder.calls[sample.call].seen_ops.total(),
+                    num_calls=num_calls[graph],
+                )
+            if not found.number:
+                known.add(graph)
+            return found
+
+        times = measure_unit_times(self._samples.samples, self.device, room_bytes=room_bytes, rounds=rounds)
         return with_unit_times(
             profile,
-            measure_unit_times(self._samples.samples, self.device, room_bytes=room_bytes),
+            times,
             seen_ops={
                 profile.calls[index].graph: {m: n for m, n in call.seen_ops.items() if m not in call.watched_modules}
                 for index, call in enumerate(recorder.calls)
             },
             backward_s=backward_s,
-            leanest=leanest,
+            leanest=_leanest(profile, {profile.calls[call].graph for call in times}),
+            known=known,
         )
 
-    def _limit_bytes(self, profile: Profile, leanest: Simulation, budget: int | str | None) -> float:
+    def _limit_bytes(self, profile: Profile, budget: int | str | None) -> float:
         """Return how much memory may be in use while units are timed."""
         if budget is None:
             return profile.device_memory_bytes or math.inf
         plain = simulate(profile, [CallActions()] * len(profile.calls))
         given = parse_budget(budget, reference_bytes=plain.peak_bytes, device_bytes=profile.device_memory_bytes)
-        return max(leanest.peak_bytes, given)
+        return max(_leanest(profile, range(len(profile.graphs))).peak_bytes, given)
 
     def _with_last_step(self, gradients: Gradients) -> list[events.Event]:
         """Return the events with what the last step left behind, until it is replaced.
@@ -334,3 +354,11 @@ class StepRecording:
                 self.recorder.begin_phase(events.OPTIMIZER)
 
         return run
+
+
+def _leanest(profile: Profile, graphs: Container[int]) -> Simulation:
+    """Simulate the step in which calls of some graphs drop all they can, and the others nothing."""
+    return simulate(
+        profile,
+        [drop_all(profile.graph_of(call)) if call.graph in graphs else CallActions() for call in profile.calls],
+    )

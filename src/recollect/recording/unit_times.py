@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,19 +24,16 @@ from recollect._torch_private import tree_leaves
 from recollect.applying import apply_policy
 from recollect.engine.policy import Policy
 from recollect.engine.tape import Tape
-from recollect.measuring.timing import timed
+from recollect.measuring.timing import timed_work
 from recollect.plans.action import Action
 from recollect.profile.profile import Profile
 from recollect.recording.leanest_policy import DropAll
+from recollect.recording.timing_rounds import TOGETHER, Rounds
 from recollect.recording.unit_samples import UnitSample
 from recollect.simulation.simulate import Simulation
 
 __all__ = ["UnitTimes", "measure_unit_times", "with_unit_times"]
 
-# A fixed number, since all ranks must run equally many: units may wait for each other in collectives.
-_ROUNDS = 3
-# In a round before these, the tapes learn which modules to watch.
-_WARM_UP_ROUNDS = 1
 # Even if noise makes recompute look free, op times must still tell ops apart.
 _LEAST_SHRUNK = 0.1
 # The part of forward that counts as nearly all of it.
@@ -45,7 +42,10 @@ _MOST = 0.5
 
 @dataclass(frozen=True, slots=True)
 class UnitTimes:
-    """Median seconds of one unit's forward and backward: without a tape, on one that drops all it can, on an idle one."""
+    """Median seconds of one unit's forward and backward: without a tape, on one that drops all it can, on an idle one.
+
+    Of a long unit the idle tape is not timed, and counts as no tape.
+    """
 
     plain_forward_s: float
     plain_backward_s: float
@@ -70,7 +70,11 @@ class UnitTimes:
 
 
 def measure_unit_times(
-    samples: list[UnitSample], device: torch.device, *, room_bytes: Callable[[UnitSample], float] = lambda _: math.inf
+    samples: list[UnitSample],
+    device: torch.device,
+    *,
+    room_bytes: Callable[[UnitSample], float] = lambda _: math.inf,
+    rounds: Callable[[UnitSample], Rounds] = lambda _: TOGETHER,
 ) -> dict[int, UnitTimes]:
     """Time each sample with and without the tape.
 
@@ -78,20 +82,24 @@ def measure_unit_times(
         samples: used up.
         device: where they run.
         room_bytes: what is left for a sample once all its unit's values are there; below 0 it does not run.
+        rounds: how often each runs.
 
     Returns:
-        The times by call. Units that cannot be copied or cannot run alone, or have no room, are missing.
+        The times by call. Units that cannot be copied or cannot run alone, or have no room or no rounds, are missing.
     """
     found: dict[int, UnitTimes] = {}
     devices = [device] if device.type == "cuda" else []
     while samples:
         sample = samples.pop()
+        how_often = rounds(sample)
+        if not how_often.number:
+            continue
         # A copy of the parameters and its gradients, and the inputs and theirs.
         if room_bytes(sample) < 2 * sample.parameter_bytes + 2 * sample.input_bytes:
             continue
         with torch.random.fork_rng(devices=devices):
             try:
-                times = _times_of(sample, device)
+                times = _times_of(sample, device, how_often)
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # noqa: BLE001 - the user's module, out of its model, may raise anything.
@@ -108,20 +116,22 @@ def with_unit_times(
     seen_ops: Mapping[int, Mapping[str, int]],
     backward_s: Sequence[float],
     leanest: Simulation,
+    known: Collection[int] = (),
 ) -> Profile:
     """Return the profile with the measured times of units in place of the sums of their ops' times.
 
     The overhead of a tape that drops everything, beyond that of an idle one, is divided among the unit's modules by the
     number of ops that the tape sees of each. The tape's overhead in backward is divided equally among the recomputed ops;
     if backward took less than their sum (ops are slower while they are recorded), all op times shrink in proportion. If units
-    that make up half of forward were not timed, op times stay as they are.
+    that make up half of forward, known ones aside, were not timed, op times stay as they are.
 
     Args:
         profile: with op times only.
         times: by call; one call stands for all calls with the same graph.
         seen_ops: for each graph, the number of ops by module.
         backward_s: for each call, the sum of the times of its backward's ops.
-        leanest: the simulated step that drops everything.
+        leanest: the simulated step in which the timed calls drop everything, and the others nothing.
+        known: graphs that were not timed since their ops' times say all.
     """
     by_graph = {profile.calls[call].graph: unit for call, unit in times.items()}
     timed_calls = [(index, by_graph[c.graph]) for index, c in enumerate(profile.calls) if c.graph in by_graph]
@@ -131,7 +141,7 @@ def with_unit_times(
     )
     plain_s = math.fsum(unit.plain_s for _, unit in timed_calls)
     measured_s = math.fsum(unit.tape_backward_s - unit.plain_backward_s for _, unit in timed_calls)
-    forward_s = math.fsum(profile.graph_of(call).forward_s for call in profile.calls)
+    forward_s = math.fsum(profile.graph_of(call).forward_s for call in profile.calls if call.graph not in known)
     per_op_s, shrunk = 0.0, 1.0
     # The times of a few small units say nothing of the recompute of all.
     if math.fsum(profile.graph_of(profile.calls[index]).forward_s for index, _ in timed_calls) >= _MOST * forward_s:
@@ -154,13 +164,13 @@ def _shared_out(seconds: float, num_ops: Mapping[str, int]) -> tuple[tuple[str, 
     return tuple((module, seconds * number / total) for module, number in num_ops.items()) if total else ()
 
 
-def _times_of(sample: UnitSample, device: torch.device) -> UnitTimes | None:
+def _times_of(sample: UnitSample, device: torch.device, rounds: Rounds) -> UnitTimes | None:
     module = sample.copied_module()
-    policies: tuple[Policy | None, ...] = (None, DropAll(), _KeepAll())
-    # One tape for all rounds, since it learns.
+    policies: tuple[Policy | None, ...] = (None, DropAll(), *([_KeepAll()] if rounds.are_short else []))
+    # One tape for all rounds, since it learns in the first one which modules to watch.
     tapes = [None if policy is None else Tape(policy, runs_to_settle=1) for policy in policies]
     taken: list[list[tuple[float, float]]] = [[] for _ in policies]
-    for number in range(_WARM_UP_ROUNDS + _ROUNDS):
+    for _ in range(rounds.number):
         for tape, pairs in zip(tapes, taken, strict=True):
             with ExitStack() as stack:
                 if tape is not None:
@@ -168,10 +178,10 @@ def _times_of(sample: UnitSample, device: torch.device) -> UnitTimes | None:
                 pair = _run(sample, module, device)
             if pair is None:
                 return None
-            if number >= _WARM_UP_ROUNDS:
-                pairs.append(pair)
-    plain, tape_times, idle = ([statistics.median(side) for side in zip(*pairs, strict=True)] for pairs in taken)
-    return UnitTimes(plain[0], plain[1], tape_times[0], tape_times[1], idle[0])
+            pairs.append(pair)
+    counted = [pairs[1:] if rounds.are_short else pairs for pairs in taken]
+    plain, leanest, *idle = ([statistics.median(side) for side in zip(*pairs, strict=True)] for pairs in counted)
+    return UnitTimes(plain[0], plain[1], leanest[0], leanest[1], idle[0][0] if idle else plain[0])
 
 
 def _run(sample: UnitSample, module: nn.Module, device: torch.device) -> tuple[float, float] | None:
@@ -180,12 +190,12 @@ def _run(sample: UnitSample, module: nn.Module, device: torch.device) -> tuple[f
     args, kwargs = sample.inputs(trained)
     autocast = sample.autocast
     with torch.enable_grad(), torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        output, forward_s = timed(lambda: module(*args, **kwargs), device)
+        output, forward_s = timed_work(lambda: module(*args, **kwargs), device)
     ends = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not ends or not trained:
         return None
     ones = [torch.ones_like(end) for end in ends]
-    _, backward_s = timed(lambda: torch.autograd.grad(ends, trained, ones, allow_unused=True), device)
+    _, backward_s = timed_work(lambda: torch.autograd.grad(ends, trained, ones, allow_unused=True), device)
     return forward_s, backward_s
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,6 @@ import transformers
 from torch import Tensor, nn
 
 from recollect.errors import RecordError
-from recollect.measuring.timing import timed
 from recollect.recording.model_step import (
     call_model,
     describe_batch,
@@ -227,9 +225,3 @@ def test_device_is_that_of_the_first_real_tensor() -> None:
     assert device_of(meta, {"x": [ROWS]}) == torch.device("cpu")
     assert device_of(nn.ReLU(), None) == torch.device("cpu")
     assert device_of(meta, ROWS.to("meta")) == torch.device("cpu")
-
-
-def test_time_is_that_of_the_run() -> None:
-    result, run_s = timed(lambda: time.sleep(0.05) or "done", torch.device("cpu"))
-    assert result == "done"
-    assert run_s >= 0.05

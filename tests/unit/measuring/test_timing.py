@@ -1,0 +1,50 @@
+"""Clocks: other programs count only where processes wait for each other, or a CPU works on several threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from recollect.measuring.timing import timed, timed_work, work_clock
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_time_is_that_of_the_run() -> None:
+    result, run_s = timed(lambda: time.sleep(0.05) or "done", CPU)
+    assert result == "done"
+    assert run_s >= 0.05
+
+
+def test_a_single_thread_is_timed_by_its_own_clock() -> None:
+    with threads(1):
+        result, run_s = timed_work(lambda: time.sleep(0.05) or "done", CPU)
+        assert result == "done"
+        assert run_s < 0.05, "the core was free for others"
+        assert timed_work(lambda: torch.randn(512, 512) @ torch.randn(512, 512), CPU)[1] > 0
+
+
+def test_what_waits_for_others_is_timed_by_the_wall_clock() -> None:
+    with threads(2):
+        assert work_clock(CPU) is time.perf_counter
+    with threads(1):
+        assert work_clock(torch.device("mps")) is time.perf_counter
+        assert work_clock(CPU) is time.thread_time
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            assert work_clock(CPU) is time.perf_counter
+        finally:
+            torch.distributed.destroy_process_group()
