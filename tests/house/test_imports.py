@@ -88,11 +88,11 @@ def test_recording_does_not_import_the_compiler() -> None:
     program = """
 import sys, torch, recollect
 model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)])
-recollect.fit(model, torch.randn(4, 8), "100%", loss_fn=torch.sum)
-print("torch._dynamo" in sys.modules)
+recollect.fit(model, torch.randn(4, 8), "90%", loss_fn=torch.sum)
+print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False", "it takes a second or more"
+    assert done.stdout.strip() == "[]", "each takes a second"
 
 
 def private_torch_imports(source: str) -> list[str]:
