@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 
@@ -11,6 +12,8 @@ _MANY_OBJECTS = 100_000
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # With `-s`, standard error is a terminal.
+    os.environ["RECOLLECT_PROGRESS"] = "0"
     # Hypothesis asks the collector who holds a random number generator; of frozen objects it cannot know.
     config.addinivalue_line("filterwarnings", "ignore:It looks like `register_random` was passed")
 

@@ -14,6 +14,7 @@ LAYERS = (
     "arguments",
     "quantities",
     "fields",
+    "progress",
     "_torch_private",
     "_torch_functions",
     "tensors",

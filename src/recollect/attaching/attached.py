@@ -27,6 +27,7 @@ from recollect.costs.op_costs import MeasuredCosts
 from recollect.engine.placed_forward import Applied
 from recollect.errors import BudgetWarning, LargerStepError
 from recollect.plans.plan import Plan
+from recollect.progress.stage import stage
 from recollect.recording.find_units import Unit
 from recollect.recording.leanest_policy import DropAll
 from recollect.recording.model_step import step_tensors
@@ -249,16 +250,17 @@ class Attached:
     def _finish(self, recording: StepRecording, calls: list[Call], number: int) -> None:
         begin = time.perf_counter()
         budget = self.budget if self.budget_bytes is None else self.budget_bytes
-        with self._entries.suspended():
-            recording.stop(state_tensors(self._optimizers))
-            profile = recording.profile(
-                optimizer_step=None,
-                gradients="freed",
-                batch=f"{calls[0]}, {len(calls)} calls" if len(calls) > 1 else str(calls[0]),
-                budget=budget,
-            )
-        self.recorded_steps.append(number)
-        planned = plan_step(profile, calls, budget, self.planned)
+        with stage("planning"):
+            with self._entries.suspended():
+                recording.stop(state_tensors(self._optimizers))
+                profile = recording.profile(
+                    optimizer_step=None,
+                    gradients="freed",
+                    batch=f"{calls[0]}, {len(calls)} calls" if len(calls) > 1 else str(calls[0]),
+                    budget=budget,
+                )
+            self.recorded_steps.append(number)
+            planned = plan_step(profile, calls, budget, self.planned)
         self.budget_bytes = planned.budget_bytes
         if not planned.fits:
             self._warn_once(

@@ -22,6 +22,7 @@ from recollect.planning.option_table import OptionTable
 from recollect.planning.solver import SOLVERS, Solver
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
+from recollect.progress.stage import stage
 from recollect.quantities import parse_budget
 from recollect.simulation.call_actions import CallActions
 from recollect.simulation.decisions import decide, simulated_plan
@@ -65,7 +66,8 @@ def plan(profile: Profile, budget: int | str) -> Plan:
         >>> made.predicted_peak_bytes <= made.budget_bytes
         True
     """
-    return Planner(profile).plan(budget)
+    with stage("planning"):
+        return Planner(profile).plan(budget)
 
 
 class Planner:

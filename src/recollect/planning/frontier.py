@@ -16,6 +16,7 @@ from recollect.planning.classic import classic_plan
 from recollect.planning.output_choices import longest_chain
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
+from recollect.progress.stage import stage
 
 __all__ = ["BoundPoint", "Frontier", "FrontierPoint", "frontier"]
 
@@ -116,16 +117,17 @@ def frontier(profile: Profile) -> Frontier:
         True
     """
     check_kind("frontier(profile)", "profile", profile, Profile, "recollect.Profile")
-    planner = Planner(profile)
-    plans = _plans(planner)
-    classics = _classics(profile)
-    points = _undominated(itertools.chain(plans, (p for p in classics if p.note == "keep_all")))
-    return Frontier(
-        points=tuple(_point(planner, replace(plan, note="")) for plan in points),
-        classics=tuple(_point(planner, plan, plan.note) for plan in classics),
-        bound=_bound(planner, [plan.predicted_peak_bytes or 0 for plan in points]),
-        plain_peak_bytes=planner.plain_peak_bytes,
-    )
+    with stage("planning for all budgets"):
+        planner = Planner(profile)
+        plans = _plans(planner)
+        classics = _classics(profile)
+        points = _undominated(itertools.chain(plans, (p for p in classics if p.note == "keep_all")))
+        return Frontier(
+            points=tuple(_point(planner, replace(plan, note="")) for plan in points),
+            classics=tuple(_point(planner, plan, plan.note) for plan in classics),
+            bound=_bound(planner, [plan.predicted_peak_bytes or 0 for plan in points]),
+            plain_peak_bytes=planner.plain_peak_bytes,
+        )
 
 
 def _plans(planner: Planner) -> list[Plan]:
@@ -134,7 +136,12 @@ def _plans(planner: Planner) -> list[Plan]:
     least_bytes = leanest.predicted_peak_bytes or 0
     stretch_bytes = planner.plain_peak_bytes - least_bytes
     budgets = {least_bytes + round(stretch_bytes * fraction) for fraction in _FRACTIONS} - {least_bytes}
-    return [leanest, *(planner.plan(budget_bytes) for budget_bytes in sorted(budgets))]
+    plans = [leanest]
+    with stage("planning for all budgets", total=len(budgets)) as done:
+        for budget_bytes in sorted(budgets):
+            plans.append(planner.plan(budget_bytes))
+            done()
+    return plans
 
 
 def _leanest(planner: Planner) -> Plan:

@@ -16,6 +16,7 @@ from recollect.planning.choose import plan as plan_for
 from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
+from recollect.progress.stage import stage
 from recollect.quantities import parse_budget
 
 __all__ = ["COUNTS", "LossChunks", "Planned", "plan_with_chunks"]
@@ -38,6 +39,7 @@ class Planned:
     plain_peak_bytes: int
 
 
+@stage("planning")
 def plan_with_chunks(record: Callable[[int], Profile], budget: int | str, loss_chunks: LossChunks) -> Planned:
     """Record and plan with a given number of loss chunks, or the number that gives the least predicted step time.
 

@@ -20,6 +20,7 @@ from recollect.errors import HardwareError, RecordError
 from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import other_bytes
 from recollect.profile.profile import Profile
+from recollect.progress.stage import stage
 from recollect.recording.assemble import Costs
 from recollect.recording.fake_model import fake_batch, fake_tensors
 from recollect.recording.find_units import find_units
@@ -112,7 +113,8 @@ def record(
     device = device_of(model, batch)
     recording = StepRecording(model, find_units(model, units), modelled or MeasuredCosts(device), device)
     loop = _Loop(model, batch, step, device, optimizer, loss_fn, holds_output, gradients, loss_chunks)
-    return loop.recorded(recording, record_optimizer_step(optimizer, device))
+    with stage("recording the step"):
+        return loop.recorded(recording, record_optimizer_step(optimizer, device))
 
 
 def record_with(costs: Costs, model: nn.Module, batch: Any) -> Profile:

@@ -27,6 +27,7 @@ from recollect.engine.tape import Tape
 from recollect.measuring.timing import timed_work
 from recollect.plans.action import Action
 from recollect.profile.profile import Profile
+from recollect.progress.stage import stage
 from recollect.recording.leanest_policy import DropAll
 from recollect.recording.timing_rounds import TOGETHER, Rounds
 from recollect.recording.unit_samples import UnitSample
@@ -89,23 +90,17 @@ def measure_unit_times(
     """
     found: dict[int, UnitTimes] = {}
     devices = [device] if device.type == "cuda" else []
-    while samples:
-        sample = samples.pop()
-        how_often = rounds(sample)
-        if not how_often.number:
-            continue
-        # A copy of the parameters and its gradients, and the inputs and theirs.
-        if room_bytes(sample) < 2 * sample.parameter_bytes + 2 * sample.input_bytes:
-            continue
-        with torch.random.fork_rng(devices=devices):
-            try:
-                times = _times_of(sample, device, how_often)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception:  # noqa: BLE001 - the user's module, out of its model, may raise anything.
-                continue
-        if times is not None:
-            found[sample.call] = times
+    with stage("timing units", total=len(samples)) as done:
+        while samples:
+            sample = samples.pop()
+            how_often = rounds(sample)
+            # A copy of the parameters and its gradients, and the inputs and theirs.
+            if how_often.number and room_bytes(sample) >= 2 * sample.parameter_bytes + 2 * sample.input_bytes:
+                with torch.random.fork_rng(devices=devices):
+                    times = _times_if_alone(sample, device, how_often)
+                if times is not None:
+                    found[sample.call] = times
+            done()
     return found
 
 
@@ -162,6 +157,16 @@ def with_unit_times(
 def _shared_out(seconds: float, num_ops: Mapping[str, int]) -> tuple[tuple[str, float], ...]:
     total = sum(num_ops.values())
     return tuple((module, seconds * number / total) for module, number in num_ops.items()) if total else ()
+
+
+def _times_if_alone(sample: UnitSample, device: torch.device, rounds: Rounds) -> UnitTimes | None:
+    """Return the times of a unit; None if it cannot run alone, or has nothing to differentiate."""
+    try:
+        return _times_of(sample, device, rounds)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - the user's module, out of its model, may raise anything.
+        return None
 
 
 def _times_of(sample: UnitSample, device: torch.device, rounds: Rounds) -> UnitTimes | None:

@@ -1,0 +1,195 @@
+"""The line of progress on a real terminal: it appears after two seconds, and nowhere else."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from recollect.progress.stage import stage
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|[━╺╸]")
+
+STAGES = """
+import sys, time
+from recollect.progress.stage import stage
+print("begin", time.time(), flush=True)
+with stage("outer"):
+    time.sleep({outer_s})
+    print("printed", file=sys.stderr)
+    with stage("parts", total=3) as done:
+        for _ in range(2):
+            done()
+            time.sleep(0.02)
+"""
+FIT = """
+import time, torch, recollect
+
+class Slow(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4))
+    def forward(self, x):
+        time.sleep(2.2)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.sum()
+
+model, batch = Slow(), torch.randn(64, 64)
+recollect.fit(model, batch, "90%")
+"""
+FRONTIER = """
+import time, torch, recollect
+from recollect.progress.stage import stage
+
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)))
+profile = recollect.record(model, torch.randn(64, 64), loss_fn=torch.sum, fake=True)
+with stage("waiting"):
+    time.sleep(2.2)
+    recollect.frontier(profile)
+"""
+ATTACH = """
+import time, torch, recollect
+
+class Slow(torch.nn.Sequential):
+    def __deepcopy__(self, memo):
+        time.sleep(2.2)
+        raise TypeError("it cannot be copied, so it is not timed")
+
+model = torch.nn.Sequential(*(Slow(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(12)))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+with recollect.attach(model, optimizer, "95%"):
+    time.sleep(2.2)
+    model(torch.randn(64, 64)).sum().backward()
+    optimizer.step()
+"""
+
+
+@dataclass
+class Shown:
+    """What a program wrote to its terminal, piece by piece with the seconds since it began, and to other places."""
+
+    pieces: list[tuple[float, str]]
+    stdout: str
+    status: int
+
+    @property
+    def text(self) -> str:
+        return "".join(piece for _, piece in self.pieces)
+
+    def first_s(self, text: str) -> float:
+        return next(second for second, piece in self.pieces if text in piece)
+
+
+def run(program: str, *, stays: bool = True, **environment: str) -> Shown:
+    """Run a program with standard error on a terminal; unless it `stays`, that is gone after a second."""
+    outside, inside = pty.openpty()
+    known = {name: value for name, value in os.environ.items() if name not in ("RECOLLECT_PROGRESS", "RANK")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=inside,
+        text=True,
+        env={**known, "TERM": "xterm", **environment},
+    )
+    os.close(inside)
+    pieces: list[tuple[float, str]] = []
+    if stays:
+        while piece := _read(outside):
+            pieces.append((time.time(), CONTROL.sub("", piece)))
+    else:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(1.0)
+    os.close(outside)
+    stdout, _ = process.communicate(timeout=120)
+    begin = re.match(r"begin (.*)\n", stdout)
+    begin_s = float(begin[1]) if begin else 0.0
+    return Shown([(at - begin_s, piece) for at, piece in pieces], stdout, process.returncode)
+
+
+def _read(terminal: int) -> str:
+    try:
+        return os.read(terminal, 65536).decode()
+    except OSError:  # How Linux says that nobody has the other end open.
+        return ""
+
+
+def test_the_line_appears_after_two_seconds_and_goes() -> None:
+    shown = run(STAGES.format(outer_s=2.8))
+    assert shown.first_s("recollect: outer") >= 2.0
+    assert re.search(r"recollect: outer +2 s", shown.text)
+    assert re.search(r"recollect: parts +0/3 +\d s", shown.text)
+    assert re.search(r"recollect: parts +2/3 +\d s", shown.text)
+    assert re.search(r"\rprinted\r\n", shown.text), "above the line"
+    assert shown.text.endswith("\r"), "the line is empty again"
+    assert (shown.status, len(shown.stdout.splitlines())) == (0, 1)
+
+
+def test_short_work_shows_nothing() -> None:
+    shown = run(STAGES.format(outer_s=0.5))
+    assert (shown.text, shown.status) == ("printed\r\n", 0)
+
+
+@pytest.mark.parametrize("switch", [{"RECOLLECT_PROGRESS": "0"}, {"RANK": "1"}], ids=str)
+def test_the_line_can_be_switched_off(switch: dict[str, str]) -> None:
+    assert run(STAGES.format(outer_s=2.3), **switch).text == "printed\r\n"
+
+
+def test_nothing_goes_to_a_pipe() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STAGES.format(outer_s=2.3)], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "printed\n"
+
+
+def test_the_work_goes_on_when_the_terminal_is_gone() -> None:
+    program = STAGES.replace('    print("printed", file=sys.stderr)\n', "").format(outer_s=2.3)
+    assert run(program, stays=False).status == 0
+
+
+def test_fit_says_what_it_does() -> None:
+    shown = run(FIT)
+    assert shown.status == 0
+    parts = ("recording the step", "timing units", "planning")
+    assert sorted(parts, key=shown.text.index) == list(parts)
+    assert re.search(r"timing units +2/2", shown.text)
+
+
+def test_frontier_counts_its_plans() -> None:
+    shown = run(FRONTIER)
+    assert re.search(r"planning for all budgets +(\d+)/\1 ", shown.text)
+
+
+def test_attach_says_when_it_plans_and_not_while_the_loop_runs() -> None:
+    shown = run(ATTACH)
+    assert shown.status == 0
+    assert "timing units" in shown.text
+    assert "planning" in shown.text
+    assert "recording" not in shown.text
+
+
+def test_without_a_terminal_stages_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RECOLLECT_PROGRESS", raising=False)
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, closed, io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        before = threading.active_count()
+        with stage("outer"), stage("inner", total=2) as done:
+            done()
+            assert threading.active_count() == before
+
+
+def test_other_threads_show_nothing() -> None:
+    lines = STAGES.format(outer_s=2.3).replace("\n", "\n    ")
+    shown = run(f"import threading\ndef work():{lines}\nthread = threading.Thread(target=work)\nthread.start()")
+    assert shown.text == "printed\r\n"
