@@ -18,6 +18,7 @@ from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
 from recollect.planning.largest_batch import LargestBatch, TriedSize
 from recollect.profile.profile import Profile
+from recollect.progress.stage import stage
 from recollect.quantities import parse_budget
 
 __all__ = ["MAX_SIZE", "search_batches"]
@@ -75,7 +76,8 @@ def search_batches(
         )
     # Before anything is recorded; the device's size is known only then.
     parse_budget(budget, reference_bytes=None, device_bytes=1)
-    return _Search(record, budget, tokens_each, multiple_of, max_size // multiple_of, along).run()
+    with stage("looking for the largest batch"):
+        return _Search(record, budget, tokens_each, multiple_of, max_size // multiple_of, along).run()
 
 
 class _Search:

@@ -56,6 +56,16 @@ with stage("waiting"):
     time.sleep(2.2)
     recollect.frontier(profile)
 """
+LARGEST = """
+import time
+from recollect.planning.batch_search import search_batches
+
+def record(size):
+    time.sleep(2.2)
+    raise KeyboardInterrupt
+
+search_batches(record, "1GiB")
+"""
 ATTACH = """
 import time, torch, recollect
 
@@ -167,6 +177,12 @@ def test_fit_says_what_it_does() -> None:
 def test_frontier_counts_its_plans() -> None:
     shown = run(FRONTIER)
     assert re.search(r"planning for all budgets +(\d+)/\1 ", shown.text)
+
+
+def test_the_search_for_the_largest_batch_says_so_and_can_be_interrupted() -> None:
+    shown = run(LARGEST)
+    assert "recollect: looking for the largest batch" in shown.text
+    assert shown.text.rstrip().endswith("KeyboardInterrupt")
 
 
 def test_attach_says_when_it_plans_and_not_while_the_loop_runs() -> None:
