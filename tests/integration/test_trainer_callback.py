@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +15,9 @@ pytest.importorskip("accelerate", reason="Hugging Face's Trainer needs accelerat
 import transformers  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
 import hugging_face_flag  # noqa: E402
-from allocator_meter import can_be_built, metered_environment  # noqa: E402
 from hugging_face_trainers import CASES, arguments, llama, texts  # noqa: E402
+from metered_processes import Row, check_row, metered, needs_meter  # noqa: E402
 from recollect.attaching.attached import Attached  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
 from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError, QuantityError  # noqa: E402
@@ -30,29 +25,7 @@ from recollect.integrations.transformers import MemoryBudget  # noqa: E402
 
 pytestmark = pytest.mark.integration
 
-Row = dict[str, Any]
 TRL_CASES = ("SFT in bf16", "SFT of lora", "DPO", "DPO of lora", "Reward")
-needs_meter = pytest.mark.skipif(not can_be_built(), reason="the meter is built by a C compiler on Linux")
-
-
-def metered(module: str, *names: str) -> dict[str, Row]:
-    """Run trainers in a process of their own, under a meter that is not recollect's."""
-    with metered_environment() as environment:
-        paths = [ROOT / "benchmarks", ROOT / "tests/support", environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = ":".join(map(str, paths))
-        command = [sys.executable, "-W", "ignore", str(ROOT / "tests/support/metered_trainers.py"), module, *names]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    # Trainers write to the same stream.
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
-    return {row["case"]: row for row in rows}
-
-
-def check(row: Row) -> None:
-    assert row["weights_equal"], row
-    assert row["warnings"] == [] and row["recorded_steps"] == 1, row
-    assert len(row["peaks_bytes"]) == 30
-    assert max(row["peaks_bytes"]) <= row["budget_bytes"] < row["plain_bytes"], row
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +37,14 @@ def plain_trainers() -> dict[str, Row]:
 @needs_meter
 @pytest.mark.parametrize("name", [name for name in CASES if "lora" not in name])
 def test_every_step_of_a_trainer_is_within_the_budget(name: str, plain_trainers: dict[str, Row]) -> None:
-    check(plain_trainers[name])
+    check_row(plain_trainers[name])
 
 
 @pytest.mark.slow
 @needs_meter
 def test_every_step_of_a_lora_is_within_the_budget() -> None:
     pytest.importorskip("peft", reason="needs peft")
-    check(metered("hugging_face_trainers", "lora in bf16")["lora in bf16"])
+    check_row(metered("hugging_face_trainers", "lora in bf16")["lora in bf16"])
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +58,7 @@ def trl_trainers() -> dict[str, Row]:
 @needs_meter
 @pytest.mark.parametrize("name", TRL_CASES)
 def test_every_step_of_trls_trainers_is_within_the_budget(name: str, trl_trainers: dict[str, Row]) -> None:
-    check(trl_trainers[name])
+    check_row(trl_trainers[name])
 
 
 @pytest.fixture(autouse=True)

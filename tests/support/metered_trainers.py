@@ -13,12 +13,15 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from allocator_meter import AllocatorMeter
 from recollect.errors import BudgetTooSmallError, BudgetWarning
+
+if TYPE_CHECKING:
+    from allocator_meter import AllocatorMeter
 
 # Above the least peak of the recorded step, which also times single units.
 _ROOM = 1.02
@@ -102,6 +105,8 @@ def _digest(model: nn.Module) -> str:
 
 def main() -> None:
     """Write a line of JSON for each case of a module that is named, or for all."""
+    from allocator_meter import AllocatorMeter
+
     module, *names = sys.argv[1:]
     cases: Mapping[str, Case] = importlib.import_module(module).CASES
     torch.set_num_threads(1)

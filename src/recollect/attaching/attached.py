@@ -108,6 +108,19 @@ class Attached:
         """Return what was recorded and planned, what counts toward the budget, and what does not, in lines."""
         return report_of(self.planned, self.budget_bytes, self.num_steps, self.recorded_steps)
 
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function as a call of the model: a forward that calls parts of the model one by one, and no backward.
+
+        Args:
+            function: what to run.
+            *args: what it takes; the shapes of the tensors in it tell which plan covers the call.
+            **kwargs: the same.
+
+        Returns:
+            What the function returns.
+        """
+        return self._watcher.run("", self.model, function, args, kwargs)
+
     def remove(self) -> None:
         """Remove the plan and stop watching; do nothing the second time."""
         self._abandon_step()
@@ -235,6 +248,11 @@ class Attached:
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Note that an optimizer stepped; end the step if all have."""
         self._stepped.add(id(optimizer))
+        if not self._calls and not self.num_steps:
+            self._warn_once(
+                f"the optimizer stepped, but {type(self.model).__name__} was not called with gradients on, so that nothing was "
+                "planned: the loop calls parts of it one by one. Call the model, or put that forward into attached.call(...)"
+            )
         if not self._calls or len(self._stepped) < len(self._optimizers):
             return
         calls, recorded = self._calls, self._recording

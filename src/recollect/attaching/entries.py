@@ -27,20 +27,9 @@ class EntryForward(PlacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, and tell the watcher."""
-        watcher = self.watcher
-        if not self.is_on or watcher.is_inside or not torch.is_grad_enabled():
+        if not self.is_on:
             return self.forward(*args, **kwargs)
-        watcher.is_inside = True
-        try:
-            watcher.begin(self.path, self.module, args, kwargs)
-            output = self.forward(*args, **kwargs)
-        except BaseException:
-            watcher.abandon()
-            raise
-        finally:
-            watcher.is_inside = False
-        watcher.end(output)
-        return output
+        return self.watcher.run(self.path, self.module, self.forward, args, kwargs)
 
 
 class Watcher:
@@ -60,6 +49,22 @@ class Watcher:
         self.abandon = abandon
         self.is_inside = False
         self.saw_backward = True
+
+    def run(self, path: str, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run what stands for a call of a module; tell of it if it is an outermost one."""
+        if self.is_inside or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        self.is_inside = True
+        try:
+            self.begin(path, module, args, kwargs)
+            output = function(*args, **kwargs)
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self.is_inside = False
+        self.end(output)
+        return output
 
     def end(self, output: Any) -> None:
         """Note when backward reaches an output."""

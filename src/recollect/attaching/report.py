@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from recollect.attaching.planned_step import PlannedStep
 from recollect.byte_format import format_bytes
 
-__all__ = ["line_of", "report_of"]
+__all__ = ["line_of", "numbers_of", "report_of"]
 
 _NOT_COUNTED = (
     "not counted: evaluation and generation; what other threads, processes and libraries allocate without PyTorch; "
@@ -27,6 +27,15 @@ def line_of(planned: PlannedStep, seconds: float) -> str:
         f"recollect: {format_bytes(planned.budget_bytes)} budget, peak {format_bytes(planned.peak_bytes)}, "
         f"{slowdown:+.1%} (full recompute: {planned.full_slowdown:+.0%}), planned for {planned.calls[0]} in {seconds:.1f} s"
     )
+
+
+def numbers_of(planned: PlannedStep) -> dict[str, float]:
+    """Return the numbers of that line, under names for the loggers of trainers."""
+    return {
+        "memory_budget_bytes": planned.budget_bytes,
+        "predicted_peak_bytes": planned.peak_bytes,
+        "predicted_slowdown": planned.plan.predicted_slowdown or 0.0,
+    }
 
 
 def report_of(

@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from recollect.attaching.attach import attach
 from recollect.attaching.attached import Attached, OnLarger
+from recollect.attaching.report import numbers_of
 from recollect.errors import ConfigError, NotYetError
 from recollect.fitting import DEFAULT_BUDGET
 
@@ -92,16 +93,8 @@ class MemoryBudget(TrainerCallback):
         if attached is None or len(attached.recorded_steps) == self._num_logged:
             return
         self._num_logged = len(attached.recorded_steps)
-        planned = attached.planned[-1]
-        state.log_history.append(
-            {
-                "memory_budget_bytes": planned.budget_bytes,
-                "predicted_peak_bytes": planned.peak_bytes,
-                "predicted_slowdown": planned.plan.predicted_slowdown or 0.0,
-                "epoch": state.epoch,
-                "step": state.global_step,
-            }
-        )
+        numbers = numbers_of(attached.planned[-1])
+        state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the model as it was."""

@@ -1,0 +1,170 @@
+"""A memory budget for Lightning's `Trainer`, of the package `lightning` or `pytorch_lightning`.
+
+Each package has a `Callback` of its own, and takes no other. So `MemoryBudget` is made when it is first asked for, of the
+packages that are loaded by then, which is also why importing this file loads neither.
+
+Run with lightning 2.4.0 and 2.6.6, and pytorch-lightning 2.6.6.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable
+from typing import Any, Final
+
+from packaging.version import Version
+
+from recollect.attaching.attach import attach
+from recollect.attaching.attached import Attached, OnLarger
+from recollect.attaching.report import numbers_of
+from recollect.errors import ConfigError, NotYetError
+from recollect.fitting import DEFAULT_BUDGET
+
+__all__ = ["BudgetHooks", "MemoryBudget"]  # noqa: F822, the second is made when it is asked for
+
+_PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
+_LEAST_VERSION: Final = "2.4"
+
+
+class BudgetHooks:
+    """What `MemoryBudget` does: keeps every training step within a memory budget; see `recollect.attach`.
+
+    The first step is recorded as `training_step` runs it, in its precision, and planned; the line about the plan goes to
+    Lightning's log, and its numbers to the trainer's loggers. At the end of training the model is as it was.
+
+    Args:
+        budget: bytes of the whole step, as an int or text: "22GiB", "90% of the device", "60%" of what the first step needs
+            without recompute.
+        on_larger: what to do at a step that no plan was made for: "replan", "warn" or "raise".
+        units: module paths of the layers to plan, where they are not found; from the LightningModule, as in "model.layers.0".
+
+    Attributes:
+        attached: the handle of the last training, with `plan` and `report()`; None before the first.
+
+    Raises:
+        ConfigError: when training begins, Lightning is too old.
+        NotYetError: when training begins, its strategy is for several devices.
+
+    Example: `Trainer(callbacks=[MemoryBudget("22GiB")]).fit(module, loader)`.
+    """
+
+    def __init__(
+        self,
+        budget: int | str = DEFAULT_BUDGET,
+        *,
+        on_larger: OnLarger = "replan",
+        units: Iterable[str] | None = None,
+    ) -> None:
+        self.budget = budget
+        self.on_larger: OnLarger = on_larger
+        self.units = None if units is None else list(units)
+        self.attached: Attached | None = None
+        self._num_logged = 0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse what a plan cannot be combined with."""
+        if stage == "fit":
+            _check_version(_package_of(trainer))
+            _check_strategy(trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach to the module: its optimizers are there, and the sanity check is over."""
+        self._num_logged = 0
+        log = importlib.import_module(f"{_package_of(trainer)}.utilities.rank_zero").rank_zero_info
+        self.attached = attach(
+            pl_module, trainer.optimizers, self.budget, on_larger=self.on_larger, units=self.units, log=log
+        )
+        if pl_module.automatic_optimization:
+            # It is all of forward, and may call the layers one by one. Otherwise it runs backward, too.
+            pl_module.training_step = _TrainingStep(pl_module, self.attached)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        """Hand the numbers of a new plan to the loggers."""
+        attached = self.attached
+        if attached is None or len(attached.recorded_steps) == self._num_logged:
+            return
+        self._num_logged = len(attached.recorded_steps)
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers_of(attached.planned[-1]), step=trainer.global_step)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the model as it was."""
+        self._remove(pl_module)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the model as it was, also if training ends with an error."""
+        self._remove(pl_module)
+
+    def _remove(self, pl_module: Any) -> None:
+        if self.attached is not None:
+            self.attached.remove()
+        step = vars(pl_module).get("training_step")
+        if isinstance(step, _TrainingStep):
+            step.take_off()
+
+
+class _TrainingStep:
+    """Stands in for a module's `training_step`; copies and pickles as the plain method."""
+
+    def __init__(self, pl_module: Any, attached: Attached) -> None:
+        self._module = pl_module
+        self._attached = attached
+        self._own = vars(pl_module).get("training_step")
+        self._run = pl_module.training_step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own, as one call of the module."""
+        return self._attached.call(self._run, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "training_step")
+
+    def take_off(self) -> None:
+        """Restore what the module had before."""
+        del self._module.training_step
+        if self._own is not None:
+            self._module.training_step = self._own
+
+
+def __getattr__(name: str) -> Any:
+    if name != "MemoryBudget":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _budget_class(tuple(package for package in _PACKAGES if package in sys.modules))
+
+
+@functools.cache
+def _budget_class(loaded: tuple[str, ...]) -> type[BudgetHooks]:
+    """Return the callback for the packages that are loaded, or for the first that can be."""
+    packages = loaded or [p for p in _PACKAGES if importlib.util.find_spec(p.partition(".")[0]) is not None][:1]
+    if not packages:
+        raise ImportError("recollect.integrations.lightning.MemoryBudget needs lightning, or pytorch_lightning.")
+    callbacks = [importlib.import_module(package).Callback for package in packages]
+    return type("MemoryBudget", (BudgetHooks, *callbacks), {"__doc__": BudgetHooks.__doc__, "__module__": __name__})
+
+
+def _package_of(trainer: Any) -> str:
+    """Return the name of the package that a trainer comes from."""
+    return next(p for p in _PACKAGES if p in sys.modules and isinstance(trainer, sys.modules[p].Trainer))
+
+
+def _check_version(package: str) -> None:
+    version = importlib.import_module(package).__version__
+    if Version(version) < Version(_LEAST_VERSION):
+        raise ConfigError(
+            settings={package.partition(".")[0]: version},
+            reason="its Trainer is older than any that MemoryBudget was run with",
+            advice=f"Install {_LEAST_VERSION} or later.",
+        )
+
+
+def _check_strategy(trainer: Any) -> None:
+    name = type(trainer.strategy).__name__
+    if trainer.world_size > 1 or not name.startswith("SingleDevice"):
+        raise NotYetError(
+            settings={"strategy": name, "devices": trainer.world_size},
+            needs="a trainer that splits or copies the model",
+            advice="Pass devices=1 and leave out strategy.",
+        )

@@ -1,0 +1,34 @@
+"""The examples run as they are, and keep to their budgets."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NEEDS = {
+    "hugging_face_trainer": ("accelerate", "peft", "transformers"),
+    "lightning_trainer": ("lightning", "transformers"),
+}
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+
+def test_every_example_is_run() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(NEEDS)
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_example(name: str, tmp_path: Path) -> None:
+    for package in NEEDS[name]:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "planned for 4 x 128 in" in done.stderr
+    assert " budget, 8 steps, 1 of them recorded" in done.stdout
