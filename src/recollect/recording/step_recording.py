@@ -253,6 +253,7 @@ class StepRecording:
                     profile.graphs[graph].forward_s + backward_s[sample.call],
                     num_ops=recorder.calls[sample.call].seen_ops.total(),
                     num_calls=num_calls[graph],
+                    allocates=self.device.type == "cuda",
                 )
             if not found.number:
                 known.add(graph)

@@ -17,9 +17,9 @@ _FREE_S: Final = 0.25
 # Seconds of a round for each second of the unit: plainly and on the leanest tape, with its recompute; on the idle tape.
 _ROUND: Final = 2.4
 _IDLE: Final = 1.0
-# A median of three is not decided by one page fault. The first round warms up.
-_FEWEST_IF_SHORT: Final = 1 + 3
-_MOST_IF_SHORT: Final = 1 + 7
+# A median of three is not decided by one page fault.
+_FEWEST_IF_SHORT: Final = 3
+_MOST_IF_SHORT: Final = 7
 _MOST_IF_LONG: Final = 2
 # The tape's overhead for one op, at most, and the part of a unit's time that does not count.
 _OVERHEAD_S: Final = 1e-4
@@ -31,38 +31,42 @@ class Rounds:
     """How often a unit runs.
 
     Attributes:
-        number: of rounds, plainly and on the leanest tape; 0 if its ops' times say all.
-        are_short: it runs on an idle tape, too, and the first round warms up.
+        number: of rounds that count, plainly and on the leanest tape; 0 if its ops' times say all.
+        warms_up: a round before them does not count.
+        has_idle: it runs on an idle tape, too.
     """
 
     number: int
-    are_short: bool
+    warms_up: bool
+    has_idle: bool
 
 
 # A fixed number where several processes train together, since all must run equally many: units may wait for each other in
 # collectives.
-TOGETHER: Final = Rounds(_FEWEST_IF_SHORT, are_short=True)
+TOGETHER: Final = Rounds(_FEWEST_IF_SHORT, warms_up=True, has_idle=True)
 
 
-def rounds_for(unit_s: float, *, num_ops: int, num_calls: int) -> Rounds:
+def rounds_for(unit_s: float, *, num_ops: int, num_calls: int, allocates: bool = False) -> Rounds:
     """Return how often to time a kind of unit.
 
     Args:
         unit_s: about how long forward and backward of one call take, by the times of their ops.
         num_ops: how many ops the tape sees in forward.
         num_calls: how many calls of this kind a step has.
+        allocates: the device's first run takes longer than any other, since it allocates memory that is then reused.
 
     Example:
         >>> rounds_for(0.001, num_ops=40, num_calls=12)
-        Rounds(number=8, are_short=True)
+        Rounds(number=7, warms_up=True, has_idle=True)
         >>> rounds_for(0.2, num_ops=40, num_calls=12)
-        Rounds(number=2, are_short=False)
+        Rounds(number=2, warms_up=False, has_idle=False)
     """
-    num_short = int(_FREE_S / ((_ROUND + _IDLE) * unit_s)) if unit_s > 0 else _MOST_IF_SHORT
+    num_short = int(_FREE_S / ((_ROUND + _IDLE) * unit_s)) - 1 if unit_s > 0 else _MOST_IF_SHORT
     if num_short >= _FEWEST_IF_SHORT:
-        return Rounds(min(num_short, _MOST_IF_SHORT), are_short=True)
+        return Rounds(min(num_short, _MOST_IF_SHORT), warms_up=True, has_idle=True)
     if num_calls == 1 and num_ops * _OVERHEAD_S <= _NEGLIGIBLE * unit_s:
-        return Rounds(0, are_short=False)
+        return Rounds(0, warms_up=False, has_idle=False)
     # Two rounds of a kind with six calls take about as long as its part of the step.
     allowed_s = max(_FREE_S, num_calls * unit_s)
-    return Rounds(max(1, min(_MOST_IF_LONG, int(allowed_s / (_ROUND * unit_s)))), are_short=False)
+    number = max(1, min(_MOST_IF_LONG, int(allowed_s / (_ROUND * unit_s))))
+    return Rounds(number, warms_up=allocates, has_idle=False)

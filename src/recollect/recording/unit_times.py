@@ -171,11 +171,11 @@ def _times_if_alone(sample: UnitSample, device: torch.device, rounds: Rounds) ->
 
 def _times_of(sample: UnitSample, device: torch.device, rounds: Rounds) -> UnitTimes | None:
     module = sample.copied_module()
-    policies: tuple[Policy | None, ...] = (None, DropAll(), *([_KeepAll()] if rounds.are_short else []))
+    policies: tuple[Policy | None, ...] = (None, DropAll(), *([_KeepAll()] if rounds.has_idle else []))
     # One tape for all rounds, since it learns in the first one which modules to watch.
     tapes = [None if policy is None else Tape(policy, runs_to_settle=1) for policy in policies]
     taken: list[list[tuple[float, float]]] = [[] for _ in policies]
-    for _ in range(rounds.number):
+    for _ in range(rounds.number + rounds.warms_up):
         for tape, pairs in zip(tapes, taken, strict=True):
             with ExitStack() as stack:
                 if tape is not None:
@@ -184,7 +184,7 @@ def _times_of(sample: UnitSample, device: torch.device, rounds: Rounds) -> UnitT
             if pair is None:
                 return None
             pairs.append(pair)
-    counted = [pairs[1:] if rounds.are_short else pairs for pairs in taken]
+    counted = [pairs[-rounds.number :] for pairs in taken]
     plain, leanest, *idle = ([statistics.median(side) for side in zip(*pairs, strict=True)] for pairs in counted)
     return UnitTimes(plain[0], plain[1], leanest[0], leanest[1], idle[0][0] if idle else plain[0])
 

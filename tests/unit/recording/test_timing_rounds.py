@@ -19,18 +19,25 @@ from recollect.simulation.simulate import simulate
 from small_llama import batch_of, llama
 
 CPU = torch.device("cpu")
+LONG = Rounds(2, warms_up=False, has_idle=False)
+SHORT = Rounds(7, warms_up=True, has_idle=True)
 
 
 def test_a_long_layer_is_timed_twice_and_a_short_one_often() -> None:
-    assert rounds_for(0.17, num_ops=74, num_calls=6) == Rounds(2, are_short=False)
-    assert rounds_for(0.17, num_ops=74, num_calls=96) == Rounds(2, are_short=False)
-    assert rounds_for(0.002, num_ops=74, num_calls=6) == Rounds(8, are_short=True)
-    assert rounds_for(0.0, num_ops=0, num_calls=1) == Rounds(8, are_short=True)
+    assert rounds_for(0.17, num_ops=74, num_calls=6) == LONG
+    assert rounds_for(0.17, num_ops=74, num_calls=96) == LONG
+    assert rounds_for(0.002, num_ops=74, num_calls=6) == SHORT
+    assert rounds_for(0.0, num_ops=0, num_calls=1) == SHORT
+
+
+def test_where_the_first_run_allocates_it_does_not_count() -> None:
+    rounds = rounds_for(0.17, num_ops=74, num_calls=6, allocates=True)
+    assert rounds == Rounds(2, warms_up=True, has_idle=False)
 
 
 def test_a_head_of_one_long_op_is_not_timed() -> None:
     assert rounds_for(0.3, num_ops=4, num_calls=1).number == 0
-    assert rounds_for(0.3, num_ops=400, num_calls=1) == Rounds(1, are_short=False)
+    assert rounds_for(0.3, num_ops=400, num_calls=1) == Rounds(1, warms_up=False, has_idle=False)
     assert rounds_for(0.3, num_ops=4, num_calls=2).number == 1, "a layer"
 
 
@@ -43,9 +50,10 @@ def test_rounds_take_at_most_a_quarter_of_a_second_or_about_their_part_of_the_st
     unit_s: float, num_ops: int, num_calls: int
 ) -> None:
     rounds = rounds_for(unit_s, num_ops=num_ops, num_calls=num_calls)
-    round_s = (3.4 if rounds.are_short else 2.4) * unit_s
-    assert rounds.number * round_s <= max(0.25, num_calls * unit_s) * (1 + 1e-9) or rounds.number == 1
-    assert rounds.number >= 4 or not rounds.are_short, "a warm-up, and a median of three"
+    round_s = (3.4 if rounds.has_idle else 2.4) * unit_s
+    total_s = (rounds.number + rounds.warms_up) * round_s
+    assert total_s <= max(0.25, num_calls * unit_s) * (1 + 1e-9) or rounds.number == 1
+    assert rounds.number >= 3 or not rounds.has_idle
 
 
 class Counting(nn.Module):
@@ -64,7 +72,7 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize(
     ("rounds", "runs"),
-    [(Rounds(0, are_short=False), 0), (Rounds(2, are_short=False), 4), (Rounds(4, are_short=True), 12)],
+    [(Rounds(0, warms_up=False, has_idle=False), 0), (LONG, 4), (TOGETHER, 12)],
 )
 def test_units_run_as_often_as_they_are_told(rounds: Rounds, runs: int) -> None:
     samples = UnitSamples(nn.Sequential(Counting()), CPU)
@@ -86,7 +94,7 @@ def test_processes_that_train_together_run_units_equally_often(monkeypatch: pyte
 
     monkeypatch.setattr("recollect.recording.step_recording.measure_unit_times", note)
     recollect.record(llama(), batch_of())
-    assert Rounds(8, are_short=True) in found
+    assert SHORT in found
     found.clear()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
