@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -180,23 +180,37 @@ def test_raised(rule: str) -> None:
     assert len(found) == (2 if rule in ("no-grad-fn", "no-input-requires-grad") else 1)
 
 
-def test_ready_twice(tmp_path: Path) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
+_READY_TWICE = """
+import os, sys, traceback
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(2):
-                x = checkpoint(self.layer, x, use_reentrant=True)
-            return x
+class Twice(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
 
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(Twice(), find_unused_parameters=True)
-        text = said(lambda: model(input_()).sum().backward())
-    finally:
-        dist.destroy_process_group()
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(Twice(), find_unused_parameters=True)
+try:
+    model(torch.randn(16, 8, requires_grad=True)).sum().backward()
+except Exception:
+    sys.stdout.write(traceback.format_exc())
+sys.stdout.flush()
+# Without clearing up: the group waits for its threads, one of which may wait for the interpreter's lock.
+os._exit(0)
+"""
+
+
+def test_ready_twice() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", _READY_TWICE]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
     (finding,) = recollect.diagnose(text)
     assert (finding.rule, finding.certainty) == ("ready-twice", "certain")
 
