@@ -55,7 +55,7 @@ def attach(
 
     Raises:
         ArgumentError: the model is no module.
-        RecordError: the optimizer trains another model.
+        RecordError: the optimizer trains another model; or, in the first step, it never steps, or steps without a backward.
         QuantityError: the budget is no amount of bytes, or a percentage of a device whose memory is not known.
         AlreadyAppliedError: the model already recomputes.
         NotYetError: FSDP2 shards the model.

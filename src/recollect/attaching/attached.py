@@ -21,11 +21,12 @@ from recollect.attaching.entries import Watcher, entry_forwards
 from recollect.attaching.other_mechanisms import OtherMechanisms
 from recollect.attaching.planned_step import PlannedStep, plan_step
 from recollect.attaching.report import line_of, report_of
+from recollect.attaching.step_end import StepEnd
 from recollect.attaching.step_shape import Call, covers
 from recollect.byte_format import format_bytes
 from recollect.costs.op_costs import MeasuredCosts
 from recollect.engine.placed_forward import Applied
-from recollect.errors import BudgetWarning, LargerStepError
+from recollect.errors import BudgetWarning, LargerStepError, RecordError
 from recollect.plans.plan import Plan
 from recollect.progress.stage import stage
 from recollect.recording.find_units import Unit
@@ -96,7 +97,7 @@ class Attached:
         self._warned: set[str] = set()
         self._calls: list[Call] = []
         self._group: list[Call] = []
-        self._stepped: set[int] = set()
+        self._end = StepEnd(model, self._optimizers)
 
     @property
     def plan(self) -> Plan | None:
@@ -141,6 +142,8 @@ class Attached:
 
     def _begin_call(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Decide how the model runs, before an outermost call of it."""
+        if not self.num_steps:
+            self._end.note_call()
         is_disturbed = self._notices_others()
         call = self._call_of(path, module, args, kwargs)
         if not call.is_open:
@@ -247,23 +250,39 @@ class Attached:
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Note that an optimizer stepped; end the step if all have."""
-        self._stepped.add(id(optimizer))
+        self._end.note_optimizer(optimizer)
         if not self._calls and not self.num_steps:
             self._warn_once(
                 f"the optimizer stepped, but {type(self.model).__name__} was not called with gradients on, so that nothing was "
                 "planned: the loop calls parts of it one by one. Call the model, or put that forward into attached.call(...)"
             )
-        if not self._calls or len(self._stepped) < len(self._optimizers):
+        if not self._calls or not self._end.is_reached:
             return
         calls, recorded = self._calls, self._recording
+        self._end.begin_next()
+        if recorded is not None and not recorded.recorder.has_run_backward:
+            self._abandon_step()
+            self._refuse_without_backward(optimizer, len(calls))
+            return
         self._calls, self._group, self._recording = [], [], None
-        self._stepped.clear()
         number = self.num_steps
         self.num_steps += 1
         if recorded is not None:
             self._finish(recorded, calls, number)
         elif self._active is not None:
             self._check_peak(self._active)
+
+    def _refuse_without_backward(self, optimizer: torch.optim.Optimizer, num_calls: int) -> None:
+        """Raise, or warn if there are plans, at a step that trained nothing."""
+        model = type(self.model).__name__
+        calls = "a call" if num_calls == 1 else f"{num_calls} calls"
+        text = f"{type(optimizer).__name__}.step() ended a step with {calls} of {model} in which no backward ran"
+        if not self.planned:
+            raise RecordError(
+                f"attach to {model}: {text}, expected loss.backward() before it, since that is what memory is planned for. "
+                "To go on without a plan, call remove() on what attach returned."
+            )
+        self._warn_once(f"{text}; nothing was planned for it", key="no backward")
 
     def _finish(self, recording: StepRecording, calls: list[Call], number: int) -> None:
         begin = time.perf_counter()

@@ -106,6 +106,7 @@ class StepRecorder:
         self.pending_stem = ""
         self.is_recomputing = False
         self.is_over = False
+        self.has_run_backward = False
         self.num_handles = 0
         self.num_open_handles = 0
         self.num_storages = 0
@@ -134,6 +135,7 @@ class StepRecorder:
         if phase != self._phase:
             self._phase = phase
             self._backward_call = -1
+            self.has_run_backward |= phase == events.BACKWARD
             self.log(events.PHASE, phase)
 
     @property

@@ -1,0 +1,87 @@
+"""Know when a training step ends, and notice a loop in which none ever does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import nn
+
+from recollect.errors import RecordError
+
+__all__ = ["StepEnd"]
+
+# Loading weights or clipping them between calls is no optimizer's step; a loop that goes on updating them is.
+_MOST_FOREIGN_UPDATES: Final = 3
+# Of one optimizer while another waits, as a discriminator's steps for each of the generator's.
+_MOST_REPEATS: Final = 64
+
+
+class StepEnd:
+    """Says when all optimizers have stepped.
+
+    Args:
+        model: which they train.
+        optimizers: whose steps end a training step together.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._model_class = type(model).__name__
+        self._optimizers = list(optimizers)
+        # Any parameter serves: an optimizer's step writes to all that have gradients.
+        self._watched = next((p for p in model.parameters() if p.requires_grad), None)
+        self._version = self._version_now()
+        self._foreign_updates = 0
+        self._stepped: dict[int, int] = {}
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether each optimizer has stepped since `begin_next`."""
+        return len(self._stepped) == len(self._optimizers)
+
+    def begin_next(self) -> None:
+        """Wait for the end of the next step."""
+        self._stepped.clear()
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer stepped.
+
+        Raises:
+            RecordError: it did so again and again while another never does.
+        """
+        key = id(optimizer)
+        self._stepped[key] = self._stepped.get(key, 0) + 1
+        self._version, self._foreign_updates = self._version_now(), 0
+        if self._stepped[key] > _MOST_REPEATS:
+            waiting = [
+                f"{type(o).__name__} (number {i})" for i, o in enumerate(self._optimizers) if id(o) not in self._stepped
+            ]
+            if waiting:
+                raise RecordError(
+                    f"attach to {self._model_class}: {type(optimizer).__name__} stepped {self._stepped[key]} times, and "
+                    f"{', '.join(waiting)} never did, expected a training step to end with one step of each. "
+                    "Pass only the optimizers that step."
+                )
+
+    def note_call(self) -> None:
+        """Look, before the model is called, whether something else updated the parameters.
+
+        Raises:
+            RecordError: it did so several times, and no optimizer that was passed has stepped.
+        """
+        version = self._version_now()
+        if version == self._version:
+            return
+        self._version = version
+        self._foreign_updates += not self._stepped
+        if self._foreign_updates >= _MOST_FOREIGN_UPDATES:
+            names = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
+            raise RecordError(
+                f"attach to {self._model_class}: its parameters were updated {self._foreign_updates} times, and the optimizer "
+                f"that was passed ({names}) never stepped, so that no training step ends and none is planned. "
+                "Pass the optimizer whose step() the loop calls; one that updates in backward cannot be planned for."
+            )
+
+    def _version_now(self) -> int:
+        return -1 if self._watched is None else self._watched._version

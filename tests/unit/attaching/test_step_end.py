@@ -1,0 +1,94 @@
+"""A loop in which no training step ends, or none trains, is told instead of going on unplanned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect.attaching.attached import Attached
+from recollect.errors import BudgetWarning, RecordError
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def attached_to(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Attached:
+    return recollect.attach(model, list(optimizers), "100%", log=lambda _: None)
+
+
+def test_an_optimizer_that_never_steps_is_named() -> None:
+    model = Model()
+    stepping = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached_to(model, torch.optim.AdamW(model.parameters())) as attached:
+        for _ in range(3):
+            model(torch.randn(16, 32)).backward()
+            stepping.step()
+            stepping.zero_grad()
+        with pytest.raises(
+            RecordError, match=r"updated 3 times, and the optimizer that was passed \(AdamW\) never stepped"
+        ):
+            model(torch.randn(16, 32))
+        assert attached.planned == []
+
+
+def test_one_of_two_optimizers_that_never_steps_is_named() -> None:
+    model = Model()
+    often = torch.optim.SGD(model.layers[0].parameters(), lr=0.1)
+    with attached_to(model, often, torch.optim.AdamW(model.layers[1].parameters())):
+        model(torch.randn(16, 32)).backward()
+        for _ in range(64):
+            often.step()
+        with pytest.raises(RecordError, match=r"SGD stepped 65 times, and AdamW \(number 1\) never did"):
+            often.step()
+
+
+def test_many_micro_batches_and_loaded_weights_are_no_error() -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    with attached_to(model, optimizer) as attached:
+        for _ in range(2):
+            model.load_state_dict(weights)
+            model(torch.randn(16, 32)).backward()
+        for _ in range(6):
+            model(torch.randn(16, 32)).backward()
+        optimizer.step()
+        assert attached.recorded_steps == [0]
+
+
+def test_a_first_step_without_backward_is_an_error() -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with attached_to(model, optimizer) as attached:
+        model(torch.randn(16, 32))
+        with pytest.raises(
+            RecordError, match=r"AdamW.step\(\) ended a step with a call of Model in which no backward ran"
+        ):
+            optimizer.step()
+        # The loop mends it, and goes on.
+        model(torch.randn(16, 32)).backward()
+        optimizer.step()
+        assert [str(step.calls[0]) for step in attached.planned] == ["16 x 32"]
+
+
+def test_a_later_step_without_backward_is_a_warning() -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with attached_to(model, optimizer) as attached:
+        model(torch.randn(16, 32)).backward()
+        optimizer.step()
+        model(torch.randn(32, 32))
+        with pytest.warns(BudgetWarning, match=r"no backward ran; nothing was planned for it"):
+            optimizer.step()
+        assert len(attached.planned) == 1
