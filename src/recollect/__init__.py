@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from recollect.applying import applied_to, apply
     from recollect.attaching.attach import attach
     from recollect.attaching.attached import Attached
+    from recollect.checkpointing.checkpoint import checkpoint, checkpoint_sequential
+    from recollect.checkpointing.modules import apply_activation_checkpointing
+    from recollect.checkpointing.policy_plan import policy_plan
     from recollect.doctor.diagnose import diagnose
     from recollect.doctor.finding import Finding
     from recollect.engine.placed_forward import Applied
@@ -51,7 +54,10 @@ __all__ = [
     "UnitPlan",
     "applied_to",
     "apply",
+    "apply_activation_checkpointing",
     "attach",
+    "checkpoint",
+    "checkpoint_sequential",
     "chunked_cross_entropy",
     "classic_plan",
     "diagnose",
@@ -63,6 +69,7 @@ __all__ = [
     "measure_peak",
     "megatron_plan",
     "plan",
+    "policy_plan",
     "record",
     "timeline",
     "verify",
@@ -87,7 +94,10 @@ _HOME_OF_NAME = {
     "UnitPlan": "recollect.plans.unit_plan",
     "applied_to": "recollect.applying",
     "apply": "recollect.applying",
+    "apply_activation_checkpointing": "recollect.checkpointing.modules",
     "attach": "recollect.attaching.attach",
+    "checkpoint": "recollect.checkpointing.checkpoint",
+    "checkpoint_sequential": "recollect.checkpointing.checkpoint",
     "chunked_cross_entropy": "recollect.loss.chunked",
     "classic_plan": "recollect.planning.classic",
     "diagnose": "recollect.doctor.diagnose",
@@ -99,6 +109,7 @@ _HOME_OF_NAME = {
     "measure_peak": "recollect.measuring.meter",
     "megatron_plan": "recollect.integrations.megatron.compile",
     "plan": "recollect.planning.choose",
+    "policy_plan": "recollect.checkpointing.policy_plan",
     "record": "recollect.recording.record",
     "timeline": "recollect.simulation.timeline",
     "verify": "recollect.verification.verify",

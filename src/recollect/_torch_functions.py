@@ -1,4 +1,4 @@
-"""The private names of PyTorch that it takes to see calls of custom autograd Functions, and to run them again.
+"""The private names of PyTorch that it takes to run code of its users: custom autograd Functions, and policies.
 
 A part of `_torch_private.py`, to which the same applies.
 """
@@ -14,8 +14,17 @@ import torch
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import _CachingTorchDispatchMode
 
-__all__ = ["FunctionRunner", "above_autograd", "function_runner", "tree_flatten", "tree_unflatten", "without_modes"]
+__all__ = [
+    "FunctionRunner",
+    "above_autograd",
+    "function_runner",
+    "selective_policy",
+    "tree_flatten",
+    "tree_unflatten",
+    "without_modes",
+]
 
 
 @contextmanager
@@ -75,3 +84,11 @@ _frames.set_code_exec_strategy(
 def runs_python_backward() -> bool:
     """Whether the backward formula that is running is written in Python, as compiled code's is."""
     return isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
+
+
+def selective_policy(context: object) -> Callable[..., Any] | None:
+    """Return the policy of the first context of PyTorch's `create_selective_checkpoint_contexts`; None for any other one.
+
+    A subclass may do more than ask its policy.
+    """
+    return context.policy_fn if type(context) is _CachingTorchDispatchMode else None

@@ -31,6 +31,7 @@ LAYERS = (
     "recording",
     "verification",
     "fitting",
+    "checkpointing",
     "sizing",
     "attaching",
     "integrations",

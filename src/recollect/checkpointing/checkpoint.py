@@ -1,0 +1,187 @@
+"""`checkpoint` and `checkpoint_sequential`, called as those of `torch.utils.checkpoint`, on the tape.
+
+The function runs once. Backward computes again, op by op, what it asks for; see `recollect.engine.tape`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
+
+from recollect._torch_functions import selective_policy
+from recollect._torch_private import pop_saved_tensors_hooks, push_saved_tensors_hooks, transforms_are_active
+from recollect.checkpointing.op_policy import Contexts, PolicyTape
+from recollect.engine.tape import Tape
+from recollect.engine.tape_mode import TapeMode
+from recollect.errors import ConfigError
+from recollect.recording.leanest_policy import DropAll
+
+__all__ = ["checkpoint", "checkpoint_sequential"]
+
+_DETERMINISM_CHECKS: Final = ("default", "none")
+
+# One for all functions, so nothing that one of them does may settle what is watched in another.
+_TAPE: Final = Tape(DropAll(), runs_to_settle=sys.maxsize)
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: Callable[[], Contexts] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Run a function, drop what it computes, and compute that again when backward asks for it.
+
+    Takes what `torch.utils.checkpoint.checkpoint` takes. The function itself runs once: what backward asks for is computed
+    again op by op, with the random numbers of forward, so there is no second run that could differ from the first.
+
+    Args:
+        function: a function or module. What it returns is kept.
+        *args: its arguments: tensors, of any shape, and others.
+        use_reentrant: False or None: on the tape. True: PyTorch's reentrant implementation itself, with its limits.
+        context_fn: of `create_selective_checkpoint_contexts`: what its policy saves is kept. Any other one asks for something
+            around a second run, so there is one, by PyTorch's own implementation.
+        determinism_check: "default" or "none". Without a second run there is nothing to check.
+        debug: explains a failed check; the same applies.
+        early_stop: stop a second run early; the same applies.
+        preserve_rng_state: False has no effect on the tape: what is drawn is the same either way, and costs one small state.
+        **kwargs: arguments of the function by keyword.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        ConfigError: another `determinism_check`; `debug` with a `context_fn`.
+        NotYetError: a policy that offloads.
+
+    Example:
+        >>> import torch
+        >>> x = torch.randn(4, 8, requires_grad=True)
+        >>> loss = checkpoint(lambda x: x.sin().exp(), x).sum()  # the sine is dropped
+        >>> loss.backward()  # and computed again
+        >>> torch.equal(x.grad, x.cos() * x.sin().exp())
+        True
+    """
+    if determinism_check not in _DETERMINISM_CHECKS:
+        raise ConfigError(
+            settings={"determinism_check": determinism_check},
+            reason="there is no such check",
+            advice=f"Set it to {' or '.join(map(repr, _DETERMINISM_CHECKS))}.",
+        )
+    if debug and context_fn is not noop_context_fn:
+        raise ConfigError(
+            settings={"debug": True, "context_fn": context_fn},
+            reason="PyTorch's trace for debugging is a context of its own",
+            advice="Drop one of them; on the tape, debug has no effect.",
+        )
+    options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
+    if debug:
+        options["debug"] = True
+    if context_fn is not noop_context_fn:
+        options["context_fn"] = context_fn
+    if use_reentrant:
+        return torch_checkpoint(function, *args, use_reentrant=True, **options, **kwargs)
+    if torch.compiler.is_compiling():
+        return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+    if not torch.is_grad_enabled() or transforms_are_active():
+        return function(*args, **kwargs)
+    tape = _TAPE
+    if context_fn is not noop_context_fn:
+        contexts = context_fn()
+        if selective_policy(contexts[0]) is None:
+            options |= {
+                "context_fn": lambda: contexts,
+                "determinism_check": determinism_check,
+                "early_stop": early_stop,
+            }
+            return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+        tape = PolicyTape(lambda: contexts)
+    elif tape.mode is not None and not _is_innermost(tape.mode):
+        # In a checkpoint of PyTorch's inside one of ours: when that runs again, this is an outermost one.
+        tape = Tape(DropAll())
+    return tape.run(_name_of(function), function, args, kwargs)
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | Sequence[Callable[[Any], Any]],
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,
+    *,
+    preserve_rng_state: bool = True,
+) -> Any:
+    """Run functions one after the other, in equal segments, each of which but the last is a `checkpoint`.
+
+    Takes what `torch.utils.checkpoint.checkpoint_sequential` takes.
+
+    Args:
+        functions: modules or functions of one argument.
+        segments: how many parts to run them in. If they do not divide evenly, the last one has the rest.
+        input: the argument of the first.
+        use_reentrant: see `checkpoint`.
+        preserve_rng_state: see `checkpoint`.
+
+    Returns:
+        What the last function returns.
+
+    Raises:
+        ConfigError: fewer than one segment, or more than there are functions.
+
+    Example:
+        >>> import torch
+        >>> layers = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+        >>> checkpoint_sequential(layers, 2, torch.randn(3, 8)).shape
+        torch.Size([3, 8])
+    """
+    parts: list[Callable[[Any], Any]] = list(
+        cast(Iterable[Any], functions)
+    )  # Not `children`, which leaves out a module that stands there twice.
+    if not 1 <= segments <= max(1, len(parts)):
+        raise ConfigError(
+            settings={"segments": segments},
+            reason=f"there are {len(parts)} functions to divide",
+            advice=f"Set it to 1 to {max(1, len(parts))}.",
+        )
+    size = len(parts) // segments
+    output = input
+    for number in range(segments - 1):
+        part = _Chain(parts[number * size : (number + 1) * size])
+        output = checkpoint(part, output, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
+    return _Chain(parts[(segments - 1) * size :])(output)
+
+
+class _Chain:
+    """Functions that run one after the other."""
+
+    def __init__(self, functions: Sequence[Callable[[Any], Any]]) -> None:
+        self.functions = functions
+
+    def __call__(self, value: Any) -> Any:
+        for function in self.functions:
+            value = function(value)
+        return value
+
+
+def _is_innermost(mode: TapeMode) -> bool:
+    """Whether what autograd saves goes to a mode's hooks, not to others inside of them."""
+    hooks = pop_saved_tensors_hooks(mode)
+    if hooks is None:
+        return False
+    push_saved_tensors_hooks(*hooks)
+    return True
+
+
+def _name_of(function: Any) -> str:
+    """Return what errors call a function."""
+    return str(getattr(function, "__qualname__", type(function).__name__))

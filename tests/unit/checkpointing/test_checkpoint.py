@@ -1,0 +1,426 @@
+"""`checkpoint` and `checkpoint_sequential`: the gradients of the plain function, bit for bit, whatever the function does."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import recollect
+from recollect.errors import ConfigError, MutatedValueError, NotYetError
+
+torch.manual_seed(0)
+LAYER = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+NORM = nn.BatchNorm1d(8)
+WEIGHT = torch.randn(8, 8, requires_grad=True)
+
+
+def composite(x: Tensor) -> Tensor:
+    return (LAYER(x).tanh() * x.sigmoid() + x).softmax(-1)
+
+
+def with_dropout(x: Tensor) -> Tensor:
+    return nn.functional.dropout(LAYER(nn.functional.dropout(x, 0.5)).tanh(), 0.3) + torch.rand_like(x)
+
+
+def in_place(x: Tensor) -> Tensor:
+    hidden = LAYER(x) + 1
+    hidden.mul_(2).add_(x)
+    return hidden.sin().relu_()
+
+
+def autocast_inside(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return LAYER(x).float().tanh()
+
+
+def without_gradients_inside(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.exp().sum()
+    return (LAYER(x) * scale).tanh()
+
+
+def detached_inside(x: Tensor) -> Tensor:
+    return x.sin() * LAYER(x).detach().cos()
+
+
+def chooses(x: Tensor) -> Tensor:
+    values, places = LAYER(x).topk(3)
+    return values.exp().sum(-1, keepdim=True) * x.gather(1, places).sin().sum(-1, keepdim=True)
+
+
+def normalised(x: Tensor) -> Tensor:
+    return NORM(LAYER(x)).tanh()
+
+
+def nested(x: Tensor) -> Tensor:
+    inner = recollect.checkpoint(composite, x)
+    return recollect.checkpoint(with_dropout, inner.exp()).sin()
+
+
+def nested_in_pytorchs(x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(nested, x.exp(), use_reentrant=False).cos()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return gradient * 2 * y
+
+
+def custom_function(x: Tensor) -> Tensor:
+    result: Tensor = Doubled.apply(LAYER(x)).sin()
+    return result
+
+
+FUNCTIONS = (
+    composite,
+    with_dropout,
+    in_place,
+    autocast_inside,
+    without_gradients_inside,
+    detached_inside,
+    chooses,
+    normalised,
+    nested,
+    nested_in_pytorchs,
+    custom_function,
+)
+
+
+@contextmanager
+def fresh() -> Iterator[Tensor]:
+    """An input of three rows; parameters without gradients, buffers and the generator as at the start."""
+    parameters = [*LAYER.parameters(), *NORM.parameters(), WEIGHT]
+    NORM.reset_running_stats()
+    for parameter in parameters:
+        parameter.grad = None
+    torch.manual_seed(1)
+    x = torch.randn(3, 8, requires_grad=True)
+    torch.manual_seed(2)
+    yield x
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def step(run: Callable[[Tensor], Tensor], backward: Callable[[Tensor, Tensor], object] | None = None) -> list[Any]:
+    """Everything that a step leaves behind: output, gradients, statistics, and the next random number."""
+    with fresh() as x:
+        output = run(x)
+        (backward or (lambda output, x: output.square().sum().backward()))(output, x)
+        gradients = [p.grad for p in (x, *LAYER.parameters(), *NORM.parameters(), WEIGHT)]
+        kept = [None if g is None else g.clone() for g in gradients]
+        return [output.detach().clone(), *kept, *(b.clone() for b in NORM.buffers()), torch.rand(1)]
+
+
+def assert_equal(found: list[Any], expected: list[Any]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) is (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_steps_are_those_of_the_function(function: Callable[[Tensor], Tensor]) -> None:
+    expected = step(function)
+    assert_equal(step(lambda x: recollect.checkpoint(function, x)), expected)
+    assert_equal(
+        step(lambda x: recollect.checkpoint(function, x.exp().log(), use_reentrant=False)),
+        step(lambda x: function(x.exp().log())),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = step(function)
+        assert_equal(step(lambda x: recollect.checkpoint(function, x)), expected)
+
+
+def twice(output: Tensor, x: Tensor) -> None:
+    output.sum().backward(retain_graph=True)
+    output.square().sum().backward()
+
+
+def of_gradients(output: Tensor, x: Tensor) -> None:
+    (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+
+
+def of_one_input(output: Tensor, x: Tensor) -> None:
+    output.sum().backward(inputs=[x])
+
+
+@pytest.mark.parametrize("backward", [twice, of_gradients, of_one_input], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [composite, with_dropout, nested], ids=lambda f: f.__name__)
+def test_ways_to_go_backward(function: Any, backward: Any) -> None:
+    assert_equal(step(lambda x: recollect.checkpoint(function, x), backward), step(function, backward))
+
+
+def test_values_are_dropped_and_made_again_only_when_asked_for() -> None:
+    large = torch.randn(1000, requires_grad=True)
+    unused = recollect.measure_peak(lambda: recollect.checkpoint(chain, large), device="cpu", baseline_bytes=0)
+    assert unused.end_bytes == large.nbytes  # the output
+    calls = []
+    output = recollect.checkpoint(lambda x: (calls.append(1), chain(x))[1], large)
+    output.sum().backward()
+    assert calls == [1], "the function runs once"
+
+
+def chain(x: Tensor) -> Tensor:
+    return x.sin().exp().sin().exp().sin()
+
+
+def test_arguments_of_any_kind() -> None:
+    def function(x: Tensor, table: dict[str, Tensor], power: int, *, shift: float, names: list[str]) -> dict[str, Any]:
+        hidden = (x @ WEIGHT).sin() ** power + table["bias"].exp() + shift
+        return {"sum": hidden.tanh().sum(0), "parts": [hidden.exp(), len(names)], "count": power}
+
+    def run(call: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+        def with_call(x: Tensor) -> Tensor:
+            found = call(function, x, {"bias": x[0]}, 3, shift=0.5, names=["a"])
+            assert found["count"] == 3 and found["parts"][1] == 1
+            return found["sum"] + found["parts"][0]
+
+        return with_call
+
+    assert_equal(step(run(recollect.checkpoint)), step(run(lambda f, *args, **kwargs: f(*args, **kwargs))))
+
+
+def test_no_input_has_to_require_grad() -> None:
+    x = torch.randn(3, 8)
+    recollect.checkpoint(LAYER, x).sum().backward()
+    expected = [parameter.grad for parameter in LAYER.parameters()]
+    LAYER.zero_grad()
+    LAYER(x).sum().backward()
+    assert_equal([parameter.grad for parameter in LAYER.parameters()], expected)
+
+
+def test_without_gradients_it_is_a_plain_call() -> None:
+    with fresh() as x, torch.no_grad():
+        output = recollect.checkpoint(composite, x)
+    assert not output.requires_grad
+    with fresh() as x:
+        assert torch.equal(recollect.checkpoint(composite, x), output)
+
+
+def test_hooks_see_the_gradients_of_the_function() -> None:
+    def run(call: Callable[..., Tensor]) -> list[Tensor]:
+        seen: list[Tensor] = []
+        with fresh() as x:
+            handles = [m.register_full_backward_hook(lambda m, i, o: seen.extend([*i, *o])) for m in LAYER]
+            call(lambda x: LAYER(x.exp()), x).sum().backward()
+            for handle in handles:
+                handle.remove()
+        return seen
+
+    assert_equal(run(recollect.checkpoint), run(lambda function, x: function(x)))
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    expected = [step(lambda x, n=n: composite(x * n)) for n in range(4)]
+    found: dict[int, Tensor] = {}
+
+    def work(n: int) -> None:
+        torch_input = torch.randn(3, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        output = recollect.checkpoint(lambda x: composite(x * n), torch_input)
+        (found[n],) = torch.autograd.grad(output.square().sum(), torch_input)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_equal([found[n] for n in range(4)], [steps[1] for steps in expected])
+
+
+def test_an_error_in_the_function_leaves_nothing_behind() -> None:
+    def fails(x: Tensor) -> Tensor:
+        x.exp()
+        raise KeyError("inside")
+
+    with fresh() as x, pytest.raises(KeyError, match="inside"):
+        recollect.checkpoint(fails, x)
+    test_values_are_dropped_and_made_again_only_when_asked_for()
+
+
+def test_a_write_to_the_input_is_an_error_by_name() -> None:
+    with fresh() as x:
+        hidden = x.exp()
+        output = recollect.checkpoint(composite, hidden)
+        with torch.no_grad():
+            hidden.mul_(2)
+        with pytest.raises(MutatedValueError, match="in composite, was changed in place 1 time"):
+            output.sum().backward()
+
+
+# What is handed to PyTorch's own implementation
+
+
+def test_reentrant_is_pytorchs_own() -> None:
+    assert_equal(step(lambda x: recollect.checkpoint(with_dropout, x, use_reentrant=True)), step(with_dropout))
+    with fresh() as x:
+        output = recollect.checkpoint(composite, x, use_reentrant=True)
+        with pytest.raises(RuntimeError, match="use_reentrant=True"):
+            torch.autograd.grad(output.sum(), x)
+        with pytest.raises(ValueError, match="keyword arguments"):
+            recollect.checkpoint(composite, use_reentrant=True, x=x)
+        with pytest.raises(ValueError, match="context_fn"):
+            recollect.checkpoint(composite, x, use_reentrant=True, context_fn=lambda: (nullcontext(), nullcontext()))
+
+
+def test_contexts_of_ones_own_get_their_second_run() -> None:
+    seen = []
+
+    @contextmanager
+    def noted(name: str) -> Iterator[None]:
+        seen.append(name)
+        yield
+
+    def run(x: Tensor) -> Tensor:
+        output: Tensor = recollect.checkpoint(with_dropout, x, context_fn=lambda: (noted("first"), noted("second")))
+        return output
+
+    assert_equal(step(run), step(with_dropout))
+    assert seen == ["first", "second"]
+
+
+def test_compiled_code_gets_pytorchs_own() -> None:
+    def run(x: Tensor) -> Tensor:
+        return recollect.checkpoint(composite, x).sin()
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    with fresh() as x:
+        (gradient,) = torch.autograd.grad(compiled(x).sum(), x)
+        (expected,) = torch.autograd.grad(composite(x).sin().sum(), x)
+    torch.testing.assert_close(gradient, expected)  # AOTAutograd decomposes ops, and rounds differently.
+
+
+# Policies
+
+
+def saves_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(policy: Any) -> Callable[[], Any]:
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+class Runs(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the runs of ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.__name__] = self.counts.get(func.__name__, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "policy", [saves_products, [torch.ops.aten.exp.default, torch.ops.aten.view.default]], ids=["function", "list"]
+)
+def test_steps_with_a_policy_are_those_of_the_function(function: Any, policy: Any) -> None:
+    assert_equal(step(lambda x: recollect.checkpoint(function, x, context_fn=selective(policy))), step(function))
+
+
+def computed_again(function: Callable[[Tensor], Tensor], context_fn: Any) -> dict[str, int]:
+    """How often ops run in backward that ran in forward, by name."""
+    with fresh() as x, Runs() as runs:
+        output = recollect.checkpoint(function, x, context_fn=context_fn)
+        forward = dict(runs.counts)
+        output.sum().backward()
+    return {name: again for name, count in forward.items() if (again := runs.counts[name] - count)}
+
+
+def test_what_a_policy_saves_is_not_computed_again() -> None:
+    def function(x: Tensor) -> Tensor:
+        return LAYER(x).tanh().exp()
+
+    assert computed_again(function, selective([torch.ops.aten.tanh.default]))["gelu.default"] == 1
+    found = computed_again(function, selective(saves_products))
+    assert "addmm.default" not in found and found["gelu.default"] == found["tanh.default"] == 1
+    found = computed_again(function, selective([torch.ops.aten.gelu.default]))
+    assert "gelu.default" not in found and found["addmm.default"] == 2
+    # A view that is saved is saved with what it looks at.
+    transposed = computed_again(lambda x: x.exp().t().sin().cos(), selective([torch.ops.aten.t.default]))
+    assert "exp.default" not in transposed and "t.default" in transposed
+
+
+def test_a_policy_sees_the_result_and_may_count_and_answer_with_bools() -> None:
+    seen: list[Any] = []
+
+    def context_fn() -> Any:
+        count = 0
+
+        def every_second_product(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+            nonlocal count
+            seen.append(context.op_output)
+            count += op is torch.ops.aten.addmm.default
+            return op is torch.ops.aten.addmm.default and count % 2 == 0
+
+        return create_selective_checkpoint_contexts(every_second_product)
+
+    for _ in range(2):
+        assert computed_again(lambda x: LAYER(x).tanh().exp(), context_fn)["addmm.default"] == 1
+    assert all(isinstance(output, Tensor) for output in seen)
+
+
+def test_a_policy_and_two_backwards() -> None:
+    run = functools.partial(recollect.checkpoint, with_dropout, context_fn=selective(saves_products))
+    assert_equal(step(run, twice), step(with_dropout, twice))
+
+
+@pytest.mark.parametrize("answer", [CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD])
+def test_a_policy_that_offloads_is_refused(answer: CheckpointPolicy) -> None:
+    with fresh() as x, pytest.raises(NotYetError, match="not yet: a copy of the op's result in host memory"):
+        recollect.checkpoint(composite, x, context_fn=selective(lambda context, op, *args, **kwargs: answer))
+
+
+def test_a_policy_that_says_nothing_is_refused() -> None:
+    with fresh() as x, pytest.raises(ConfigError, match="the policy returned no CheckpointPolicy"):
+        recollect.checkpoint(composite, x, context_fn=selective(lambda context, op, *args, **kwargs: None))
+
+
+def test_other_mistakes() -> None:
+    with fresh() as x:
+        with pytest.raises(
+            ConfigError, match="determinism_check='strict': there is no such check. Set it to 'default' or 'none'"
+        ):
+            recollect.checkpoint(composite, x, determinism_check="strict")
+        with pytest.raises(ConfigError, match="trace for debugging"):
+            recollect.checkpoint(composite, x, debug=True, context_fn=selective(saves_products))
+        recollect.checkpoint(
+            composite, x, debug=True, determinism_check="none", early_stop=False, preserve_rng_state=False
+        )
+
+
+# Sequences
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 5])
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_sequences(segments: int, use_reentrant: bool | None) -> None:
+    parts = nn.Sequential(LAYER, nn.Tanh(), nn.Dropout(0.5), LAYER, nn.Sigmoid())
+    for functions in (parts, list(parts)):
+        run = functools.partial(recollect.checkpoint_sequential, functions, segments, use_reentrant=use_reentrant)
+        assert_equal(step(lambda x, run=run: run(input=x)), step(parts))
+
+
+@pytest.mark.parametrize("segments", [0, 6])
+def test_a_number_of_segments_that_does_not_fit(segments: int) -> None:
+    with pytest.raises(ConfigError, match=f"segments={segments}: there are 5 functions to divide. Set it to 1 to 5"):
+        recollect.checkpoint_sequential([torch.sin] * 5, segments, torch.ones(1))
