@@ -192,7 +192,8 @@ def facts_of(func: Any) -> OpFacts:
         writes=writes,
         # A custom op can read the generator without a tag that says so (flash-attn's dropout does).
         is_random=torch.Tag.nondeterministic_seeded in tags or is_foreign,
-        keeps=name in _INDEX_LIKE
+        keeps=not (returns or writes)
+        or name in _INDEX_LIKE
         or name in _GRAD_DEPENDENT
         or namespace in _COLLECTIVE_NAMESPACES
         or (torch.Tag.dynamic_output_shape in tags and name not in _GATHERS)

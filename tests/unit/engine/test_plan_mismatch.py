@@ -51,6 +51,21 @@ def test_value_that_the_plan_does_not_name_is_kept() -> None:
         assert ops(model, ROWS) - plain == {"gelu": 3}
 
 
+def test_op_without_a_result_needs_no_name() -> None:
+    class Checked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._assert_async((x == x).all(), "a number")
+            return torch.tanh(x.sin())
+
+    model = nn.ModuleDict({"layers": nn.ModuleList([Checked()])})
+    plan = Plan({"layers.0": UnitPlan({"eq": "keep", "all": "keep", "sin": "recompute", "tanh": "recompute"})})
+    x = torch.randn(3, requires_grad=True)
+    expected = torch.autograd.grad(model["layers"][0](x).sum(), x)
+    with recollect.apply(model, plan), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(torch.autograd.grad(model["layers"][0](x).sum(), x)[0], expected[0])
+
+
 def test_plan_for_another_version_of_the_model() -> None:
     """The same modules run other ops: exact all the same."""
 
