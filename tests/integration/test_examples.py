@@ -14,6 +14,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "hugging_face_trainer": ("accelerate", "peft", "transformers"),
     "lightning_trainer": ("lightning", "transformers"),
     "torch_checkpoint": (),
+    "torchtitan_policy": ("torchtitan", "triton"),
 }
 PLANNED = "planned for 4 x 128 in"
 REPORTED = " budget, 8 steps, 1 of them recorded"
@@ -21,6 +22,7 @@ SAYS = {
     "hugging_face_trainer": (PLANNED, REPORTED),
     "lightning_trainer": (PLANNED, REPORTED),
     "torch_checkpoint": ("layers, but products saved", "the same as a plan, predicted"),
+    "torchtitan_policy": ("predicted peak", "no plan can be below"),
 }
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]

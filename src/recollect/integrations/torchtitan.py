@@ -1,0 +1,348 @@
+"""A memory budget for torchtitan: a policy for `activation_checkpoint` in the configuration of its trainer.
+
+torchtitan applies such a policy to a model on the meta device, before it compiles blocks and shards parameters, and without
+a batch. So the step is recorded on fake tensors, from the job's shapes; or the plan comes from a file.
+
+| setting of the job | with `MemoryBudget` |
+|---|---|
+| `parallelism`: tensor, pipeline, context or expert parallelism | from a plan file only |
+| `compile`, of the model | not yet: torchtitan compiles blocks whole, and a planned block runs eagerly |
+| CUDA graphs | not yet: `--training.disable_cuda_graphs` |
+| `training.mixed_precision_param` other than `training.dtype` | from a plan file only |
+| FlexAttention and variable-length attention | recorded as PyTorch's fused attention, and kept by every plan |
+
+Run with torchtitan 0.3.0, on the CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torchtitan
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import OptimizersContainer, default_adamw
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+from torchtitan.tools.logging import logger
+
+import recollect
+from recollect.byte_format import format_bytes
+from recollect.errors import BudgetWarning, ConfigError, ConfigWarning, NotYetError
+from recollect.fitting import DEFAULT_BUDGET
+from recollect.plans.plan import Plan
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
+
+__all__ = ["MemoryBudget"]
+
+_LEAST_VERSION: Final = "0.3"
+_PLAN_FILE: Final = "recollect_plan.json"
+_PARALLEL: Final = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree")
+_HIDDEN_ATTENTION: Final = ("FlexAttention", "VarlenAttention")
+
+
+class MemoryBudget(ActivationCheckpointing):
+    """Recomputes as little as keeps a training step of torchtitan within a memory budget.
+
+    `apply(model)` records the step of the job on fake tensors, plans it, applies the plan, writes it to `dump_folder`, and
+    logs one line. What was planned stays through `to_empty`, `init_weights` and `fully_shard`.
+
+    Attributes:
+        plan: what was applied; None before.
+
+    Raises:
+        ConfigError: by `apply`, if torchtitan is too old, or the model does not say how long its sequences are.
+        NotYetError: by `apply`, if parts of the model are on other ranks.
+        BudgetTooSmallError, QuantityError, PlanFormatError, UnknownNameError: by `apply`; see `plan` and `apply` of recollect.
+
+    Warns:
+        BudgetWarning: a batch has more tokens than was planned for.
+        ConfigWarning: a setting of `ActivationCheckpointing` that has no effect.
+
+    Example: `config.activation_checkpoint = MemoryBudget.of_job(config, "70GiB")` in a function that returns a
+    `Trainer.Config`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ActivationCheckpointing.Config):
+        """The budget, and what the step of the job is like; `MemoryBudget.of_job` takes it from the job.
+
+        Attributes:
+            memory_budget: bytes of the whole step as text: "70GiB", "90% of the device", "60%" of the step without recompute.
+            local_batch_size, gradient_accumulation_steps: as in the job.
+            seq_len: 0 is that of the rotary embedding, which torchtitan sets to the job's.
+            loss, optimizer: as in the job.
+            hardware: what to model times for; see `recollect.record`. Empty: the GPU that is there, or else an H100.
+            plan_file: apply this plan instead. The other settings are then only used to check batches.
+        """
+
+        memory_budget: str = DEFAULT_BUDGET
+        local_batch_size: int = 8
+        gradient_accumulation_steps: int = 1
+        seq_len: int = 0
+        loss: BaseLoss.Config = field(default_factory=CrossEntropyLoss.Config)
+        optimizer: OptimizersContainer.Config = field(default_factory=default_adamw)
+        hardware: str = ""
+        plan_file: str = ""
+
+    config: Config
+
+    def __init__(self, config: Config, dump_folder: str = "") -> None:
+        _check_version(torchtitan.__version__)
+        super().__init__(config, dump_folder)
+        self.plan: Plan | None = None
+        self._has_warned = False
+        for name in ("preserve_rng_state", "determinism_check", "debug"):
+            default = ActivationCheckpointing.Config.__dataclass_fields__[name].default
+            if getattr(config, name) != default:
+                reason = "random numbers are always replayed, and nothing else can differ"
+                warnings.warn(f"{name} has no effect under a plan: {reason}", ConfigWarning, stacklevel=2)
+
+    @staticmethod
+    def of_job(job: Any, memory_budget: str = DEFAULT_BUDGET, *, hardware: str = "", plan_file: str = "") -> Config:
+        """Return the policy for a job, with the job's shapes, loss and optimizer.
+
+        Flags on the command line that change these do not reach the policy: give them to it as well
+        (`--activation-checkpoint.local-batch-size`). Without it a larger batch is warned about.
+
+        Args:
+            job: a `Trainer.Config`.
+            memory_budget: see `Config`.
+            hardware: see `Config`.
+            plan_file: see `Config`.
+
+        Raises:
+            NotYetError: the job compiles the model, or captures CUDA graphs; and without a plan file, it has tensor, pipeline,
+                context or expert parallelism, or parameters that are cast for forward.
+
+        Example: `config.activation_checkpoint = MemoryBudget.of_job(config, "70GiB")`.
+        """
+        _check_job(job, is_planned=not plan_file)
+        training = job.training
+        return MemoryBudget.Config(
+            memory_budget=memory_budget,
+            local_batch_size=training.local_batch_size,
+            # How many ranks share a global batch is not known yet; with one that is accumulated, each step adds gradients.
+            gradient_accumulation_steps=2 if training.global_batch_size > training.local_batch_size else 1,
+            seq_len=training.seq_len,
+            loss=job.loss,
+            optimizer=job.optimizer,
+            hardware=hardware,
+            plan_file=plan_file,
+        )
+
+    def apply(self, model: nn.Module) -> None:
+        """Plan the job's step and apply the plan, or apply that of the file."""
+        started = time.perf_counter()
+        config = self.config
+        num_tokens = 0
+        if config.plan_file:
+            plan = Plan.load(config.plan_file)
+        else:
+            _check_whole(model)
+            shape = (config.local_batch_size, config.seq_len or _seq_len(model))
+            num_tokens = shape[0] * shape[1]
+            plan = recollect.plan(_recorded(model, config, shape), config.memory_budget)
+        recollect.apply(model, plan)
+        self.plan = plan
+        if num_tokens:
+            model.register_forward_pre_hook(lambda _, args: self._check_batch(args, num_tokens))
+            if self.dump_folder and not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
+                folder = Path(self.dump_folder)
+                folder.mkdir(parents=True, exist_ok=True)
+                plan.save(folder / _PLAN_FILE)
+        logger.info(_line(plan, config, time.perf_counter() - started))
+
+    def _check_batch(self, args: tuple[Any, ...], num_tokens: int) -> None:
+        tokens = args[0] if args else None
+        if self._has_warned or not isinstance(tokens, Tensor) or tokens.numel() <= num_tokens:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"torchtitan: got a batch of {' x '.join(map(str, tokens.shape))} tokens, planned for {num_tokens}: the step may "
+            "exceed its memory budget. Set local_batch_size and seq_len of activation_checkpoint to the job's.",
+            BudgetWarning,
+            stacklevel=2,
+        )
+
+
+def _recorded(model: nn.Module, config: MemoryBudget.Config, shape: tuple[int, int]) -> Profile:
+    """Record the step of torchtitan's trainer on fake tensors."""
+    # Not `utils.device_type` of torchtitan, which takes the CPU for CUDA where PyTorch was built for it and finds no GPU.
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    batch = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in ("tokens", "positions", "labels")}
+    loss_fn: Any = config.loss.build()
+    optimizers: Any = config.optimizer.build(model_parts=[model])
+    skips_head = isinstance(loss_fn, ChunkedLossWrapper)
+    before: Any = vars(model).get("_skip_lm_head")
+    if skips_head:
+        loss_fn.set_lm_head(model.lm_head)
+        model._skip_lm_head = True  # type: ignore[assignment]
+    labels: list[Tensor] = []
+    # They are no argument of the model, but of the step: so they are part of the batch that counts.
+    hook = model.register_forward_pre_hook(lambda *call: _take_labels(labels, *call), with_kwargs=True)
+    try:
+        with _attention_in_sight(model) as replaced:
+            profile = recollect.record(
+                model,
+                batch,
+                loss_fn=lambda output: loss_fn(output, labels.pop(), float(shape[0] * shape[1]))[0],
+                optimizer=list(optimizers.optimizers),
+                fake=True,
+                hardware=config.hardware or None,
+                holds_output=False,
+                gradients="accumulated" if config.gradient_accumulation_steps > 1 else "freed",
+            )
+    finally:
+        hook.remove()
+        if skips_head and before is None:
+            del model._skip_lm_head
+    return _keeping(profile, replaced)
+
+
+def _take_labels(labels: list[Tensor], _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    labels.append(kwargs["labels"])
+    return args, {name: value for name, value in kwargs.items() if name != "labels"}
+
+
+@contextmanager
+def _attention_in_sight(model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Have attention that cannot be recorded on fake tensors run as PyTorch's fused attention; yield its modules' paths.
+
+    It takes the same queries, keys and values, and saves the same for backward: them, the output, and a number for each row.
+    """
+    library = sys.modules.get("torchtitan.models.common.attention")
+    hidden = tuple(getattr(library, name) for name in _HIDDEN_ATTENTION) if library is not None else ()
+    found = {path: module for path, module in model.named_modules() if isinstance(module, hidden)}
+    for module in found.values():
+        module.forward = _fused_attention
+    try:
+        yield tuple(found)
+    finally:
+        for module in found.values():
+            del module.forward
+
+
+def _fused_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **others: Any,
+) -> Tensor:
+    if others.get("out_transform") is not None:
+        raise NotYetError(
+            settings={"out_transform": others["out_transform"]},
+            needs="a record of attention that also returns its normalizers",
+            advice="Plan a recorded step on a GPU, and pass the plan's file as plan_file.",
+        )
+    q, k, v = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return attention(q, k, v, scale=scale, is_causal=True, enable_gqa=enable_gqa).transpose(1, 2)
+
+
+def _keeping(profile: Profile, modules: tuple[str, ...]) -> Profile:
+    """Return the profile with all that some modules compute as values that no plan may drop."""
+    if not modules:
+        return profile
+    inside: dict[int, set[str]] = {}
+    for call in profile.calls:
+        parts = [path.removeprefix(f"{call.path}.") for path in modules if path.startswith(f"{call.path}.")]
+        inside.setdefault(call.graph, set()).update(parts)
+    graphs = tuple(_kept_in(graph, inside.get(index, set())) for index, graph in enumerate(profile.graphs))
+    return dataclasses.replace(profile, graphs=graphs)
+
+
+def _kept_in(graph: UnitGraph, modules: set[str]) -> UnitGraph:
+    values = tuple(
+        dataclasses.replace(value, must_keep=True) if any(value.name.startswith(f"{m}.") for m in modules) else value
+        for value in graph.values
+    )
+    return dataclasses.replace(graph, values=values)
+
+
+def _seq_len(model: nn.Module) -> int:
+    """Return the job's sequence length, which torchtitan makes the rotary embedding as long as."""
+    try:
+        return int(model.config.max_seq_len)  # type: ignore[union-attr, arg-type]
+    except (AttributeError, ValueError):
+        raise ConfigError(
+            settings={"seq_len": 0},
+            reason=f"{type(model).__name__} has no config.max_seq_len that says how long sequences are",
+            advice="Set seq_len to the job's.",
+        ) from None
+
+
+def _line(plan: Plan, config: MemoryBudget.Config, seconds: float) -> str:
+    if config.plan_file:
+        return f"recollect: applied the plan of {config.plan_file}"
+    peak, budget = (format_bytes(nbytes or 0) for nbytes in (plan.predicted_peak_bytes, plan.budget_bytes))
+    return f"recollect: {budget} budget, predicted peak {peak}, {plan.predicted_slowdown or 0:+.1%}, planned in {seconds:.1f} s"
+
+
+def _check_version(version: str) -> None:
+    if Version(version) < Version(_LEAST_VERSION):
+        raise ConfigError(
+            settings={"torchtitan": version},
+            reason="its activation_checkpoint is configured otherwise",
+            advice=f"Install torchtitan {_LEAST_VERSION} or later.",
+        )
+
+
+def _check_job(job: Any, *, is_planned: bool) -> None:
+    """Raise for what neither a planned nor a loaded plan can be combined with, and for what cannot be planned."""
+    if job.compile.enable and "model" in job.compile.components:
+        raise NotYetError(
+            settings={"compile.enable": True, "compile.components": list(job.compile.components)},
+            needs="blocks that are compiled whole, with the plan in them",
+            advice="Leave 'model' out of --compile.components, or choose MemoryBudgetAC.",
+        )
+    if not job.training.disable_cuda_graphs:
+        raise NotYetError(
+            settings={"training.disable_cuda_graphs": False},
+            needs="a plan inside a captured forward and backward",
+            advice="Set --training.disable_cuda_graphs.",
+        )
+    if not is_planned:
+        return
+    parallelism, training = job.parallelism, job.training
+    names = (*_PARALLEL, "expert_parallel_degree")
+    split = {f"parallelism.{name}": n for name in names if (n := getattr(parallelism, name, 1)) > 1}
+    if split:
+        raise NotYetError(
+            settings=split, needs="a record of one rank's part of the model", advice="Pass a plan's file as plan_file."
+        )
+    if training.mixed_precision_param != training.dtype:
+        raise NotYetError(
+            settings={
+                "training.mixed_precision_param": training.mixed_precision_param,
+                "training.dtype": training.dtype,
+            },
+            needs="a record of parameters that are cast when they are gathered",
+            advice="Set both to the same, or pass a plan's file as plan_file.",
+        )
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Raise if this is one rank's part of a model."""
+    missing = [name for name in ("tok_embeddings", "lm_head") if getattr(model, name, None) is None]
+    split = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
+    if missing or split is not None:
+        raise NotYetError(
+            settings={"model": f"{split} as a DTensor" if split else f"no {' and no '.join(missing)}"},
+            needs="a record of one rank's part of the model",
+            advice="Pass a plan's file as plan_file.",
+        )
