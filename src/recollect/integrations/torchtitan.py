@@ -36,13 +36,15 @@ from torchtitan.components.optimizer import OptimizersContainer, default_adamw
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.tools.logging import logger
 
-import recollect
+from recollect.applying import apply
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetWarning, ConfigError, ConfigWarning, NotYetError
 from recollect.fitting import DEFAULT_BUDGET
+from recollect.planning.choose import plan as planned
 from recollect.plans.plan import Plan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
+from recollect.recording.record import record
 
 __all__ = ["MemoryBudget"]
 
@@ -153,8 +155,8 @@ class MemoryBudget(ActivationCheckpointing):
             _check_whole(model)
             shape = (config.local_batch_size, config.seq_len or _seq_len(model))
             num_tokens = shape[0] * shape[1]
-            plan = recollect.plan(_recorded(model, config, shape), config.memory_budget)
-        recollect.apply(model, plan)
+            plan = planned(_recorded(model, config, shape), config.memory_budget)
+        apply(model, plan)
         self.plan = plan
         if num_tokens:
             model.register_forward_pre_hook(lambda _, args: self._check_batch(args, num_tokens))
@@ -194,7 +196,7 @@ def _recorded(model: nn.Module, config: MemoryBudget.Config, shape: tuple[int, i
     hook = model.register_forward_pre_hook(lambda *call: _take_labels(labels, *call), with_kwargs=True)
     try:
         with _attention_in_sight(model) as replaced:
-            profile = recollect.record(
+            profile = record(
                 model,
                 batch,
                 loss_fn=lambda output: loss_fn(output, labels.pop(), float(shape[0] * shape[1]))[0],
