@@ -127,14 +127,20 @@ def _check_value_names(unit: nn.Module, path: str, actions: Mapping[str, str]) -
 
 
 def _check_not_applied(model: nn.Module, forwards: Iterable[PlacedForward]) -> None:
+    planned = {id(forward.module) for forward in forwards}
     inside = {id(module) for forward in forwards for module in forward.module.modules()}
     for name, module in model.named_modules():
         if isinstance(vars(module).get("forward"), PlacedForward) and id(module) in inside:
             raise _already_applied(name, "a recollect plan", "call applied.remove() first")
         if is_checkpoint_wrapper(module):
             raise _already_applied(name, "torch's CheckpointWrapper", "build the model without checkpoint_wrapper")
-        if getattr(module, "gradient_checkpointing", False) is True and id(module) in inside:
-            remedy = "call model.gradient_checkpointing_disable() first"
+        # In diffusers the model has the flag, not its blocks.
+        if getattr(module, "gradient_checkpointing", False) is True and (
+            id(module) in inside or any(id(part) in planned for part in module.modules())
+        ):
+            is_of_diffusers = any(hasattr(part, "disable_gradient_checkpointing") for part in model.modules())
+            method = "disable_gradient_checkpointing" if is_of_diffusers else "gradient_checkpointing_disable"
+            remedy = f"call model.{method}() first"
             raise _already_applied(name, "Hugging Face's gradient checkpointing", remedy)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS: dict[str, tuple[str, ...]] = {
+    "diffusers_loop": ("accelerate", "diffusers"),
     "hugging_face_trainer": ("accelerate", "peft", "transformers"),
     "lightning_trainer": ("lightning", "transformers"),
     "torch_checkpoint": (),
@@ -19,6 +20,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 PLANNED = "planned for 4 x 128 in"
 REPORTED = " budget, 8 steps, 1 of them recorded"
 SAYS = {
+    "diffusers_loop": ("planned for 4 x 4 x 32 x 32 in", REPORTED),
     "hugging_face_trainer": (PLANNED, REPORTED),
     "lightning_trainer": (PLANNED, REPORTED),
     "torch_checkpoint": ("layers, but products saved", "the same as a plan, predicted"),

@@ -1,0 +1,47 @@
+"""`attach` in the training loop of diffusers' examples: one line, the same weights, every step within the budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("diffusers", reason="needs diffusers")
+pytest.importorskip("accelerate", reason="needs accelerate")
+from diffusers_loops import train, transformer, unet  # noqa: E402
+from metered_processes import Row, check_row, metered, needs_meter  # noqa: E402
+from recollect.errors import AlreadyAppliedError, BudgetWarning  # noqa: E402
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Row]:
+    return metered("diffusers_loops")
+
+
+@pytest.mark.slow
+@needs_meter
+@pytest.mark.parametrize("name", ["UNet", "DiT in bf16"])
+def test_every_step_is_within_the_budget(name: str, rows: dict[str, Row]) -> None:
+    check_row(rows[name])
+
+
+@pytest.mark.parametrize("build", [unet, transformer])
+def test_the_models_own_checkpointing_is_refused(build: Any) -> None:
+    model = build()
+    model.enable_gradient_checkpointing()
+    with pytest.raises(
+        AlreadyAppliedError, match=r"recomputes already.*call model\.disable_gradient_checkpointing\(\) first"
+    ):
+        train(model, "95%", "no")
+    model.disable_gradient_checkpointing()
+    assert train(model, "100%", "no", num_steps=1) == 1
+
+
+def test_checkpointing_that_is_switched_on_later_is_warned_about() -> None:
+    model = transformer()
+    hook = model.register_forward_hook(lambda *_: model.enable_gradient_checkpointing())
+    with pytest.warns(BudgetWarning, match="switched on after attach: values are recomputed twice.*Switch it off"):
+        train(model, "100%", "no", num_steps=2)
+    hook.remove()
