@@ -12,7 +12,7 @@ from recollect.profile.events import BACKWARD, OP, SAVE, USE
 from recollect.profile.profile import Profile
 from recollect.simulation.windows import Window
 
-__all__ = ["alive_calls", "calls_besides", "most_alive"]
+__all__ = ["alive_calls", "calls_besides", "most_alive", "num_alive"]
 
 
 def alive_calls(profile: Profile, windows: Sequence[Window]) -> NDArray[np.bool_]:
@@ -39,12 +39,30 @@ def alive_calls(profile: Profile, windows: Sequence[Window]) -> NDArray[np.bool_
     return alive
 
 
+def num_alive(profile: Profile, windows: Sequence[Window], units: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+    """Return for each window and unit how many of its calls are alive, as `alive_calls` says.
+
+    A call that saves less than the largest of its unit counts as that part of one.
+
+    Args:
+        profile: the recorded step.
+        windows: the windows of this profile.
+        units: the calls of each unit.
+    """
+    alive = alive_calls(profile, windows)
+    saved_bytes = [profile.graph_of(call).saved_bytes for call in profile.calls]
+    counts = np.zeros((len(windows), len(units)))
+    for unit, calls in enumerate(units):
+        most = max(saved_bytes[call] for call in calls)
+        parts = np.array([saved_bytes[call] / most if most else 1.0 for call in calls])
+        counts[:, unit] = alive[:, list(calls)] @ parts
+    return counts
+
+
 def calls_besides(
     profile: Profile, windows: Sequence[Window], units: Sequence[Sequence[int]], places: Sequence[int]
 ) -> NDArray[np.float64] | None:
-    """Return for each window and unit how many of its calls are alive, less one for each unit before the window's own.
-
-    A call that saves less than the largest of its unit counts as that part of one.
+    """Return `num_alive`, less one for each unit before the window's own.
 
     Args:
         profile: the recorded step.
@@ -57,13 +75,7 @@ def calls_besides(
     """
     if len(profile.calls) == len(units) and _num_backwards(windows) <= 1:
         return None
-    alive = alive_calls(profile, windows)
-    saved_bytes = [profile.graph_of(call).saved_bytes for call in profile.calls]
-    counts = np.zeros((len(windows), len(units)))
-    for unit, calls in enumerate(units):
-        most = max(saved_bytes[call] for call in calls)
-        parts = np.array([saved_bytes[call] / most if most else 1.0 for call in calls])
-        counts[:, unit] = alive[:, list(calls)] @ parts
+    counts = num_alive(profile, windows, units)
     counts -= np.arange(len(units)) < np.array(places)[:, None]
     return counts if counts.any() else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recollect.planning.option_table import Choice, OptionTable
+from recollect.planning.option_table import Choice, Fate, OptionTable
 from recollect.simulation.call_actions import CallActions
 from recollect.simulation.peak_sums import Peaks
 
@@ -34,6 +34,11 @@ class Candidate:
     def recompute_s(self) -> float:
         """Return the seconds that recompute adds to the step."""
         return self.cost.recompute_s
+
+    @property
+    def fates(self) -> list[Fate]:
+        """Return what becomes of each row's unit."""
+        return self.table.fates(self.choice)
 
     def excess_bytes(self, budget_bytes: int) -> int:
         """Return the bytes by which the peak exceeds a budget, at least 0."""

@@ -7,16 +7,22 @@ best get candidates. The number doubles from 1, then is refined around the best.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache, cached_property, partial
 
 from recollect.planning.alive_calls import most_alive
 from recollect.planning.candidate import Candidate
 from recollect.planning.chain import Chain, WorkingSets
 from recollect.planning.known_costs import KnownCosts
-from recollect.planning.option_table import OptionsOf, OptionTable
-from recollect.planning.output_choices import first_outputs, folded_outputs, most_folded, single_outputs
+from recollect.planning.lean_search import LeanSearch
+from recollect.planning.option_table import OptionsOf, OptionTable, with_fates
+from recollect.planning.output_choices import (
+    first_outputs,
+    folded_outputs,
+    most_folded,
+    number_between,
+    single_outputs,
+)
 from recollect.planning.priced_search import PricedSearch
 from recollect.planning.unit_options import unit_options, working_bytes
 from recollect.plans.action import Action
@@ -40,11 +46,6 @@ _LONGEST_SEGMENTS = (2, 3)
 # Choices of dropped outputs to make candidates for.
 _MOST_FULL_RUNS = 3
 
-# Attempts to lower the least peak so far, in steps no smaller than this fraction of it.
-_MOST_SQUEEZES = 8
-_SMALLEST_SQUEEZE = 0.001
-_NO_BUDGET = 2**62
-
 Dropped = frozenset[str] | None
 """Paths of units whose output is dropped, apart from single units, which choose for themselves. None: no unit drops its
 output, so that a unit that keeps everything stays off the tape."""
@@ -59,9 +60,10 @@ class ChainSolver:
     Args:
         profile: a recorded step with its events.
         like: a solver of the same profile to share options and simulated units with; its results do not change.
+        lean: a candidate that the solver knows from the start, and whose options it has, too.
     """
 
-    def __init__(self, profile: Profile, *, like: ChainSolver | None = None) -> None:
+    def __init__(self, profile: Profile, *, like: ChainSolver | None = None, lean: Candidate | None = None) -> None:
         self.profile = profile
         self._windows: list[Window] = like._windows if like else windows(profile)
         self._peak_sums: PeakSums = like._peak_sums if like else PeakSums(Program(profile, self._windows))
@@ -72,6 +74,9 @@ class ChainSolver:
         self._options_of: OptionsOf = (
             like._options_of if like else cache(partial(unit_options, most_options=most_options))
         )
+        self._lean = lean
+        if lean is not None:
+            self._options_of = with_fates(self._options_of, lean.table, lean.fates)
         self._most_dropped = most_folded(profile)
         self._working: WorkingSets = {}
         self._has_tape_s = any(graph.tape_s for graph in profile.graphs)
@@ -92,9 +97,32 @@ class ChainSolver:
             leanest[number] = working_bytes(graph, self._options_of(graph, output=Action.RECOMPUTE)[0])
         return [leanest[call.graph] for call in self.profile.calls]
 
+    @cached_property
+    def _leanest(self) -> Candidate:
+        return LeanSearch(self.profile, self._windows, self._peak_sums).found()
+
+    @cached_property
+    def _near_least(self) -> ChainSolver:
+        """A solver whose options include those of the leanest candidate."""
+        return ChainSolver(self.profile, like=self, lean=self._leanest)
+
+    def leanest(self) -> Candidate:
+        """Return the candidate with the lowest peak; see `Solver`."""
+        return self._leanest
+
     def best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
         """Return the fastest candidate found within the budget, or None; see `Solver`."""
+        found = self._searched(budget_bytes, enough_s)
+        if found is not None or budget_bytes < self._leanest.peak_bytes:
+            return found
+        # Having seen plans as lean as can be, the chains find faster ones.
+        self._near_least._searched(self._leanest.peak_bytes, 0.0)
+        return self._near_least._searched(budget_bytes, enough_s)
+
+    def _searched(self, budget_bytes: int, enough_s: float) -> Candidate | None:
         goal = (0, enough_s)
+        if self._lean is not None:
+            self._run(self._lean.table.drops_outputs, budget_bytes)
         if self._has_tape_s and self._run(None, budget_bytes) <= goal:
             return self._best_known(budget_bytes)
         score = self._run(frozenset(), budget_bytes)
@@ -112,23 +140,6 @@ class ChainSolver:
             return found
         return best
 
-    def leanest(self) -> Candidate | None:
-        """Return the candidate with the lowest peak found, independent of earlier calls."""
-        solver = ChainSolver(self.profile, like=self)
-        solver.best(0, 0.0)
-        least = solver._best_known(_NO_BUDGET, by_peak=True)
-        step_bytes = 0 if least is None else (least.peak_bytes - self.profile.persistent_bytes) // 16
-        for _ in range(_MOST_SQUEEZES):
-            if least is None or step_bytes <= _SMALLEST_SQUEEZE * least.peak_bytes:
-                break
-            found = solver.best(least.peak_bytes - step_bytes, math.inf)
-            least = solver._best_known(_NO_BUDGET, by_peak=True)
-            step_bytes = step_bytes if found else step_bytes // 4
-        if least is None:
-            return None
-        # Having seen such lean plans, the chains find faster ones that are as lean.
-        return solver.best(least.peak_bytes, 0.0)
-
     def _promising(self, budget_bytes: int) -> list[frozenset[str]]:
         """Return choices of outputs to drop, the most promising first."""
         estimates: dict[frozenset[str], tuple[float, int]] = {}
@@ -138,7 +149,7 @@ class ChainSolver:
             number = min(2 * number, max(self._most_dropped, number + 1))
         for _ in range(_MOST_REFINEMENTS if estimates else 0):
             best_number = len(min(estimates, key=lambda dropped: estimates[dropped]))
-            between = _between(sorted({len(dropped) for dropped in estimates}), best_number)
+            between = number_between(sorted({len(dropped) for dropped in estimates}), best_number)
             if between is None:
                 break
             self._add_estimates(between, budget_bytes, estimates)
@@ -174,16 +185,17 @@ class ChainSolver:
             )
             costs = KnownCosts(self._peak_sums, table)
             chain = Chain(table, self._windows, costs.candidate, most_probes=self._most_probes, working=self._working)
+            if self._lean is not None and self._lean.table.drops_outputs == dropped:
+                chain.correct(costs.candidate(table.choice_of(self._lean.fates)))
             self._chains[dropped] = costs, chain
         return self._chains[dropped]
 
-    def _best_known(self, budget_bytes: int, *, by_peak: bool = False) -> Candidate | None:
-        """Return the fastest candidate of all chains within the budget, or the one with the lowest peak."""
+    def _best_known(self, budget_bytes: int) -> Candidate | None:
+        """Return the fastest candidate of all chains within the budget."""
 
         def rank(found: tuple[Dropped, Candidate]) -> tuple[object, ...]:
             dropped, candidate = found
-            first, second = candidate.recompute_s, candidate.peak_bytes
-            order = (second, first) if by_peak else (first, second)
+            order = candidate.recompute_s, candidate.peak_bytes
             return (*order, dropped is not None, sorted(dropped or ()), candidate.choice)
 
         fitting = ((dropped, found) for dropped, found in self._known() if found.peak_bytes <= budget_bytes)
@@ -199,11 +211,3 @@ class ChainSolver:
 def _by_time(candidate: Candidate) -> tuple[object, ...]:
     dropped = sorted(candidate.table.drops_outputs)
     return candidate.recompute_s, candidate.peak_bytes, dropped, candidate.choice
-
-
-def _between(numbers: Sequence[int], best: int) -> int | None:
-    """Return the midpoint of the best number and its farther neighbor, or None if they are adjacent."""
-    after = min((n for n in numbers if n > best), default=best)
-    before = max((n for n in (0, *numbers) if n < best), default=best)
-    other = after if after - best >= best - before else before
-    return None if abs(other - best) < 2 else (best + other) // 2

@@ -3,14 +3,15 @@
 1. The solvers (`planning/solver.py`) search for the candidate with the least recompute whose peak is within the budget.
 2. The bound (`planning/bound.py`) says how much faster any plan could be, and so when to stop.
 3. The simulator has the last word: no plan over its budget is returned.
-4. If no solver finds a plan, try full recompute of the layers, then the candidate with the lowest peak; if that does
-   not fit either, the error names its peak.
+4. If no solver finds a plan, try full recompute of the layers; if that does not fit either, the error names the lowest
+   peak that is known. It depends on bytes alone, and a budget of so much has a plan.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cached_property
 
 from recollect.arguments import check_kind
 from recollect.errors import BudgetTooSmallError, ProfileFormatError
@@ -100,8 +101,11 @@ class Planner:
             )
         self.profile = profile
         self._plain = simulate(profile, [CallActions()] * len(profile.calls))
-        self._solvers: list[Solver] = []
         self._bound: LowerBound | None = None
+
+    @cached_property
+    def _solvers(self) -> list[Solver]:
+        return [solver(self.profile) for solver in SOLVERS] if self.profile.calls else []
 
     @property
     def plain_peak_bytes(self) -> int:
@@ -127,25 +131,18 @@ class Planner:
             return self._predicted(table.plan(table.fattest), self._plain, budget_bytes, 0.0)
         bound_s = self._bound_s(budget_bytes)
         enough_s = max(bound_s * (1 + _SMALL_GAP), bound_s + _SMALL_GAP_OF_STEP * self.profile.step_s)
-        best = self._best(budget_bytes, enough_s)
+        # Where the bound rules out any plan, there is no need to look for one.
+        best = None if math.isinf(bound_s) else self._best(budget_bytes, enough_s)
         if best is not None:
             return self._finished(best, budget_bytes, bound_s)
         full = classic_plan(self.profile, "full")
         if full.predicted_peak_bytes is not None and full.predicted_peak_bytes <= budget_bytes:
             simulation = simulate(self.profile, decide(self.profile, full))
             return self._predicted(full, simulation, budget_bytes, bound_s)
-        found = [candidate for solver in self._solvers if (candidate := solver.leanest()) is not None]
-        leanest = min(found, key=lambda c: (c.peak_bytes, c.recompute_s), default=None)
-        if leanest is not None and leanest.peak_bytes <= budget_bytes:
-            return self._finished(leanest, budget_bytes, bound_s)
-        raise self._too_small(budget_bytes, full, leanest)
+        raise self._too_small(budget_bytes, full)
 
     def _best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
         """Return the fastest candidate of all solvers; stop at the first that is good enough."""
-        if not self.profile.calls:
-            return None
-        if not self._solvers:
-            self._solvers = [solver(self.profile) for solver in SOLVERS]
         best: Candidate | None = None
         for solver in self._solvers:
             found = solver.best(budget_bytes, enough_s)
@@ -155,9 +152,9 @@ class Planner:
                 break
         return best
 
-    def _too_small(self, budget_bytes: int, full: Plan, leanest: Candidate | None) -> BudgetTooSmallError:
+    def _too_small(self, budget_bytes: int, full: Plan) -> BudgetTooSmallError:
         known = [self._plain, simulate(self.profile, decide(self.profile, full))]
-        known += [] if leanest is None else [self._simulated(leanest)]
+        known += [self._simulated(solver.leanest()) for solver in self._solvers]
         least = min(known, key=lambda simulation: simulation.peak_bytes)
         return BudgetTooSmallError(
             budget_bytes=budget_bytes,

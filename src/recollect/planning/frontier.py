@@ -26,8 +26,6 @@ _FRACTIONS = (0.0, 0.01, 0.02, 0.04, 0.07, *(step / 16 for step in range(2, 16))
 _FRACTIONS_BELOW = (0.02, 0.05, 0.1, 0.2, 0.4)
 _NUM_HALVINGS = 5
 _STRIDES = (2, 4, 8)
-# Each try plans for the lowest peak that the last one found.
-_MOST_LEAST_TRIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +144,10 @@ def _plans(planner: Planner) -> list[Plan]:
 
 def _leanest(planner: Planner) -> Plan:
     """Return the plan with the lowest peak that the planner knows."""
-    budget_bytes = 0
-    for _ in range(_MOST_LEAST_TRIES):
-        try:
-            return planner.plan(budget_bytes)
-        except BudgetTooSmallError as error:
-            budget_bytes = error.least_peak_bytes
-    return planner.plan(planner.plain_peak_bytes)
+    try:
+        return planner.plan(0)
+    except BudgetTooSmallError as error:
+        return planner.plan(error.least_peak_bytes)
 
 
 def _point(planner: Planner, plan: Plan, name: str = "") -> FrontierPoint:

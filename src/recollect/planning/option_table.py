@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
-from recollect.planning.hull import Option, unit_hull
+from recollect.planning.hull import Evaluator, Option, unit_hull
 from recollect.planning.unit_plans import unit_plan
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
@@ -16,10 +17,13 @@ from recollect.profile.profile import Profile
 from recollect.simulation.call_actions import CallActions
 from recollect.simulation.decisions import decide_call, keep_all_unit
 
-__all__ = ["OptionTable", "Choice", "UnitRow"]
+__all__ = ["OptionTable", "Choice", "Fate", "UnitRow", "with_fates"]
 
 Choice = tuple[int, ...]
 """The index of the chosen option of each row."""
+
+Fate = tuple[Option, Action]
+"""What becomes of a unit's values, and of its output."""
 
 
 class OptionsOf(Protocol):
@@ -60,6 +64,10 @@ class OptionTable:
         dropped_outputs: paths of the units whose output is dropped too.
         options_of: returns the options of one unit, from the leanest to the fattest.
         free_outputs: paths of the units that may keep or drop their output.
+
+    Attributes:
+        rows: the units.
+        sources: for each row, the rows whose outputs its unit reads.
     """
 
     def __init__(
@@ -74,10 +82,10 @@ class OptionTable:
         self.drops_outputs = frozenset(dropped_outputs)
         self._is_repeated = {call.path: call.repeated for call in profile.calls}
         self.rows = _rows(profile, dropped_outputs, options_of, free_outputs)
-        self._unit_plans: dict[tuple[int, tuple[Action, ...], int], UnitPlan] = {}
-        self._decisions: dict[tuple[int, int, bool], tuple[CallActions, ...]] = {}
+        self._unit_plans: dict[tuple[int, frozenset[int], Action], UnitPlan] = {}
+        self._decisions: dict[tuple[int, frozenset[int], Action, bool], tuple[CallActions, ...]] = {}
         row_of = {call: index for index, row in enumerate(self.rows) for call in row.calls}
-        self._sources = [
+        self.sources = [
             {row_of[source] for call in row.calls for _, source, _ in profile.calls[call].origins} - {index}
             for index, row in enumerate(self.rows)
         ]
@@ -92,38 +100,57 @@ class OptionTable:
         """Return the choice of the last option of every row."""
         return tuple(len(row.options) - 1 for row in self.rows)
 
+    def fates(self, choice: Choice) -> list[Fate]:
+        """Return what becomes of each row's unit."""
+        return [(row.options[column], row.outputs[column]) for row, column in zip(self.rows, choice, strict=True)]
+
+    def choice_of(self, fates: Sequence[Fate]) -> Choice:
+        """Return the choice with these fates.
+
+        Raises:
+            ValueError: a row has no such option.
+        """
+        choice = []
+        for row, (option, output) in zip(self.rows, fates, strict=True):
+            choices = [(known.keep, action) for known, action in zip(row.options, row.outputs, strict=True)]
+            choice.append(choices.index((option.keep, output)))
+        return tuple(choice)
+
     def decisions(self, choice: Choice) -> list[CallActions]:
         """Return what each call of the profile drops."""
+        return self.decisions_of(self.fates(choice))
+
+    def decisions_of(self, fates: Sequence[Fate]) -> list[CallActions]:
+        """Return what each call drops if these are the fates of the rows, which need not be among their options."""
         result = [CallActions()] * len(self.profile.calls)
-        for index, column in enumerate(choice):
-            known = self._row_decisions(index, column, is_named=self._is_named(index, choice))
+        for index, fate in enumerate(fates):
+            known = self._row_decisions(index, fate, is_named=self._is_named(index, fates))
             for call, decision in zip(self.rows[index].calls, known, strict=True):
                 result[call] = decision
         return result
 
-    def _is_named(self, index: int, choice: Choice) -> bool:
+    def _is_named(self, index: int, fates: Sequence[Fate]) -> bool:
         """Return whether the plan names the row: it is a layer, recomputes, or reads a dropped output."""
-        row = self.rows[index]
         return (
-            self._is_repeated[row.path]
-            or self._unit_plan(index, choice[index]).recomputes_anything
-            or any(self.rows[source].outputs[choice[source]] == Action.RECOMPUTE for source in self._sources[index])
+            self._is_repeated[self.rows[index].path]
+            or self._unit_plan(index, fates[index]).recomputes_anything
+            or any(fates[source][1] == Action.RECOMPUTE for source in self.sources[index])
         )
 
-    def _row_decisions(self, index: int, column: int, *, is_named: bool) -> tuple[CallActions, ...]:
-        key = (index, column, is_named)
+    def _row_decisions(self, index: int, fate: Fate, *, is_named: bool) -> tuple[CallActions, ...]:
+        option, output = fate
+        key = (index, option.keep, output, is_named)
         if key not in self._decisions:
-            unit = self._unit_plan(index, column) if is_named else None
+            unit = self._unit_plan(index, fate) if is_named else None
             graphs = [self.profile.graph_of(self.profile.calls[call]) for call in self.rows[index].calls]
             self._decisions[key] = tuple(decide_call(graph, unit) for graph in graphs)
         return self._decisions[key]
 
-    def _unit_plan(self, index: int, column: int) -> UnitPlan:
-        row = self.rows[index]
-        key = (row.graph, row.outputs, column)
+    def _unit_plan(self, index: int, fate: Fate) -> UnitPlan:
+        row, (option, output) = self.rows[index], fate
+        key = (row.graph, option.keep, output)
         if key not in self._unit_plans:
-            graph = self.profile.graphs[row.graph]
-            self._unit_plans[key] = unit_plan(graph, row.options[column], output=row.outputs[column])
+            self._unit_plans[key] = unit_plan(self.profile.graphs[row.graph], option, output=output)
         shared = self._unit_plans[key]
         others = {self.profile.calls[call].graph for call in row.calls} - {row.graph}
         if not others:
@@ -138,10 +165,11 @@ class OptionTable:
 
     def plan(self, choice: Choice) -> Plan:
         """Return the plan; it names units outside the repeated layers only if they must be on the tape."""
+        fates = self.fates(choice)
         units = {
-            row.path: self._unit_plan(index, choice[index])
+            row.path: self._unit_plan(index, fates[index])
             for index, row in enumerate(self.rows)
-            if self._is_named(index, choice)
+            if self._is_named(index, fates)
         }
         return Plan(units)
 
@@ -167,6 +195,28 @@ def _rows(
         num_runs = sum(r.num_runs * (profile.graph_of(r).forward_s / one_s if one_s else 1.0) for r in runs)
         rows.append(UnitRow(path, tuple(calls), graph, fates[0], options, outputs, num_runs))
     return tuple(rows)
+
+
+def with_fates(options_of: OptionsOf, table: OptionTable, fates: Sequence[Fate]) -> OptionsOf:
+    """Return what gives the options of a unit, and those that keep what it keeps under these fates.
+
+    Args:
+        options_of: gives the other options.
+        table: its rows have these fates.
+        fates: what becomes of each row.
+    """
+    keeps: dict[UnitGraph, set[frozenset[int]]] = {}
+    for row, (option, _) in zip(table.rows, fates, strict=True):
+        keeps.setdefault(table.profile.graphs[row.graph], set()).add(option.keep)
+
+    @cache
+    def options_with_fates(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
+        evaluator = Evaluator(graph, output=output)
+        options = *options_of(graph, output=output), *map(evaluator.option, keeps.get(graph, ()))
+        found = {option.keep: option for option in options}
+        return tuple(sorted(found.values(), key=lambda o: (o.kept_bytes, -o.recompute_s, sorted(o.keep))))
+
+    return options_with_fates
 
 
 def _choices(graph: UnitGraph, fates: Sequence[Action], options_of: OptionsOf) -> list[tuple[Option, Action]]:

@@ -18,8 +18,10 @@ __all__ = [
     "dropped_outputs",
     "first_outputs",
     "folded_outputs",
+    "inner_outputs",
     "longest_chain",
     "most_folded",
+    "number_between",
     "outputs_within",
     "single_outputs",
 ]
@@ -107,9 +109,14 @@ def outputs_within(profile: Profile, segments: Iterable[Sequence[str]]) -> froze
     return frozenset(here for segment in segments for here, there in pairwise(segment) if following.get(here) == there)
 
 
+def inner_outputs(profile: Profile) -> frozenset[str]:
+    """Return the paths of units whose output can be dropped within a segment: all but the last of each chain."""
+    return frozenset(profile.calls[index].path for chain in chains(profile) for index in chain[:-1])
+
+
 def most_folded(profile: Profile) -> int:
     """Return the most outputs that can be dropped: all but the last of each chain."""
-    return sum(len(chain) - 1 for chain in chains(profile))
+    return len(inner_outputs(profile))
 
 
 def folded_outputs(
@@ -185,7 +192,7 @@ def single_outputs(profile: Profile) -> frozenset[str]:
     """
     calls_of = _calls_of(profile)
     feeding = {profile.calls[source].path for call in profile.calls if call.repeated for _, source, _ in call.origins}
-    inner = {profile.calls[index].path for chain in chains(profile) for index in chain[:-1]}
+    inner = inner_outputs(profile)
     return frozenset(
         call.path
         for call in profile.calls
@@ -193,3 +200,16 @@ def single_outputs(profile: Profile) -> frozenset[str]:
         and (len(calls_of[call.path]) == 1 or not call.repeated or call.path not in feeding)
         and any(v.is_output and v.saved and v.producer is not None for v in profile.graph_of(call).values)
     )
+
+
+def number_between(numbers: Sequence[int], best: int) -> int | None:
+    """Return the midpoint of the best number and its farther neighbor, or None if they are adjacent.
+
+    Example:
+        >>> number_between([1, 2, 4, 8], 4)
+        6
+    """
+    after = min((n for n in numbers if n > best), default=best)
+    before = max((n for n in (0, *numbers) if n < best), default=best)
+    other = after if after - best >= best - before else before
+    return None if abs(other - best) < 2 else (best + other) // 2

@@ -12,7 +12,7 @@ from recollect.planning.alive_until_loss import held_values, with_held
 from recollect.planning.candidate import Candidate
 from recollect.planning.hull import Option
 from recollect.planning.known_costs import KnownCosts
-from recollect.planning.option_table import Choice, OptionsOf, OptionTable
+from recollect.planning.option_table import OptionsOf, OptionTable
 from recollect.planning.output_choices import single_outputs
 from recollect.planning.priced_chain import PricedChain
 from recollect.plans.action import Action
@@ -72,7 +72,7 @@ class PricedSearch:
         if dropped not in self._chains:
             self._chains[dropped] = self._new_chain(dropped)
         costs, chain = self._chains[dropped]
-        best = costs.candidate(_same_choice(start, costs.table))
+        best = costs.candidate(costs.table.choice_of(start.fates))
         for found in chain.best(budget_bytes):
             if found.peak_bytes <= budget_bytes and found.recompute_s < best.recompute_s:
                 best = found
@@ -94,12 +94,3 @@ class PricedSearch:
         costs = KnownCosts(self._peak_sums, table)
         chain = PricedChain(table, self._windows, costs.candidate, held=self._held, most_probes=_MOST_PROBES)
         return costs, chain
-
-
-def _same_choice(candidate: Candidate, table: OptionTable) -> Choice:
-    """Translate a candidate's choice to another table that has all its options."""
-    same = []
-    for row, column, there in zip(candidate.table.rows, candidate.choice, table.rows, strict=True):
-        choices = [(option.keep, output) for option, output in zip(there.options, there.outputs, strict=True)]
-        same.append(choices.index((row.options[column].keep, row.outputs[column])))
-    return tuple(same)

@@ -25,15 +25,15 @@ class Solver(Protocol):
     def __init__(self, profile: Profile) -> None: ...
 
     def best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
-        """Return the fastest candidate found within the budget, or None.
+        """Return the fastest candidate found within the budget, or None; never None if `leanest` is within the budget.
 
         Args:
             budget_bytes: limit on the peak of the whole step.
             enough_s: recompute seconds that are good enough to end the search.
         """
 
-    def leanest(self) -> Candidate | None:
-        """Return the candidate with the lowest peak found, independent of earlier calls."""
+    def leanest(self) -> Candidate:
+        """Return the candidate with the lowest peak found, independent of earlier calls and of the times of ops."""
 
 
 SOLVERS: tuple[type[Solver], ...] = (ChainSolver,)

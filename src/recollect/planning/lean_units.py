@@ -1,0 +1,193 @@
+"""The units of a step as the search for the least peak sees them: what they can keep, and the peaks that come of it.
+
+Times play no part here, so that the least peak does not depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recollect.planning.alive_calls import most_alive, num_alive
+from recollect.planning.hull import Evaluator, Option
+from recollect.planning.option_table import Fate, OptionTable
+from recollect.planning.unit_options import working_bytes
+from recollect.plans.action import Action
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
+from recollect.simulation.peak_sums import PeakSums
+from recollect.simulation.windows import Window
+
+__all__ = ["LeanUnits", "checkpoints", "everything_dropped", "worth_keeping"]
+
+# Values below this part of the largest one of their unit are kept or dropped with the others.
+_SMALLEST_PART = 1 / 256
+# Events of all steps to simulate, and the fewest steps: about a second.
+_SIMULATED_EVENTS = 2_000_000
+_FEWEST_SIMULATIONS = 100
+# Values to keep instead of a unit's output.
+_MOST_CHECKPOINTS = 2
+
+
+class LeanUnits:
+    """The units of one profile.
+
+    Args:
+        profile: the recorded step.
+        windows: its windows.
+        peak_sums: computes the peaks of plans.
+
+    Attributes:
+        profile: the recorded step.
+        table: the units as rows; what fates they can have is up to the search.
+        rows: the units, one row each.
+        own_windows: for each row, the windows that belong to its calls.
+        phases: for each row, the phases of these windows.
+        num_alive: for each window and row, how many calls of the row backward still needs, besides the window's own.
+    """
+
+    def __init__(self, profile: Profile, windows: Sequence[Window], peak_sums: PeakSums) -> None:
+        self.profile = profile
+        self._peak_sums = peak_sums
+        self._windows = windows
+        self.table = OptionTable(profile, options_of=everything_dropped)
+        self.rows = self.table.rows
+        row_of = {call: index for index, row in enumerate(self.rows) for call in row.calls}
+        own: list[list[int]] = [[] for _ in self.rows]
+        for number, window in enumerate(windows):
+            if window.call >= 0:
+                own[row_of[window.call]].append(number)
+        self.own_windows = [np.array(numbers, dtype=np.int64) for numbers in own]
+        self.phases = [tuple(windows[number].phase for number in numbers) for numbers in own]
+        self.num_alive = num_alive(profile, windows, [row.calls for row in self.rows])
+        self.readers: list[list[int]] = [[] for _ in self.rows]
+        for index, sources in enumerate(self.table.sources):
+            for source in sorted(sources):
+                self.readers[source].append(index)
+        self._num_left = max(_FEWEST_SIMULATIONS, _SIMULATED_EVENTS // (profile.log.num_events or 1))
+        self._fates: dict[tuple[int, frozenset[int], Action], Fate] = {}
+        self._evaluators: dict[tuple[int, Action], Evaluator] = {}
+        self._worth: dict[int, list[int]] = {}
+        self._checkpoints: dict[int, list[int]] = {}
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether as many steps were simulated as there is time for."""
+        return self._num_left <= 0
+
+    @cached_property
+    def most_alive(self) -> dict[str, int]:
+        """For each path, how many of its calls keep their output at once."""
+        return most_alive(self.profile, self._windows)
+
+    @cached_property
+    def working_bytes(self) -> list[int]:
+        """Workspace for recomputing each layer."""
+        graphs = self.profile.graphs
+        repeated = {call.graph for call in self.profile.calls if call.repeated}
+        found = {g: working_bytes(graphs[g], *everything_dropped(graphs[g], output=Action.RECOMPUTE)) for g in repeated}
+        return [found[call.graph] if call.repeated else 0 for call in self.profile.calls]
+
+    def fate(self, row: int, keep: Iterable[int], output: Action) -> Fate:
+        """Return the fate of a unit that keeps these values, as far as that is of use."""
+        graph, kept = self.rows[row].graph, frozenset(keep)
+        key = graph, kept, output
+        if key not in self._fates:
+            if (graph, output) not in self._evaluators:
+                self._evaluators[graph, output] = Evaluator(self.profile.graphs[graph], output=output)
+            self._fates[key] = self._evaluators[graph, output].option(kept), output
+        return self._fates[key]
+
+    def ends(self, row: int, output: Action) -> list[Fate]:
+        """Return the fates of a unit that drops everything, and of one that keeps what autograd saves."""
+        values = self.profile.graphs[self.rows[row].graph].values
+        saved = (index for index, value in enumerate(values) if value.saved and value.producer is not None)
+        return [self.fate(row, (), output), self.fate(row, saved, output)]
+
+    def neighbors(self, row: int, fate: Fate) -> list[Fate]:
+        """Return the fates that differ in one value."""
+        option, output = fate
+        graph = self.rows[row].graph
+        if graph not in self._worth:
+            self._worth[graph] = worth_keeping(self.profile.graphs[graph])
+        return [self.fate(row, option.keep ^ {value}, output) for value in self._worth[graph]]
+
+    def flipped(self, row: int, fate: Fate) -> list[Fate]:
+        """Return fates of a unit that drops its output if it keeps it, and the other way around."""
+        option, output = fate
+        graph = self.rows[row].graph
+        values = self.profile.graphs[graph].values
+        inner = frozenset(value for value in option.keep if not values[value].is_output)
+        if output == Action.RECOMPUTE:
+            return [self.fate(row, keep, Action.KEEP) for keep in dict.fromkeys((frozenset[int](), inner))]
+        if graph not in self._checkpoints:
+            inputs = {value for call in self.rows[row].calls for value, _, _ in self.profile.calls[call].origins}
+            self._checkpoints[graph] = checkpoints(self.profile.graphs[graph], inputs)
+        others = [inner | {value} for value in self._checkpoints[graph][:_MOST_CHECKPOINTS]]
+        return [self.fate(row, keep, Action.RECOMPUTE) for keep in dict.fromkeys((frozenset[int](), inner, *others))]
+
+    def reads_dropped(self, row: int, fates: Sequence[Fate]) -> bool:
+        """Return whether a unit reads an output that is dropped."""
+        return any(fates[source][1] == Action.RECOMPUTE for source in self.table.sources[row])
+
+    def peaks(self, fates: Sequence[Fate]) -> NDArray[np.float64]:
+        """Return the peak of each window."""
+        self._num_left -= 1
+        peaks = self._peak_sums.peaks(self.table.decisions_of(fates))
+        return np.array(peaks.window_peaks, dtype=np.float64)
+
+
+def worth_keeping(graph: UnitGraph) -> list[int]:
+    """Return the values of a unit that may be worth keeping, the largest first, those that autograd saves before others.
+
+    Keeping a value that is read once, to compute no more bytes than it has, is never better than keeping these.
+    """
+    readers: list[set[int]] = [set() for _ in graph.values]
+    for index, op in enumerate(graph.ops):
+        for value in op.inputs:
+            readers[value].add(index)
+    can_keep = [v.producer is not None and not v.must_keep and (v.saved or not v.mutated_later) for v in graph.values]
+
+    def is_beaten(value: int) -> bool:
+        record = graph.values[value]
+        if record.saved or record.is_output or len(readers[value]) != 1:
+            return False
+        results = graph.ops[next(iter(readers[value]))].outputs
+        return all(can_keep[v] for v in results) and sum(graph.values[v].nbytes for v in results) <= record.nbytes
+
+    least_bytes = _SMALLEST_PART * max(
+        (v.nbytes for v, can in zip(graph.values, can_keep, strict=True) if can), default=0
+    )
+    found = [
+        i for i, v in enumerate(graph.values) if can_keep[i] and v.nbytes >= max(1, least_bytes) and not is_beaten(i)
+    ]
+    return sorted(found, key=lambda i: (-graph.values[i].nbytes, not graph.values[i].saved, i))
+
+
+def checkpoints(graph: UnitGraph, inputs: Collection[int]) -> list[int]:
+    """Return the values, no larger than the unit's output, from which alone it can be computed; the smallest first.
+
+    Args:
+        graph: the unit.
+        inputs: the values that other units compute.
+    """
+    outputs = {index for index, value in enumerate(graph.values) if value.is_output and value.producer is not None}
+    most_bytes = sum(graph.values[index].nbytes for index in outputs)
+
+    def depend_on_inputs(kept: int) -> bool:
+        depends = set(inputs)
+        for op in graph.ops:
+            if not depends.isdisjoint(op.inputs):
+                depends.update(value for value in op.outputs if value != kept)
+        return not depends.isdisjoint(outputs)
+
+    found = [i for i in worth_keeping(graph) if graph.values[i].nbytes <= most_bytes and i not in outputs]
+    return sorted((i for i in found if not depend_on_inputs(i)), key=lambda i: (graph.values[i].nbytes, -i))
+
+
+def everything_dropped(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
+    """Return the only option of a unit that drops everything that can run again."""
+    return (Evaluator(graph, output=output).option(()),)
