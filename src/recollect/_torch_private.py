@@ -54,12 +54,10 @@ __all__ = [
     "disable_autocast",
     "disable_torch_dispatch",
     "disable_torch_function",
+    "fake_mode",
     "function_mode_stack",
     "has_saved_tensors_hooks",
-    "is_checkpoint_wrapper",
     "is_compiled_module",
-    "is_data_parallel",
-    "is_fully_sharded",
     "is_fake_tensor",
     "is_opaque_subclass",
     "below_autograd",
@@ -176,6 +174,10 @@ def disable_autocast() -> AbstractContextManager[Any]:
     return guard
 
 
+# The mode that makes new tensors fake; None if there is none. No public name tells it.
+fake_mode: Callable[[], object] = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
+
+
 def is_fake_tensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a shape but no memory."""
     return type(tensor) is FakeTensor
@@ -211,23 +213,6 @@ def current_autograd_node() -> int:
     """Return a number for the backward formula that is running, or whose results are being added up; -1 for none."""
     node: Any = torch._C._current_autograd_node()
     return -1 if node is None else int(node._sequence_nr())
-
-
-def is_checkpoint_wrapper(module: torch.nn.Module) -> bool:
-    """Whether torch's own activation checkpoint wrapper is around a module."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-
-    return isinstance(module, CheckpointWrapper)
-
-
-def is_data_parallel(module: torch.nn.Module) -> bool:
-    """Whether a module is `DistributedDataParallel`, which awaits the hooks of its parameters after each forward."""
-    return isinstance(module, torch.nn.parallel.DistributedDataParallel)
-
-
-def is_fully_sharded(module: torch.nn.Module) -> bool:
-    """Whether FSDP2 puts a module's parameters in place while it runs; without importing it."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:

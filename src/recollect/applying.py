@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from recollect._torch_private import is_checkpoint_wrapper
+from recollect._torch_parallel import is_checkpoint_wrapper
 from recollect.arguments import check_kind
 from recollect.engine.other_depth import check_depth
 from recollect.engine.placed_forward import Applied, PlacedForward

@@ -17,6 +17,7 @@ LAYERS = (
     "progress",
     "_torch_private",
     "_torch_functions",
+    "_torch_parallel",
     "tensors",
     "replay",
     "plans",

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from recollect._torch_private import is_fully_sharded
+from recollect._torch_parallel import is_fully_sharded
 from recollect.applying import applied_to
 from recollect.arguments import check_kind
 from recollect.attaching.attached import Attached, OnLarger

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from recollect._torch_private import is_checkpoint_wrapper
+from recollect._torch_parallel import is_checkpoint_wrapper
 
 __all__ = ["OtherMechanisms"]
 

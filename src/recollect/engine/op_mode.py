@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recollect._torch_private import TorchDispatchMode, untraced
+from recollect._torch_private import TorchDispatchMode, fake_mode, untraced
 
 __all__ = ["OpMode"]
 
@@ -24,8 +24,16 @@ class OpMode(TorchDispatchMode):
         add.Tensor
     """
 
+    # Ops that run other ops (random ops of DTensors on CUDA, flex attention) come like any other; `facts_of` knows them.
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._fakes = fake_mode()
+
+    def is_foreign(self) -> bool:
+        """Whether what runs is no part of the step, but a trial on fake tensors, as DTensors make before an op's first run."""
+        return fake_mode() is not self._fakes
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]

@@ -120,6 +120,8 @@ class TapeMode(OpMode):
         kwargs = kwargs or {}
         if types and any(desugars(kind) for kind in types):
             return NotImplemented  # Rule 5: DTensor and its kin come back as ops on their inner tensors.
+        if self.is_foreign():
+            return func(*args, **kwargs)
         facts = facts_of(func)
         self._op = facts.name
         if facts.is_view:

@@ -12,7 +12,8 @@ from recollect.profile import events
 from recollect.profile.events import Event, StepLog
 from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
-from recollect.recording.step_recorder import RecordedCall, StepRecorder
+from recollect.recording.recorded_call import RecordedCall
+from recollect.recording.step_recorder import StepRecorder
 
 __all__ = ["Costs", "assemble"]
 

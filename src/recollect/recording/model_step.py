@@ -54,9 +54,19 @@ def run_forward(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> t
         RecordError: the model rejected the batch; there is no loss; or the loss is not a scalar, or depends on no trained
             parameter.
     """
+    output = run_model(model, batch)
+    return output, loss_in(output, type(model).__name__, loss_fn)
+
+
+def run_model(model: nn.Module, batch: Any) -> Any:
+    """Run the model on a batch.
+
+    Raises:
+        RecordError: the model rejected the batch.
+    """
     name = type(model).__name__
     try:
-        output = call_model(model, batch)
+        return call_model(model, batch)
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
         if isinstance(error, (torch.OutOfMemoryError, RecollectError, *DATA_DEPENDENT)):
             raise
@@ -64,6 +74,14 @@ def run_forward(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> t
             f"{name} rejected the batch ({describe_batch(batch)}): {type(error).__name__}: {error}. A dict is passed as "
             "keywords, a tuple as positions, anything else as the only argument."
         ) from error
+
+
+def loss_in(output: Any, name: str, loss_fn: LossFunction | None) -> torch.Tensor:
+    """Return the loss of an output of the model `name`, a scalar that requires grad.
+
+    Raises:
+        RecordError: there is none; or it is not a scalar, or depends on no trained parameter.
+    """
     loss = find_loss(output, name) if loss_fn is None else loss_fn(output)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
@@ -75,7 +93,7 @@ def run_forward(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> t
             f"the loss of {name} does not require grad: no parameter that it depends on is trained, or forward ran under "
             "torch.no_grad(). Set requires_grad on what you train."
         )
-    return output, loss
+    return loss
 
 
 def check_step(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from recollect.profile import events
 from recollect.profile.events import Event
-from recollect.recording.step_recorder import RecordedCall
+from recollect.recording.recorded_call import RecordedCall
 
 __all__ = ["Leftovers", "Phases", "leftovers", "with_last_step"]
 

@@ -188,7 +188,7 @@ class _Loop:
         recording.stop(state_tensors(self.optimizer))
         del held
         if self.step is None:
-            free_gradients(self.model)
+            free_gradients(self.model.parameters())
 
     def _run_step(self) -> object:
         """Run the step; return what it holds when the next one begins."""

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from recollect._torch_functions import runs_python_backward
-from recollect._torch_private import tree_leaves, untraced
+from recollect._torch_private import desugars, tree_leaves, untraced
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.function_run import FunctionRun
 from recollect.engine.op_mode import OpMode
 from recollect.engine.region_state import small_buffer_bytes
+from recollect.engine.subclasses import PackedSubclass, strided_tensors
 from recollect.engine.tape import Tape
 from recollect.engine.tape_state import ALL_KEPT, OpActions, OpKey, TapeState
 from recollect.engine.values import UNWATCHED, record_of
@@ -23,8 +24,9 @@ from recollect.plans.action import Action
 from recollect.plans.value_names import value_stem
 from recollect.profile import events
 from recollect.recording.leanest_policy import DropAll
+from recollect.recording.recorded_call import RecordedCall
 from recollect.recording.runs_again import RunsAgain
-from recollect.recording.step_recorder import Mark, RecordedCall, StepRecorder
+from recollect.recording.step_recorder import Mark, StepRecorder
 from recollect.recording.trackers import Persistent, TrackedOther, TrackedValue, storage_of, tracker_of
 from recollect.recording.unit_samples import UnitSamples
 
@@ -97,9 +99,8 @@ class RecordingTape(Tape):
         recorder.current = index = len(recorder.calls) - 1
         try:
             output = super().run(unit_path, forward, args, kwargs)
-            for tensor in tree_leaves(output):
-                storage = storage_of(tensor)
-                value = None if storage is None else recorder.value_index(storage)
+            for tensor in strided_tensors(output):
+                value = recorder.value_index(tensor.untyped_storage())
                 if value is not None:
                     recorder.calls[index].values[value].is_output = True
         finally:
@@ -164,7 +165,7 @@ class _RecordingMode(FunctionMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = self.recorder
         recorder.pending_stem = ""  # The tape's own ops (a private copy before a write) have no name.
-        index = recorder.current
+        index = None if self.is_foreign() else recorder.current
         num_ops = 0 if index is None else len(recorder.calls[index].ops)
         if index is not None and not recorder.is_recomputing:
             facts = facts_of(func)
@@ -203,6 +204,13 @@ class _RecordingMode(FunctionMode):
             if op.mutates and record is not None:
                 # Recompute of the op that fills a buffer brings back the buffer: `empty` need not be kept.
                 call.values[op.inputs[0]].must_keep = False
+
+    def run_module(self, module_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Note what the module's parameters hold, after the hooks that put it there."""
+        module = getattr(forward, "__self__", None)
+        if isinstance(module, nn.Module):
+            self.recorder.note_parameters(module.parameters())
+        return super().run_module(module_path, forward, args, kwargs)
 
     def run_function(self, function: Any, apply: Any, args: Any) -> Any:
         """Note where the record of the Function begins."""
@@ -251,7 +259,10 @@ class _RecordingMode(FunctionMode):
 
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
-        handle = _Handle(super().pack(tensor))
+        packed = super().pack(tensor)
+        if type(packed) is PackedSubclass:
+            return packed  # Its parts have handles.
+        handle = _Handle(packed)
         if self.function is not None:
             self._function_saves.append((handle, tensor))
             return handle
@@ -285,7 +296,9 @@ class StepMode(OpMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         recorder = self.recorder
-        if recorder.is_recomputing or recorder.is_over:
+        if types and any(desugars(kind) for kind in types):
+            return NotImplemented  # As the tape does.
+        if recorder.is_recomputing or recorder.is_over or self.is_foreign():
             return func(*args, **kwargs)
         facts = facts_of(func)
         if facts.is_view or facts.is_lazy:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, cast
 
 import torch
 from torch import nn
 
-from recollect._torch_private import is_data_parallel, is_fully_sharded
+from recollect._torch_parallel import fully_sharded_parameters, is_data_parallel
 from recollect.engine.content import has_same_bits
 from recollect.errors import RecordError
 
@@ -40,7 +40,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         with ExitStack() as stack:
-            free_gradients(model)
+            free_gradients(model.parameters())
             # The first to enter, so that what modules remember of their parameters is restored before the parameters are.
             stack.enter_context(_without_parameter_hooks(model))
             stack.enter_context(restored_generators(model))
@@ -52,9 +52,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def free_gradients(model: nn.Module) -> None:
-    """Free the gradients of all parameters, whatever the model's own `zero_grad` does."""
-    for parameter in model.parameters():
+def free_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Free the gradients of parameters, whatever the model's own `zero_grad` does."""
+    for parameter in parameters:
         parameter.grad = None
 
 
@@ -132,16 +132,17 @@ def _without_parameter_hooks(model: nn.Module) -> Iterator[None]:
                 "beside the engine's own would change the partitions. Record before deepspeed.initialize, or pass step=, "
                 "which runs the engine's own step."
             )
+    sharded = fully_sharded_parameters(model)
     stand_ins: dict[int, nn.Parameter] = {}
     replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
     with ExitStack() as stack:
         for module in model.modules():
             if is_data_parallel(module):
-                stack.enter_context(cast(Any, module).no_sync())
-            if is_fully_sharded(module):
-                continue  # It puts its own parameters in place while it runs.
+                stack.enter_context(_without_reducer(cast(Any, module)))
             for name, own in module._parameters.items():
-                if own is not None and own.requires_grad:
+                if id(own) in sharded:
+                    stack.enter_context(_without_hooks(sharded[id(own)]))
+                elif own is not None and own.requires_grad:
                     stand_ins.setdefault(id(own), nn.Parameter(own.detach()))
                     replaced.append((module, name, own))
         try:
@@ -151,6 +152,40 @@ def _without_parameter_hooks(model: nn.Module) -> Iterator[None]:
         finally:
             for module, name, replaced_one in replaced:
                 _put(module, name, replaced_one)
+
+
+@contextmanager
+def _without_reducer(module: Any) -> Iterator[None]:
+    """Keep `DistributedDataParallel` from awaiting gradients.
+
+    With a static graph it awaits them without synchronisation, too, unless only what it wraps runs.
+    """
+    attributes = vars(module)
+    before = attributes.get("forward")
+    if module.static_graph:
+        attributes["forward"] = module.module
+    try:
+        with module.no_sync():
+            yield
+    finally:
+        attributes.pop("forward", None)
+        if before is not None:
+            attributes["forward"] = before
+
+
+@contextmanager
+def _without_hooks(parameter: nn.Parameter) -> Iterator[None]:
+    """Set aside what is to run once a parameter has its gradient.
+
+    For a parameter of FSDP2, which puts its own ones in place of any stand-in, and runs these hooks itself.
+    """
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    before = dict(hooks)
+    hooks.clear()
+    try:
+        yield
+    finally:
+        hooks.update(before)
 
 
 def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -7,20 +7,28 @@ and drops them; then, around the whole step, `StepMode`, which measures ops. An 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from recollect._torch_private import current_autograd_node, is_traceable_wrapper_subclass, tree_leaves
+from recollect._torch_private import current_autograd_node, tree_leaves
 from recollect.costs.op_costs import Again, OpRun
 from recollect.engine.facts import OpFacts
+from recollect.engine.subclasses import strided_tensors
 from recollect.plans.value_names import result_names
 from recollect.profile import events
-from recollect.recording.trackers import TrackedOther, TrackedValue, Trackers, storage_of, tracker_of
+from recollect.recording.recorded_call import RecordedCall, RecordedOp, RecordedValue
+from recollect.recording.trackers import (
+    Filled,
+    Persistent,
+    TrackedOther,
+    TrackedValue,
+    Trackers,
+    storage_of,
+    tracker_of,
+)
 
 
 class OpCosts(Protocol):
@@ -33,52 +41,6 @@ class OpCosts(Protocol):
     def run_function(self, args: Any, inner: Sequence[OpRun], again: Again) -> OpRun:
         """Return the key to the costs of a custom autograd Function, which has run the ops `inner`."""
         ...
-
-
-@dataclass
-class RecordedValue:
-    """A value while it is being recorded; see `ValueRecord` for the fields."""
-
-    name: str
-    nbytes: int
-    producer: int | None
-    must_keep: bool = False
-    saved: bool = False
-    is_output: bool = False
-    mutated_later: bool = False
-
-
-@dataclass
-class RecordedOp:
-    """An op while it is being recorded; see `OpRecord` for the fields."""
-
-    name: str
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    run: OpRun | None
-    mutates: bool = False
-    state_bytes: int = 0
-
-
-@dataclass
-class RecordedCall:
-    """One run of a unit while it is being recorded."""
-
-    path: str
-    values: list[RecordedValue] = field(default_factory=list)
-    ops: list[RecordedOp] = field(default_factory=list)
-    origins: dict[tuple[int, int], int] = field(default_factory=dict)
-    outside: dict[int, int] = field(default_factory=dict)
-    # Number of ops that the tape sees, by module; and modules that it always watches, since they write in place.
-    seen_ops: Counter[str] = field(default_factory=Counter)
-    watched_modules: set[str] = field(default_factory=set)
-    buffer_bytes: int = 0
-
-    def add_input(self, nbytes: int) -> int:
-        """Add a value that was computed outside the unit; return its index."""
-        name = f"input {len(self.origins) + len(self.outside)}"
-        self.values.append(RecordedValue(name, nbytes, producer=None))
-        return len(self.values) - 1
 
 
 class Mark(NamedTuple):
@@ -209,20 +171,42 @@ class StepRecorder:
 
         Not what ops read inside a unit or in backward: that may come from a kernel which no mode sees.
         """
-        for tensor in tree_leaves(arguments):
-            # The storage of a wrapper subclass holds nothing.
-            storage = None if is_traceable_wrapper_subclass(tensor) else storage_of(tensor)
-            if storage is not None and tracker_of(storage) is None and tensor.device == self._device and tensor.dim():
+        for tensor in strided_tensors(arguments):
+            storage = tensor.untyped_storage()
+            if tracker_of(storage) is None and tensor.device == self._device and tensor.dim():
                 self.trackers.mark_persistent([tensor])
                 self.read_bytes += storage.nbytes()
 
     def note_present(self, tensor: torch.Tensor) -> None:
         """Log a storage that is there when the step begins, and may die in it."""
-        storage = storage_of(tensor)
-        if storage is not None and tracker_of(storage) is None:
-            self.trackers.attach(storage, TrackedOther(self.log, self.num_storages, -1))
-            self.log(events.ALLOC, self.num_storages, storage.nbytes())
+        for part in strided_tensors(tensor):
+            storage = part.untyped_storage()
+            if tracker_of(storage) is None:
+                self.trackers.attach(storage, TrackedOther(self.log, self.num_storages, -1))
+                self.log(events.ALLOC, self.num_storages, storage.nbytes())
+                self.num_storages += 1
+
+    def note_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take what parameters hold for theirs, though the step made it: FSDP2 has gathered it."""
+        for parameter in strided_tensors(list(parameters)):
+            storage = parameter.untyped_storage()
+            tracker = tracker_of(storage)
+            if isinstance(tracker, TrackedOther):
+                self.trackers.attach(storage, Filled(self.log, tracker.hand_over()))
+
+    def note_resize(self, storage: torch.UntypedStorage) -> None:
+        """Log that the owner of a storage has filled or emptied it."""
+        tracker = tracker_of(storage)
+        if self.is_over or isinstance(tracker, (TrackedValue, Persistent)) or storage.device != self._device:
+            return
+        if not isinstance(tracker, Filled):
+            tracker = Filled(self.log, -1 if tracker is None else tracker.hand_over())
+            self.trackers.attach(storage, tracker)
+        if storage.nbytes():
+            tracker.fill(self.num_storages, storage.nbytes())
             self.num_storages += 1
+        else:
+            tracker.empty()
 
     def _note_other(self, run: OpRun) -> None:
         self.backward_of.append(self._backward_call)

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from recollect._torch_private import tree_leaves
+from recollect._torch_parallel import filled_storages
 from recollect.applying import apply_policy
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.engine.recorded_on import device_name
+from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape import forget_last_step
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.meter import storage_bytes
@@ -33,7 +34,7 @@ from recollect.recording.optimizer_step import OptimizerStep
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.timing_rounds import TOGETHER, Rounds, rounds_for
-from recollect.recording.trackers import TrackedOther, TrackedValue, storage_of, tracker_of
+from recollect.recording.trackers import TrackedOther, TrackedValue, tracker_of
 from recollect.recording.unit_samples import NoSamples, UnitSample, UnitSamples
 from recollect.recording.unit_times import measure_unit_times, with_unit_times
 from recollect.simulation.call_actions import CallActions
@@ -132,6 +133,7 @@ class StepRecording:
         try:
             enter(apply_policy(self.model, self._paths, RecordingTape(recorder, self._samples)))
             enter(self._hooks())
+            enter(filled_storages(recorder.note_resize))
             enter(self._costs.recording())
             enter(StepMode(recorder))
         except BaseException:
@@ -307,7 +309,7 @@ class StepRecording:
 
     def _numbers(self, tensors: Iterable[torch.Tensor | None]) -> set[int]:
         """Return the numbers of the storages that the step made for some tensors."""
-        trackers = (tracker_of(storage_of(tensor)) for tensor in tensors)
+        trackers = (tracker_of(part.untyped_storage()) for part in strided_tensors(list(tensors)))
         return {tracker.storage for tracker in trackers if isinstance(tracker, TrackedOther)}
 
     @contextmanager
@@ -328,8 +330,8 @@ class StepRecording:
         if not torch.is_grad_enabled():
             return
         self._returns.append(len(self.recorder.events))
-        for tensor in tree_leaves(output):
-            tracker = tracker_of(storage_of(tensor))
+        for tensor in strided_tensors(output):
+            tracker = tracker_of(tensor.untyped_storage())
             if isinstance(tracker, TrackedValue):
                 self._outputs[tracker.call, tracker.value] = len(self._returns)
             elif isinstance(tracker, TrackedOther):

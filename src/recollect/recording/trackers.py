@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from recollect._torch_private import is_fake_tensor, is_opaque_subclass
+from recollect._torch_private import is_fake_tensor, is_opaque_subclass, is_traceable_wrapper_subclass
+from recollect.engine.subclasses import strided_tensors
 from recollect.profile import events
 
 _TRACKER = "_recollect_tracker"
@@ -16,15 +17,20 @@ _TRACKER = "_recollect_tracker"
 Log: TypeAlias = Callable[..., None]
 """Adds an event to the record: `StepRecorder.log`."""
 
+Tracker: TypeAlias = "TrackedValue | TrackedOther | Filled | Persistent"
+"""What is attached to a storage."""
+
 
 def storage_of(tensor: Any) -> torch.UntypedStorage | None:
     """Return the storage of a tensor; None for other objects, and for tensors without one of their own."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or is_opaque_subclass(tensor):
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return None
+    if is_opaque_subclass(tensor) or is_traceable_wrapper_subclass(tensor):
         return None
     return tensor.untyped_storage()
 
 
-def tracker_of(storage: torch.UntypedStorage | None) -> TrackedValue | TrackedOther | Persistent | None:
+def tracker_of(storage: torch.UntypedStorage | None) -> Tracker | None:
     """Return the object attached to a storage."""
     return getattr(storage, _TRACKER, None)
 
@@ -50,17 +56,15 @@ class Trackers:
     def __init__(self) -> None:
         self._storages: list[weakref.ref[torch.UntypedStorage]] = []
 
-    def attach(self, storage: torch.UntypedStorage, tracker: TrackedValue | TrackedOther | Persistent) -> None:
+    def attach(self, storage: torch.UntypedStorage, tracker: Tracker) -> None:
         """Attach a tracker to a storage, with which it dies."""
         setattr(storage, _TRACKER, tracker)
         self._storages.append(weakref.ref(storage))
 
     def mark_persistent(self, tensors: Iterable[torch.Tensor]) -> None:
         """Mark the storages of some tensors as older than the step, or as none of its own."""
-        for tensor in tensors:
-            storage = storage_of(tensor)
-            if storage is not None:
-                self.attach(storage, Persistent())
+        for tensor in strided_tensors(list(tensors)):
+            self.attach(tensor.untyped_storage(), Persistent())
 
     def detach(self) -> None:
         """Detach them all."""
@@ -134,5 +138,41 @@ class TrackedOther(_Tracked):
         self.made = made
         self.used = -1
 
+    def hand_over(self) -> int:
+        """Return the storage's number, for another tracker to log its end."""
+        number, self.storage = self.storage, -1
+        return number
+
     def __del__(self) -> None:
-        self.log(events.FREE, self.storage)
+        if self.storage >= 0:
+            self.log(events.FREE, self.storage)
+
+
+class Filled:
+    """Tracks a storage that its owner fills and empties, as FSDP2 does with the parameters that it gathers.
+
+    It is no value: what it holds is there while its owner wants it, whatever a plan says.
+
+    `storage`: its number while it holds something; -1 while it is empty.
+    """
+
+    __slots__ = ("log", "storage")
+
+    def __init__(self, log: Log, storage: int = -1) -> None:
+        self.log = log
+        self.storage = storage
+
+    def fill(self, number: int, nbytes: int) -> None:
+        """Log that it holds something from here on, under a new number."""
+        self.empty()
+        self.storage = number
+        self.log(events.ALLOC, number, nbytes)
+
+    def empty(self) -> None:
+        """Log that it holds nothing any more."""
+        if self.storage >= 0:
+            self.log(events.FREE, self.storage)
+        self.storage = -1
+
+    def __del__(self) -> None:
+        self.empty()

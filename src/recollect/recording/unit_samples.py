@@ -12,9 +12,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from recollect._torch_parallel import is_fully_sharded
 from recollect._torch_private import (
     is_compiled_module,
-    is_fully_sharded,
     is_traceable_wrapper_subclass,
     tree_leaves,
     tree_map,

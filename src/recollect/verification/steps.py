@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from recollect.engine.content import has_same_bits
-from recollect.recording.model_step import LossFunction, prepare_gradients, run_forward
+from recollect.recording.model_step import LossFunction, loss_in, prepare_gradients, run_forward, run_model
 from recollect.recording.optimizers import Optimizers, optimizers_in
 from recollect.recording.restored_state import (
     free_gradients,
@@ -58,7 +58,7 @@ class VerifiedStep(ABC):
 
     def clear(self) -> None:
         """Free the gradients."""
-        free_gradients(self.model)
+        free_gradients(self.model.parameters())
 
     def _seed(self) -> None:
         torch.random.set_rng_state(self._random_state)
@@ -118,15 +118,20 @@ class BatchStep(VerifiedStep):
     def loop(self) -> None:
         """Run two steps, holding what the loop holds."""
         held: Any = None
+        # As an optimizer knows them: after forward, FSDP2 may have others in their place.
+        trained = list(self.model.parameters())
         with restored_buffers(self.model):
             for _ in range(2):
                 self._seed()
-                output, loss = run_forward(self.model, self._batch, self._loss_fn)
-                held = (output, loss) if self._holds_output else None
+                output = run_model(self.model, self._batch)
+                # The last one's output, and with it the last loss, which is a scalar.
+                held = output if self._holds_output else None
+                loss = loss_in(output, type(self.model).__name__, self._loss_fn)
                 del output
                 if self._gradients == "held":
-                    self.clear()
+                    free_gradients(trained)
                 loss.backward()
+                held = (held, loss) if self._holds_output else None
                 del loss
                 if self._gradients == "freed":
                     self.clear()
