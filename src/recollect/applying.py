@@ -138,10 +138,15 @@ def _check_not_applied(model: nn.Module, forwards: Iterable[PlacedForward]) -> N
         if getattr(module, "gradient_checkpointing", False) is True and (
             id(module) in inside or any(id(part) in planned for part in module.modules())
         ):
-            is_of_diffusers = any(hasattr(part, "disable_gradient_checkpointing") for part in model.modules())
-            method = "disable_gradient_checkpointing" if is_of_diffusers else "gradient_checkpointing_disable"
-            remedy = f"call model.{method}() first"
+            remedy = f"call model.{_switch_of(model)}() first"
             raise _already_applied(name, "Hugging Face's gradient checkpointing", remedy)
+
+
+def _switch_of(model: nn.Module) -> str:
+    """Return the method that ends gradient checkpointing: in diffusers, and since transformers 5.23, it has another name."""
+    methods = ("disable_gradient_checkpointing", "activation_checkpointing_disable")
+    there = (method for method in methods if any(hasattr(part, method) for part in model.modules()))
+    return next(there, "gradient_checkpointing_disable")
 
 
 def _already_applied(path: str, by: str, remedy: str) -> AlreadyAppliedError:

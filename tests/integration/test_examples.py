@@ -12,6 +12,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS: dict[str, tuple[str, ...]] = {
     "diffusers_loop": ("accelerate", "diffusers"),
+    "hugging_face_loop": ("transformers",),
     "hugging_face_trainer": ("accelerate", "peft", "transformers"),
     "lightning_trainer": ("lightning", "transformers"),
     "torch_checkpoint": (),
@@ -21,6 +22,7 @@ PLANNED = "planned for 4 x 128 in"
 REPORTED = " budget, 8 steps, 1 of them recorded"
 SAYS = {
     "diffusers_loop": ("planned for 4 x 4 x 32 x 32 in", REPORTED),
+    "hugging_face_loop": (PLANNED, REPORTED),
     "hugging_face_trainer": (PLANNED, REPORTED),
     "lightning_trainer": (PLANNED, REPORTED),
     "torch_checkpoint": ("layers, but products saved", "the same as a plan, predicted"),

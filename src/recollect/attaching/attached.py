@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -38,6 +38,15 @@ from recollect.recording.step_recording import StepRecording
 __all__ = ["Attached", "OnLarger"]
 
 OnLarger: TypeAlias = Literal["replan", "warn", "raise"]
+
+
+class Removable(Protocol):
+    """What can be undone."""
+
+    def remove(self) -> None:
+        """Undo it."""
+        ...
+
 
 # A plan for a step of less than this part of the elements is worth one more recording, if recompute costs more than this.
 _MUCH_SMALLER: Final = 0.5
@@ -85,7 +94,7 @@ class Attached:
         apply_policy(model, [unit.path for unit in units], DropAll()).remove()
         self._watcher = Watcher(self._begin_call, self._abandon_step)
         self._entries = Applied(model, entry_forwards(model, [unit.path for unit in units], self._watcher), None)
-        self._hooks = [o.register_step_post_hook(self._after_optimizer) for o in self._optimizers]
+        self._hooks: list[Removable] = [o.register_step_post_hook(self._after_optimizer) for o in self._optimizers]
         self._active: PlannedStep | None = None
         self._applied: Applied | None = None
         self._recording: StepRecording | None = None
@@ -130,6 +139,10 @@ class Attached:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def remove_too(self, handle: Removable) -> None:
+        """Have `remove` remove something else as well."""
+        self._hooks.append(handle)
 
     def __enter__(self) -> Attached:
         return self

@@ -1,4 +1,4 @@
-"""A memory budget for Hugging Face's `Trainer`, and for what is built on it: TRL's trainers, and PEFT's models.
+"""A memory budget for Hugging Face's models in a loop of your own, and for its `Trainer` and what is built on it, as TRL's are.
 
 | argument of the trainer | with `MemoryBudget` |
 |---|---|
@@ -12,11 +12,12 @@ Run with transformers 4.50.3, 4.57.6, 5.0.0 and 5.23.0, accelerate 1.15.0, peft 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import transformers
 from packaging.version import Version
+from torch import nn
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -25,15 +26,66 @@ from recollect.attaching.attached import Attached, OnLarger
 from recollect.attaching.report import numbers_of
 from recollect.errors import ConfigError, NotYetError
 from recollect.fitting import DEFAULT_BUDGET
+from recollect.integrations.key_value_cache import CacheOff
 
-__all__ = ["MemoryBudget"]
+__all__ = ["MemoryBudget", "enable_memory_budget"]
 
 _LEAST_VERSION: Final = "4.50"
 _CHECKPOINTING: Final = ("gradient_checkpointing", "activation_checkpointing")
 
 
+def enable_memory_budget(
+    model: nn.Module,
+    optimizer: Any,
+    budget: int | str = DEFAULT_BUDGET,
+    *,
+    on_larger: OnLarger = "replan",
+    units: Iterable[str] | None = None,
+    log: Callable[[str], object] | None = None,
+) -> Attached:
+    """Keep a loop of your own that trains a model of Hugging Face within a memory budget, in place of its checkpointing.
+
+    Stands where `model.gradient_checkpointing_enable()` would. It is `recollect.attach`, and switches `use_cache` off in the
+    model's configuration until `remove()`, as gradient checkpointing does: in training the cache only holds the keys and values
+    of every layer, until the model's output is gone. `generate` has a setting of its own, and goes on to use the cache.
+
+    Args:
+        model: the model, also in PEFT's.
+        optimizer: whose step ends a training step; several as a list.
+        budget: bytes of the whole step, as an int or text; see `recollect.attach`.
+        on_larger: what to do at a step that no plan was made for: "replan", "warn" or "raise".
+        units: module paths of the layers to plan, where they are not found.
+        log: takes the line about the plan; by default it goes to standard error.
+
+    Returns:
+        A handle with `plan`, `report()` and `remove()`.
+
+    Raises:
+        ConfigError: transformers is too old.
+        AlreadyAppliedError: the model recomputes already, by its own gradient checkpointing or by recollect.
+        RecordError, QuantityError, NotYetError: see `recollect.attach`.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).train()
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> attached = enable_memory_budget(model, optimizer, "90%", log=lambda line: None)
+        >>> tokens = torch.randint(0, 64, (2, 16))
+        >>> model(input_ids=tokens, labels=tokens).loss.backward()
+        >>> optimizer.step()
+        >>> attached.plan is None
+        False
+    """
+    _check_version(transformers.__version__)
+    attached = attach(model, optimizer, budget, on_larger=on_larger, units=units, log=log)
+    attached.remove_too(CacheOff(model))
+    return attached
+
+
 class MemoryBudget(TrainerCallback):
-    """Keeps every training step of a `Trainer` within a memory budget; see `recollect.attach`.
+    """Keeps every training step of a `Trainer` within a memory budget; see `enable_memory_budget`.
 
     The first step is recorded and planned when training begins; the line about the plan goes to the trainer's log, and its
     numbers to `state.log_history`. At the end of training the model is as it was.
@@ -83,7 +135,7 @@ class MemoryBudget(TrainerCallback):
         self._num_logged = 0
         log = logging.get_logger("transformers.trainer")
         # The level of what a trainer says without being asked for more.
-        self.attached = attach(
+        self.attached = enable_memory_budget(
             model, optimizer, self.budget, on_larger=self.on_larger, units=self.units, log=log.warning
         )
 

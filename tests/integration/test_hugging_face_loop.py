@@ -1,0 +1,105 @@
+"""`enable_memory_budget` in a bare loop over a model of Hugging Face, in place of its gradient checkpointing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers")
+
+import hugging_face_flag  # noqa: E402
+import recollect  # noqa: E402
+from hugging_face_trainers import VOCABULARY, gpt2, llama, lora  # noqa: E402
+from recollect.engine.content import has_same_bits  # noqa: E402
+from recollect.errors import AlreadyAppliedError, BudgetWarning, ConfigError  # noqa: E402
+from recollect.integrations.transformers import enable_memory_budget  # noqa: E402
+
+pytestmark = pytest.mark.integration
+
+TOKENS = torch.randint(0, VOCABULARY, (4, 64), generator=torch.Generator().manual_seed(1))
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(model: Any, budget: str | None, num_steps: int = 3) -> tuple[Any, Any, list[int]]:
+    """A loop as people write it; returns the model, the handle, and the peak of the later steps."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    attached = None if budget is None else enable_memory_budget(model.train(), optimizer, budget, log=lambda line: None)
+    torch.manual_seed(3)
+    step(model.train(), optimizer)
+    peaks = [
+        recollect.measure_peak(lambda: step(model, optimizer), device="cpu").peak_bytes for _ in range(num_steps - 1)
+    ]
+    return model, attached, peaks
+
+
+@pytest.mark.parametrize("new_model", [llama, gpt2], ids=["llama", "gpt2"])
+def test_weights_are_as_without_it_and_the_budget_holds(new_model: Any) -> None:
+    plain, _, plain_peaks = train(new_model(), None)
+    model, attached, peaks = train(new_model(), "70%")
+    for (name, expected), found in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert has_same_bits(expected.detach(), found.detach()), name
+    assert attached.recorded_steps == [0]
+    assert max(peaks) <= attached.budget_bytes < min(plain_peaks)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT, which calls the old names
+def test_adapters() -> None:
+    pytest.importorskip("peft", reason="needs peft")
+    plain, _, _ = train(lora(), None)
+    model, attached, _ = train(lora(), "80%")
+    for (name, expected), found in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert has_same_bits(expected.detach(), found.detach()), name
+    assert attached.plan is not None
+    assert model.base_model.model.config.use_cache is False
+
+
+def test_the_cache_is_off_until_the_end_and_generate_uses_its_own() -> None:
+    model = llama().train()
+    assert model.config.use_cache is True
+    optimizer = torch.optim.AdamW(model.parameters())
+    attached = enable_memory_budget(model, optimizer, "70%", log=lambda line: None)
+    assert model(input_ids=TOKENS, labels=TOKENS).past_key_values is None
+    step(model, optimizer)
+    model.eval()
+    found = model.generate(
+        TOKENS[:1, :8], max_new_tokens=4, do_sample=False, return_dict_in_generate=True, pad_token_id=0
+    )
+    assert found.past_key_values is not None
+    attached.remove()
+    assert model.config.use_cache is True
+    expected = model.generate(TOKENS[:1, :8], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.equal(found.sequences, expected)
+
+
+def test_models_that_recompute_by_themselves_are_refused_and_left_alone() -> None:
+    model = llama().train()
+    hugging_face_flag.enable(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    own_name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    text = f"Hugging Face's gradient checkpointing; .* call model.{own_name}_checkpointing_disable"
+    with pytest.raises(AlreadyAppliedError, match=text):
+        enable_memory_budget(model, optimizer, "70%")
+    assert model.config.use_cache is True
+    hugging_face_flag.disable(model)
+    with enable_memory_budget(model, optimizer, "70%", log=lambda line: None):
+        step(model, optimizer)
+        hugging_face_flag.enable(model)
+        with pytest.warns(
+            BudgetWarning, match="Hugging Face's switch.*switched on after attach: values are recomputed twice"
+        ):
+            step(model, optimizer)
+    assert recollect.applied_to(model) == []
+
+
+def test_an_old_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recollect.integrations.transformers.transformers.__version__", "4.49.0")
+    model = llama()
+    with pytest.raises(ConfigError, match=r"got transformers='4.49.0'"):
+        enable_memory_budget(model, torch.optim.AdamW(model.parameters()), "1GiB")
