@@ -20,6 +20,8 @@ TORCH_FREE_FILES = sorted(
         "fields.py",
         "integrations/deepspeed.py",
         "integrations/megatron/**/*.py",
+        "integrations/nearest.py",
+        "integrations/torchtitan_settings.py",
         "lab/bench/golden.py",
         "lab/bench/machine.py",
         "lab/bench/model_flops.py",

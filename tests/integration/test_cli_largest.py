@@ -133,6 +133,10 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str],
         (["--largest", "micro-batch", "--png", "a.png"], "png: got a.png with --largest, expected none: draw the size"),
         (["--largest", "micro-batch", "--html", "a.html"], "html: got a.html with --largest, expected none"),
         (
+            ["--largest", "micro-batch", "--write", "megatron"],
+            "write: got megatron with --largest, expected none: plan",
+        ),
+        (
             ["--largest", "micro-batch", "--loss-chunks", "auto"],
             "loss_chunks: got auto with --largest, expected a number.",
         ),

@@ -32,6 +32,23 @@ def test_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"Written to {out}." in output
 
 
+@pytest.mark.parametrize(
+    ("tool", "written"),
+    [
+        ("megatron", "--recompute-granularity "),
+        ("bridge", "cfg.model.recompute_granularity = '"),
+        ("torchtitan", "activation-checkpoint:"),
+    ],
+)
+def test_nearest_settings_of_another_tool_are_printed(
+    tool: str, written: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "plan.json")
+    assert main(["plan", *STEP, "--fake", "--memory-budget", "85%", "--write", tool, "--out", out]) == 0
+    plan, other, lost, settings, *_ = capsys.readouterr().out.split("\nthe plan ")[1].splitlines()
+    assert "peak" in plan and "peak" in other and lost.startswith("lost: ") and settings.startswith(written)
+
+
 def test_default_model_can_be_planned_for_the_percentage_in_the_help(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     assert main(["plan", "--fake", "--memory-budget", "60%", "--out", str(out)]) == 0

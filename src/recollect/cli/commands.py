@@ -80,6 +80,9 @@ class MakePlan:
     """Chunks in which LM head and loss are computed; 1: as in the model, auto: as many as the fastest plan needs."""
     out: Path = Path("plan.json")
     """File for the plan."""
+    write: Literal["megatron", "bridge", "torchtitan"] | None = None
+    """Print the settings of another tool that come nearest to the plan, too: flags of Megatron, lines of a recipe of
+    Megatron-Bridge, or a word of torchtitan."""
     png: Path | None = None
     """Draw the memory of the step under the plan to this file; needs matplotlib."""
     html: Path | None = None
@@ -100,10 +103,10 @@ class MakePlan:
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}: got {getattr(self, name)} without --largest, expected both or neither.")
             return
-        for name in ("png", "html"):
+        for name, advice in (("png", "draw"), ("html", "draw"), ("write", "plan")):
             if getattr(self, name) is not None:
                 raise ValueError(
-                    f"{name}: got {getattr(self, name)} with --largest, expected none: draw the size that it finds."
+                    f"{name}: got {getattr(self, name)} with --largest, expected none: {advice} the size that it finds."
                 )
         if self.loss_chunks == "auto":
             raise ValueError("loss_chunks: got auto with --largest, expected a number.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from rich.console import Console
 
 from recollect.byte_format import format_bytes
@@ -10,9 +12,13 @@ from recollect.cli.largest import run_largest
 from recollect.cli.output import check_folder, print_line, write_file
 from recollect.cli.pictures import check_pictures
 from recollect.cli.recorded_step import check_step_budget, step_recorder
+from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags, nearest_settings
+from recollect.integrations.torchtitan_settings import nearest_policy, torchtitan_flags
 from recollect.pictures.page import write_plan_page
 from recollect.pictures.png import draw_memory
 from recollect.planning.loss_chunks import plan_with_chunks
+from recollect.plans.plan import Plan
+from recollect.profile.profile import Profile
 
 
 def run_plan(command: MakePlan, console: Console) -> None:
@@ -35,6 +41,8 @@ def run_plan(command: MakePlan, console: Console) -> None:
     plan = planned.plan
     print_line(console, str(plan))
     console.print(f"without recompute {format_bytes(planned.plain_peak_bytes)}", highlight=False)
+    if command.write is not None:
+        print_line(console, _nearest(command.write, planned.profile, plan))
     write_file(command.out, plan.to_json() + "\n", console, flag="--out")
     if command.png is not None:
         draw_memory(planned.profile, plan, command.png)
@@ -42,3 +50,14 @@ def run_plan(command: MakePlan, console: Console) -> None:
     if command.html is not None:
         write_plan_page(planned.profile, plan, command.html)
         print_line(console, f"Page written to {command.html}.")
+
+
+def _nearest(tool: Literal["megatron", "bridge", "torchtitan"], profile: Profile, plan: Plan) -> str:
+    """Return the nearest settings of another tool, and what they lose, as lines."""
+    if tool == "torchtitan":
+        policy = nearest_policy(profile, plan)
+        return f"{policy}\n{torchtitan_flags(policy.settings)}"
+    found = nearest_settings(profile, plan)
+    if tool == "bridge":
+        return f"{found}\n{bridge_lines(found.settings)}"
+    return f"{found}\n{megatron_flags(found.settings) or 'no flags'}"

@@ -116,7 +116,8 @@ class MemoryBudget(ActivationCheckpointing):
         """Return the policy for a job, with the job's shapes, loss and optimizer.
 
         Flags on the command line that change these do not reach the policy: give them to it as well
-        (`--activation-checkpoint.local-batch-size`). Without it a larger batch is warned about.
+        (`activation-checkpoint:config --activation-checkpoint.local-batch-size 4`). Without it a larger batch is warned about.
+        tyro, which reads torchtitan's command line, warns that it does not know the policy's type; that is all it does.
 
         Args:
             job: a `Trainer.Config`.

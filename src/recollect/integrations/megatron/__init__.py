@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from recollect.integrations.megatron.choice import BlockFull, NoRecompute, Selective, UniformFull
     from recollect.integrations.megatron.compile import megatron_plan
     from recollect.integrations.megatron.config import RecomputeConfig
+    from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags, nearest_settings
     from recollect.integrations.megatron.pipeline import model_chunks
     from recollect.integrations.megatron.roll import RollCheckpointing, roll_plan, roll_recompute_config
     from recollect.integrations.megatron.rules import RULES
@@ -26,8 +27,11 @@ __all__ = [
     "Selective",
     "TrainingSetting",
     "UniformFull",
+    "bridge_lines",
+    "megatron_flags",
     "megatron_plan",
     "model_chunks",
+    "nearest_settings",
     "roll_plan",
     "roll_recompute_config",
 ]
@@ -41,8 +45,11 @@ _HOME_OF_NAME = {
     "Selective": "choice",
     "TrainingSetting": "training_setting",
     "UniformFull": "choice",
+    "bridge_lines": "nearest",
+    "megatron_flags": "nearest",
     "megatron_plan": "compile",
     "model_chunks": "pipeline",
+    "nearest_settings": "nearest",
     "roll_plan": "roll",
     "roll_recompute_config": "roll",
 }

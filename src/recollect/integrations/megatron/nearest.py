@@ -1,0 +1,117 @@
+"""Write a plan as the Megatron settings that come nearest to it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from itertools import combinations
+
+from recollect.errors import ConfigError, ConfigWarning, NotYetError
+from recollect.integrations.megatron.compile import megatron_plan
+from recollect.integrations.megatron.config import RecomputeConfig
+from recollect.integrations.megatron.module_values import LayerOps, values_of_module
+from recollect.integrations.megatron.modules import MODULES
+from recollect.integrations.megatron.training_setting import TrainingSetting
+from recollect.integrations.nearest import Nearest, nearest
+from recollect.plans.plan import Plan
+from recollect.profile.profile import Profile
+
+__all__ = ["bridge_lines", "megatron_flags", "nearest_settings"]
+
+
+def nearest_settings(profile: Profile, plan: Plan, setting: TrainingSetting | None = None) -> Nearest[RecomputeConfig]:
+    """Return the fastest of Megatron's settings that fit the budget of a plan, and what they lose against it.
+
+    All of them are tried: no recompute, full recompute by both methods with every number of layers, and every set of the
+    modules that the model has. Peak and time are those of recollect carrying them out; Megatron itself runs a recomputed
+    region again as a whole, so it needs at least as much.
+
+    Args:
+        profile: the recorded step that the plan was made from.
+        plan: the plan.
+        setting: what else Megatron's rules consider; see `megatron_plan`.
+
+    Raises:
+        PlanError: the plan has no predicted peak.
+        BudgetTooSmallError: none of Megatron's settings fits.
+
+    Complexity: a simulation for each setting: twice the number of layers, and 2 to the number of modules.
+
+    Example:
+        >>> import torch, recollect
+        >>> from recollect.lab.models.architectures import llama_config
+        >>> from recollect.lab.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=4, hidden_size=32, num_attention_heads=2, vocab_size=64))
+        >>> tokens = torch.randint(0, 64, (4, 64))
+        >>> profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True)
+        >>> found = nearest_settings(profile, recollect.plan(profile, "90%"))
+        >>> megatron_flags(found.settings)
+        '--recompute-granularity selective --recompute-modules mlp'
+        >>> found.lost_s > 0
+        True
+    """
+    return nearest(profile, plan, _choices(profile, setting))
+
+
+def megatron_flags(config: RecomputeConfig) -> str:
+    """Return settings as flags of Megatron's command line; empty for no recompute.
+
+    Example:
+        >>> megatron_flags(
+        ...     RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=3)
+        ... )
+        '--recompute-granularity full --recompute-method block --recompute-num-layers 3'
+    """
+    words = []
+    for name, value in config.changed().items():
+        words.append(f"--{name.replace('_', '-')}")
+        words += map(str, value) if isinstance(value, tuple) else [str(value)]
+    return " ".join(words)
+
+
+def bridge_lines(config: RecomputeConfig) -> str:
+    """Return settings as lines of a recipe of Megatron-Bridge; they say no recompute, too.
+
+    Example:
+        >>> print(
+        ...     bridge_lines(
+        ...         RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=3)
+        ...     )
+        ... )
+        cfg.model.recompute_granularity = 'full'
+        cfg.model.recompute_method = 'block'
+        cfg.model.recompute_num_layers = 3
+    """
+    settings = config.changed() or {"recompute_granularity": None}
+    written = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    return "\n".join(f"cfg.model.{name} = {value!r}" for name, value in written.items())
+
+
+def _choices(profile: Profile, setting: TrainingSetting | None) -> Iterator[tuple[RecomputeConfig, Plan]]:
+    for config in _configs(profile):
+        with warnings.catch_warnings():
+            # What is chosen is compiled again by whoever reads it, and warns then.
+            warnings.simplefilter("ignore", ConfigWarning)
+            try:
+                yield config, megatron_plan(profile, config, setting)
+            except (ConfigError, NotYetError):
+                continue
+
+
+def _configs(profile: Profile) -> Iterator[RecomputeConfig]:
+    yield RecomputeConfig()
+    num_layers = len({call.path for call in profile.calls if call.repeated})
+    for method in ("uniform", "block"):
+        for number in range(1, num_layers + 1):
+            yield RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=number)
+    layers = [
+        LayerOps(graph)
+        for graph in {call.graph: profile.graph_of(call) for call in profile.calls if call.repeated}.values()
+    ]
+    there = [name for name in MODULES if any(values_of_module(layer, name) for layer in layers)]
+    for count in range(1, len(there) + 1):
+        for names in combinations(there, count):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConfigWarning)
+                config = RecomputeConfig(recompute_granularity="selective", recompute_modules=names)
+            yield config

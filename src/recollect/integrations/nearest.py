@@ -1,0 +1,85 @@
+"""The settings of another tool that come nearest to a plan: the fastest of those that fit its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from recollect.byte_format import format_bytes
+from recollect.errors import BudgetTooSmallError, PlanError
+from recollect.plans.plan import Plan
+from recollect.profile.profile import Profile
+from recollect.simulation.decisions import decide
+from recollect.simulation.simulate import simulate
+
+__all__ = ["Nearest", "nearest"]
+
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest(Generic[Settings]):
+    """What another tool can do within the budget of a plan, and what that loses.
+
+    Attributes:
+        settings: those of the other tool.
+        plan: what they mean, with its predicted peak and slowdown.
+        wanted: the plan that they stand for.
+        budget_bytes: that of the plan, or its peak if it has none.
+        lost_s: seconds that a step takes longer than under the plan.
+        unused_bytes: of the budget, at the peak.
+    """
+
+    settings: Settings
+    plan: Plan
+    wanted: Plan
+    budget_bytes: int
+    lost_s: float
+    unused_bytes: int
+
+    def __str__(self) -> str:
+        rows = (("the plan", self.wanted), (self.plan.note, self.plan))
+        width = max(len(name) for name, _ in rows)
+        lines = [
+            f"{name:<{width}}  peak {format_bytes(plan.predicted_peak_bytes or 0)}, {plan.predicted_slowdown or 0:+.1%}"
+            for name, plan in rows
+        ]
+        lost = (
+            f"lost: {self.lost_s * 1e3:.3g} ms a step, and {format_bytes(self.unused_bytes)} of the budget are not used"
+        )
+        return "\n".join([*lines, lost])
+
+
+def nearest(profile: Profile, wanted: Plan, choices: Iterable[tuple[Settings, Plan]]) -> Nearest[Settings]:
+    """Return the fastest of some settings within a plan's budget; of equally fast ones that with the least peak.
+
+    Args:
+        profile: the recorded step that all of the plans are for.
+        wanted: the plan.
+        choices: settings, and what each means, as a plan with its predicted peak.
+
+    Raises:
+        PlanError: the plan has no predicted peak.
+        BudgetTooSmallError: none of them fits; names the least peak of theirs.
+    """
+    if wanted.predicted_peak_bytes is None or wanted.predicted_slowdown is None:
+        raise PlanError(
+            "nearest settings: got a plan without predicted peak and slowdown, expected one that was made from a profile."
+        )
+    budget_bytes = wanted.predicted_peak_bytes if wanted.budget_bytes is None else wanted.budget_bytes
+    found = list(choices)
+    costs = [(plan.predicted_slowdown or 0.0, plan.predicted_peak_bytes or 0) for _, plan in found]
+    fitting = [index for index, (_, peak_bytes) in enumerate(costs) if peak_bytes <= budget_bytes]
+    if not fitting:
+        _, least = min(found, key=lambda choice: choice[1].predicted_peak_bytes or 0)
+        raise BudgetTooSmallError(
+            budget_bytes=budget_bytes,
+            least_peak_bytes=least.predicted_peak_bytes or 0,
+            unit=simulate(profile, decide(profile, least)).peak_call,
+            advice=(f"That is the peak of {least.note}, the leanest of the other tool's settings.",),
+        )
+    settings, plan = found[min(fitting, key=costs.__getitem__)]
+    lost_s = ((plan.predicted_slowdown or 0.0) - wanted.predicted_slowdown) * profile.step_s
+    unused_bytes = budget_bytes - (plan.predicted_peak_bytes or 0)
+    return Nearest(settings, plan, wanted, budget_bytes, lost_s, unused_bytes)

@@ -1,0 +1,138 @@
+"""Plans as the nearest settings of Megatron and torchtitan: the fastest that fit, by trying all, and back again."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import tyro
+
+import recollect
+from recollect.cli.recompute_flags import RecomputeFlags
+from recollect.errors import BudgetTooSmallError, ConfigError, ConfigWarning, PlanError
+from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, megatron_plan
+from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags, nearest_settings
+from recollect.integrations.torchtitan_settings import nearest_policy, torchtitan_flags, torchtitan_plan
+from recollect.lab.models.architectures import llama_config
+from recollect.lab.models.gpt import GPTModel
+from recollect.plans.plan import Plan
+from recollect.profile.profile import Profile
+
+MODULES = ("core_attn", "mlp", "layernorm")
+
+
+@pytest.fixture(scope="module")
+def recorded() -> tuple[GPTModel, dict[str, torch.Tensor], Profile]:
+    model = GPTModel(llama_config(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=128))
+    tokens = torch.randint(0, 128, (8, 128))
+    batch = {"tokens": tokens, "labels": tokens}
+    return model, batch, recollect.record(model, batch, fake=True)
+
+
+@pytest.fixture(scope="module")
+def profile(recorded: tuple[Any, Any, Profile]) -> Profile:
+    return recorded[2]
+
+
+def all_of_megatron(profile: Profile) -> list[Plan]:
+    fields: list[dict[str, Any]] = [{}]
+    for method, number in itertools.product(("uniform", "block"), range(1, 5)):
+        fields.append({"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": number})
+    for count in (1, 2, 3):
+        for names in itertools.combinations(MODULES, count):
+            fields.append({"recompute_granularity": "selective", "recompute_modules": names})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigWarning)
+        return [megatron_plan(profile, RecomputeConfig(**settings)) for settings in fields]
+
+
+def read_back(flags: str) -> RecomputeConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigWarning)
+        return RecomputeConfig(**tyro.cli(RecomputeFlags, args=flags.split()).fields())
+
+
+@pytest.mark.parametrize("percent", [55, 60, 65, 70, 75, 80, 85, 90, 95, 100])
+def test_the_nearest_settings_are_the_fastest_that_fit(profile: Profile, percent: int) -> None:
+    wanted = recollect.plan(profile, f"{percent}%")
+    found = nearest_settings(profile, wanted)
+    fitting = [plan for plan in all_of_megatron(profile) if plan.predicted_peak_bytes <= wanted.budget_bytes]
+    fastest = min((plan.predicted_slowdown, plan.predicted_peak_bytes) for plan in fitting)
+    assert (found.plan.predicted_slowdown, found.plan.predicted_peak_bytes) == fastest
+    assert found.lost_s == (fastest[0] - wanted.predicted_slowdown) * profile.step_s >= 0
+    assert found.unused_bytes == wanted.budget_bytes - fastest[1] >= 0
+    assert megatron_plan(profile, found.settings) == found.plan
+    # What is written means the same plan.
+    again = read_back(megatron_flags(found.settings))
+    assert again == found.settings
+    cfg: Any = type("Recipe", (), {"model": type("Model", (), {})()})()
+    exec(bridge_lines(found.settings), {"cfg": cfg})  # noqa: S102, our own lines
+    assert RecomputeConfig(**vars(cfg.model)) == found.settings
+
+
+def test_what_is_said(profile: Profile) -> None:
+    text = str(nearest_settings(profile, recollect.plan(profile, "70%")))
+    first, second, third = text.splitlines()
+    assert first.startswith("the plan ") and second.startswith("Megatron: ")
+    assert third.startswith("lost: ") and third.endswith(" of the budget are not used")
+
+
+def test_a_plan_without_a_budget_stands_for_its_peak(profile: Profile) -> None:
+    full = megatron_plan(
+        profile, RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
+    )
+    found = nearest_settings(profile, full)
+    assert found.budget_bytes == full.predicted_peak_bytes and found.plan.predicted_slowdown <= full.predicted_slowdown
+
+
+def test_rules_of_the_training_are_kept(profile: Profile) -> None:
+    wanted = recollect.plan(profile, "60%")
+    setting = TrainingSetting(num_layers=4, pipeline_model_parallel_size=2)
+    found = nearest_settings(profile, wanted, setting)
+    assert megatron_plan(profile, found.settings, setting) == found.plan
+
+
+def test_no_recompute_is_written_too(profile: Profile) -> None:
+    found = nearest_settings(profile, recollect.plan(profile, "100%"))
+    assert found.settings == RecomputeConfig() and megatron_flags(found.settings) == ""
+    assert bridge_lines(found.settings) == "cfg.model.recompute_granularity = None"
+
+
+def test_what_cannot_be_written(profile: Profile) -> None:
+    with pytest.raises(PlanError, match="nearest settings: got a plan without predicted peak and slowdown"):
+        nearest_settings(profile, Plan({}))
+    least = min(plan.predicted_peak_bytes for plan in all_of_megatron(profile))
+    wanted = Plan({}, budget_bytes=least - 1, predicted_peak_bytes=least - 1, predicted_slowdown=0.5)
+    with pytest.raises(BudgetTooSmallError, match=r"That is the peak of Megatron: .*, the leanest of the other tool"):
+        nearest_settings(profile, wanted)
+    with pytest.raises(ConfigError, match=r"activation_checkpoint='memory-budget': no plan says what it does\. Choose"):
+        torchtitan_plan(profile, "memory-budget")
+
+
+@pytest.mark.parametrize("percent", [60, 75, 90, 100])
+def test_the_nearest_policy_of_torchtitan(profile: Profile, percent: int) -> None:
+    wanted = recollect.plan(profile, f"{percent}%")
+    found = nearest_policy(profile, wanted)
+    plans = [torchtitan_plan(profile, policy) for policy in ("none", "selective", "full")]
+    fitting = [plan for plan in plans if plan.predicted_peak_bytes <= wanted.budget_bytes]
+    assert found.plan == min(fitting, key=lambda plan: plan.predicted_slowdown)
+    assert torchtitan_plan(profile, found.settings) == found.plan
+    assert torchtitan_flags(found.settings) == f"activation-checkpoint:{found.settings}"
+
+
+def test_torchtitans_policies_are_what_torchtitan_does(recorded: tuple[GPTModel, dict[str, Any], Profile]) -> None:
+    pytest.importorskip("torchtitan", reason="needs torchtitan")
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+    class OnTheCPU(SelectiveAC):
+        def get_save_ops(self) -> set[Any]:
+            return {*super().get_save_ops(), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
+
+    model, batch, profile = recorded
+    wrapped: Any = OnTheCPU(SelectiveAC.Config())._wrap_block(model.decoder.layers[0])
+    contexts = wrapped.checkpoint_fn.keywords["context_fn"]
+    expected = recollect.policy_plan(profile, model, batch, context_fn=contexts)
+    assert torchtitan_plan(profile, "selective").units == expected.units
