@@ -2,6 +2,7 @@
 
     RecollectError (Exception)
       ArgumentError (TypeError)               an argument of another kind, such as one of two that were swapped
+      MissingFileError (FileNotFoundError)    no file where a plan or a profile was expected
       QuantityError (ValueError)              a text or number that is not an amount of bytes or seconds
       PlanError (ValueError)                  a plan that cannot be used
         PlanFormatError                       malformed JSON, or JSON of a later version
@@ -59,6 +60,7 @@ __all__ = [
     "HardwareError",
     "LargerStepError",
     "MeterError",
+    "MissingFileError",
     "MutatedValueError",
     "NotYetError",
     "PlanError",
@@ -129,6 +131,10 @@ class QuantityError(RecollectError, ValueError):
 
 class PlanError(RecollectError, ValueError):
     """A plan that cannot be used."""
+
+
+class MissingFileError(RecollectError, FileNotFoundError):
+    """No file where one was expected."""
 
 
 class PlanFormatError(PlanError):

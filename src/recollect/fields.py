@@ -10,13 +10,43 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["Field", "read_document"]
+from recollect.errors import MissingFileError
+
+__all__ = ["Field", "read_document", "read_file"]
 
 
 class _JsonError(ValueError):
     """A problem found while parsing; `read_document` turns it into the document's error."""
+
+
+def read_file(path: str | Path, *, expected: str, advice: str, error: type[Exception]) -> bytes:
+    """Return what a file holds.
+
+    Args:
+        path: the file.
+        expected: what it should be, such as "a plan that Plan.save wrote".
+        advice: what to do about it, as a sentence.
+        error: class of the exception to raise for what is there but is no such file.
+
+    Raises:
+        MissingFileError: nothing is there.
+        error: a folder, a file that may not be read, or an empty one.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        where = Path(path).absolute().parent
+        found = "no such file" if where.is_dir() else f"no such file, nor its folder {where}"
+        raise MissingFileError(f"{path}: {found}, expected {expected}. {advice}") from None
+    except OSError as problem:
+        found = "is a folder" if Path(path).is_dir() else f"cannot be read ({problem.strerror})"
+        raise error(f"{path}: {found}, expected {expected}. {advice}") from None
+    if not data.strip():
+        raise error(f"{path}: is empty, expected {expected}. {advice}")
+    return data
 
 
 def read_document(text: str, *, format: str, version: int, error: type[Exception]) -> Field:

@@ -24,6 +24,7 @@ from recollect.errors import (
     HardwareError,
     LargerStepError,
     MeterError,
+    MissingFileError,
     MutatedValueError,
     NotYetError,
     PlanError,
@@ -44,6 +45,7 @@ from recollect.quantities import parse_budget
 BUILTIN_BASE = {
     QuantityError: ValueError,
     ArgumentError: TypeError,
+    MissingFileError: FileNotFoundError,
     PlanError: ValueError,
     PlanFormatError: PlanError,
     UnknownNameError: PlanError,

@@ -16,7 +16,10 @@ import recollect
 from recollect.errors import (
     ArgumentError,
     HardwareError,
+    MissingFileError,
+    PlanFormatError,
     PlanMismatchWarning,
+    ProfileFormatError,
     QuantityError,
     RecordError,
     UnknownNameError,
@@ -93,12 +96,58 @@ PLAN = recollect.plan(PROFILE, "100%")
             "recollect.attach(model, optimizer, budget): got an object of class AdamW",
         ),  # type: ignore[arg-type]
         (lambda: recollect.attach("model", ADAMW), "got the text 'model' as model"),  # type: ignore[arg-type]
+        (
+            lambda: recollect.timeline(PLAN, PROFILE),  # type: ignore[arg-type]
+            "recollect.timeline(profile, plan): got an object of class Plan as profile",
+        ),
+        (lambda: recollect.timeline(PROFILE, "plan.json"), "Load it first: recollect.Plan.load('plan.json')."),  # type: ignore[arg-type]
+        (
+            lambda: recollect.explain_peak(PLAN),  # type: ignore[arg-type]
+            "recollect.explain_peak(profile, plan): got an object of class Plan as profile",
+        ),
+        (lambda: recollect.explain_peak(PROFILE, PROFILE), "got an object of class Profile as plan"),  # type: ignore[arg-type]
+        (
+            lambda: recollect.layer_usage(PLAN, PROFILE),  # type: ignore[arg-type]
+            "recollect.layer_usage(profile, plan): got an object of class Plan as profile",
+        ),
+        (lambda: recollect.layer_usage(PROFILE, None), "got an object of class NoneType as plan"),  # type: ignore[arg-type]
+        (
+            lambda: recollect.megatron_plan(MODEL, recollect.RecomputeConfig()),  # type: ignore[arg-type]
+            "recollect.megatron_plan(profile, config): got an object of class Untouched as profile",
+        ),
+        (
+            lambda: recollect.megatron_plan(PROFILE, {"recompute_granularity": "full"}),  # type: ignore[arg-type]
+            "got an object of class dict as config, expected one of class recollect.RecomputeConfig",
+        ),
     ],
 )
 def test_arguments_of_another_kind(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         call()
     assert recollect.applied_to(MODEL) == []
+
+
+@pytest.mark.parametrize(("kind", "what"), [(recollect.Plan, "a plan"), (recollect.Profile, "a profile")])
+def test_files_that_cannot_be_loaded(
+    kind: type[recollect.Plan] | type[recollect.Profile], what: str, tmp_path: Path
+) -> None:
+    """A missing file, one in a missing folder, a folder, an empty file, and JSON of the other kind."""
+    with pytest.raises(
+        MissingFileError, match=rf"none\.json: no such file, expected {what} that .*(Make|Record) one: "
+    ):
+        kind.load(tmp_path / "none.json")
+    with pytest.raises(FileNotFoundError, match=r"no such file, nor its folder .*nowhere, expected"):
+        kind.load(tmp_path / "nowhere" / "none.json")
+    error = PlanFormatError if kind is recollect.Plan else ProfileFormatError
+    with pytest.raises(error, match=rf"is a folder, expected {what} that "):
+        kind.load(tmp_path)
+    (tmp_path / "empty.json").write_text("\n")
+    with pytest.raises(error, match=rf"empty\.json: is empty, expected {what} that "):
+        kind.load(tmp_path / "empty.json")
+    other = PROFILE if kind is recollect.Plan else PLAN
+    other.save(tmp_path / "other.json")
+    with pytest.raises(error, match=r"other\.json: .*got \"recollect\.\w+\", expected 'recollect\.\w+'"):
+        kind.load(tmp_path / "other.json")
 
 
 OPTIMIZER_CALLS: dict[str, Callable[[Any], object]] = {

@@ -17,7 +17,7 @@ from typing import Any
 
 from recollect.byte_format import format_bytes
 from recollect.errors import PlanError, PlanFormatError
-from recollect.fields import Field, read_document
+from recollect.fields import Field, read_document, read_file
 from recollect.plans.action import Action
 from recollect.plans.engines import ENGINE_WORDS, Tape
 from recollect.plans.paths import compress_paths, expand_paths, is_plain
@@ -166,11 +166,17 @@ class Plan:
         """Read a plan from a file that `save` wrote or someone edited by hand.
 
         Raises:
-            PlanFormatError: as for `from_json`; the message names the file.
-            OSError: the file cannot be read.
+            PlanFormatError: as for `from_json`, or a folder, or an empty file; the message names the file.
+            MissingFileError: there is no such file.
         """
+        data = read_file(
+            path,
+            expected="a plan that Plan.save or `recollect plan --out` wrote",
+            advice="Make one: recollect.plan(profile, budget).save(path).",
+            error=PlanFormatError,
+        )
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+            return cls.from_json(data.decode())
         except UnicodeDecodeError as error:
             raise PlanFormatError(f"{path}: not a plan: {error}") from None
         except PlanFormatError as error:

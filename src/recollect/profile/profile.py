@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from recollect.errors import ProfileFormatError
-from recollect.fields import Field, read_document
+from recollect.fields import Field, read_document, read_file
 from recollect.profile.check_log import check_log
 from recollect.profile.codec import (
     construct,
@@ -189,9 +189,14 @@ class Profile:
 
         Raises:
             ProfileFormatError: the file holds no profile; names the file.
-            OSError: the file cannot be read.
+            MissingFileError: there is no such file.
         """
-        data = Path(path).read_bytes()
+        data = read_file(
+            path,
+            expected="a profile that Profile.save wrote",
+            advice="Record one: recollect.record(model, batch).save(path).",
+            error=ProfileFormatError,
+        )
         try:
             text = (gzip.decompress(data) if str(path).endswith(".gz") else data).decode()
         except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from recollect.arguments import check_kind
 from recollect.plans.plan import Plan
 from recollect.profile.events import BACKWARD
 from recollect.profile.graph import OpRecord, UnitGraph
@@ -64,6 +65,9 @@ def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
     Returns:
         One account for each of `profile.calls`, in order. None covers what runs outside the units (the loss).
 
+    Raises:
+        ArgumentError: an argument is of another kind.
+
     Complexity: about two simulations.
 
     Example:
@@ -72,6 +76,8 @@ def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
         >>> layer_usage(Profile((), (), StepLog(), step_s=0.0), Plan({}))
         ()
     """
+    check_kind("layer_usage(profile, plan)", "profile", profile, Profile, "recollect.Profile")
+    check_kind("layer_usage(profile, plan)", "plan", plan, Plan, "recollect.Plan")
     playback = _played(profile, plan)
     accounts = []
     for index, call in enumerate(profile.calls):

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
 from recollect.plans.plan import Plan
 from recollect.plans.text import label_paths, summarise_names
@@ -153,6 +154,9 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
     Returns:
         Every moment at which something is made or freed, with the bytes alive and the unit running then.
 
+    Raises:
+        ArgumentError: an argument is of another kind.
+
     Complexity: a few simulations; 32 layers take about 0.2 s.
 
     Example:
@@ -167,6 +171,8 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
         >>> int(over_time.total_bytes.max()) == plan.predicted_peak_bytes
         True
     """
+    check_kind("timeline(profile, plan)", "profile", profile, Profile, "recollect.Profile")
+    check_kind("timeline(profile, plan)", "plan", plan, Plan, "recollect.Plan")
     lives = lifetimes(profile, decide(profile, plan))
     categories = _Categories(lives)
     num_moments = len(lives.time_s)
@@ -207,6 +213,9 @@ def explain_peak(profile: Profile, plan: Plan | None = None) -> PeakReport:
     Returns:
         Items that add up to the plan's predicted peak, to the byte; prints as a table.
 
+    Raises:
+        ArgumentError: an argument is of another kind.
+
     Example:
         >>> import torch, recollect
         >>> from recollect.lab.models.architectures import llama_config
@@ -218,7 +227,10 @@ def explain_peak(profile: Profile, plan: Plan | None = None) -> PeakReport:
         >>> sum(item.nbytes for item in report.items) == report.peak_bytes
         True
     """
-    return timeline(profile, Plan({}) if plan is None else plan).report
+    plan = Plan({}) if plan is None else plan
+    check_kind("explain_peak(profile, plan)", "profile", profile, Profile, "recollect.Profile")
+    check_kind("explain_peak(profile, plan)", "plan", plan, Plan, "recollect.Plan")
+    return timeline(profile, plan).report
 
 
 def _total(bytes_of: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from recollect.arguments import check_kind
 from recollect.errors import ConfigError, ConfigWarning
 from recollect.integrations.megatron.choice import BlockFull, Choice, NoRecompute, Selective, UniformFull
 from recollect.integrations.megatron.config import RecomputeConfig
@@ -58,6 +59,7 @@ def megatron_plan(
         A plan without a budget.
 
     Raises:
+        ArgumentError: an argument is of another kind.
         ConfigError: settings that clash with each other or with the model; the model has none of the named modules.
         NotYetError: a setting for something that recollect cannot do yet.
 
@@ -79,6 +81,8 @@ def megatron_plan(
         V. Korthikanti, J. Casper, S. Lym, L. McAfee, M. Andersch, M. Shoeybi, B. Catanzaro, "Reducing Activation
         Recomputation in Large Transformer Models", 2022. https://arxiv.org/abs/2205.05198
     """
+    check_kind("megatron_plan(profile, config)", "profile", profile, Profile, "recollect.Profile")
+    check_kind("megatron_plan(profile, config)", "config", config, RecomputeConfig, "recollect.RecomputeConfig")
     if setting is not None:
         config.check(setting)
     refuse_not_yet(config, setting)
