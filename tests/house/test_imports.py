@@ -18,7 +18,7 @@ TORCH_FREE_FILES = sorted(
         "doctor/**/*.py",
         "errors.py",
         "fields.py",
-        "integrations/deepspeed.py",
+        "integrations/deepspeed/section.py",
         "integrations/megatron/**/*.py",
         "integrations/nearest.py",
         "integrations/torchtitan_settings.py",

@@ -11,6 +11,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS: dict[str, tuple[str, ...]] = {
+    "deepspeed_loop": ("deepspeed", "transformers"),
     "diffusers_loop": ("accelerate", "diffusers"),
     "hugging_face_loop": ("transformers",),
     "hugging_face_trainer": ("accelerate", "peft", "transformers"),
@@ -21,6 +22,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 PLANNED = "planned for 4 x 128 in"
 REPORTED = " budget, 8 steps, 1 of them recorded"
 SAYS = {
+    "deepspeed_loop": (PLANNED, REPORTED),
     "diffusers_loop": ("planned for 4 x 4 x 32 x 32 in", REPORTED),
     "hugging_face_loop": (PLANNED, REPORTED),
     "hugging_face_trainer": (PLANNED, REPORTED),

@@ -9,6 +9,7 @@ import gc
 import hashlib
 import importlib
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -113,6 +114,9 @@ def main() -> None:
     meter = AllocatorMeter()
     for name in names or cases:
         print(json.dumps(asdict(row_of(name, cases[name], meter))), flush=True)
+    # A process group's threads may hang at the end.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

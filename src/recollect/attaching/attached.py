@@ -10,23 +10,24 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from recollect._torch_private import num_dispatch_modes, profiler_is_active, tree_leaves
 from recollect.applying import apply_own, apply_policy
-from recollect.attaching.entries import Watcher, entry_forwards
+from recollect.attaching.entries import Removable, Watcher, entry_forwards
 from recollect.attaching.other_mechanisms import OtherMechanisms
-from recollect.attaching.planned_step import PlannedStep, plan_step
+from recollect.attaching.planned_step import PlannedStep, common_steps, plan_step
+from recollect.attaching.ranks import ALONE, Ranks
 from recollect.attaching.report import line_of, report_of
-from recollect.attaching.step_end import StepEnd
+from recollect.attaching.step_end import StepEnd, without_backward
 from recollect.attaching.step_shape import Call, covers
 from recollect.byte_format import format_bytes
 from recollect.costs.op_costs import MeasuredCosts
 from recollect.engine.placed_forward import Applied
-from recollect.errors import BudgetWarning, LargerStepError, RecordError
+from recollect.errors import BudgetWarning, LargerStepError
 from recollect.plans.plan import Plan
 from recollect.progress.stage import stage
 from recollect.recording.find_units import Unit
@@ -38,14 +39,6 @@ from recollect.recording.step_recording import StepRecording
 __all__ = ["Attached", "OnLarger"]
 
 OnLarger: TypeAlias = Literal["replan", "warn", "raise"]
-
-
-class Removable(Protocol):
-    """What can be undone."""
-
-    def remove(self) -> None:
-        """Undo it."""
-        ...
 
 
 # A plan for a step of less than this part of the elements is worth one more recording, if recompute costs more than this.
@@ -76,6 +69,8 @@ class Attached:
         device: torch.device,
         on_larger: OnLarger,
         log: Callable[[str], object],
+        ends_by_hand: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model = model
         self.budget = budget
@@ -88,13 +83,16 @@ class Attached:
         self._device = device
         self._on_larger: OnLarger = on_larger
         self._log = log
+        self._ranks = ranks
         self._parameters = list(model.parameters())
         self._others = OtherMechanisms(model)
         # Raises if the model recomputes already.
         apply_policy(model, [unit.path for unit in units], DropAll()).remove()
         self._watcher = Watcher(self._begin_call, self._abandon_step)
         self._entries = Applied(model, entry_forwards(model, [unit.path for unit in units], self._watcher), None)
-        self._hooks: list[Removable] = [o.register_step_post_hook(self._after_optimizer) for o in self._optimizers]
+        # An engine that steps over parts of the parameters has several steps of an optimizer in one of its own.
+        watched = [] if ends_by_hand else self._optimizers
+        self._hooks: list[Removable] = [o.register_step_post_hook(self._after_optimizer) for o in watched]
         self._active: PlannedStep | None = None
         self._applied: Applied | None = None
         self._recording: StepRecording | None = None
@@ -106,7 +104,7 @@ class Attached:
         self._warned: set[str] = set()
         self._calls: list[Call] = []
         self._group: list[Call] = []
-        self._end = StepEnd(model, self._optimizers)
+        self._end = StepEnd(model, watched)
 
     @property
     def plan(self) -> Plan | None:
@@ -168,13 +166,13 @@ class Attached:
         if self._recording is not None:
             self._recording.recorder.begin_forward()
             return
-        chosen = self._choice(call)
-        if chosen is not None and not (self._is_first and self._attempts_left and self._can_record()):
+        chosen = self._choice(call) if self._ranks.is_alone else self._common_choice()
+        if chosen is not None and not (self._is_first and self._attempts_left and self._all_can_record()):
             if chosen is not self._active:
                 self._put(chosen)
         elif chosen is None and self.planned and self._on_larger != "replan":
             self._refuse(call)
-        elif self._is_first and self._can_record():
+        elif self._is_first and self._all_can_record():
             self._start_recording()
         else:
             self._missed, self._attempts_left = list(self._calls), _MOST_ATTEMPTS
@@ -196,6 +194,13 @@ class Attached:
             return self._active
         best = min(candidates, key=lambda step: step.calls[0].numel)
         return self._smallest(best, call) if self._is_first else best
+
+    def _common_choice(self) -> PlannedStep | None:
+        """Return the fastest planned step that covers the calls so far in all processes."""
+        own = [step for step in self.planned if step.follows(self._calls) or covers(step.calls, self._group)]
+        common = common_steps(own, len(self.recorded_steps), self._ranks)
+        stays = self._active in common and not self._is_first
+        return self._active if stays else next(iter(common), None)
 
     def _smallest(self, chosen: PlannedStep, call: Call) -> PlannedStep | None:
         """Return the covering step that is smallest; None to record this one, if it is much smaller still."""
@@ -229,6 +234,9 @@ class Attached:
             has_gradients=has_gradients,
             is_open=is_open and len(self._calls) > 0,
         )
+
+    def _all_can_record(self) -> bool:
+        return bool(self._ranks.least([self._can_record()])[0])
 
     def _can_record(self) -> bool:
         if profiler_is_active() and self._device.type == "cpu":
@@ -269,13 +277,23 @@ class Attached:
                 f"the optimizer stepped, but {type(self.model).__name__} was not called with gradients on, so that nothing was "
                 "planned: the loop calls parts of it one by one. Call the model, or put that forward into attached.call(...)"
             )
-        if not self._calls or not self._end.is_reached:
-            return
+        if self._calls and self._end.is_reached:
+            self._end.begin_next()
+            self.end_step(type(optimizer).__name__)
+
+    def end_step(self, stepped: str) -> None:
+        """End the training step: plan what was recorded of it.
+
+        Args:
+            stepped: name of what did, for errors.
+        """
         calls, recorded = self._calls, self._recording
-        self._end.begin_next()
+        if not calls:
+            return
         if recorded is not None and not recorded.recorder.has_run_backward:
             self._abandon_step()
-            self._refuse_without_backward(optimizer, len(calls))
+            text = without_backward(self.model, stepped, len(calls), is_first=not self.planned)
+            self._warn_once(text, key="no backward")
             return
         self._calls, self._group, self._recording = [], [], None
         number = self.num_steps
@@ -284,18 +302,6 @@ class Attached:
             self._finish(recorded, calls, number)
         elif self._active is not None:
             self._check_peak(self._active)
-
-    def _refuse_without_backward(self, optimizer: torch.optim.Optimizer, num_calls: int) -> None:
-        """Raise, or warn if there are plans, at a step that trained nothing."""
-        model = type(self.model).__name__
-        calls = "a call" if num_calls == 1 else f"{num_calls} calls"
-        text = f"{type(optimizer).__name__}.step() ended a step with {calls} of {model} in which no backward ran"
-        if not self.planned:
-            raise RecordError(
-                f"attach to {model}: {text}, expected loss.backward() before it, since that is what memory is planned for. "
-                "To go on without a plan, call remove() on what attach returned."
-            )
-        self._warn_once(f"{text}; nothing was planned for it", key="no backward")
 
     def _finish(self, recording: StepRecording, calls: list[Call], number: int) -> None:
         begin = time.perf_counter()
@@ -309,8 +315,9 @@ class Attached:
                     batch=f"{calls[0]}, {len(calls)} calls" if len(calls) > 1 else str(calls[0]),
                     budget=budget,
                 )
+            index = len(self.recorded_steps)
             self.recorded_steps.append(number)
-            planned = plan_step(profile, calls, budget, self.planned)
+            planned = plan_step(profile, calls, budget, self.planned, number=index, ranks=self._ranks)
         self.budget_bytes = planned.budget_bytes
         if not planned.fits:
             self._warn_once(
@@ -318,7 +325,8 @@ class Attached:
                 f"{format_bytes(planned.peak_bytes)} at its leanest, which is how it will run",
                 key=str(calls[0]),
             )
-        self._attempts_left = 0 if planned.follows(self._missed) else max(0, self._attempts_left - 1)
+        has_missed = not self._ranks.least([planned.follows(self._missed)])[0]
+        self._attempts_left = max(0, self._attempts_left - 1) if has_missed else 0
         self.planned = [step for step in self.planned if not planned.replaces(step)]
         self.planned.append(planned)
         self._put(planned)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -11,10 +11,18 @@ from torch import nn
 from recollect._torch_private import tree_leaves
 from recollect.engine.placed_forward import PlacedForward
 
-__all__ = ["Entry", "EntryForward", "entry_forwards"]
+__all__ = ["Entry", "EntryForward", "Removable", "entry_forwards"]
 
 Entry = Callable[[str, nn.Module, Any, Any], None]
 """Called before a call: with the path of the module, the module and its arguments."""
+
+
+class Removable(Protocol):
+    """What can be undone."""
+
+    def remove(self) -> None:
+        """Undo it."""
+        ...
 
 
 class EntryForward(PlacedForward):

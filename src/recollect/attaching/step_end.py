@@ -10,7 +10,7 @@ from torch import nn
 
 from recollect.errors import RecordError
 
-__all__ = ["StepEnd"]
+__all__ = ["StepEnd", "without_backward"]
 
 # Loading weights or clipping them between calls is no optimizer's step; a loop that goes on updating them is.
 _MOST_FOREIGN_UPDATES: Final = 3
@@ -23,14 +23,14 @@ class StepEnd:
 
     Args:
         model: which they train.
-        optimizers: whose steps end a training step together.
+        optimizers: whose steps end a training step together; none if the caller says when it ends.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model_class = type(model).__name__
         self._optimizers = list(optimizers)
         # Any parameter serves: an optimizer's step writes to all that have gradients.
-        self._watched = next((p for p in model.parameters() if p.requires_grad), None)
+        self._watched = next((p for p in model.parameters() if p.requires_grad and optimizers), None)
         self._version = self._version_now()
         self._foreign_updates = 0
         self._stepped: dict[int, int] = {}
@@ -85,3 +85,26 @@ class StepEnd:
 
     def _version_now(self) -> int:
         return -1 if self._watched is None else self._watched._version
+
+
+def without_backward(model: nn.Module, stepped: str, num_calls: int, *, is_first: bool) -> str:
+    """Return what to say of a recorded step that trained nothing.
+
+    Args:
+        model: that was called.
+        stepped: name of what ended the step.
+        num_calls: of the model.
+        is_first: nothing was planned before.
+
+    Raises:
+        RecordError: it is the first.
+    """
+    name = type(model).__name__
+    calls = "a call" if num_calls == 1 else f"{num_calls} calls"
+    text = f"{stepped}.step() ended a step with {calls} of {name} in which no backward ran"
+    if is_first:
+        raise RecordError(
+            f"attach to {name}: {text}, expected loss.backward() before it, since that is what memory is planned for. "
+            "To go on without a plan, call remove() on what attach returned."
+        )
+    return f"{text}; nothing was planned for it"

@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from recollect._torch_private import DATA_DEPENDENT
 from recollect.arguments import check_kind
 from recollect.errors import RecollectError, RecordError
-from recollect.recording.optimizers import Optimizers, state_tensors
+from recollect.recording.optimizers import Optimizers, copied_weights, state_tensors
 from recollect.recording.step_recording import Gradients
 from recollect.tensors import tensors_in
 
@@ -161,12 +161,15 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
 def step_tensors(model: nn.Module, batch: Any, optimizers: Optimizers = None) -> dict[str, list[torch.Tensor]]:
     """Return the tensors that are there before a step and after it, by kind; optimizer state as far as there is some."""
     parameters = list(model.parameters())
+    # Of a parameter that ZeRO-3 has partitioned, the part that stays in this process.
+    parts = [part for parameter in parameters if (part := getattr(parameter, "ds_tensor", None)) is not None]
     return {
-        "parameters": list[torch.Tensor](parameters),
+        "parameters": [*parameters, *parts],
         "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
         "buffers": list(model.buffers()),
         "batch": tensors_in(batch),
         "optimizer_state": state_tensors(optimizers),
+        "master_weights": copied_weights(model, optimizers),
     }
 
 

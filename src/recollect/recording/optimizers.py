@@ -15,6 +15,7 @@ from recollect.profile.allocator_blocks import block_bytes
 __all__ = [
     "Optimizers",
     "check_optimizers",
+    "copied_weights",
     "on_device",
     "optimizers_in",
     "present_state_bytes",
@@ -107,6 +108,22 @@ def state_tensors(optimizers: Any) -> list[torch.Tensor]:
     found = optimizers_in(optimizers)
     found += [inner for outer in found for inner in vars(outer).values() if isinstance(inner, torch.optim.Optimizer)]
     return tensors_in_state([list(optimizer.state.values()) for optimizer in found])
+
+
+def copied_weights(model: nn.Module, optimizers: Any) -> list[torch.Tensor]:
+    """Return what the optimizers step over in place of the model's parameters, such as copies in full precision.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 2).bfloat16()
+        >>> copies = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
+        >>> copied_weights(model, torch.optim.SGD(copies)) == copies, copied_weights(model, None)
+        (True, [])
+    """
+    steps_over = [p for found in optimizers_in(optimizers) for group in found.param_groups for p in group["params"]]
+    storages = storages_of(model.parameters())
+    own = {id(storage) for storage in storages}
+    return [p for p in steps_over if not any(id(storage) in own for storage in storages_of([p]))]
 
 
 def tensors_in_state(state: Any) -> list[torch.Tensor]:

@@ -138,7 +138,7 @@ def _runs_alone(module: nn.Module) -> bool:
     """Whether a copy does what the module does: not with parameters on other processes, nor if it compiles anew."""
     if any(is_fully_sharded(part) or is_compiled_module(part) for part in module.modules()):
         return False
-    return not any(is_traceable_wrapper_subclass(parameter) for parameter in module.parameters())
+    return not any(is_traceable_wrapper_subclass(p) or hasattr(p, "ds_id") for p in module.parameters())
 
 
 def _shapes(items: Any) -> tuple[Any, ...]:

@@ -1,0 +1,208 @@
+"""A memory budget for the engine of `deepspeed.initialize`.
+
+| asked for | here |
+|---|---|
+| ZeRO stages 0 to 3, one process or several | every step of the engine is within the budget; all processes run the same plan |
+| `gradient_accumulation_steps` | a step ends where the engine says so, with all its micro-batches |
+| `activation_checkpointing` in the configuration, `checkpointing.configure` | refused where they would change anything |
+| pipelines, tensor parallelism, the hybrid engine, DeepCompile | not yet |
+
+The first step of the loop is recorded as the engine runs it, so that nothing of a recording stays in ZeRO's partitions.
+
+Run with deepspeed 0.19.8, on its CPU accelerator.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from packaging.version import Version
+from torch import nn
+
+from recollect.applying import applied_to, apply_policy
+from recollect.attaching.attached import Attached, OnLarger
+from recollect.attaching.ranks import ALONE, Group
+from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError
+from recollect.integrations.deepspeed.json_file import BudgetSection, read_config
+from recollect.integrations.deepspeed.section import ActivationCheckpointing
+from recollect.measuring.device_memory import memory_bytes
+from recollect.quantities import check_budget
+from recollect.recording.find_units import find_units
+from recollect.recording.leanest_policy import DropAll
+from recollect.recording.model_step import device_of
+from recollect.recording.optimizers import optimizers_in
+
+__all__ = ["AttachedEngine", "initialize"]
+
+_LEAST_VERSION: Final = "0.16"
+
+
+def initialize(
+    *args: Any,
+    memory_budget: int | str | None = None,
+    on_larger: OnLarger | None = None,
+    units: Iterable[str] | None = None,
+    **kwargs: Any,
+) -> tuple[Any, Any, Any, Any]:
+    """Do what `deepspeed.initialize` does, and keep every step of the engine within a memory budget; see `recollect.attach`.
+
+    The first step of the loop is recorded as it runs, and planned in `engine.step()`; a line about the plan goes to DeepSpeed's
+    log. Processes that record together agree on one plan. `engine.memory_budget` is the handle, with `plan`, `report()` and
+    `remove()`.
+
+    Args:
+        *args: as `deepspeed.initialize` takes them.
+        memory_budget: bytes of the whole step in each process, as an int or text: "22GiB", "90% of the device", "60%" of what
+            the first step needs without recompute. By default what the configuration says under "recollect", as in
+            `{"recollect": {"memory_budget": "22GiB"}}`, else 90% of the device.
+        on_larger: what to do at a step that no plan was made for: "replan", "warn" or "raise".
+        units: module paths of the layers to plan, where they are not found.
+        **kwargs: as `deepspeed.initialize` takes them.
+
+    Returns:
+        What `deepspeed.initialize` returns: engine, optimizer, data loader and schedule.
+
+    Raises:
+        ConfigError: deepspeed is too old; something else is asked to recompute, too; or there is no optimizer.
+        NotYetError: see the table above.
+        AlreadyAppliedError: the model has a plan, or recomputes by itself.
+        QuantityError: the budget is no amount of bytes, or a percentage of a device whose memory is not known.
+        BudgetTooSmallError: by the first `engine.step()` that ends a step, if no plan fits.
+
+    Example: `engine, optimizer, _, _ = initialize(model=model, config=config, memory_budget="22GiB")`.
+    """
+    deepspeed = importlib.import_module("deepspeed")
+    _check_version(deepspeed.__version__)
+    given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
+    config = read_config(given)
+    section = BudgetSection.of(config).with_arguments(memory_budget, on_larger, units)
+    model = given.get("model")
+    if isinstance(model, nn.Module):
+        _check_config(config, given.get("mpu"))
+        _check_model(deepspeed, model, section.units)
+        device = torch.device(deepspeed.accelerator.get_accelerator().device_name())
+        check_budget(section.budget, device_bytes=memory_bytes(device))
+    made: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
+    made[0].memory_budget = AttachedEngine(made[0], section, deepspeed.utils.logger.warning)
+    return made
+
+
+class AttachedEngine(Attached):
+    """The handle of an engine: its steps end where the engine says that its optimizer has stepped.
+
+    ZeRO steps over one part of the parameters after another, and then gathers them, so that no step of an optimizer ends it.
+    """
+
+    def __init__(self, engine: Any, section: BudgetSection, log: Any) -> None:
+        optimizers = optimizers_in(engine.optimizer) if hasattr(engine.optimizer, "param_groups") else []
+        if not optimizers:
+            raise ConfigError(
+                settings={"optimizer": None},
+                reason="nothing ends a training step, and its state is part of what has to fit",
+                advice='Pass optimizer=, or put "optimizer" into the configuration.',
+            )
+        model = engine.module
+        self._engine = engine
+        is_alone = torch.distributed.get_world_size() == 1
+        super().__init__(
+            model,
+            find_units(model, section.units),
+            optimizers,
+            section.budget,
+            device=device_of(model, None),
+            on_larger=section.on_larger,
+            log=log if torch.distributed.get_rank() == 0 else _say_nothing,
+            ends_by_hand=True,
+            ranks=ALONE if is_alone else Group(),
+        )
+        self._own_step = engine.step
+        engine.step = self._step
+
+    def remove(self) -> None:
+        """Remove the plan and stop watching; do nothing the second time."""
+        super().remove()
+        vars(self._engine).pop("step", None)
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the engine's own step; it ends a training step where gradients are no longer accumulated."""
+        before = self._engine.global_steps
+        result = self._own_step(*args, **kwargs)
+        if self._engine.global_steps != before:
+            self.end_step("engine")
+        return result
+
+
+def _say_nothing(_line: str) -> None:
+    pass
+
+
+def _check_version(version: str) -> None:
+    if Version(version) < Version(_LEAST_VERSION):
+        raise ConfigError(
+            settings={"deepspeed": version},
+            reason="its engine is older than any that recollect knows",
+            advice=f"Install deepspeed {_LEAST_VERSION} or later.",
+        )
+
+
+def _check_config(config: Mapping[str, Any], mpu: Any) -> None:
+    """Raise if a configuration asks for what a budget cannot be combined with."""
+    section = ActivationCheckpointing.of(config)
+    for name in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"):
+        if section is not None and getattr(section, name):
+            raise ConfigError(
+                settings={f"activation_checkpointing.{name}": True},
+                reason="it changes what deepspeed.checkpointing.checkpoint keeps, and the budget decides what is kept",
+                advice="Drop it.",
+            )
+    parallel: dict[str, Any] = {"tensor_parallel.autotp_size": _at(config, "tensor_parallel", "autotp_size")}
+    if mpu is not None:
+        names = ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
+        sizes = [getattr(mpu, name)() for name in names if hasattr(mpu, name)]
+        parallel["mpu"] = max(sizes, default=1)
+    settings = {name: size for name, size in parallel.items() if (size or 1) > 1}
+    if settings:
+        raise NotYetError(
+            settings=settings,
+            needs="one plan for ranks that hold different parts of a layer",
+            advice="Train with data parallelism and ZeRO only.",
+        )
+    for path in (("hybrid_engine", "enabled"), ("compile", "deepcompile")):
+        if _at(config, *path):
+            raise NotYetError(
+                settings={".".join(path): True}, needs="an engine that replaces the model's forward", advice="Drop it."
+            )
+
+
+def _at(config: Mapping[str, Any], part: str, name: str) -> Any:
+    inner = config.get(part)
+    return inner.get(name) if isinstance(inner, Mapping) else None
+
+
+def _check_model(deepspeed: Any, model: nn.Module, units: Iterable[str] | None) -> None:
+    """Raise before the engine takes the model, whose parameters ZeRO-3 partitions."""
+    kind = type(model).__name__
+    if isinstance(model, deepspeed.PipelineModule):
+        raise NotYetError(
+            settings={"model": kind},
+            needs="several micro-batches that are in flight in one stage of a pipeline",
+            advice="Pass the model itself, and train with ZeRO.",
+        )
+    if deepspeed.checkpointing.is_configured():
+        raise ConfigError(
+            settings={"deepspeed.checkpointing.is_configured()": True},
+            reason="what the model runs under deepspeed.checkpointing.checkpoint would be recomputed, whatever the budget, and "
+            "under a plan some of it again",
+            advice="Drop the call of deepspeed.checkpointing.configure, and call the layers themselves.",
+        )
+    if applied_to(model):
+        raise AlreadyAppliedError(
+            f"cannot keep {kind} within a memory budget: it has a plan already. Remove it first: "
+            "for applied in recollect.applied_to(model): applied.remove()."
+        )
+    # Raises if the model recomputes by itself.
+    apply_policy(model, [unit.path for unit in find_units(model, units)], DropAll()).remove()

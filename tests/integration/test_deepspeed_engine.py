@@ -1,0 +1,96 @@
+"""DeepSpeed's engine within a memory budget, ZeRO 0 to 3, in one process and in two: the same training, in the budget."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from metered_processes import ROOT, Row, check_row, free_port, metered, metered_ranks, needs_meter
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.slow,
+    needs_meter,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers"),
+]
+
+# Of these, `deepspeed_engines.CASES`, as many as are worth their time; all of them pass, in one process and in two.
+ONE = ("0 fp32", "1 bf16", "2 fp32", "3 bf16")
+TWO = ("1 fp32", "2 bf16")
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, Row]:
+    return metered("deepspeed_engines", *ONE)
+
+
+@pytest.fixture(scope="module")
+def two_processes() -> list[dict[str, Row]]:
+    return metered_ranks("deepspeed_engines", *TWO, "3 lengths", num_ranks=2)
+
+
+EXPECTED = {
+    "plan": r"AlreadyAppliedError: cannot keep LlamaForCausalLM within .* has a plan already\. Remove it first",
+    "flag": r"AlreadyAppliedError: .*Hugging Face's gradient checkpointing; .*_disable\(\) first",
+    "flag and section": r"AlreadyAppliedError: .*Hugging Face's gradient checkpointing",
+    "configured": r"ConfigError: got deepspeed.checkpointing.is_configured\(\)=True: .* Drop the call of deepspeed",
+    "partition": r"ConfigError: got activation_checkpointing.partition_activations=True: .* Drop it",
+    "cpu": r"ConfigError: got activation_checkpointing.cpu_checkpointing=True: .* Drop it",
+    "unknown key": r"ConfigError: got partition_activation=True: there is no such setting. Did you mean",
+    "own unknown key": r"ConfigError: got recollect.budget='1GiB': there is no such setting. .*Choose from memory_budget",
+    "said twice": r"ConfigError: got recollect.memory_budget='1GiB', memory_budget='2GiB': .* Drop one of them",
+    "tensor parallel": r"NotYetError: got tensor_parallel.autotp_size=2: not yet: .* Train with data parallelism",
+    "mpu": r"NotYetError: got mpu=2: not yet: ",
+    "hybrid": r"NotYetError: got hybrid_engine.enabled=True: not yet: .* Drop it",
+    "compile": r"NotYetError: got compile.deepcompile=True: not yet: .* Drop it",
+    "pipeline": r"NotYetError: got model='PipelineModule': not yet: .* Pass the model itself",
+    "no optimizer": r"ConfigError: got optimizer=None: nothing ends a training step.* Pass optimizer=",
+    "no budget": r"QuantityError: .*90% of the device",
+    "too small": r"BudgetTooSmallError: 1 B \(1 bytes\) is below",
+    "old": r"ConfigError: got deepspeed='0.15.4': .* Install deepspeed 0.16 or later",
+    "unknown argument": r"TypeError: .*memory_bugdet",
+    "in the file": r"fine: 1 GiB budget|fine: 1.0 GiB budget",
+    "removed": r"fine: True True",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, str]:
+    """What each mistake raises, from a process of its own."""
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/support/deepspeed_mistakes.py")]
+    environment = {**os.environ, "MASTER_PORT": str(free_port())}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_every_step_of_an_engine_is_within_the_budget(name: str, one_process: dict[str, Row]) -> None:
+    check_row(one_process[name])
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_every_step_of_two_processes_is_within_the_budget(name: str, two_processes: list[dict[str, Row]]) -> None:
+    for rows in two_processes:
+        check_row(rows[name])
+
+
+def test_what_is_asked_for_twice_or_not_there_is_refused_by_name(refusals: dict[str, str]) -> None:
+    for name, text in refusals.items():
+        expected = EXPECTED[name]
+        assert re.search(expected, text), f"{name}: {text}"
+    assert refusals.keys() == EXPECTED.keys()
+
+
+def test_processes_whose_batches_grow_at_different_times_record_together(two_processes: list[dict[str, Row]]) -> None:
+    """Each is longer in one step of its own; both then record, so that one plan holds for both."""
+    for rows in two_processes:
+        check_row(rows["3 lengths"], recorded_steps=3)

@@ -1,0 +1,133 @@
+"""What `initialize` says to mistakes, as one line of JSON: the error of each, by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed_engines  # isort: skip, sets the variables that DeepSpeed reads
+import deepspeed
+import torch
+from torch import nn
+
+import hugging_face_flag
+import recollect
+from hugging_face_trainers import llama, texts
+from recollect.integrations.deepspeed import initialize
+
+SAID: dict[str, str] = {}
+
+
+def _try(name: str, run: Callable[[], object]) -> None:
+    try:
+        SAID[name] = f"fine: {run()}"
+    except Exception as error:
+        SAID[name] = f"{type(error).__name__}: {error}"
+
+
+def _engine(model: Any = None, *, budget: Any = "1GiB", config: Any = None, stage: int = 3, **given: Any) -> Any:
+    model = llama() if model is None else model
+    given.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+    whole = deepspeed_engines.config(stage, **(config or {}))
+    return initialize(model=model, config=whole, memory_budget=budget, **given)[0]
+
+
+def _step(engine: Any) -> Any:
+    batch = torch.stack([row["input_ids"] for row in texts(4)])
+    loss = engine(input_ids=batch, labels=batch).loss
+    engine.backward(loss)
+    engine.step()
+    return loss
+
+
+def _planned() -> nn.Module:
+    model = llama()
+    batch = torch.stack([row["input_ids"] for row in texts(4)])
+    recollect.fit(model, {"input_ids": batch, "labels": batch}, "80%", fake=True)
+    return model
+
+
+def _flagged() -> nn.Module:
+    model = llama().train()
+    hugging_face_flag.enable(model)
+    return model
+
+
+class _Two:
+    def get_model_parallel_world_size(self) -> int:
+        return 2
+
+
+def _from_a_file() -> str:
+    whole = deepspeed_engines.config(1, recollect={"memory_budget": "1GiB", "on_larger": "warn"})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text("# with a comment\n" + json.dumps(whole))
+        model = llama()
+        engine, *_ = initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=str(path))
+    _step(engine)
+    text: str = engine.memory_budget.report()
+    engine.memory_budget.remove()
+    return text
+
+
+def _removed() -> str:
+    engine = _engine(stage=1)
+    engine.memory_budget.remove()
+    engine.memory_budget.remove()
+    _step(engine)
+    return f"{engine.memory_budget.num_steps == 0} {not recollect.applied_to(engine.module)}"
+
+
+def _old() -> object:
+    now, deepspeed.__version__ = deepspeed.__version__, "0.15.4"
+    try:
+        return _engine()
+    finally:
+        deepspeed.__version__ = now
+
+
+def _pipeline() -> object:
+    return _engine(deepspeed.PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=1))
+
+
+def _section(**settings: Any) -> dict[str, Any]:
+    return {"activation_checkpointing": settings}
+
+
+def main() -> None:
+    """Try them all."""
+    deepspeed.init_distributed(dist_backend="gloo")
+    _try("plan", lambda: _engine(_planned()))
+    _try("flag", lambda: _engine(_flagged()))
+    _try("flag and section", lambda: _engine(_flagged(), config=_section(profile=False)))
+    _try("partition", lambda: _engine(config=_section(partition_activations=True)))
+    _try("cpu", lambda: _engine(config=_section(cpu_checkpointing=True)))
+    _try("unknown key", lambda: _engine(config=_section(partition_activation=True)))
+    _try("own unknown key", lambda: _engine(config={"recollect": {"budget": "1GiB"}}))
+    _try("said twice", lambda: _engine(budget="2GiB", config={"recollect": {"memory_budget": "1GiB"}}))
+    _try("tensor parallel", lambda: _engine(config={"tensor_parallel": {"autotp_size": 2}}))
+    _try("mpu", lambda: _engine(mpu=_Two()))
+    _try("hybrid", lambda: _engine(config={"hybrid_engine": {"enabled": True}}))
+    _try("compile", lambda: _engine(config={"compile": {"deepcompile": True}}))
+    _try("pipeline", _pipeline)
+    _try("no optimizer", lambda: _engine(stage=0, optimizer=None))
+    _try("no budget", lambda: _engine(budget=None))
+    _try("too small", lambda: _step(_engine(budget=1, stage=2)))
+    _try("unknown argument", lambda: _engine(memory_bugdet=1))
+    _try("old", _old)
+    _try("in the file", _from_a_file)
+    _try("removed", _removed)
+    # Stays so for the rest of the process.
+    deepspeed.checkpointing.configure(None)
+    _try("configured", _engine)
+    print(json.dumps(SAID), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
