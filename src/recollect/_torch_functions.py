@@ -20,6 +20,7 @@ __all__ = [
     "FunctionRunner",
     "above_autograd",
     "function_runner",
+    "owner_of_hooks",
     "selective_policy",
     "tree_flatten",
     "tree_unflatten",
@@ -84,6 +85,12 @@ _frames.set_code_exec_strategy(
 def runs_python_backward() -> bool:
     """Whether the backward formula that is running is written in Python, as compiled code's is."""
     return isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
+
+
+def owner_of_hooks() -> object:
+    """Return the object whose method packs what autograd saves; None if no hooks are active, or others than methods."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if top is None else getattr(top[0], "__self__", None)
 
 
 def selective_policy(context: object) -> Callable[..., Any] | None:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from recollect._torch_functions import selective_policy
-from recollect._torch_private import pop_saved_tensors_hooks, push_saved_tensors_hooks, transforms_are_active
+from recollect._torch_functions import owner_of_hooks, selective_policy
+from recollect._torch_private import transforms_are_active
 from recollect.checkpointing.op_policy import Contexts, PolicyTape
 from recollect.engine.tape import Tape
 from recollect.engine.tape_mode import TapeMode
@@ -107,7 +107,12 @@ def checkpoint(
             }
             return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
         tape = PolicyTape(lambda: contexts)
-    elif tape.mode is not None and not _is_innermost(tape.mode):
+    outer = owner_of_hooks()
+    if isinstance(outer, TapeMode) and (tape is not _TAPE or outer is not tape.mode):
+        return function(
+            *args, **kwargs
+        )  # Inside a planned unit its plan decides, and inside a policy's region the policy.
+    if tape.mode is not None and outer is not tape.mode:
         # In a checkpoint of PyTorch's inside one of ours: when that runs again, this is an outermost one.
         tape = Tape(DropAll())
     return tape.run(_name_of(function), function, args, kwargs)
@@ -171,15 +176,6 @@ class _Chain:
         for function in self.functions:
             value = function(value)
         return value
-
-
-def _is_innermost(mode: TapeMode) -> bool:
-    """Whether what autograd saves goes to a mode's hooks, not to others inside of them."""
-    hooks = pop_saved_tensors_hooks(mode)
-    if hooks is None:
-        return False
-    push_saved_tensors_hooks(*hooks)
-    return True
 
 
 def _name_of(function: Any) -> str:

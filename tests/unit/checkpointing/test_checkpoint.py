@@ -263,6 +263,37 @@ def test_a_write_to_the_input_is_an_error_by_name() -> None:
             output.sum().backward()
 
 
+class Calls(nn.Module):
+    """A layer that checkpoints a part of itself."""
+
+    def __init__(self, context_fn: Any = None) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.options = {} if context_fn is None else {"context_fn": context_fn}
+
+    def forward(self, x: Tensor) -> Tensor:
+        part: Tensor = recollect.checkpoint(self.part, x, **self.options)
+        return part.exp().sin() + x
+
+
+@pytest.mark.parametrize("has_policy", [False, True])
+def test_in_a_planned_unit_the_plan_decides(has_policy: bool) -> None:
+    context_fn = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.gelu.default])
+    model = nn.Sequential(*[Calls(context_fn if has_policy else None) for _ in range(3)])
+    batch = torch.randn(64, 16)
+    profile = recollect.record(model, batch, loss_fn=torch.sum)
+    full = recollect.classic_plan(profile, "full")
+    report = recollect.verify(model, batch, full, loss_fn=torch.sum)
+    assert report.equal
+    assert report.plan_peak_bytes == pytest.approx(full.predicted_peak_bytes, abs=1024)
+    # Units of which everything is kept are on no tape: there it works as always.
+    partly = recollect.plan(profile, "80%")
+    report = recollect.verify(model, batch, partly, loss_fn=torch.sum)
+    assert report.equal
+    assert partly.predicted_peak_bytes is not None
+    assert report.plan_peak_bytes < partly.predicted_peak_bytes
+
+
 # What is handed to PyTorch's own implementation
 
 
