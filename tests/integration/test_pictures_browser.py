@@ -11,6 +11,7 @@ import pytest
 import recollect
 from browser import CHROMIUM, DRIVER, open_browser, requests, screenshot, show
 from hostile_names import evil_profile
+from recollect.byte_format import least_amount
 from recollect.pictures.page import write_frontier_page
 from recollect.planning.frontier import Frontier
 from recollect.profile.profile import Profile
@@ -39,7 +40,7 @@ def frontier(profile: Profile) -> Frontier:
 @pytest.fixture(scope="module")
 def page(profile: Profile, frontier: Frontier, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("page") / "frontier.html"
-    write_frontier_page(profile, frontier, out)
+    write_frontier_page(profile, frontier, out, step_flags=["--size", "tiny"])
     return out
 
 
@@ -84,14 +85,14 @@ def move_to(browser: Any, x: float, y: float, *, click: bool = False) -> None:
     ActionChains(browser).pause(0.3).perform()
 
 
-def hover_text(browser: Any, chart: str) -> str:
+def hover_text(browser: Any) -> str:
     from selenium.webdriver.support.ui import WebDriverWait
 
     script = """
-        const texts = document.querySelectorAll(`#${arguments[0]} .hoverlayer text`);
-        return [...texts].map(text => text.textContent).join(" ");
+        const tip = document.getElementById("tip");
+        return tip.hidden ? "" : tip.textContent;
     """
-    return str(WebDriverWait(browser, 10).until(lambda b: b.execute_script(script, chart)))
+    return str(WebDriverWait(browser, 10).until(lambda b: b.execute_script(script)))
 
 
 def shown(browser: Any) -> str:
@@ -121,7 +122,7 @@ def test_hover_reads_the_plan(browser: Any, page: Path, frontier: Frontier) -> N
     point = frontier.points[3]
     unit_bytes = browser.execute_script("return JSON.parse(document.getElementById('data').textContent).unit_bytes")
     move_to(browser, *point_at(browser, "frontier", point.peak_bytes / unit_bytes, 100 * point.slowdown))
-    text = hover_text(browser, "frontier")
+    text = hover_text(browser)
     assert f"{100 * point.slowdown:.1f} % slower" in text
     assert "no plan within this peak is below" in text
     assert "layers." in text
@@ -132,7 +133,7 @@ def test_hover_reads_the_memory(browser: Any, page: Path) -> None:
     show(browser, page)
     end = browser.execute_script("return document.getElementById('memory')._fullLayout.xaxis.range[1]")
     move_to(browser, *point_at(browser, "memory", end * 0.6, 0.1))
-    text = hover_text(browser, "memory")
+    text = hover_text(browser)
     assert "MiB, backward of decoder.layers." in text
     assert " KiB  parameters" in text
     assert problems(browser) == []
@@ -149,6 +150,47 @@ def test_click_changes_the_memory(browser: Any, page: Path, frontier: Frontier) 
     assert f"{100 * point.slowdown:.1f} % slower" in shown(browser)
     assert browser.execute_script(total) != before
     assert browser.execute_script("return document.getElementById('text').textContent") == str(point.plan)
+    assert problems(browser) == []
+
+
+@pytest.mark.parametrize("chart", ["frontier", "memory"])
+def test_tip_is_fixed_width_and_within_a_small_phone(browser: Any, page: Path, chart: str) -> None:
+    show(browser, page, width=320)
+    x, y = browser.execute_script(
+        "const p = document.getElementById(arguments[0]).data.find(t => t.hoverinfo === 'none');"
+        "const i = Math.floor(p.x.length / 2); return [p.x[i], p.y[i]]",
+        chart,
+    )
+    move_to(browser, *point_at(browser, chart, x, y))
+    assert hover_text(browser)
+    left, right, font = browser.execute_script(
+        "const tip = document.getElementById('tip'), box = tip.getBoundingClientRect();"
+        "return [box.left, box.right, getComputedStyle(tip).fontFamily]"
+    )
+    assert left >= 0 and right <= 320
+    assert "monospace" in font
+    assert problems(browser) == []
+
+
+def test_page_says_what_to_do_next(browser: Any, page: Path, frontier: Frontier) -> None:
+    """The code of the chosen plan is a click away, and the address names the plan."""
+    from selenium.webdriver.support.ui import Select, WebDriverWait
+
+    show(browser, page)
+    Select(browser.find_element("id", "plan")).select_by_index(2)
+    amount = least_amount(frontier.points[2].peak_bytes)
+    code = browser.find_element("id", "code").text
+    assert code == f'attached = recollect.attach(model, optimizer, budget="{amount}")'
+    assert f"--size tiny --memory-budget {amount} --out plan.json" in browser.find_element("id", "command").text
+    button = browser.find_element("css selector", "[data-copies=code]")
+    button.click()
+    assert button.text in ("Copied", "Selected")
+    assert browser.current_url.endswith("#plan-3")
+    browser.refresh()
+    WebDriverWait(browser, 60).until(lambda b: b.execute_script("return document.body.dataset.ready") == "yes")
+    assert browser.find_element("id", "code").text == code
+    assert browser.find_element("id", "meaning").text.startswith("plan 3: the fastest plan")
+    assert ", modelled for " in browser.title
     assert problems(browser) == []
 
 
@@ -174,5 +216,5 @@ def test_names_are_text(browser: Any, profile: Profile, frontier: Frontier, tmp_
     assert "</script><script>alert(1)" in browser.execute_script("return document.querySelector('h1').textContent")
     end = browser.execute_script("return document.getElementById('memory')._fullLayout.xaxis.range[1]")
     move_to(browser, *point_at(browser, "memory", end * 0.6, 0.1))
-    assert "<img src=x onerror=alert(2)>" in hover_text(browser, "memory")
+    assert "<img src=x onerror=alert(2)>" in hover_text(browser)
     assert problems(browser) == []

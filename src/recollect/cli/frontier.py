@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
 from rich.console import Console
 from rich.table import Table
 
@@ -11,6 +16,7 @@ from recollect.cli.commands import DrawFrontier
 from recollect.cli.output import print_line
 from recollect.cli.pictures import check_pictures
 from recollect.cli.recorded_step import step_recorder
+from recollect.pictures.next_steps import name_points
 from recollect.pictures.page import write_frontier_page
 from recollect.pictures.png import draw_frontier
 from recollect.pictures.words import percent
@@ -35,7 +41,7 @@ def run_frontier(command: DrawFrontier, console: Console) -> None:
         draw_frontier(profile, frontier, command.png)
         print_line(console, f"Drawn to {command.png}.")
     if command.html is not None:
-        write_frontier_page(profile, frontier, command.html)
+        write_frontier_page(profile, frontier, command.html, step_flags=_step_flags(sys.argv[1:]))
         print_line(console, f"Page written to {command.html}.")
 
 
@@ -45,8 +51,30 @@ def frontier_table(frontier: Frontier) -> Table:
     for name in ("peak", "slowdown", "no plan below"):
         table.add_column(name, justify="right")
     table.add_column("plan")
-    rows = [(point, "") for point in frontier.points] + [(point, "bold") for point in frontier.classics]
+    own = zip(name_points(frontier), frontier.points, strict=True)
+    rows = [(replace(point, name=name), "") for name, point in own] + [(point, "bold") for point in frontier.classics]
     for point, style in sorted(rows, key=lambda row: (row[0].peak_bytes, row[0].slowdown)):
         bound = "" if point.bound_slowdown is None else percent(point.bound_slowdown)
         table.add_row(format_bytes(point.peak_bytes), percent(point.slowdown), bound, point.name, style=style)
     return table
+
+
+def _step_flags(words: Sequence[str]) -> list[str]:
+    """Return the flags that describe the step, quoted for a shell, of the words `frontier --size 8b --png a.png`.
+
+    Example:
+        >>> _step_flags(["frontier", "--size", "8b", "--png", "a.png", "--html=b.html", "--fake"])
+        ['--size', '8b', '--fake']
+        >>> _step_flags(["other", "program"])
+        []
+    """
+    if words[:1] != ["frontier"]:
+        return []
+    found: list[str] = []
+    skips = False
+    for word in words[1:]:
+        flag = word.partition("=")[0]
+        if not skips and flag not in ("--png", "--html", "--debug"):
+            found.append(shlex.quote(word))
+        skips = word in ("--png", "--html")
+    return found

@@ -31,7 +31,6 @@
     return {
       paper_bgcolor: color("paper"), plot_bgcolor: color("paper"), font: { color: color("ink"), size: 12 },
       margin: { l: 58, r: 12, t: 14, b: 46 }, hovermode: "closest",
-      hoverlabel: { align: "left", bgcolor: color("panel"), bordercolor: color("pale"), font: { color: color("ink") } },
       showlegend: false,
       ...more,
       xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, rangemode: "tozero", ...more.yaxis },
@@ -46,9 +45,9 @@
 
   function pointTrace(group, name, indices, style) {
     return {
-      name, type: "scatter", customdata: indices, hovertemplate: "%{text}<extra></extra>", meta: group,
+      name, type: "scatter", customdata: indices, hoverinfo: "none", meta: group,
       x: indices.map((i) => data.plans[i].peak), y: indices.map((i) => data.plans[i].slowdown),
-      text: indices.map((i) => data.plans[i].hover.map((line, n) => n ? plain(line) : `<b>${plain(line)}</b>`).join("<br>")),
+      text: indices.map((i) => data.plans[i].hover.join("\n")),
       cliponaxis: false, ...style,
     };
   }
@@ -95,9 +94,9 @@
       ? memory.places.map(() => memory.bytes[c]) : memory.bytes[c]);
     const total = memory.places.map((_, i) => values.reduce((sum, of) => sum + of[i], 0));
     const hover = memory.places.map((place, i) => [
-      `<b>${size(total[i])}, ${plain(memory.names[place])}</b>`,
-      ...data.categories.flatMap((c, n) => values[n][i] > 0 ? [`${size(values[n][i])}  ${plain(c.name)}`] : []).reverse(),
-    ].join("<br>"));
+      `${size(total[i])}, ${memory.names[place]}`,
+      ...data.categories.flatMap((c, n) => values[n][i] > 0 ? [`${size(values[n][i]).padStart(10)}  ${c.name}`] : []).reverse(),
+    ].join("\n"));
     const bare = data.plain;
     const traces = [
       ...data.categories.map((category, c) => ({
@@ -105,7 +104,7 @@
         line: { shape: "hv", width: 0 }, fillcolor: category.color,
       })),
       {
-        type: "scatter", mode: "lines", x, y: closed(total), text: closed(hover), hovertemplate: "%{text}<extra></extra>",
+        type: "scatter", mode: "lines", x, y: closed(total), text: closed(hover), hoverinfo: "none",
         line: { shape: "hv", width: 1, color: color("ink") },
       },
       {
@@ -148,6 +147,9 @@
     element("plan").value = String(chosen);
     element("reading").textContent = plan.hover[0] + (plan.bound_text ? `; ${plan.bound_text}` : "");
     element("where").textContent = plan.where;
+    element("meaning").textContent = plan.meaning ? `${plan.name}: ${plan.meaning}` : "";
+    for (const what of ["command", "code"]) element(what).textContent = plan[what].trim();
+    element("command-step").hidden = !plan.command;
     element("text").textContent = plan.text;
     const swatch = (c) => {
       const mark = document.createElement("span");
@@ -204,7 +206,36 @@
 
   function choose(index) {
     chosen = index;
+    // The address names the plan, so that it can be shared.
+    if (data.plans[index].slug) location.hash = data.plans[index].slug;
     draw();
+  }
+  const fromAddress = () => data.plans.findIndex((plan) => plan.slug && `#${plan.slug}` === location.hash);
+
+  async function copy(button) {
+    const source = element(button.dataset.copies);
+    try {
+      await navigator.clipboard.writeText(source.textContent);
+      button.textContent = "Copied";
+    } catch {
+      // A page from a file may not be allowed to: leave the text selected for the keyboard.
+      getSelection().selectAllChildren(source);
+      button.textContent = document.execCommand("copy") ? "Copied" : "Selected";
+    }
+    setTimeout(() => { button.textContent = "Copy"; }, 2000);
+  }
+
+  // Plotly's own labels are cut off at the chart's edge; this one stays within the window.
+  function showTip(event) {
+    const point = event.points.find((found) => found.data.hoverinfo === "none");
+    if (!point) return;
+    const tip = element("tip");
+    tip.textContent = point.text ?? point.data.text[point.pointIndex];
+    tip.hidden = false;
+    const [x, y] = [event.event.clientX, event.event.clientY];
+    const [wide, high] = [tip.offsetWidth, tip.offsetHeight];
+    tip.style.left = `${Math.max(8, Math.min(x + 14, innerWidth - wide - 8))}px`;
+    tip.style.top = `${y + 18 + high < innerHeight ? y + 18 : Math.max(8, y - high - 14)}px`;
   }
 
   for (const [group, name] of [["plan", "recollect"], ["classic", "classic schedules"]]) {
@@ -216,10 +247,28 @@
     if (options.children.length) element("plan").append(options);
   }
   fillKey();
+  element("meanings").replaceChildren(...data.categories.flatMap((category) => ["dt", "dd"].map((tag) => {
+    const line = document.createElement(tag);
+    line.textContent = tag === "dt" ? category.name : category.meaning;
+    return line;
+  })));
+  if (fromAddress() >= 0) chosen = fromAddress();
+  addEventListener("hashchange", () => {
+    const index = fromAddress();
+    if (index >= 0 && index !== chosen) choose(index);
+  });
+  for (const button of document.querySelectorAll("button[data-copies]")) button.addEventListener("click", () => copy(button));
+  element("next").hidden = data.plans.length < 2;
   element("choice").hidden = data.plans.length < 2;
   element("plan").addEventListener("change", (event) => choose(Number(event.target.value)));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   await draw();
+  if (window.Plotly) {
+    for (const chart of data.plans.length > 1 ? ["frontier", "memory"] : ["memory"]) {
+      element(chart).on("plotly_hover", showTip);
+      element(chart).on("plotly_unhover", () => { element("tip").hidden = true; });
+    }
+  }
   if (window.Plotly && data.plans.length > 1) {
     element("frontier").on("plotly_click", (event) => {
       const index = event.points[0].customdata;

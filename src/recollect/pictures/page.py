@@ -13,6 +13,8 @@ import html
 import json
 import math
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -24,6 +26,7 @@ from recollect.byte_format import format_bytes
 from recollect.errors import RecollectError
 from recollect.pictures.bounds import bound_corners
 from recollect.pictures.curves import memory_curve
+from recollect.pictures.next_steps import CATEGORY_MEANINGS, meaning_of, name_points, next_steps, slug_of
 from recollect.pictures.style import CATEGORY_COLORS
 from recollect.pictures.words import byte_unit, classics_of, describe_profile, percent, time_unit_of
 from recollect.planning.classic import classic_plan
@@ -57,24 +60,29 @@ def require_plotly() -> Any:
     return plotly
 
 
-def write_frontier_page(profile: Profile, frontier: Frontier, out: str | Path) -> None:
+def write_frontier_page(
+    profile: Profile, frontier: Frontier, out: str | Path, *, step_flags: Sequence[str] = ()
+) -> None:
     """Write a page with the frontier, the bound and the classic schedules, and the memory of each plan over time.
 
     Args:
         profile: the recorded step.
         frontier: `recollect.frontier(profile)`.
         out: the HTML file.
+        step_flags: flags of `recollect plan` for the same step, for the command that the page shows; none: no command.
 
     Raises:
         RecollectError: plotly is not installed, or the file cannot be written.
     """
-    points = [("plan", point) for point in frontier.points] + [("classic", point) for point in classics_of(frontier)]
+    own = zip(name_points(frontier), frontier.points, strict=True)
+    points = [("plan", replace(point, name=name)) for name, point in own]
+    points += [("classic", point) for point in classics_of(frontier)]
     unit_bytes, unit = byte_unit(frontier.plain_peak_bytes)
     peaks = [point.peak_bytes / unit_bytes for _, point in points]
     no_plan = [point.budget_bytes / unit_bytes for point in frontier.bound if math.isinf(point.slowdown)]
     stretch = (max(peaks) - min(peaks)) or max(peaks) or 1.0
     _write(profile, out, f"{profile.model_class or 'Model'}: every memory budget and what it costs", {
-        "plans": [_plan_entry(profile, point, group, unit_bytes) for group, point in points],
+        "plans": [_plan_entry(profile, point, group, unit_bytes, step_flags) for group, point in points],
         "chosen": len(frontier.points) // 4,
         "bound": [[_rounded(nbytes / unit_bytes), _rounded(100 * s)] for nbytes, s in bound_corners(frontier.bound)],
         "no_plan_below": max(no_plan, default=None),
@@ -110,6 +118,8 @@ def write_plan_page(profile: Profile, plan: Plan, out: str | Path) -> None:
 
 def _write(profile: Profile, out: str | Path, title: str, data: dict[str, Any]) -> None:
     plotly = require_plotly()
+    if profile.fake:
+        title += f", modelled for {profile.device_name or profile.device}"
     unit_bytes = data["unit_bytes"]
     plain = timeline(profile, classic_plan(profile, "keep_all"))
     curve = memory_curve(plain, num_points=_NUM_POINTS, time_unit=time_unit_of(profile))
@@ -119,7 +129,9 @@ def _write(profile: Profile, out: str | Path, title: str, data: dict[str, Any]) 
         "peak_at": _rounded(curve.peak_at),
         "bytes": [_rounded(nbytes / unit_bytes) for nbytes in plain.total_bytes[curve.moments].tolist()],
     }
-    data["categories"] = [{"name": name, "color": CATEGORY_COLORS[name]} for name in CATEGORIES]
+    data["categories"] = [
+        {"name": name, "color": CATEGORY_COLORS[name], "meaning": CATEGORY_MEANINGS[name]} for name in CATEGORIES
+    ]
     parts = {
         "title": html.escape(title),
         "note": html.escape(describe_profile(profile)),
@@ -157,14 +169,16 @@ def _packed_plotly() -> str:
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
-def _plan_entry(profile: Profile, point: FrontierPoint, group: str, unit_bytes: int) -> dict[str, Any]:
+def _plan_entry(
+    profile: Profile, point: FrontierPoint, group: str, unit_bytes: int, step_flags: Sequence[str] = ()
+) -> dict[str, Any]:
     found = timeline(profile, point.plan)
     curve = memory_curve(found, num_points=_NUM_POINTS, time_unit=time_unit_of(profile))
     places = [found.where(int(moment)) for moment in curve.moments]
     names = list(dict.fromkeys(places))
     number_of = {name: number for number, name in enumerate(names)}
-    is_plain = point.slowdown == 0 and not any(unit.recomputes_anything for unit in point.plan.units.values())
-    name = point.name or ("keep all" if is_plain else "")
+    name = point.name
+    command, code = next_steps(point, step_flags)
     headline = f"{format_bytes(point.peak_bytes)}, {percent(point.slowdown)} slower"
     bound = point.bound_slowdown
     has_bound = bound is not None and math.isfinite(bound)
@@ -173,6 +187,10 @@ def _plan_entry(profile: Profile, point: FrontierPoint, group: str, unit_bytes: 
     budget_bytes = point.plan.budget_bytes
     return {
         "name": name,
+        "slug": slug_of(name),
+        "meaning": meaning_of(name, point) if name else "",
+        "command": command,
+        "code": code,
         "group": group,
         "label": f"{name}: {headline}" if name else headline,
         "peak": point.peak_bytes / unit_bytes,

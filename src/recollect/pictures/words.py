@@ -45,7 +45,7 @@ def describe_profile(profile: Profile) -> str:
     hardware = profile.device_name or profile.device
     parts = [
         f"batch {profile.batch}" if profile.batch else "",
-        f"{hardware}, modelled times" if profile.fake else hardware,
+        f"modelled for {hardware}" if profile.fake else hardware,
         f"PyTorch {profile.torch_version}" if profile.torch_version else "",
     ]
     return " · ".join(part for part in parts if part)
