@@ -230,7 +230,10 @@
     const point = event.points.find((found) => found.data.hoverinfo === "none");
     if (!point) return;
     const tip = element("tip");
-    tip.textContent = point.text ?? point.data.text[point.pointIndex];
+    const lines = (point.text ?? point.data.text[point.pointIndex]).split("\n");
+    // A plan's table does not fit a phone, and wrapped it cannot be read: it is in full below.
+    const plan = data.plans[point.customdata];
+    tip.textContent = (plan && innerWidth < 600 ? lines.slice(0, plan.bound_text ? 2 : 1) : lines).join("\n");
     tip.hidden = false;
     const [x, y] = [event.event.clientX, event.event.clientY];
     const [wide, high] = [tip.offsetWidth, tip.offsetHeight];
