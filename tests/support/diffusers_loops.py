@@ -17,13 +17,13 @@ from metered_trainers import Case, StepPeaks
 NUM_STEPS, BATCH, SIZE = 30, 4, 16
 
 
-def unet() -> Any:
-    """A U-Net that sees a text in its outer blocks, as Stable Diffusion's does."""
+def unet(*, large: bool = False) -> Any:
+    """A U-Net that sees a text in its outer blocks, as Stable Diffusion's does; a large one for timing."""
     torch.manual_seed(0)
     return UNet2DConditionModel(
         sample_size=SIZE,
         layers_per_block=1,
-        block_out_channels=(32, 64),
+        block_out_channels=(64, 128) if large else (32, 64),
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         cross_attention_dim=32,
@@ -32,11 +32,16 @@ def unet() -> Any:
     )
 
 
-def transformer() -> Any:
-    """A diffusion transformer that is told a class, which it forgets at random."""
+def transformer(*, large: bool = False) -> Any:
+    """A diffusion transformer that is told a class, which it forgets at random; a large one for timing."""
     torch.manual_seed(0)
     return DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=16, in_channels=4, out_channels=4, num_layers=4, sample_size=SIZE
+        num_attention_heads=4,
+        attention_head_dim=48 if large else 16,
+        in_channels=4,
+        out_channels=4,
+        num_layers=6 if large else 4,
+        sample_size=SIZE,
     )
 
 
