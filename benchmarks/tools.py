@@ -4,8 +4,8 @@
     python benchmarks/tools.py --tools "HF Trainer"
 
 Each tool trains the same model for 30 steps: plainly, with its own checkpointing, and with recollect within the peak that was
-measured for that. The three run in turns, a process for each tool, on one thread. Peaks are read from a meter that shares nothing
-with recollect's; times are processor time of this process, so that other programs do not count.
+measured for that. The three run in turns, a process for each tool, on one thread. Peaks are read from a meter that shares
+nothing with recollect's; times are processor time of this process, so that other programs do not count.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _work(name: str, rounds: int) -> None:
     """Run one tool, and print a line of JSON."""
     import torch
 
-    from metered_trainers import StepPeaks, _digest
+    from metered_trainers import StepPeaks, digest_of
     from recollect.errors import BudgetTooSmallError
     from tool_loops import TOOLS
 
@@ -122,7 +122,7 @@ def _work(name: str, rounds: int) -> None:
     seconds: dict[str, list[float]] = {"plain": [], "own": [], "ours": []}
     over = 0
     for _ in range(rounds):
-        for way in seconds:
+        for way, times in seconds.items():
             steps = Steps(meter)
             try:
                 model = tool.train(peaks["own"] if way == "ours" else way, steps)
@@ -130,9 +130,9 @@ def _work(name: str, rounds: int) -> None:
                 peaks["own"] = error.least_peak_bytes
                 steps = Steps(meter)
                 model = tool.train(peaks["own"], steps)
-            digests[way] = _digest(model)
+            digests[way] = digest_of(model)
             peaks[way] = max(steps.bytes) if way != "own" else max(*steps.bytes, peaks.get("own", 0))
-            seconds[way].append(steps.step_s)
+            times.append(steps.step_s)
             over += sum(nbytes > peaks["own"] for nbytes in steps.bytes) if way == "ours" else 0
             del model
 

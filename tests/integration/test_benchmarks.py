@@ -227,6 +227,24 @@ def test_planner(tmp_path: Path) -> None:
     assert "tiny: recorded on fake tensors in" in output
 
 
+def test_every_tool_of_the_table_has_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import tool_loops
+    import tools
+
+    assert set(tools.NAMES) == set(tool_loops.TOOLS)
+    row = {
+        "tool": "a",
+        "version": "1",
+        "plain_bytes": 3 * 2**20,
+        "own_bytes": 2**20,
+        "ours_bytes": 2**20,
+        "steps_over": 0,
+    }
+    row |= {"own_slowdown": 0.3, "ours_slowdown": 0.1, "ours_to_own": 0.85, "weights_equal": 1}
+    assert tools._line(row) == "| a | 1 | 3.0 MiB | 1.0 MiB | +30.0% | 1.0 MiB | +10.0% | -15.0% | 0 | equal |"
+
+
 def test_results_are_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     import results_csv

@@ -77,7 +77,7 @@ Case = Callable[[int | str | None, StepPeaks], tuple[nn.Module, int]]
 def row_of(name: str, case: Case, meter: AllocatorMeter) -> Row:
     """Train without a budget, and within one near the least."""
     plain = StepPeaks(meter)
-    expected = _digest(case(None, plain)[0])
+    expected = digest_of(case(None, plain)[0])
     try:
         case(1, StepPeaks(meter))
     except BudgetTooSmallError as error:
@@ -90,11 +90,11 @@ def row_of(name: str, case: Case, meter: AllocatorMeter) -> Row:
         warnings.simplefilter("always")
         model, recorded_steps = case(budget_bytes, peaks)
     said = [str(warning.message) for warning in caught if issubclass(warning.category, BudgetWarning)]
-    is_equal = _digest(model) == expected
+    is_equal = digest_of(model) == expected
     return Row(name, budget_bytes, max(plain.bytes), least_bytes, peaks.bytes, recorded_steps, is_equal, said)
 
 
-def _digest(model: nn.Module) -> str:
+def digest_of(model: nn.Module) -> str:
     """Return a digest of all weights and buffers, and of the state of the random generator."""
     found = hashlib.sha256()
     for name, tensor in model.state_dict().items():
