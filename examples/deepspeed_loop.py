@@ -31,7 +31,7 @@ def main() -> None:
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000},
         "zero_allow_untested_optimizer": True,
         # Of what the first step needs without recompute; on a GPU "22GiB", "90% of the device".
-        "recollect": {"memory_budget": "75%"},
+        "recollect": {"memory_budget": "85%"},
     }
     optimizer = torch.optim.AdamW(model.parameters())
     engine, _, _, _ = initialize(model=model, optimizer=optimizer, config=config)

@@ -41,6 +41,8 @@ EXPECTED = {
     "flag": r"AlreadyAppliedError: .*Hugging Face's gradient checkpointing; .*_disable\(\) first",
     "flag and section": r"AlreadyAppliedError: .*Hugging Face's gradient checkpointing",
     "configured": r"ConfigError: got deepspeed.checkpointing.is_configured\(\)=True: .* Drop the call of deepspeed",
+    "ours configured": r"ConfigError: got recollect.integrations.deepspeed.checkpointing.is_configured\(\)=True: .* Drop",
+    "both": r"ConfigError: got deepspeed.checkpointing.is_configured\(\)=True: .* Call configure and checkpoint of one",
     "partition": r"ConfigError: got activation_checkpointing.partition_activations=True: .* Drop it",
     "cpu": r"ConfigError: got activation_checkpointing.cpu_checkpointing=True: .* Drop it",
     "unknown key": r"ConfigError: got partition_activation=True: there is no such setting. Did you mean",

@@ -17,7 +17,7 @@ from torch import nn
 import hugging_face_flag
 import recollect
 from hugging_face_trainers import llama, texts
-from recollect.integrations.deepspeed import initialize
+from recollect.integrations.deepspeed import checkpointing, initialize
 
 SAID: dict[str, str] = {}
 
@@ -122,9 +122,12 @@ def main() -> None:
     _try("old", _old)
     _try("in the file", _from_a_file)
     _try("removed", _removed)
-    # Stays so for the rest of the process.
+    # Both stay so for the rest of the process.
+    checkpointing.configure(None)
+    _try("ours configured", _engine)
     deepspeed.checkpointing.configure(None)
     _try("configured", _engine)
+    _try("both", lambda: checkpointing.configure(None))
     print(json.dumps(SAID), flush=True)
     os._exit(0)
 

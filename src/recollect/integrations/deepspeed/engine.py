@@ -27,6 +27,7 @@ from recollect.applying import applied_to, apply_policy
 from recollect.attaching.attached import Attached, OnLarger
 from recollect.attaching.ranks import ALONE, Group
 from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError
+from recollect.integrations.deepspeed import checkpointing
 from recollect.integrations.deepspeed.json_file import BudgetSection, read_config
 from recollect.integrations.deepspeed.section import ActivationCheckpointing
 from recollect.measuring.device_memory import memory_bytes
@@ -192,13 +193,14 @@ def _check_model(deepspeed: Any, model: nn.Module, units: Iterable[str] | None) 
             needs="several micro-batches that are in flight in one stage of a pipeline",
             advice="Pass the model itself, and train with ZeRO.",
         )
-    if deepspeed.checkpointing.is_configured():
-        raise ConfigError(
-            settings={"deepspeed.checkpointing.is_configured()": True},
-            reason="what the model runs under deepspeed.checkpointing.checkpoint would be recomputed, whatever the budget, and "
-            "under a plan some of it again",
-            advice="Drop the call of deepspeed.checkpointing.configure, and call the layers themselves.",
-        )
+    for name, its in (("deepspeed", deepspeed.checkpointing), ("recollect.integrations.deepspeed", checkpointing)):
+        if its.is_configured():
+            raise ConfigError(
+                settings={f"{name}.checkpointing.is_configured()": True},
+                reason="what the model runs under its checkpoint would be recomputed, whatever the budget, and under a plan "
+                "some of it again",
+                advice=f"Drop the call of {name}.checkpointing.configure, and call the layers themselves.",
+            )
     if applied_to(model):
         raise AlreadyAppliedError(
             f"cannot keep {kind} within a memory budget: it has a plan already. Remove it first: "

@@ -1,0 +1,157 @@
+"""Stands in for `deepspeed.checkpointing`, in code that calls it on its layers: the same names, on recollect's tape.
+
+    from recollect.integrations.deepspeed import checkpointing  # was: from deepspeed import checkpointing
+
+    checkpointing.configure(None, deepspeed_config="ds_config.json")
+    hidden = checkpointing.checkpoint(layer, hidden)
+
+| setting of `configure` | here |
+|---|---|
+| `mpu_` | nothing is split among its ranks, so it is not needed |
+| `deepspeed_config` | its section `activation_checkpointing`; arguments override it, as in DeepSpeed |
+| `partition_activations`, `checkpoint_in_cpu`, `contiguous_checkpointing` | not yet |
+| `num_checkpoints`, `synchronize`, `profile` | a warning: they have no effect |
+
+`checkpoint` and `non_reentrant_checkpoint` are `recollect.checkpoint`: the function runs once, and its ops are recomputed.
+DeepSpeed itself need not be installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from recollect.checkpointing.checkpoint import checkpoint as checkpoint_on_tape
+from recollect.errors import ConfigError, NotYetError
+from recollect.integrations.deepspeed.json_file import read_config
+from recollect.integrations.deepspeed.section import ActivationCheckpointing
+
+__all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
+
+_NEEDS = {
+    "partition_activations": "kept values that are split among the ranks of tensor parallelism",
+    "cpu_checkpointing": "values that are copied to host memory and back",
+}
+
+
+class _State:
+    """Whether `configure` was called, as DeepSpeed's module remembers it."""
+
+    is_configured = False
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: str | Mapping[str, Any] | None = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Check settings of `deepspeed.checkpointing.configure`; see the table above.
+
+    Args:
+        mpu_: any.
+        deepspeed_config: a configuration, or its path.
+        partition_activations: not yet.
+        contiguous_checkpointing: of partitioned values only.
+        num_checkpoints: has no effect.
+        checkpoint_in_cpu: not yet.
+        synchronize: has no effect.
+        profile: has no effect.
+
+    Raises:
+        ConfigError: an invalid value or a clash; `deepspeed.checkpointing` is configured, too.
+        NotYetError: values split among ranks, or in host memory.
+
+    Warns:
+        ConfigWarning: a setting that has no effect.
+
+    Example:
+        >>> configure(None, deepspeed_config={"activation_checkpointing": {"profile": False}})
+        >>> is_configured()
+        True
+    """
+    given = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    section = dict(read_config({"config": deepspeed_config}).get("activation_checkpointing", {}))
+    section.update((name, value) for name, value in given.items() if value is not None)
+    checked = ActivationCheckpointing.of({"activation_checkpointing": section})
+    for name, needs in _NEEDS.items():
+        if getattr(checked, name):
+            raise NotYetError(settings={name: True}, needs=needs, advice="Leave it out; what a call gets is then kept.")
+    theirs = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
+    if theirs is not None and theirs.is_configured():
+        raise ConfigError(
+            settings={"deepspeed.checkpointing.is_configured()": True},
+            reason="layers called by one of the two and layers called by the other would recompute each other's values",
+            advice="Call configure and checkpoint of one of them only.",
+        )
+    _State.is_configured = True
+
+
+def is_configured() -> bool:
+    """Return whether `configure` was called.
+
+    Example:
+        >>> isinstance(is_configured(), bool)
+        True
+    """
+    return _State.is_configured
+
+
+def reset() -> None:
+    """Do nothing: there are no buffers to reset, since a call's values go when its graph goes."""
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function, drop what it computes, and compute that again in backward; see `recollect.checkpoint`.
+
+    Args:
+        function: such as a layer.
+        *args: what it takes.
+        **kwargs: the same; all are the function's own.
+
+    Returns:
+        What it returns.
+
+    Example:
+        >>> import torch
+        >>> hidden = torch.ones(2, requires_grad=True)
+        >>> checkpoint(lambda x: x.exp().sin(), hidden).sum().backward()
+        >>> torch.equal(hidden.grad, torch.ones(2).exp().cos() * torch.ones(2).exp())
+        True
+    """
+
+    def run(*given: Any) -> Any:
+        return function(*given, **kwargs)
+
+    # DeepSpeed's keywords are all the function's, also those that PyTorch's checkpoint would take for its own.
+    return checkpoint_on_tape(run if kwargs else function, *args, use_reentrant=False)
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """Do what `checkpoint` does, which never runs backward inside backward.
+
+    Args:
+        function: such as a layer.
+        *args: what it takes.
+
+    Returns:
+        What it returns.
+
+    Example:
+        >>> import torch
+        >>> non_reentrant_checkpoint(torch.exp, torch.zeros(1))
+        tensor([1.])
+    """
+    return checkpoint(function, *args)
