@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,6 +46,29 @@ def fully_sharded_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
         for parameter in module.parameters()
         if is_traceable_wrapper_subclass(parameter)
     }
+
+
+def freed_after_forward(model: nn.Module) -> set[int]:
+    """Return the `id` of modules with parameters that FSDP2 frees after forward, to gather them again in backward.
+
+    No public name tells what `fully_shard` and `set_reshard_after_forward` were told.
+    """
+    found: set[int] = set()
+    is_first = True
+    for module in model.modules():
+        if not is_fully_sharded(module):
+            continue
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        # Before the first forward the outermost one does not know yet that it will keep its parameters.
+        will_keep = is_first and state._is_root is None and state._auto_reshard_after_forward
+        is_first = False
+        for group in state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]:
+            if group is None or group.post_forward_mesh_info is None or will_keep:
+                continue
+            for parameter in group.fsdp_params:
+                info = parameter._module_info
+                found.update(id(holder) for holder in (info.module, *info.shared_modules))
+    return found
 
 
 @contextmanager

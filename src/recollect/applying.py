@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from recollect._torch_parallel import is_checkpoint_wrapper
+from recollect._torch_parallel import freed_after_forward, is_checkpoint_wrapper
 from recollect.arguments import check_kind
 from recollect.engine.other_depth import check_depth
 from recollect.engine.placed_forward import Applied, PlacedForward
@@ -22,8 +22,9 @@ from recollect.engine.registry import ENGINES
 from recollect.engine.tape import Tape
 from recollect.engine.tape_engine import tape_forwards
 from recollect.engine.unit_modules import unit_module
-from recollect.errors import AlreadyAppliedError, UnknownNameError
+from recollect.errors import AlreadyAppliedError, PlanError, UnknownNameError
 from recollect.loss.intercept import loss_forwards
+from recollect.plans.action import Action
 from recollect.plans.engines import EngineChoice
 from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
@@ -46,6 +47,7 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
         UnknownNameError: the plan names a unit, or a module in a unit, that the model does not have.
         AlreadyAppliedError: the model already has a plan, `CheckpointWrapper` or Hugging Face's gradient checkpointing.
         ChunkedLossError: the plan computes the loss in chunks, which this model does not support.
+        PlanError: the plan drops the output of a unit whose parameters FSDP2 frees after forward.
 
     Warns:
         PlanMismatchWarning: the plan was made for a model with fewer layers; or once, if a unit runs other ops than the
@@ -73,6 +75,7 @@ def apply_own(model: nn.Module, plan: Plan) -> Applied:
     modules = {path: unit_module(model, path) for path in plan.units}
     for path, unit in plan.units.items():
         _check_value_names(modules[path], path, unit.actions)
+    _check_outputs_stay(model, plan, modules)
     forwards = [
         forward for engine, units in _by_engine(plan.units).items() for forward in ENGINES[engine]().apply(model, units)
     ]
@@ -124,6 +127,19 @@ def _check_value_names(unit: nn.Module, path: str, actions: Mapping[str, str]) -
             close = difflib.get_close_matches(scope, modules, n=1)
             known = [value_name.replace(scope, match) for match in close] or sorted(modules)
             raise UnknownNameError(kind="value", name=value_name, where=unit_words(path), known=known)
+
+
+def _check_outputs_stay(model: nn.Module, plan: Plan, modules: Mapping[str, nn.Module]) -> None:
+    """Check that a unit whose output is dropped has its parameters when the backward of another one asks for the output."""
+    freed = freed_after_forward(model)
+    for path, unit in plan.units.items():
+        if unit.output is Action.RECOMPUTE and any(id(part) in freed for part in modules[path].modules()):
+            raise PlanError(
+                f"cannot apply the plan: it drops the output of {unit_words(path)}, whose parameters FSDP2 frees after "
+                "forward; the next unit's backward would ask for the output before they are gathered again. Record the "
+                'sharded model, whose plans keep it; or set output="keep" in the plan; or shard with '
+                "reshard_after_forward=False."
+            )
 
 
 def _check_not_applied(model: nn.Module, forwards: Iterable[PlacedForward]) -> None:

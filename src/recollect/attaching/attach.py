@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from recollect._torch_parallel import is_fully_sharded
 from recollect.applying import applied_to
 from recollect.arguments import check_kind
 from recollect.attaching.attached import Attached, OnLarger
-from recollect.errors import AlreadyAppliedError, NotYetError, RecordError
+from recollect.errors import AlreadyAppliedError, RecordError
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.measuring.device_memory import memory_bytes
 from recollect.quantities import check_budget
@@ -58,7 +57,6 @@ def attach(
         RecordError: the optimizer trains another model; or, in the first step, it never steps, or steps without a backward.
         QuantityError: the budget is no amount of bytes, or a percentage of a device whose memory is not known.
         AlreadyAppliedError: the model already recomputes.
-        NotYetError: FSDP2 shards the model.
         UnsupportedModelError, UnknownNameError: see `record`.
         BudgetTooSmallError: by the optimizer's first step, if no plan fits that step.
         LargerStepError: by forward, if `on_larger` is "raise".
@@ -90,13 +88,6 @@ def attach(
     if not optimizers:
         raise RecordError("attach: got no optimizer, expected the one whose step ends a training step.")
     check_optimizers(whole, optimizers)
-    sharded = next((name for name, module in whole.named_modules() if is_fully_sharded(module)), None)
-    if sharded is not None:
-        raise NotYetError(
-            settings={"model": f"fully_shard({sharded or type(whole).__name__})"},
-            needs="parameters that are gathered again for what is recomputed",
-            advice="Apply a plan that keeps each unit's output, from a profile of the model before it was sharded.",
-        )
     if applied_to(whole):
         raise AlreadyAppliedError(
             f"cannot attach to {type(whole).__name__}: it has a plan already. Remove it first: "

@@ -255,6 +255,8 @@ class Attached:
             self._warn_once("the model is in eval mode; a step in training mode will be recorded and planned anew")
         tensors = step_tensors(self.model, None, self._optimizers)
         gradients = tensors.pop("gradients")
+        # As they were before forward, in which FSDP2 has gathered ones in their place.
+        tensors["parameters"] = list[torch.Tensor](self._parameters)
         recording = StepRecording(
             self.model, self._units, MeasuredCosts(self._device), self._device, counts_all_tensors=True
         )

@@ -198,7 +198,10 @@ def single_outputs(profile: Profile) -> frozenset[str]:
         for call in profile.calls
         if call.path not in inner
         and (len(calls_of[call.path]) == 1 or not call.repeated or call.path not in feeding)
-        and any(v.is_output and v.saved and v.producer is not None for v in profile.graph_of(call).values)
+        and any(
+            v.is_output and v.saved and v.producer is not None and not v.must_keep
+            for v in profile.graph_of(call).values
+        )
     )
 
 

@@ -41,7 +41,7 @@ def assemble(recorder: StepRecorder, costs: Costs, layers: set[str], **facts: An
             path=call.path,
             graph=graph,
             repeated=call.path in layers,
-            chained=index + 1 < len(sources) and index in sources[index + 1],
+            chained=not call.output_stays and index + 1 < len(sources) and index in sources[index + 1],
             origins=tuple((value, source, source_value) for (source, source_value), value in call.origins.items()),
             outside=tuple((value, storage) for storage, value in call.outside.items()),
         )

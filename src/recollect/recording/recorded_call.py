@@ -48,6 +48,8 @@ class RecordedCall:
     seen_ops: Counter[str] = field(default_factory=Counter)
     watched_modules: set[str] = field(default_factory=set)
     buffer_bytes: int = 0
+    # No plan may drop what it returns.
+    output_stays: bool = False
 
     def add_input(self, nbytes: int) -> int:
         """Add a value that was computed outside the unit; return its index."""

@@ -194,6 +194,13 @@ class StepRecorder:
             if isinstance(tracker, TrackedOther):
                 self.trackers.attach(storage, Filled(self.log, tracker.hand_over()))
 
+    def note_gathered(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Log what parameters hold now that is no part of what is always there: FSDP2 gathered it just before the step."""
+        for parameter in strided_tensors(list(parameters)):
+            storage = parameter.untyped_storage()
+            if tracker_of(storage) is None and storage.nbytes():
+                self.note_resize(storage)
+
     def note_resize(self, storage: torch.UntypedStorage) -> None:
         """Log that the owner of a storage has filled or emptied it."""
         tracker = tracker_of(storage)

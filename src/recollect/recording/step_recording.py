@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from recollect._torch_parallel import filled_storages
+from recollect._torch_parallel import filled_storages, freed_after_forward
 from recollect.applying import apply_policy
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.engine.recorded_on import device_name
@@ -121,6 +121,7 @@ class StepRecording:
             self._persistent[kind] = storage_bytes(present)
             recorder.trackers.mark_persistent(present)
             known += present
+        recorder.note_gathered(self.model.parameters())
         last_gradients = self._present(gradients)
         # Gradients that are there are logged, as if the step made them.
         self._bystanders = Bystanders(
@@ -163,6 +164,7 @@ class StepRecording:
         self._gradients = self._numbers(p.grad for p in self.model.parameters() if p.grad is not None)
         made = self._numbers(state)
         self._leftovers = leftovers(recorder.events, recorder.calls)
+        self._note_staying_outputs()
         recorder.is_over = True
         forget_last_step()
         self.left_bytes = self._leftovers.total_bytes + self._sample_bytes
@@ -180,6 +182,15 @@ class StepRecording:
             ]
             kept = {number: nbytes for number, nbytes in self._leftovers.storages.items() if number not in made}
             self._leftovers = replace(self._leftovers, storages=kept)
+
+    def _note_staying_outputs(self) -> None:
+        """Mark what units return whose parameters are gone when another unit's backward would ask for it."""
+        freed = freed_after_forward(self.model)
+        modules = dict(self.model.named_modules(remove_duplicate=False)) if freed else {}
+        for call in self.recorder.calls if freed else ():
+            call.output_stays = any(id(part) in freed for part in modules[call.path].modules())
+            for value in call.values if call.output_stays else ():
+                value.must_keep |= value.is_output and value.producer is not None
 
     @property
     def _sample_bytes(self) -> int:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 import recollect
-from recollect.errors import BudgetWarning, NotYetError
+from recollect.errors import BudgetWarning
 
 
 def layers() -> nn.ModuleList:
@@ -46,21 +42,3 @@ def test_a_loop_that_calls_the_layers_one_by_one_is_told() -> None:
         optimizer.step()
         assert attached.recorded_steps == [0]
         assert str(attached.planned[0].calls[0]) == "16 x 32"
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs PyTorch with the gloo backend")
-@pytest.mark.usefixtures("one_process")
-def test_a_sharded_model_is_refused() -> None:
-    model = Holder()
-    fully_shard(model.layers[1], mesh=dist.init_device_mesh("cpu", (1,)))
-    with pytest.raises(
-        NotYetError, match=r"got model='fully_shard\(layers\.1\)': not yet: parameters that are gathered"
-    ):
-        recollect.attach(model, torch.optim.AdamW(model.parameters()), "100%")

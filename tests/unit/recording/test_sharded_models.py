@@ -18,6 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import recollect
 from blocks import Stack, built
+from recollect.engine.content import has_same_bits
+from recollect.errors import BudgetTooSmallError, PlanError
+from recollect.measuring.meter import measure_peak
 
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
@@ -65,6 +68,69 @@ model(data).sum().backward()
 assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
 assert all(parameter.grad is not None for parameter in parameters), "gradients went elsewhere"
 assert len(ran) == len(parameters), "hooks are gone"
+
+
+# A unit whose parameters are gone after forward keeps its output: the profile says so, and `apply` refuses what does not.
+def drops(path):
+    return recollect.Plan({path: recollect.UnitPlan({}, output="recompute")})
+
+
+def refuses(model, path):
+    try:
+        recollect.apply(model, drops(path)).remove()
+    except PlanError as error:
+        assert f"it drops the output of unit '{path}', whose parameters FSDP2 frees after forward" in str(error), error
+        return True
+    return False
+
+
+def sharded(**settings):
+    model = built(lambda: Stack(depth=6))
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    return fully_shard(model, **settings)
+
+
+model = sharded()
+assert refuses(model, "blocks.0") and not refuses(model, "stem")
+profile = record(model)
+assert refuses(model, "blocks.0") and not refuses(model, "stem")
+assert not any(call.chained for call in profile.calls if "blocks" in call.path)
+least = recollect.classic_plan(profile, "full").predicted_peak_bytes
+try:
+    recollect.plan(profile, 1)
+except BudgetTooSmallError as error:
+    plan = recollect.plan(profile, error.least_peak_bytes)
+    assert all(unit.output == "keep" for path, unit in plan.units.items() if "blocks" in path), plan
+    assert recollect.verify(model, data, plan, loss_fn=torch.sum).equal
+model = sharded(reshard_after_forward=False)
+assert not refuses(model, "blocks.0")
+profile = record(model)
+assert any(call.chained for call in profile.calls if "blocks" in call.path)
+
+# A loop, recorded while it trains: forward has gathered the root's parameters when the recording begins.
+def train(budget):
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters())
+    attached = budget and recollect.attach(model, optimizer, budget, log=lambda line: None)
+
+    def step():
+        model(data).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    peak_bytes = measure_peak(step).peak_bytes
+    return [parameter.to_local().detach() for parameter in model.parameters()], attached, peak_bytes
+
+
+data = torch.randn(128, 16)
+plain, _, _ = train(None)
+got, attached, peak_bytes = train("80%")
+assert all(has_same_bits(one, other) for one, other in zip(plain, got, strict=True))
+assert attached.recorded_steps == [0]
+assert 0 <= attached.plan.predicted_peak_bytes - peak_bytes <= 1024, (attached.plan.predicted_peak_bytes, peak_bytes)
 print("all well")
 """
 
