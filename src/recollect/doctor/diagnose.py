@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +36,8 @@ def diagnose(*sources: str | Path) -> list[Finding]:
     Args:
         *sources: each a path, or a text with a space or a line break in it: a log with its traceback, a configuration
             (YAML, JSON, a command line or script with flags), or a snapshot of `torch.cuda.memory._dump_snapshot` (pickle
-            or JSON). Several of one run are judged together. Logs are read line by line, so they may have any size.
+            or JSON). Several of one run are judged together. Logs are read line by line, so they may have any size, and
+            may be compressed by gzip.
 
     Returns:
         What was recognised, the most certain first; empty if nothing was.
@@ -101,10 +104,12 @@ class Case:
             size = path.stat().st_size
             if start[:1] == b"\x80":
                 self._add_snapshot(read_pickle(path), name)
-            elif b"\x00" in start or start[:2] == b"\x1f\x8b":
+            elif start[:2] == b"\x1f\x8b":
+                self._add_compressed(path, name)
+            elif b"\x00" in start:
                 raise DiagnosisError(
                     f"{name}: got a binary file, expected text, a configuration, or a snapshot of CUDA memory (a pickle). "
-                    "Unpack it first if it is compressed."
+                    "Unpack it first if it is compressed in another way than by gzip."
                 )
             elif path.suffix == ".json" or (start.lstrip()[:1] == b"{" and size <= _LARGEST_CONFIGURATION):
                 self._add_json(path, name)
@@ -136,7 +141,21 @@ class Case:
             return
         scan = TextScan(lines, name)
         self.texts.append(scan)
-        self.read.append(f"{name}: a text of {scan.num_lines} lines")
+        self.read.append(f"{name}: a text of {scan.num_lines} line{'' if scan.num_lines == 1 else 's'}")
+
+    def _add_compressed(self, path: Path, name: str) -> None:
+        """Read a log that gzip compressed, line by line: unpacked it may have any size."""
+        try:
+            with gzip.open(path) as file:
+                start = file.read(_START_BYTES)
+            if start[:1] == b"\x80" or b"\x00" in start:
+                raise DiagnosisError(f"{name}: got a compressed binary file, expected a log. Unpack it first.")
+            with gzip.open(path, "rt", encoding="utf-8", errors="replace") as lines:
+                self.add_text(iter(lambda: lines.readline(_LONGEST_LINE), ""), name)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
+            raise DiagnosisError(
+                f"{name}: cannot be unpacked ({problem}), expected a whole file of gzip. Copy it again."
+            ) from None
 
     def _add_json(self, path: Path, name: str) -> None:
         try:

@@ -180,7 +180,7 @@ class _Loop:
             recording.abort()
             raise RecordError(
                 f"cannot record {type(self.model).__name__} on fake tensors: {error} asks for the content of a tensor. "
-                "Record it with fake=False, on a small batch if need be."
+                "recollect.record(model, batch, fake=False) records it on real tensors: use a small batch if need be."
             ) from error
         except BaseException:
             recording.abort()

@@ -54,7 +54,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log.write_text(GRAPHS)
     assert main(["doctor", "--json", str(log)]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["read"] == [f"{log}: a text of 1 lines"]
+    assert data["read"] == [f"{log}: a text of 1 line"]
     assert data["findings"][0]["rule"] == "megatron-full-and-graphs"
     assert data["findings"] == [finding.to_data() for finding in recollect.diagnose(log)]
 
@@ -64,7 +64,7 @@ def test_nothing_recognised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     log.write_text("all went well\n")
     assert main(["doctor", str(log)]) == 1
     out = capsys.readouterr().out
-    assert out.startswith(f"Nothing recognised.\n  {log}: a text of 1 lines\nLooked for 1")
+    assert out.startswith(f"Nothing recognised.\n  {log}: a text of 1 line\nLooked for 1")
     assert "Pass the whole log, with the traceback" in out
     assert main(["doctor", "--json", str(log)]) == 1
     assert json.loads(capsys.readouterr().out)["findings"] == []

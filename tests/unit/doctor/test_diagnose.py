@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import time
 import tracemalloc
 from pathlib import Path
@@ -40,8 +41,13 @@ def test_a_text_a_path_and_several() -> None:
     ("name", "content", "message"),
     [
         ("no.log", None, r"no\.log: cannot be read \(No such file or directory\), expected a file"),
-        ("x.log.gz", b"\x1f\x8b\x08", "got a binary file, expected text, a configuration, or a snapshot"),
-        ("model.bin", b"ab\x00cd", "got a binary file"),
+        (
+            "x.log.gz",
+            gzip.compress(b"a log")[:-9],
+            r"x\.log\.gz: cannot be unpacked \(.*\), expected a whole file of gzip",
+        ),
+        ("x.pickle.gz", gzip.compress(b"\x80\x04."), r"got a compressed binary file, expected a log\. Unpack it first"),
+        ("model.bin", b"ab\x00cd", "got a binary file, expected text, a configuration, or a snapshot"),
         ("x.json", b"{'a': 1}", "got malformed JSON"),
         ("x.yaml", b"a: [1\n", "got malformed YAML"),
         ("x.yaml", b"- 1\n- 2\n", "got a YAML list, expected a mapping of settings"),
@@ -53,6 +59,15 @@ def test_unreadable(name: str, content: bytes | None, message: str, tmp_path: Pa
         path.write_bytes(content)
     with pytest.raises(DiagnosisError, match=message):
         recollect.diagnose(path)
+
+
+def test_a_compressed_log_is_read_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "train.log.gz"
+    path.write_bytes(gzip.compress(f"step 1\n{GRAPHS}\n".encode()))
+    (found,) = recollect.diagnose(path)
+    (expected,) = recollect.diagnose(f"step 1\n{GRAPHS}\n")
+    assert (found.rule, found.problem) == (expected.rule, expected.problem)
+    assert found.evidence == (f"{path}:2: {GRAPHS}",)
 
 
 def test_a_folder_is_unreadable(tmp_path: Path) -> None:
