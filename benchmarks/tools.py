@@ -124,12 +124,16 @@ def _work(name: str, rounds: int) -> None:
     for _ in range(rounds):
         for way, times in seconds.items():
             steps = Steps(meter)
+            least_bytes = 0
             try:
                 model = tool.train(peaks["own"] if way == "ours" else way, steps)
             except BudgetTooSmallError as error:
-                peaks["own"] = error.least_peak_bytes
+                least_bytes = error.least_peak_bytes
+            if least_bytes:
+                # Out of the handler, where the error still holds the model of the first attempt.
+                peaks["own"] = least_bytes
                 steps = Steps(meter)
-                model = tool.train(peaks["own"], steps)
+                model = tool.train(least_bytes, steps)
             digests[way] = digest_of(model)
             peaks[way] = max(steps.bytes) if way != "own" else max(*steps.bytes, peaks.get("own", 0))
             times.append(steps.step_s)
