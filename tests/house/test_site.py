@@ -1,0 +1,70 @@
+"""The site builds without a warning, has every page and every public name, and fetches nothing from the network."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT))
+
+from pages.api import PAGE, TOPICS, page  # noqa: E402
+
+pytest.importorskip("mkdocs")
+pytest.importorskip("mkdocstrings")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site; `strict` in mkdocs.yml makes links and pages that lead nowhere, and pages that are in no menu, an error."""
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr + "\nEvery page of docs/ must be under `nav` in mkdocs.yml."
+    return out
+
+
+def public_names() -> set[str]:
+    import recollect
+    import recollect.integrations.deepspeed as deepspeed
+    import recollect.integrations.megatron as megatron
+
+    own = {f"recollect.{name}" for name in recollect.__all__}
+    of_megatron = {
+        f"recollect.integrations.megatron.{name}" for name in megatron.__all__ if name not in recollect.__all__
+    }
+    of_deepspeed = {f"recollect.integrations.deepspeed.{name}" for name in deepspeed.__all__}
+    trainers = {
+        "recollect.integrations.transformers.MemoryBudget",
+        "recollect.integrations.lightning.MemoryBudget",
+        "recollect.integrations.lightning.BudgetHooks",
+    }
+    return own | of_megatron | of_deepspeed | trainers
+
+
+def test_no_public_name_is_missing_from_the_reference() -> None:
+    assert {name for names in TOPICS.values() for name in names} == public_names()
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m pages.api"
+
+
+def test_the_reference_has_signature_and_example_of_each_function(site: Path) -> None:
+    html = (site / "api.html").read_text(encoding="utf-8")
+    markers = re.findall(r"<!-- api: ([\w.]+) -->", PAGE.read_text(encoding="utf-8"))
+    assert [name for name in markers if f'id="{name}"' not in html] == []
+    assert html.count("Examples:") >= len(TOPICS["Step by step"])
+
+
+def test_links_out_of_the_docs_lead_to_pages_of_the_site(site: Path) -> None:
+    pages = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
+    assert {"index.html", "CONTRIBUTING.html", "source/src/recollect/replay.py.html"} <= pages
+    assert 'href="usage.html"' in (site / "index.html").read_text(encoding="utf-8")
+
+
+def test_nothing_is_fetched_from_the_network(site: Path) -> None:
+    tags = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?https?://[^\s\">]*")
+    found = {path.name: tags.findall(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
+    assert {name: urls for name, urls in found.items() if urls} == {}
