@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
+import functools
 from pathlib import Path
+
+import griffe
 
 __all__ = ["PAGE", "TOPICS", "page"]
 
@@ -54,12 +55,20 @@ TOPICS: dict[str, tuple[str, ...]] = {
     ),
     "What went wrong": ("recollect.diagnose", "recollect.Finding"),
     "Large vocabularies": ("recollect.chunked_cross_entropy",),
+    "PyTorch's checkpointing, by its names": (
+        "recollect.checkpoint",
+        "recollect.checkpoint_sequential",
+        "recollect.apply_activation_checkpointing",
+        "recollect.policy_plan",
+    ),
     "Trainers": (
         "recollect.integrations.transformers.MemoryBudget",
+        "recollect.integrations.transformers.enable_memory_budget",
         "recollect.integrations.lightning.MemoryBudget",
         "recollect.integrations.lightning.BudgetHooks",
+        "recollect.integrations.torchtitan.MemoryBudget",
     ),
-    "Settings of Megatron, ROLL and DeepSpeed": (
+    "Settings of Megatron, ROLL, DeepSpeed and torchtitan": (
         "recollect.megatron_plan",
         "recollect.RecomputeConfig",
         "recollect.integrations.megatron.TrainingSetting",
@@ -69,11 +78,20 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "recollect.integrations.megatron.Selective",
         "recollect.integrations.megatron.model_chunks",
         "recollect.integrations.megatron.RULES",
+        "recollect.integrations.megatron.nearest_settings",
+        "recollect.integrations.megatron.megatron_flags",
+        "recollect.integrations.megatron.bridge_lines",
         "recollect.integrations.megatron.RollCheckpointing",
         "recollect.integrations.megatron.roll_plan",
         "recollect.integrations.megatron.roll_recompute_config",
+        "recollect.integrations.roll.apply_roll_checkpointing",
+        "recollect.integrations.roll.RollApplied",
         "recollect.integrations.deepspeed.ActivationCheckpointing",
         "recollect.integrations.deepspeed.deepspeed_plan",
+        "recollect.integrations.torchtitan_settings.TitanPolicy",
+        "recollect.integrations.torchtitan_settings.torchtitan_plan",
+        "recollect.integrations.torchtitan_settings.nearest_policy",
+        "recollect.integrations.torchtitan_settings.torchtitan_flags",
     ),
 }
 _MADE_WHEN_ASKED_FOR = {  # by a module's __getattr__, where static readers see nothing
@@ -101,9 +119,14 @@ def _spaced(markers: list[str]) -> list[str]:
 def _first_line(name: str) -> str:
     if name in _MADE_WHEN_ASKED_FOR:
         return _MADE_WHEN_ASKED_FOR[name]
-    module, _, attribute = name.rpartition(".")
-    text = inspect.getdoc(getattr(importlib.import_module(module), attribute)) or ""
-    return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
+    docstring = _package()[name.removeprefix("recollect.")].docstring
+    return " ".join(docstring.value.partition("\n\n")[0].split()).replace("|", "\\|") if docstring else ""
+
+
+@functools.lru_cache
+def _package() -> griffe.Object | griffe.Alias:
+    """Return the package as it is read without being imported: trainers need not be installed."""
+    return griffe.load("recollect", search_paths=[str(PAGE.parents[1] / "src")])
 
 
 if __name__ == "__main__":
