@@ -67,6 +67,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "recollect.integrations.lightning.MemoryBudget",
         "recollect.integrations.lightning.BudgetHooks",
         "recollect.integrations.torchtitan.MemoryBudget",
+        "recollect.integrations.deepspeed.initialize",
     ),
     "Settings of Megatron, ROLL, DeepSpeed and torchtitan": (
         "recollect.megatron_plan",

@@ -37,7 +37,7 @@ def public_names() -> set[str]:
     """What `recollect` offers, and each of its integrations."""
     found = {f"recollect.{name}" for name in recollect.__all__}
     folder = ROOT / "src" / "recollect" / "integrations"
-    for path in [*folder.glob("[!_]*.py"), folder / "megatron" / "__init__.py"]:
+    for path in [*folder.glob("[!_]*.py"), *folder.glob("*/__init__.py")]:
         module = path.stem if path.stem != "__init__" else path.parent.name
         if module not in PRIVATE_INTEGRATIONS:
             (names,) = re.findall(r"^__all__ = \[(.*?)\]", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

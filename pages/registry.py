@@ -1,0 +1,103 @@
+"""What of the documentation is made by a command. Whoever adds a figure or a table with numbers adds it here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from pages.figures import ROOT, Dated, Exact, Figure, output_of
+
+__all__ = ["FIGURES"]
+
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests" / "support")]
+
+_LARGE = "--size 8b --fake --hardware H100 --dtype bf16 --seq-length 4096"
+_FRONTIER = f"recollect frontier {_LARGE}"
+_MEMORY = f"recollect plan {_LARGE} --memory-budget 72GiB"
+_EXPLAIN = (
+    "recollect explain --size 70b --fake --hardware H100 --dtype bf16 --seq-length 4096"
+    " --recompute-granularity selective --recompute-modules mlp"
+)
+
+
+def _api() -> str:
+    from pages.api import page
+
+    return page()
+
+
+def _zoo() -> str:
+    from architectures.page import page, read_rows
+
+    return page(read_rows(ROOT / "benchmarks" / "results" / "zoo.jsonl"))
+
+
+def _gpu() -> str:
+    from gpu.page import page
+
+    return page(ROOT / "benchmarks" / "results" / "gpu")
+
+
+def _doctor_rules() -> str:
+    from recollect.doctor.table import rules_table
+
+    return rules_table()
+
+
+def _megatron_rules() -> str:
+    from recollect.integrations.megatron.tables import rules_table
+
+    return rules_table()
+
+
+def _megatron_not_yet() -> str:
+    from recollect.integrations.megatron.tables import not_yet_table
+
+    return not_yet_table()
+
+
+def _megatron_flags() -> str:
+    from flag_table import foreign_table
+
+    return foreign_table()
+
+
+def _printed(command: str) -> Callable[[], str]:
+    return lambda: output_of(command)
+
+
+def _rows(page: str, command: str, *results: str) -> Dated:
+    """Return a page whose numbers are in the rows of these benchmarks."""
+    return Dated(page, command, tuple(f"benchmarks/results/{name}" for name in results))
+
+
+def _part(page: str, command: str, now: Callable[[], str]) -> Exact:
+    return Exact(page, command, now, whole=False, renews=False)
+
+
+FIGURES: tuple[Figure, ...] = (
+    Exact("docs/api.md", "python -m pages.api", _api),
+    Exact("docs/zoo.md", "python benchmarks/model_zoo.py --page", _zoo),
+    Exact("docs/gpu.md", "scripts/gpu --page", _gpu),
+    _part("docs/doctor.md", "python -m recollect.doctor.table", _doctor_rules),
+    _part("docs/megatron.md", "python -m recollect.integrations.megatron.tables", _megatron_rules),
+    _part("docs/megatron.md", "python -m recollect.integrations.megatron.tables", _megatron_not_yet),
+    _part("docs/megatron_flags.md", "PYTHONPATH=src:tests/support python -m flag_table", _megatron_flags),
+    Exact("docs/explain.md", _EXPLAIN, _printed(_EXPLAIN), whole=False, renews=False, seconds=15),
+    Dated("docs/frontier.png", f"{_FRONTIER} --png docs/frontier.png", prints=_FRONTIER, renews=True, seconds=15),
+    Dated("docs/memory.png", f"{_MEMORY} --png docs/memory.png", prints=f"{_MEMORY} --out {os.devnull}", renews=True, seconds=10),
+    Dated(
+        "benchmarks/results/frontier-dense-cpu-fp32-d384-l16.png",
+        "python benchmarks/frontier.py --redraw",
+        ("benchmarks/results/frontier.csv",),
+    ),
+    _rows(
+        "docs/peers.md", "python benchmarks/frontier.py; python benchmarks/compiled.py", "frontier.csv", "compiled.csv"
+    ),
+    _rows("docs/claims.md", "python benchmarks/claims.py", "claims.csv"),
+    _rows("docs/costs.md", "python benchmarks/cost_model.py", "cost_model.csv"),
+    _rows("docs/loss.md", "python benchmarks/loss_chunks.py", "loss_chunks.csv"),
+    _rows("docs/planner_measurements.md", "python benchmarks/planner.py", "planner.csv"),
+    _rows("docs/megatron_core.md", "python benchmarks/megatron_core.py", "megatron_core.csv"),
+)
