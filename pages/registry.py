@@ -86,7 +86,13 @@ FIGURES: tuple[Figure, ...] = (
     _part("docs/megatron_flags.md", "PYTHONPATH=src:tests/support python -m flag_table", _megatron_flags),
     Exact("docs/explain.md", _EXPLAIN, _printed(_EXPLAIN), whole=False, renews=False, seconds=15),
     Dated("docs/frontier.png", f"{_FRONTIER} --png docs/frontier.png", prints=_FRONTIER, renews=True, seconds=15),
-    Dated("docs/memory.png", f"{_MEMORY} --png docs/memory.png", prints=f"{_MEMORY} --out {os.devnull}", renews=True, seconds=10),
+    Dated(
+        "docs/memory.png",
+        f"{_MEMORY} --png docs/memory.png",
+        prints=f"{_MEMORY} --out {os.devnull}",
+        renews=True,
+        seconds=10,
+    ),
     Dated(
         "benchmarks/results/frontier-dense-cpu-fp32-d384-l16.png",
         "python benchmarks/frontier.py --redraw",
