@@ -53,6 +53,12 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "recollect.measure_peak",
         "recollect.PeakMeasurement",
     ),
+    "Pipelines": (
+        "recollect.plan_pipeline",
+        "recollect.predict_pipeline",
+        "recollect.PipelinePlan",
+        "recollect.PipelineSchedule",
+    ),
     "What went wrong": ("recollect.diagnose", "recollect.Finding"),
     "Large vocabularies": ("recollect.chunked_cross_entropy",),
     "PyTorch's checkpointing, by its names": (

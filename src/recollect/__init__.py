@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from recollect.integrations.megatron.config import RecomputeConfig
     from recollect.loss.chunked import chunked_cross_entropy
     from recollect.measuring.meter import PeakMeasurement, measure_peak
+    from recollect.pipelines.plan_pipeline import PipelinePlan, plan_pipeline, predict_pipeline
+    from recollect.pipelines.schedule import PipelineSchedule
     from recollect.planning.choose import plan
     from recollect.planning.classic import classic_plan
     from recollect.planning.frontier import Frontier, frontier
@@ -46,6 +48,8 @@ __all__ = [
     "LayerUsage",
     "PeakMeasurement",
     "PeakReport",
+    "PipelinePlan",
+    "PipelineSchedule",
     "Plan",
     "Profile",
     "RecomputeConfig",
@@ -69,7 +73,9 @@ __all__ = [
     "measure_peak",
     "megatron_plan",
     "plan",
+    "plan_pipeline",
     "policy_plan",
+    "predict_pipeline",
     "record",
     "timeline",
     "verify",
@@ -86,6 +92,8 @@ _HOME_OF_NAME = {
     "LayerUsage": "recollect.simulation.layer_usage",
     "PeakMeasurement": "recollect.measuring.meter",
     "PeakReport": "recollect.simulation.timeline",
+    "PipelinePlan": "recollect.pipelines.plan_pipeline",
+    "PipelineSchedule": "recollect.pipelines.schedule",
     "Plan": "recollect.plans.plan",
     "Profile": "recollect.profile.profile",
     "RecomputeConfig": "recollect.integrations.megatron.config",
@@ -109,7 +117,9 @@ _HOME_OF_NAME = {
     "measure_peak": "recollect.measuring.meter",
     "megatron_plan": "recollect.integrations.megatron.compile",
     "plan": "recollect.planning.choose",
+    "plan_pipeline": "recollect.pipelines.plan_pipeline",
     "policy_plan": "recollect.checkpointing.policy_plan",
+    "predict_pipeline": "recollect.pipelines.plan_pipeline",
     "record": "recollect.recording.record",
     "timeline": "recollect.simulation.timeline",
     "verify": "recollect.verification.verify",

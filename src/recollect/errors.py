@@ -15,6 +15,7 @@
       UnsupportedModelError (ValueError)      nothing to plan
       AlreadyAppliedError (RuntimeError)      the model, or a layer of it, is already wrapped
       RecordError (RuntimeError)              the recorded step did not run
+      ScheduleError (ValueError)              a pipeline schedule that cannot run
       LargerStepError (RuntimeError)          a step larger than any that a plan was made for
       ChunkedLossError (RuntimeError)         the loss cannot be computed in chunks
       MeterError (RuntimeError)               memory cannot be measured here
@@ -73,18 +74,19 @@ __all__ = [
     "RecollectError",
     "RecomputeMismatchError",
     "RecordError",
+    "ScheduleError",
     "UnknownNameError",
     "UnsupportedModelError",
 ]
 
 
-def _unit_text(path: str) -> str:
-    return path or "the model"
-
-
 def _used_by(unit: str, module: str, op: str) -> str:
     path = _unit_text(".".join(part for part in (unit, module) if part))
     return f"used by {op} in {path}" if op else f"saved for backward in {path}"
+
+
+def _unit_text(path: str) -> str:
+    return path or "the model"
 
 
 def _restore(cls: type[RecollectError], args: tuple[Any, ...], attributes: dict[str, Any]) -> RecollectError:
@@ -95,16 +97,7 @@ def _restore(cls: type[RecollectError], args: tuple[Any, ...], attributes: dict[
 
 
 class RecollectError(Exception):
-    """The base of all recollect errors.
-
-    Example:
-        >>> from recollect.quantities import parse_bytes
-        >>> try:
-        ...     parse_bytes("sixteen")
-        ... except RecollectError as error:
-        ...     print(type(error).__name__)
-        QuantityError
-    """
+    """The base of all recollect errors."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default calls the class with `args`, which fails if the constructor takes keywords.
@@ -276,6 +269,10 @@ class AlreadyAppliedError(RecollectError, RuntimeError):
 
 class RecordError(RecollectError, RuntimeError):
     """The step to record did not run: the model rejected the batch, or the loss is not a scalar."""
+
+
+class ScheduleError(RecollectError, ValueError):
+    """A pipeline schedule that no pipeline can run, or that does not go with the stages it is for."""
 
 
 class LargerStepError(RecollectError, RuntimeError):

@@ -24,6 +24,7 @@ LAYERS = (
     "profile",
     "simulation",
     "planning",
+    "pipelines",
     "measuring",
     "engine",
     "loss",

@@ -37,6 +37,7 @@ from recollect.errors import (
     RecollectError,
     RecomputeMismatchError,
     RecordError,
+    ScheduleError,
     UnknownNameError,
     UnsupportedModelError,
 )
@@ -53,6 +54,7 @@ BUILTIN_BASE = {
     ConfigError: ValueError,
     NotYetError: NotImplementedError,
     LargerStepError: RuntimeError,
+    ScheduleError: ValueError,
     HardwareError: ValueError,
     BudgetTooSmallError: ValueError,
     UnsupportedModelError: ValueError,

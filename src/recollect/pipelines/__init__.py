@@ -1,0 +1,1 @@
+"""Plans for the stages of a pipeline, by the pipeline's own schedule."""

@@ -1,0 +1,241 @@
+"""Describe what each rank of a pipeline computes, in order: forward and backward of each stage and micro-batch."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from recollect.errors import ConfigError, NotYetError, ScheduleError
+
+__all__ = ["PipelineAction", "PipelineSchedule", "schedule_of"]
+
+FORWARD: Final = "F"
+BACKWARD: Final = "B"
+# What torch.distributed.pipelining writes between them: communication, and FSDP's gathers and reductions.
+_NOT_COMPUTED: Final = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+_COMPUTED: Final = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineAction:
+    """A stage's forward ("F") or backward ("B") of one micro-batch."""
+
+    stage: int
+    kind: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """What each rank computes, in order.
+
+    Attributes:
+        ranks: the actions of each rank.
+        holds_sent: whether a rank holds all that it sent, outputs and gradients, until the step ends, as
+            `torch.distributed.pipelining` does with GPipe and with several stages a rank.
+
+    Raises:
+        ScheduleError: a stage on two ranks, or missing; an action missing, repeated, or a backward before its forward.
+
+    Example:
+        >>> schedule = PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=3)
+        >>> [" ".join(map(str, actions)) for actions in schedule.ranks]
+        ['0F0 0F1 0B0 0F2 0B1 0B2', '1F0 1B0 1F1 1B1 1F2 1B2']
+        >>> schedule.most_in_flight(0), schedule.most_in_flight(1)
+        (2, 1)
+    """
+
+    ranks: tuple[tuple[PipelineAction, ...], ...]
+    holds_sent: bool = False
+
+    def __post_init__(self) -> None:
+        rank_of: dict[int, int] = {}
+        for rank, actions in enumerate(self.ranks):
+            for action in actions:
+                if rank_of.setdefault(action.stage, rank) != rank:
+                    raise ScheduleError(
+                        f"stage {action.stage} runs on ranks {rank_of[action.stage]} and {rank}, expected one"
+                    )
+            _check_pairs(rank, actions)
+        if sorted(rank_of) != list(range(len(rank_of))) or not rank_of:
+            raise ScheduleError(
+                f"the schedule has stages {sorted(rank_of)}, expected 0, 1, 2 and so on, each at least once"
+            )
+        batches = {stage: self._micro_batches(stage, rank) for stage, rank in rank_of.items()}
+        for stage, found in batches.items():
+            if found != batches[0]:
+                raise ScheduleError(
+                    f"stage {stage} runs micro-batches {sorted(found)}, and stage 0 {sorted(batches[0])}, expected the same"
+                )
+
+    def _micro_batches(self, stage: int, rank: int) -> frozenset[int]:
+        return frozenset(action.micro_batch for action in self.ranks[rank] if action.stage == stage)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages, those of all ranks together."""
+        return 1 + max(action.stage for actions in self.ranks for action in actions)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches of a step."""
+        return len({action.micro_batch for action in self.ranks[0]})
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a rank runs, in order."""
+        return tuple(sorted({action.stage for action in self.ranks[rank]}))
+
+    def most_in_flight(self, stage: int) -> int:
+        """Return the most micro-batches whose forward ran and whose backward did not end."""
+        rank = next(r for r in range(len(self.ranks)) if stage in self.stages_of(r))
+        alive = most = 0
+        for action in self.ranks[rank]:
+            if action.stage == stage:
+                alive += 1 if action.kind == FORWARD else -1
+                most = max(most, alive)
+        return most
+
+    @classmethod
+    def gpipe(cls, *, num_stages: int, num_micro_batches: int) -> PipelineSchedule:
+        """Return the schedule that runs all forwards, then all backwards (Huang et al. 2019).
+
+        Raises:
+            ConfigError: a count below 1.
+        """
+        _check_counts(num_stages=num_stages, num_micro_batches=num_micro_batches)
+        batches = range(num_micro_batches)
+        ranks = (
+            tuple(PipelineAction(stage, kind, batch) for kind in (FORWARD, BACKWARD) for batch in batches)
+            for stage in range(num_stages)
+        )
+        return cls(tuple(ranks), holds_sent=True)
+
+    @classmethod
+    def one_f_one_b(cls, *, num_stages: int, num_micro_batches: int) -> PipelineSchedule:
+        """Return the schedule that alternates forward and backward once the pipeline is full (Narayanan et al. 2021).
+
+        Raises:
+            ConfigError: a count below 1.
+        """
+        _check_counts(num_stages=num_stages, num_micro_batches=num_micro_batches)
+        return cls.interleaved_1f1b(num_ranks=num_stages, stages_per_rank=1, num_micro_batches=num_micro_batches)
+
+    @classmethod
+    def interleaved_1f1b(cls, *, num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> PipelineSchedule:
+        """Return 1F1B with several stages on each rank: stage s on rank s mod `num_ranks` (Narayanan et al. 2021).
+
+        Raises:
+            ConfigError: a count below 1; or, with several stages a rank, micro-batches that are no multiple of the ranks.
+        """
+        _check_counts(num_ranks=num_ranks, stages_per_rank=stages_per_rank, num_micro_batches=num_micro_batches)
+        if stages_per_rank > 1 and num_micro_batches % num_ranks:
+            raise ConfigError(
+                settings={"num_micro_batches": num_micro_batches, "num_ranks": num_ranks},
+                reason="interleaved 1F1B runs micro-batches in groups of one a rank",
+                advice=f"Use a multiple of {num_ranks}.",
+            )
+        total = num_micro_batches * stages_per_rank
+        ranks = []
+        for rank in range(num_ranks):
+            warmup = num_ranks - rank - 1
+            if stages_per_rank > 1:
+                warmup = 2 * warmup + (stages_per_rank - 1) * num_ranks
+            warmup = min(warmup, total)
+            forwards = [_chunk(i, rank, num_ranks, stages_per_rank, FORWARD) for i in range(total)]
+            backwards = [_chunk(i, rank, num_ranks, stages_per_rank, BACKWARD) for i in range(total)]
+            steady = [action for i in range(total - warmup) for action in (forwards[warmup + i], backwards[i])]
+            ranks.append((*forwards[:warmup], *steady, *backwards[total - warmup :]))
+        return cls(tuple(ranks), holds_sent=stages_per_rank > 1)
+
+
+def _chunk(number: int, rank: int, num_ranks: int, stages_per_rank: int, kind: str) -> PipelineAction:
+    """Return a rank's forward or backward of that number: groups of `num_ranks` micro-batches go through all its stages."""
+    chunk = number // num_ranks % stages_per_rank if stages_per_rank > 1 else 0
+    if kind == BACKWARD:
+        chunk = stages_per_rank - 1 - chunk
+    if stages_per_rank == 1:
+        return PipelineAction(rank, kind, number)
+    batch = number // (num_ranks * stages_per_rank) * num_ranks + number % num_ranks
+    return PipelineAction(chunk * num_ranks + rank, kind, batch)
+
+
+def schedule_of(schedule: Any) -> PipelineSchedule:
+    """Return a schedule from any of its forms.
+
+    Args:
+        schedule: a `PipelineSchedule`; a schedule object of `torch.distributed.pipelining`; or the actions of each rank, as
+            a list or as a dict by rank, each written as torch does: "0F2" is stage 0's forward of micro-batch 2. Empty
+            entries and communication are skipped.
+
+    Raises:
+        ScheduleError: an action that cannot be read, or as `PipelineSchedule`.
+        NotYetError: backward is split in two (zero bubble).
+
+    Example:
+        >>> schedule_of([["0F0", "", "0B0"], ["", "1F0", "1B0"]]).num_stages
+        2
+    """
+    if isinstance(schedule, PipelineSchedule):
+        return schedule
+    kind = type(schedule).__name__
+    # What these two run is written in their loops; their lists, made for drawing, have the last rank's warm-up one too long.
+    single = {"ScheduleGPipe": PipelineSchedule.gpipe, "Schedule1F1B": PipelineSchedule.one_f_one_b}.get(kind)
+    if single is not None:
+        return single(num_stages=schedule._num_stages, num_micro_batches=schedule._n_microbatches)
+    is_torch = hasattr(schedule, "pipeline_order")
+    rows = schedule.pipeline_order if is_torch else schedule
+    if isinstance(rows, Mapping):
+        rows = [rows[rank] for rank in sorted(rows)]
+    if not isinstance(rows, Sequence) or isinstance(rows, str):
+        raise ScheduleError(
+            f"got an object of class {kind} as schedule, expected a PipelineSchedule, one of torch.distributed.pipelining, "
+            "or the list of each rank's actions, such as [['0F0', '0B0']]"
+        )
+    return PipelineSchedule(tuple(tuple(_read(row)) for row in rows), holds_sent=is_torch)
+
+
+def _read(row: Iterable[Any]) -> Iterable[PipelineAction]:
+    for entry in row:
+        text = "" if entry is None else str(entry).strip()
+        # Two actions at once: they share the device, in this order.
+        inner = re.fullmatch(r"\((.*)\)OVERLAP_F_B", text)
+        for part in inner[1].split(";") if inner else [text]:
+            if not part or _NOT_COMPUTED.fullmatch(part):
+                continue
+            found = _COMPUTED.fullmatch(part)
+            if found is None:
+                raise ScheduleError(f"got the action {part!r}, expected stage, F or B, and micro-batch, such as '0F2'")
+            if found[2] in "IW":
+                raise NotYetError(
+                    settings={"action": part},
+                    needs="values that are computed again for the first half of backward only (zero bubble)",
+                    advice="Use a schedule with whole backwards: 1F1B, interleaved 1F1B or GPipe.",
+                )
+            yield PipelineAction(int(found[1]), found[2], int(found[3]))
+
+
+def _check_pairs(rank: int, actions: Iterable[PipelineAction]) -> None:
+    seen: Counter[PipelineAction] = Counter()
+    for action in actions:
+        seen[action] += 1
+        if seen[action] > 1:
+            raise ScheduleError(f"rank {rank} runs {action} twice, expected once")
+        if action.kind == BACKWARD and not seen[PipelineAction(action.stage, FORWARD, action.micro_batch)]:
+            raise ScheduleError(f"rank {rank} runs {action} before its forward")
+    for action in list(seen):
+        if action.kind == FORWARD and not seen[PipelineAction(action.stage, BACKWARD, action.micro_batch)]:
+            raise ScheduleError(f"rank {rank} runs {action} and no backward of it")
+
+
+def _check_counts(**counts: int) -> None:
+    for name, number in counts.items():
+        if number < 1:
+            raise ConfigError(
+                settings={name: number}, reason="it counts what there must be one of", advice="Pass 1 or more."
+            )

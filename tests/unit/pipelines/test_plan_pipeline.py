@@ -1,0 +1,167 @@
+"""Plans of a pipeline's stages, against ranks that really run in the order of their schedule, in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect.errors import BudgetTooSmallError, ProfileFormatError, ScheduleError
+from recollect.pipelines.rank_profile import shortened
+from recollect.pipelines.schedule import PipelineAction, PipelineSchedule
+from recollect.plans.plan import Plan
+from recollect.profile.profile import Profile
+
+SHAPE = (32, 64)
+MICRO_BATCHES = 4
+# What recording adds for bytes that ops do not report, and the gradient of the output: a recorded stage makes it, by the sum's
+# backward, where a pipeline has it in a buffer.
+ROOM = 1024 + 32 * 64 * 4
+
+
+def module(number: int = 0) -> nn.Module:
+    torch.manual_seed(number)
+    layers = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(4))
+    return nn.Sequential(*layers)
+
+
+@pytest.fixture(scope="module")
+def profiles() -> list[Profile]:
+    """Of four stages; the first gets an input that needs no gradient."""
+    made = []
+    for number in (0, 1):
+        micro_batch = torch.randn(SHAPE, requires_grad=number > 0)
+        made.append(
+            recollect.record(module(), micro_batch, loss_fn=torch.sum, gradients="accumulated", holds_output=False)
+        )
+    return [made[0], *[made[1]] * 3]
+
+
+SCHEDULES = {
+    "1F1B": recollect.PipelineSchedule.one_f_one_b(num_stages=4, num_micro_batches=MICRO_BATCHES),
+    "GPipe": recollect.PipelineSchedule.gpipe(num_stages=4, num_micro_batches=MICRO_BATCHES),
+    "interleaved": recollect.PipelineSchedule.interleaved_1f1b(
+        num_ranks=2, stages_per_rank=2, num_micro_batches=MICRO_BATCHES
+    ),
+}
+
+
+class Rank:
+    """Runs one rank as torch.distributed.pipelining does, without other ranks: what they send is made up."""
+
+    def __init__(self, schedule: PipelineSchedule, rank: int, plans: tuple[Plan, ...]) -> None:
+        self.schedule = schedule
+        self.actions = schedule.ranks[rank]
+        self.stages = {number: module(number) for number in schedule.stages_of(rank)}
+        for number, stage in self.stages.items():
+            recollect.apply(stage, plans[number])
+        self.last = schedule.num_stages - 1
+        keys = [(n, b) for n in self.stages for b in range(MICRO_BATCHES)]
+        self.inputs = {key: torch.randn(SHAPE, requires_grad=key[0] > 0) for key in keys}
+        self.gradients = {key: torch.ones(SHAPE) for key in keys if key[0] != self.last}
+
+    def step(self) -> None:
+        torch.manual_seed(7)
+        outputs: dict[tuple[int, int], Tensor] = {}
+        sent: dict[int, list[Tensor | None]] = {number: [] for number in self.stages}
+        for stage in self.stages.values():
+            # Gradients count from the beginning, as the prediction does.
+            for parameter in stage.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        for action in self.actions:
+            key = action.stage, action.micro_batch
+            if action.kind == "F":
+                outputs[key] = self.stages[action.stage](self.inputs[key])
+                if self.schedule.holds_sent and action.stage != self.last:
+                    sent[action.stage].append(outputs[key].detach())
+                continue
+            output = outputs.pop(key)
+            torch.autograd.backward(output if action.stage != self.last else output.sum(), self.gradients.get(key))
+            if not self.schedule.holds_sent:
+                sent[action.stage].clear()
+            sent[action.stage].append(self.inputs[key].grad)
+            self.inputs[key].grad = None
+            del output
+
+    def weights(self) -> list[Tensor | None]:
+        return [parameter.grad for stage in self.stages.values() for parameter in stage.parameters()]
+
+    def peak_bytes(self) -> int:
+        """Peak of a step with gradients there, from the beginning on."""
+        self.step()
+        return recollect.measure_peak(self.step).peak_growth_bytes
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("budget", ["100%", "80%", "65%"])
+def test_each_rank_peaks_where_it_was_predicted_and_gradients_are_equal(
+    profiles: list[Profile], name: str, budget: str
+) -> None:
+    schedule = SCHEDULES[name]
+    planned = recollect.plan_pipeline(profiles, schedule, budget)
+    assert planned.budget_bytes is not None and planned.peak_bytes <= planned.budget_bytes
+    for rank in range(len(schedule.ranks)):
+        running = Rank(schedule, rank, planned.plans)
+        buffers = [*running.inputs.values(), *running.gradients.values()]
+        parameters = [p for stage in running.stages.values() for p in stage.parameters()]
+        static = sum(t.nbytes for t in buffers) + 2 * sum(p.nbytes for p in parameters)
+        measured = static + running.peak_bytes()
+        assert measured <= planned.peaks_bytes[rank] <= measured + ROOM
+        plain = Rank(schedule, rank, (Plan({}),) * schedule.num_stages)
+        plain.peak_bytes()
+        assert all(a is not None and torch.equal(a, b) for a, b in zip(running.weights(), plain.weights(), strict=True))
+
+
+def test_early_stages_recompute_more_where_they_hold_more(profiles: list[Profile]) -> None:
+    planned = recollect.plan_pipeline(profiles, SCHEDULES["1F1B"], "60%")
+    assert planned.in_flight == (4, 3, 2, 1)
+    slowdowns = [plan.predicted_slowdown or 0.0 for plan in planned.plans]
+    assert slowdowns[0] > slowdowns[2] and slowdowns[3] == 0.0
+    assert planned.slowdown > 0
+    uniform = recollect.predict_pipeline(profiles, SCHEDULES["1F1B"], [planned.plans[0]] * 4)
+    assert planned.step_s < uniform.step_s
+    assert "rank        peak  stage  in flight  recompute" in repr(planned)
+
+
+def test_many_micro_batches_are_planned_as_a_few() -> None:
+    few, many = (recollect.PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=n) for n in (3, 64))
+    assert [shortened(actions) for actions in many.ranks] == [shortened(actions) for actions in few.ranks]
+    assert shortened(SCHEDULES["GPipe"].ranks[0]) == SCHEDULES["GPipe"].ranks[0]
+
+
+def test_a_budget_below_the_leanest_names_the_rank(profiles: list[Profile]) -> None:
+    with pytest.raises(BudgetTooSmallError, match=r"which rank 0 \(stages 0; .*needs.*a schedule with fewer of them"):
+        recollect.plan_pipeline(profiles, SCHEDULES["1F1B"], "100KB")
+
+
+def test_wrong_numbers_of_profiles_and_plans(profiles: list[Profile]) -> None:
+    with pytest.raises(ScheduleError, match="got 3 profiles for a schedule of 4 stages, expected one for each"):
+        recollect.plan_pipeline(profiles[:3], SCHEDULES["1F1B"], "70%")
+    with pytest.raises(ScheduleError, match="got 1 plans for 4 stages, expected one for each"):
+        recollect.predict_pipeline(profiles, SCHEDULES["1F1B"], [Plan({})])
+    with pytest.raises(TypeError, match="as profiles, expected one of class recollect.Profile"):
+        recollect.plan_pipeline([Plan({})] * 4, SCHEDULES["1F1B"], "70%")  # type: ignore[list-item]
+
+
+def test_profiles_of_other_steps_are_refused(profiles: list[Profile]) -> None:
+    x = torch.randn(SHAPE, requires_grad=True)
+    fresh = recollect.record(module(), x, loss_fn=torch.sum, gradients="freed")
+    with pytest.raises(ProfileFormatError, match="stage 0, .*got no gradients that accumulate"):
+        recollect.plan_pipeline([fresh] * 4, SCHEDULES["1F1B"], "70%")
+    stage = module()
+    for parameter in stage.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def two() -> None:
+        # Of two sizes, so that they are not stored as one.
+        for size in (32, 16):
+            stage(x[:size]).sum().backward()
+
+    with pytest.raises(ProfileFormatError, match="got a step of several micro-batches"):
+        recollect.plan_pipeline([recollect.record(stage, step=two)] * 4, SCHEDULES["1F1B"], "70%")
+
+
+def test_actions_print_as_torch_writes_them() -> None:
+    assert str(PipelineAction(2, "F", 5)) == "2F5"
