@@ -185,6 +185,7 @@ def test_what_is_there_before_the_step(tried: Experiment) -> None:
     state = [t for s in tried.optimizer.state.values() for t in s.values()] if tried.optimizer is not None else []
     persistent = dict(tried.profile.persistent)
     assert persistent.pop("other_tensors", 0) <= 64, "scalars that the model makes from numbers"
+    assert persistent.pop("master_weights", 0) == 0
     assert persistent == {
         "parameters": storage_bytes(tried.model.parameters()),
         "gradients": 0,
