@@ -74,6 +74,8 @@ class StepRecorder:
         self.num_storages = 0
         # Custom autograd Functions that did not make the same when they ran again, by the keys of their costs.
         self.differing: set[Any] = set()
+        # Calls that communicate, in forward or in backward: alone in one process they would wait for ever.
+        self.communicating: set[int] = set()
         self._device = device
         self._phase = -1
         self._backward_call = -1
@@ -123,6 +125,8 @@ class StepRecorder:
 
     def after_op(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any, run: OpRun) -> None:
         """Add an op of a unit's forward; of any other op, add only its cost and the storages that it makes."""
+        if facts.is_collective:
+            self.communicating.add(self._backward_call if self.current is None else self.current)
         if facts.is_view or facts.is_lazy or facts.changes_layout_only:
             return
         if self.current is None or not self.pending_stem:

@@ -272,7 +272,9 @@ class StepRecording:
                 known.add(graph)
             return found
 
-        times = measure_unit_times(self._samples.samples, self.device, room_bytes=room_bytes, rounds=rounds)
+        samples = [sample for sample in self._samples.samples if sample.call not in recorder.communicating]
+        self._samples.samples.clear()
+        times = measure_unit_times(samples, self.device, room_bytes=room_bytes, rounds=rounds)
         return with_unit_times(
             profile,
             times,
