@@ -16,7 +16,6 @@ __all__ = ["BUDGETS", "Row", "rows"]
 BUDGETS = {"half way": 0.5, "near the least": 0.1}
 """Parts of the way from the least peak of the loop to its peak without recollect."""
 _ROOM = 1.02  # above the least peak of the first step
-_MOST_REFUSALS = 6
 
 
 @dataclass(frozen=True)
@@ -74,19 +73,15 @@ def rows(loop: Loop, meter: AllocatorMeter) -> Iterator[Row]:
 
 
 def _leanest(loop: Loop, meter: AllocatorMeter) -> tuple[int, Ran]:
-    """Return the least budget that is not refused, and the run within it.
-
-    The least peak that the planner finds depends on times, so another recording of the same step may refuse it.
-    """
-    budget_bytes = 1
-    for _ in range(_MOST_REFUSALS):
-        found = run(loop, meter, budget_bytes)
-        if found.error is None and budget_bytes > 1:
-            return budget_bytes, found
-        if not isinstance(found.error, BudgetTooSmallError):
-            raise RuntimeError(f"{loop.name}: got {found.error!r} within {budget_bytes} bytes") from found.error
-        budget_bytes = int(_ROOM * found.error.least_peak_bytes)
-    raise RuntimeError(f"{loop.name}: {budget_bytes} bytes are refused, too")
+    """Return the least budget that is not refused, and the run within it."""
+    refused = run(loop, meter, 1).error
+    if not isinstance(refused, BudgetTooSmallError):
+        raise RuntimeError(f"{loop.name}: got {refused!r} within one byte") from refused
+    budget_bytes = int(_ROOM * refused.least_peak_bytes)
+    found = run(loop, meter, budget_bytes)
+    if found.error is not None:
+        raise RuntimeError(f"{loop.name}: got {found.error!r} within {budget_bytes} bytes") from found.error
+    return budget_bytes, found
 
 
 def _row(loop: Loop, name: str, budget_bytes: int, plain: Ran, within: Ran) -> Row:
