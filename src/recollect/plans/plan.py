@@ -106,8 +106,7 @@ class Plan:
             times.append(f"predicted slowdown {_percent(self.predicted_slowdown)}")
         if self.bound_slowdown is not None:
             times.append(f"no plan can be below {_percent(self.bound_slowdown)}")
-        line = "; ".join(", ".join(part) for part in (sizes, times) if part)
-        return [*([line] if line else []), *([self.note] if self.note else [])]
+        return [*(", ".join(part) for part in (sizes, times) if part), *([self.note] if self.note else [])]
 
     def diff(self, other: Plan) -> str:
         """Describe what changes from this plan to `other`, as text."""

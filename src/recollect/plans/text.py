@@ -20,7 +20,7 @@ from recollect.plans.unit_plan import UnitPlan
 
 __all__ = ["changed_units", "label_paths", "summarise_names", "unit_table"]
 
-_COLUMNS = 100
+_COLUMNS = 80
 _WIDEST_LABEL = 32
 _MOST_LINES = 4
 _MOST_OPS = 6
