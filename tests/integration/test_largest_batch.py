@@ -22,7 +22,7 @@ pytestmark = pytest.mark.integration
 
 LENGTH = 48
 VOCABULARY = 128
-MOST = 10
+MOST = 14
 Batch = dict[str, Tensor]
 
 

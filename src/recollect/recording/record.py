@@ -35,7 +35,7 @@ from recollect.recording.model_step import (
     step_tensors,
 )
 from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step
-from recollect.recording.optimizers import Optimizers, check_optimizers, state_tensors
+from recollect.recording.optimizers import Optimizers, check_optimizers, copied_weights, state_tensors
 from recollect.recording.restored_state import free_gradients, restored_attributes, restored_generators, undisturbed
 from recollect.recording.step_recording import Gradients, StepRecording
 
@@ -146,6 +146,8 @@ class _Loop:
 
     def recorded(self, recording: StepRecording, optimizer_step: OptimizerStep) -> Profile:
         others_bytes = other_bytes(self.device, resident_tensors(self.model, self.batch, self.optimizer))
+        # Before the parameters are fake: then all that the optimizer steps over would seem to be copies of them.
+        master_weights = copied_weights(self.model, self.optimizer)
         with ExitStack() as stack:
             if recording.is_on_fake_tensors:
                 # What the model makes here and keeps would be fake.
@@ -157,7 +159,7 @@ class _Loop:
                 stack.enter_context(undisturbed(self.model))
             if self.step is None:
                 prepare_gradients(self.model, self.gradients)
-            self._run(recording, others_bytes)
+            self._run(recording, others_bytes, master_weights)
             return recording.profile(
                 optimizer_step=optimizer_step,
                 gradients=self.gradients if self.step is None else "freed",
@@ -165,12 +167,12 @@ class _Loop:
                 loss_chunks=self.loss_chunks,
             )
 
-    def _run(self, recording: StepRecording, others_bytes: int) -> None:
+    def _run(self, recording: StepRecording, others_bytes: int, master_weights: list[torch.Tensor]) -> None:
         """Run the step under the recorder, and clear up after it.
 
         `others_bytes`: what a CUDA device held besides the step's tensors before anything was set aside.
         """
-        tensors = step_tensors(self.model, self.batch, self.optimizer)
+        tensors = {**step_tensors(self.model, self.batch, self.optimizer), "master_weights": master_weights}
         known = [tensor for group in tensors.values() for tensor in group]
         recording.start(tensors, set_aside_bytes=max(0, other_bytes(self.device, known) - others_bytes))
         try:

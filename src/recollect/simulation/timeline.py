@@ -8,7 +8,7 @@ playback that predicts the peak (`simulation/simulate.py`).
 | parameters, optimizer state | there before the step |
 | buffers and batch | likewise |
 | other allocations | likewise, on CUDA: what else the allocator counts, such as library workspaces and other models |
-| gradients | what backward makes and leaves behind, or what was there before (accumulation) |
+| gradients | what backward makes and leaves behind, or what was there before (of the last step; accumulation) |
 | kept values | the units' values that forward makes and backward still finds; states of random generators |
 | outside of the units | what forward makes there: the loss and what it saves |
 | recomputed values | made again for backward |
@@ -244,6 +244,7 @@ class _Categories:
     def __init__(self, lives: Lifetimes) -> None:
         self._phases = lives.phases
         self._backwards, self._optimizers = (_begins(lives.phases == phase) for phase in (BACKWARD, OPTIMIZER))
+        self._last_gradients = _last_gradients(lives, self._backwards)
 
     def of(self, storage: Lifetime) -> str:
         """Return one of `CATEGORIES`."""
@@ -254,6 +255,8 @@ class _Categories:
         if storage.recomputed:
             return "recomputed values" if storage.owner[0] >= 0 else "passing values"
         if storage.owner[0] == OUTSIDE:
+            if storage.born in self._last_gradients:
+                return "gradients"
             if born_in == BACKWARD:
                 return "gradients" if died >= self._next(self._optimizers, storage.born) else "passing values"
             return "outside of the units" if born_in in (FORWARD, LOSS) else "passing values"
@@ -263,6 +266,18 @@ class _Categories:
         """Return the first of these moments that comes after one; the end of the step if none does."""
         position = int(np.searchsorted(begins, moment, side="right"))
         return int(begins[position]) if position < len(begins) else len(self._phases)
+
+
+def _last_gradients(lives: Lifetimes, backwards: NDArray[np.int64]) -> frozenset[int]:
+    """Return the moments at which the last step's gradients begin: alive from the start, and freed as backward begins."""
+    first_work = min((s.born for s in lives.storages if s.op is not None or s.owner[0] >= 0), default=0)
+    born_at = {s.died: s.born for s in lives.storages if s.born < first_work and s.died >= 0}
+    found = set()
+    moment = int(backwards[0]) - 1 if len(backwards) else -1
+    while moment in born_at:
+        found.add(born_at[moment])
+        moment -= 1
+    return frozenset(found)
 
 
 def _begins(is_phase: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -325,7 +340,7 @@ class _ShortNames:
     @staticmethod
     def _outside(category: str, phase: int) -> str:
         if category == "gradients":
-            return "gradients of parameters"
+            return "gradients of the last step" if phase == FORWARD else "gradients of parameters"
         if phase == LOSS:
             return "the loss, and what it saves"
         if phase == BACKWARD:

@@ -182,3 +182,16 @@ def test_report_is_a_table() -> None:
         "   1.0 KiB  kept values",
         "               1.0 KiB  layers.0-1 up",
     ]
+
+
+def test_gradients_of_the_last_step_are_gradients_until_backward_begins() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
+    profile = recollect.record(model, torch.randn(4, 16), loss_fn=lambda out: out.square().mean(), gradients="held")
+    shown = recollect.timeline(profile, Plan({}))
+    in_forward = shown.phases == FORWARD
+    held_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert set(shown.bytes_of["gradients"][in_forward][1:]) >= {held_bytes}
+    assert shown.bytes_of["gradients"][np.flatnonzero(shown.phases == BACKWARD)[0]] == 0
+    freed = recollect.record(model, torch.randn(4, 16), loss_fn=lambda out: out.square().mean(), gradients="freed")
+    shown = recollect.timeline(freed, Plan({}))
+    assert not shown.bytes_of["gradients"][shown.phases == FORWARD].any()
