@@ -10,7 +10,6 @@ from torch import nn
 
 from recollect._torch_private import tree_leaves
 from recollect.engine.placed_forward import PlacedForward
-from recollect.recording.returns import entry_modules
 
 __all__ = ["Entry", "EntryForward", "Removable", "entry_forwards"]
 
@@ -89,7 +88,13 @@ class Watcher:
 
 def entry_forwards(model: nn.Module, unit_paths: Collection[str], watcher: Watcher) -> list[EntryForward]:
     """Return forwards for the model and every module between it and a unit."""
-    return [EntryForward(module, path, watcher) for path, module in entry_modules(model, unit_paths).items()]
+    paths = {""}
+    for path in unit_paths:
+        parts = path.split(".")
+        paths.update(".".join(parts[:length]) for length in range(1, len(parts)))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = [(path, modules[path]) for path in sorted(paths)]
+    return [EntryForward(m, path, watcher) for path, m in found if not isinstance(m, (nn.ModuleList, nn.ModuleDict))]
 
 
 def _tensors_of(output: Any) -> Sequence[torch.Tensor]:

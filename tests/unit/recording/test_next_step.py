@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -96,37 +95,6 @@ def test_a_loop_that_holds_two_outputs_and_a_gradient_of_its_input_is_predicted(
         assert plan.predicted_peak_bytes is not None
         # The gradient that backward makes of the input is not the model's.
         assert 0 <= plan.predicted_peak_bytes - measured <= 2048 + x.nbytes, kind
-
-
-@pytest.mark.parametrize("teaches", ["another model", "itself"])
-def test_what_a_teacher_returned_in_the_last_step_lives_until_it_returns_again(teaches: str) -> None:
-    torch.manual_seed(0)
-    # Outputs so large that one of the last step would make the peak.
-    student, teacher = (nn.Sequential(Stack(), nn.Linear(32, 4096)) for _ in range(2))
-    # Models in a list are called one by one; nobody calls the list.
-    model = nn.ModuleList([student, teacher]) if teaches == "another model" else student
-    x = torch.randn(256, 32)
-    held: dict[str, Tensor] = {}
-
-    def step() -> None:
-        with torch.no_grad():
-            held["wanted"] = (teacher if teaches == "another model" else student)(x)
-        held["out"] = student(x)
-        (held["out"] * held["wanted"]).sum().backward()
-        model.zero_grad()
-
-    profile = recollect.record(model, step=step, gradients="freed")
-    plan = recollect.classic_plan(profile, "keep_all")
-    held.clear()
-    start_bytes = storage_bytes([*model.parameters(), x])
-
-    def two_steps() -> None:
-        step()
-        step()
-
-    measured = measure_peak(two_steps, device="cpu", baseline_bytes=start_bytes).peak_bytes
-    assert plan.predicted_peak_bytes is not None
-    assert 0 <= plan.predicted_peak_bytes - measured <= 2048
 
 
 class WithState(nn.Module):
