@@ -375,8 +375,8 @@ def test_model_with_hugging_faces_flag() -> None:
     model: Any = case.model()
     hugging_face_flag.enable(model)
     message = (
-        r"recomputes already, by Hugging Face's gradient checkpointing; .* call model\.gradient_checkpointing_disable\(\) "
-        "first"
+        r"recomputes already, by Hugging Face's gradient checkpointing; .* "
+        r"call model\.(gradient|activation)_checkpointing_disable\(\) first"
     )
     with pytest.raises(AlreadyAppliedError, match=message):
         recollect.record(model, case.data())
@@ -389,7 +389,7 @@ def test_flag_of_hugging_face_is_found_outside_of_the_layers_too() -> None:
     for name in ("gpt2", "t5"):
         model: Any = ZOO[name].model()
         hugging_face_flag.enable(model)
-        with pytest.raises(AlreadyAppliedError, match=r"gradient_checkpointing_disable\(\) first"):
+        with pytest.raises(AlreadyAppliedError, match=r"(gradient|activation)_checkpointing_disable\(\) first"):
             recollect.record(model, ZOO[name].data())
 
 
