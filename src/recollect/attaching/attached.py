@@ -256,7 +256,8 @@ class Attached:
         tensors = step_tensors(self.model, None, self._optimizers)
         gradients = tensors.pop("gradients")
         # As they were before forward, in which FSDP2 has gathered ones in their place.
-        tensors["parameters"] = list[torch.Tensor](self._parameters)
+        parts = tensors["parameters"][len(self._parameters) :]
+        tensors["parameters"] = [*self._parameters, *parts]
         recording = StepRecording(
             self.model, self._units, MeasuredCosts(self._device), self._device, counts_all_tensors=True
         )
