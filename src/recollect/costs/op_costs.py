@@ -67,12 +67,16 @@ class MeasuredCosts:
         self._device = device
         self._memory = CudaOpPeaks(device) if device.type == "cuda" else CpuOpPeaks()
         self._working_bytes: dict[Key, int] = {}
+        self._is_inside_op = False
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the block as one step."""
         with self._memory.recording():
             yield
+        if self._is_inside_op:
+            # It raised, as an op does that gets other shapes than it takes: there is no step to measure.
+            return
         peaks_bytes = self._memory.peaks_bytes()
         # The first call may allocate what stays, so the higher median of all calls counts.
         self._working_bytes = {
@@ -90,9 +94,9 @@ class MeasuredCosts:
         number = self._num_runs
         self._num_runs += 1
         self._numbers.setdefault(key, []).append(number)
-        self._memory.begin()
+        self._begin_op()
         output = self._run_once(func, args, kwargs, samples)
-        self._memory.end()
+        self._end_op()
         if may_repeat and not facts.writes and not facts.is_random and not facts.keeps and facts.running_stats is None:
             while len(samples) < _LEAST_SAMPLES and samples[-1] < _LONG_S:
                 self._run_once(func, args, kwargs, samples)
@@ -107,9 +111,9 @@ class MeasuredCosts:
             numbers.append(self._num_runs)
             self._num_runs += 1
             with again.as_in_backward():
-                self._memory.begin()
+                self._begin_op()
                 results, function_s = timed_alone(again, self._device)
-                self._memory.end()
+                self._end_op()
                 again.compare(results)
             samples.append(function_s)
         return OpRun(key, numbers[-1])
@@ -121,6 +125,14 @@ class MeasuredCosts:
     def working_bytes_of(self, run: OpRun | None) -> int:
         """Return the peak growth of an op in bytes, its results included; 0 for an unseen one."""
         return self._working_bytes[run.key] if run is not None else 0
+
+    def _begin_op(self) -> None:
+        self._is_inside_op = True
+        self._memory.begin()
+
+    def _end_op(self) -> None:
+        self._memory.end()
+        self._is_inside_op = False
 
     def _run_once(self, func: Any, args: Any, kwargs: Any, samples: list[float]) -> Any:
         output, op_s = timed_alone(lambda: func(*args, **kwargs), self._device)

@@ -92,3 +92,14 @@ def test_a_later_step_without_backward_is_a_warning() -> None:
         with pytest.warns(BudgetWarning, match=r"no backward ran; nothing was planned for it"):
             optimizer.step()
         assert len(attached.planned) == 1
+
+
+def test_an_error_of_an_op_in_the_recorded_step_is_raised_as_it_is() -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with attached_to(model, optimizer) as attached:
+        with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+            model(torch.randn(16, 8))
+        model(torch.randn(16, 32)).backward()
+        optimizer.step()
+        assert attached.recorded_steps == [0]
