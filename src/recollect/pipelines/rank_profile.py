@@ -75,7 +75,9 @@ def shortened(actions: Sequence[PipelineAction]) -> tuple[PipelineAction, ...]:
     """
     fullest = _fullest(actions)
     num_micro_batches = len({action.micro_batch for action in actions})
-    for most in range(1, num_micro_batches):
+    # With fewer than a stage has in flight there can be no such moment.
+    fewest = max((count for counts in fullest for _, count in counts), default=1)
+    for most in range(fewest, num_micro_batches):
         if _fullest([action for action in actions if action.micro_batch < most]) == fullest:
             return tuple(action for action in actions if action.micro_batch <= most)
     return tuple(actions)
@@ -239,11 +241,10 @@ class _Writer:
 
     def optimizer_steps(self) -> list[Event]:
         """Return the events of the stages' optimizer steps, one after the other."""
-        self.log, whole = [], self.log
+        steps: list[Event] = []
         for parts in self._parts.values():
-            self._write(parts.optimizer, 0, self._num_storages, 0)
+            steps += self._renumbered(parts.optimizer, 0, self._num_storages, 0)
             self._num_storages += parts.num_storages
-        self.log, steps = whole, self.log
         return steps
 
     def _add_calls(self, stage: int, first_storage: int) -> None:
