@@ -253,11 +253,8 @@ class Attached:
         self._put(None)
         if not self.model.training and not any(module.training for module in self.model.modules()):
             self._warn_once("the model is in eval mode; a step in training mode will be recorded and planned anew")
-        tensors = step_tensors(self.model, None, self._optimizers)
+        tensors = step_tensors(self.model, None, self._optimizers, parameters=self._parameters)
         gradients = tensors.pop("gradients")
-        # As they were before forward, in which FSDP2 has gathered ones in their place.
-        parts = tensors["parameters"][len(self._parameters) :]
-        tensors["parameters"] = [*self._parameters, *parts]
         recording = StepRecording(
             self.model, self._units, MeasuredCosts(self._device), self._device, counts_all_tensors=True
         )

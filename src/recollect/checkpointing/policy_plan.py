@@ -18,9 +18,9 @@ from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.recording.fake_model import fake_batch, fake_tensors
+from recollect.recording.fake_model import fake_run
 from recollect.recording.model_step import call_model, device_of
-from recollect.recording.restored_state import restored_attributes, restored_generators, undisturbed
+from recollect.recording.restored_state import undisturbed
 from recollect.simulation.decisions import decide, simulated_plan
 from recollect.simulation.simulate import simulate
 
@@ -93,11 +93,7 @@ def _run_forward(model: nn.Module, batch: Any, paths: list[str], tape: PolicyTap
     """Run a model's layers forward on a tape, and leave no traces."""
     with ExitStack() as stack:
         if is_fake:
-            device = device_of(model, batch)
-            stack.enter_context(restored_attributes(model))
-            stack.enter_context(restored_generators(model))
-            stack.enter_context(fake_tensors(model, device))
-            batch = fake_batch(batch, device)
+            batch = stack.enter_context(fake_run(model, batch, device_of(model, batch)))
         else:
             stack.enter_context(undisturbed(model))
         stack.enter_context(torch.enable_grad())

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from recollect._torch_private import FakeTensorMode, tree_map
+from recollect.recording.restored_state import restored_attributes, restored_generators
 
 
 class _FakeMode(FakeTensorMode):
@@ -38,6 +39,16 @@ def _grouped_shape(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor |
         groups = left.shape[0] if left.dim() == 3 else ends.shape[0] if ends is not None else 1
         return (groups, rows, columns)
     return (rows, columns)
+
+
+@contextmanager
+def fake_run(model: nn.Module, batch: Any, device: torch.device) -> Iterator[Any]:
+    """Within the block, run a model on fake tensors, and leave no traces: what it makes and keeps would be fake.
+
+    Yields the batch, of fake tensors on `device`.
+    """
+    with restored_attributes(model), restored_generators(model), fake_tensors(model, device):
+        yield fake_batch(batch, device)
 
 
 @contextmanager

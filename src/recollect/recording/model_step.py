@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -158,9 +158,14 @@ def device_of(model: nn.Module, batch: Any) -> torch.device:
     return next((t.device for t in candidates if t.device.type != "meta"), torch.device("cpu"))
 
 
-def step_tensors(model: nn.Module, batch: Any, optimizers: Optimizers = None) -> dict[str, list[torch.Tensor]]:
-    """Return the tensors that are there before a step and after it, by kind; optimizer state as far as there is some."""
-    parameters = list(model.parameters())
+def step_tensors(
+    model: nn.Module, batch: Any, optimizers: Optimizers = None, *, parameters: Sequence[torch.Tensor] | None = None
+) -> dict[str, list[torch.Tensor]]:
+    """Return the tensors that are there before a step and after it, by kind; optimizer state as far as there is some.
+
+    `parameters`: the model's, where it has others in their place just now, as in a forward under FSDP2.
+    """
+    parameters = list(model.parameters()) if parameters is None else parameters
     # Of a parameter that ZeRO-3 has partitioned, the part that stays in this process.
     parts = [part for parameter in parameters if (part := getattr(parameter, "ds_tensor", None)) is not None]
     return {
@@ -169,7 +174,7 @@ def step_tensors(model: nn.Module, batch: Any, optimizers: Optimizers = None) ->
         "buffers": list(model.buffers()),
         "batch": tensors_in(batch),
         "optimizer_state": state_tensors(optimizers),
-        "master_weights": copied_weights(model, optimizers),
+        "master_weights": copied_weights(parameters, optimizers),
     }
 
 

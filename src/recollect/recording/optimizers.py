@@ -110,18 +110,21 @@ def state_tensors(optimizers: Any) -> list[torch.Tensor]:
     return tensors_in_state([list(optimizer.state.values()) for optimizer in found])
 
 
-def copied_weights(model: nn.Module, optimizers: Any) -> list[torch.Tensor]:
-    """Return what the optimizers step over in place of the model's parameters, such as copies in full precision.
+def copied_weights(parameters: Iterable[torch.Tensor], optimizers: Any) -> list[torch.Tensor]:
+    """Return what the optimizers step over in place of a model's parameters, such as copies in full precision.
 
     Example:
         >>> import torch
         >>> model = torch.nn.Linear(2, 2).bfloat16()
         >>> copies = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
-        >>> copied_weights(model, torch.optim.SGD(copies)) == copies, copied_weights(model, None)
+        >>> (
+        ...     copied_weights(model.parameters(), torch.optim.SGD(copies)) == copies,
+        ...     copied_weights(model.parameters(), None),
+        ... )
         (True, [])
     """
     steps_over = [p for found in optimizers_in(optimizers) for group in found.param_groups for p in group["params"]]
-    storages = storages_of(model.parameters())
+    storages = storages_of(parameters)
     own = {id(storage) for storage in storages}
     return [p for p in steps_over if not any(id(storage) in own for storage in storages_of([p]))]
 

@@ -22,7 +22,7 @@ from recollect.measuring.device_memory import other_bytes
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.recording.assemble import Costs
-from recollect.recording.fake_model import fake_batch, fake_tensors
+from recollect.recording.fake_model import fake_run
 from recollect.recording.find_units import find_units
 from recollect.recording.model_step import (
     LossFunction,
@@ -36,7 +36,7 @@ from recollect.recording.model_step import (
 )
 from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step
 from recollect.recording.optimizers import Optimizers, check_optimizers, copied_weights, state_tensors
-from recollect.recording.restored_state import free_gradients, restored_attributes, restored_generators, undisturbed
+from recollect.recording.restored_state import free_gradients, undisturbed
 from recollect.recording.step_recording import Gradients, StepRecording
 
 __all__ = ["Gradients", "record", "record_with"]
@@ -147,14 +147,10 @@ class _Loop:
     def recorded(self, recording: StepRecording, optimizer_step: OptimizerStep) -> Profile:
         others_bytes = other_bytes(self.device, resident_tensors(self.model, self.batch, self.optimizer))
         # Before the parameters are fake: then all that the optimizer steps over would seem to be copies of them.
-        master_weights = copied_weights(self.model, self.optimizer)
+        master_weights = copied_weights(self.model.parameters(), self.optimizer)
         with ExitStack() as stack:
             if recording.is_on_fake_tensors:
-                # What the model makes here and keeps would be fake.
-                stack.enter_context(restored_attributes(self.model))
-                stack.enter_context(restored_generators(self.model))
-                stack.enter_context(fake_tensors(self.model, self.device))
-                self.batch = fake_batch(self.batch, self.device)
+                self.batch = stack.enter_context(fake_run(self.model, self.batch, self.device))
             elif self.step is None:
                 stack.enter_context(undisturbed(self.model))
             if self.step is None:
