@@ -19,6 +19,10 @@ _EXPLAIN = (
     "recollect explain --size 70b --fake --hardware H100 --dtype bf16 --seq-length 4096"
     " --recompute-granularity selective --recompute-modules mlp"
 )
+_PLAN = (
+    "recollect plan --size 1b --fake --hardware H100 --dtype bf16 --seq-length 2048 --batch-size 4 --memory-budget 44%"
+    f" --out {os.devnull}"
+)
 
 
 def _api() -> str:
@@ -72,8 +76,8 @@ def _rows(page: str, command: str, *results: str) -> Dated:
     return Dated(page, command, tuple(f"benchmarks/results/{name}" for name in results))
 
 
-def _part(page: str, command: str, now: Callable[[], str]) -> Exact:
-    return Exact(page, command, now, whole=False, renews=False)
+def _part(page: str, command: str, now: Callable[[], str], seconds: int = 1) -> Exact:
+    return Exact(page, command, now, whole=False, renews=False, seconds=seconds)
 
 
 FIGURES: tuple[Figure, ...] = (
@@ -84,7 +88,8 @@ FIGURES: tuple[Figure, ...] = (
     _part("docs/megatron.md", "python -m recollect.integrations.megatron.tables", _megatron_rules),
     _part("docs/megatron.md", "python -m recollect.integrations.megatron.tables", _megatron_not_yet),
     _part("docs/megatron_flags.md", "PYTHONPATH=src:tests/support python -m flag_table", _megatron_flags),
-    Exact("docs/explain.md", _EXPLAIN, _printed(_EXPLAIN), whole=False, renews=False, seconds=15),
+    _part("docs/explain.md", _EXPLAIN, _printed(_EXPLAIN), seconds=15),
+    _part("docs/how_to_read_a_plan.md", _PLAN, lambda: output_of(_PLAN).partition("Written")[0], seconds=6),
     Dated("docs/frontier.png", f"{_FRONTIER} --png docs/frontier.png", prints=_FRONTIER, renews=True, seconds=15),
     Dated(
         "docs/memory.png",

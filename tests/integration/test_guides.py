@@ -1,0 +1,48 @@
+"""The Python on every page of the documentation runs as it stands there."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+import guide_pages
+from guide_pages import DOCS, PREPARED, blocks
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+NEEDS = {"lightning.md": ("lightning",), "peft_trl.md": ("trl", "peft"), "hugging_face.md": ("accelerate",)}
+# Each of their tools has a file in examples/ with these lines, which test_examples.py runs.
+IN_EXAMPLES = {"trainers.md"}
+
+
+@pytest.fixture(scope="module")
+def output() -> str:
+    """What one process says about all pages that can run here."""
+    pages = [page for page in PREPARED if all(importlib.util.find_spec(name) for name in NEEDS.get(page, ()))]
+    command = [sys.executable, guide_pages.__file__, *pages]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PREPARED)
+def test_the_python_of_a_page_runs(page: str, output: str) -> None:
+    for package in NEEDS.get(page, ()):
+        pytest.importorskip(package)
+    missing = [
+        line for line, _ in blocks((DOCS / page).read_text(encoding="utf-8")) if f"{page}:{line} ran" not in output
+    ]
+    assert not missing, output
+
+
+def test_no_page_is_left_out() -> None:
+    with_python = {path.name for path in DOCS.glob("*.md") if blocks(path.read_text(encoding="utf-8"))}
+    assert with_python - {"log.md"} == set(PREPARED) | IN_EXAMPLES
+
+
+def test_blocks_are_found() -> None:
+    page = "a\n```python\nx = 1\n```\n\n- b\n\n  ```python\n  y = 2\n  ```\n```\nz\n```\n"
+    assert blocks(page) == [(3, "x = 1\n"), (9, "y = 2\n")]

@@ -1,0 +1,184 @@
+"""Runs the Python of pages of the documentation as it stands: `python guide_pages.py usage.md loss.md`.
+
+Each block runs alone, in an empty folder. What a page takes for granted, such as a model and a batch, is made anew for each
+block, and small. Prints a line for each block that ran; after an error the program goes on with the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+import tempfile
+import textwrap
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import recollect
+
+DOCS = Path(__file__).parents[2] / "docs"
+_BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+Names = dict[str, Any]
+
+
+def blocks(text: str) -> list[tuple[int, str]]:
+    """Return each block of Python on a page, with the number of its first line."""
+    return [(text[: match.start(2)].count("\n") + 1, textwrap.dedent(match[2])) for match in _BLOCK.finditer(text)]
+
+
+def training() -> Names:
+    """A model of Hugging Face and what its loop needs."""
+    from hugging_face_trainers import llama, texts
+
+    model = llama().train()
+    batches = [{name: torch.stack([one[name] for one in texts(4)]) for name in ("input_ids", "labels")}] * 3
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_step() -> None:
+        for batch in batches[:2]:
+            model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def make_batch(size: int) -> dict[str, torch.Tensor]:
+        tokens = torch.empty(size, 32, dtype=torch.int64, device="meta")
+        return {"input_ids": tokens, "labels": tokens}
+
+    return {
+        "model": model,
+        "batch": batches[0],
+        "batches": batches,
+        "loader": batches,
+        "optimizer": optimizer,
+        "train_step": train_step,
+        "make_batch": make_batch,
+        "texts": texts(32),
+    }
+
+
+def deep() -> Names:
+    """The same, as deep as the page's configuration says."""
+    from hugging_face_trainers import llama
+
+    return {**training(), "model": llama(num_hidden_layers=32, hidden_size=16, intermediate_size=32)}
+
+
+def planned() -> Names:
+    """The same, with a profile and a plan."""
+    names = training()
+    profile = recollect.record(names["model"], names["batch"], fake=True, hardware="H100")
+    return {**names, "profile": profile, "plan": recollect.plan(profile, "75%")}
+
+
+def sentences() -> Names:
+    """The same, with words that TRL can read."""
+    from hugging_face_trainers import llama
+    from trl_trainers import answers, tokenizer
+
+    model = llama(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return {**training(), "model": model, "sentences": answers(), "tokenizer": tokenizer()}
+
+
+def lightning() -> Names:
+    from lightning_trainers import Automatic, loader
+
+    return {"module": Automatic(), "loader": loader(6)}
+
+
+def sharded() -> Names:
+    """The same, on the first of two ranks; the other one is pretended."""
+    names = training()
+    torch.distributed.init_process_group("fake", rank=0, world_size=2)
+    names["model"].layers = names["model"].model.layers
+    return names
+
+
+def stages() -> Names:
+    """Two stages of a pipeline, and the schedule of one rank."""
+    modules = [nn.Sequential(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))) for _ in range(2)]
+    inputs = [torch.randn(4, 16), torch.randn(4, 16, requires_grad=True)]
+    return {
+        "stages": [(modules[0], inputs[0], False), (modules[1], inputs[1], True)],
+        "stage": modules[0],
+        "stage_index": 0,
+        "loss_fn": torch.sum,
+        "schedule": recollect.PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=4),
+    }
+
+
+def chunked() -> Names:
+    hidden = torch.randn(32, 8, requires_grad=True)
+    return {**training(), "hidden": hidden, "weight": torch.randn(64, 8), "labels": torch.randint(0, 64, (32,))}
+
+
+def reference_models() -> Names:
+    """Tokens, and a checkpoint where the page says that there is one."""
+    import safetensors.torch
+
+    from hugging_face_trainers import llama
+
+    folder = Path("path/to/checkpoint")
+    folder.mkdir(parents=True)
+    model = llama(attention_dropout=0.0)
+    model.config.save_pretrained(folder)
+    safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
+    tokens = torch.randint(0, 256, (2, 32))
+    return {"tokens": tokens, "labels": tokens}
+
+
+PREPARED: dict[str, Callable[[], Names]] = {
+    "fsdp.md": sharded,
+    "how_to_read_a_plan.md": planned,
+    "hugging_face.md": training,
+    "largest_batch.md": training,
+    "lightning.md": lightning,
+    "loss.md": chunked,
+    "megatron.md": deep,
+    "megatron_flags.md": dict,
+    "models.md": reference_models,
+    "out_of_memory.md": planned,
+    "parallel.md": sharded,
+    "peft_trl.md": sentences,
+    "pictures.md": planned,
+    "pipelines.md": stages,
+    "usage.md": training,
+    "which_budget.md": planned,
+}
+
+
+def run(page: str, line: int, block: str) -> None:
+    """Run a block of a page in an empty folder; an error names the line of the page."""
+    code = compile("\n" * (line - 1) + block, page, "exec")
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        os.chdir(folder)
+        try:
+            exec(code, {"torch": torch, "recollect": recollect, **PREPARED[page]()})
+        finally:
+            os.chdir(before)
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    for page in sys.argv[1:]:
+        for line, block in blocks((DOCS / page).read_text(encoding="utf-8")):
+            try:
+                run(page, line, block)
+            except Exception:
+                traceback.print_exc()
+            else:
+                print(f"{page}:{line} ran", flush=True)
+    # A process group's destructor may wait for a thread that waits for the interpreter's lock.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
