@@ -160,6 +160,7 @@ class Layout:
         same_batch: whether all ranks work on one batch.
         around: in what the step has to run.
         reshards: whether parameters are freed after forward, so that a plan has to keep what units return.
+        has_functional_collectives: whether layers run collectives that can run again.
     """
 
     world_size: int
@@ -167,6 +168,7 @@ class Layout:
     same_batch: bool = False
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     reshards: bool = False
+    has_functional_collectives: bool = False
 
     def batch(self) -> Tensor:
         """Return this rank's batch."""
@@ -252,16 +254,26 @@ LAYOUTS: dict[str, Layout] = {
     "FSDP2 to 2 of 4": Layout(4, lambda: sharded(made(), reshard_after_forward=2), reshards=True),
     "FSDP2, kept gathered": Layout(2, lambda: sharded(made(), reshard_after_forward=False)),
     "HSDP": Layout(4, lambda: sharded(made(), grid()), reshards=True),
-    "TP": Layout(2, lambda: tensor_parallel(line()), same_batch=True),
-    "TP+SP": Layout(2, lambda: tensor_parallel(line(), sequence=True), same_batch=True),
+    "TP": Layout(2, lambda: tensor_parallel(line()), same_batch=True, has_functional_collectives=True),
+    "TP+SP": Layout(
+        2, lambda: tensor_parallel(line(), sequence=True), same_batch=True, has_functional_collectives=True
+    ),
     "TP, loss parallel": Layout(
-        2, lambda: tensor_parallel(line(), splits_loss=True), same_batch=True, around=loss_parallel
+        2,
+        lambda: tensor_parallel(line(), splits_loss=True),
+        same_batch=True,
+        around=loss_parallel,
+        has_functional_collectives=True,
     ),
     "TP+SP, loss parallel": Layout(
-        2, lambda: tensor_parallel(line(), sequence=True, splits_loss=True), same_batch=True, around=loss_parallel
+        2,
+        lambda: tensor_parallel(line(), sequence=True, splits_loss=True),
+        same_batch=True,
+        around=loss_parallel,
+        has_functional_collectives=True,
     ),
-    "FSDP2+TP": Layout(4, lambda: both(sequence=False), reshards=True),
-    "FSDP2+TP+SP": Layout(4, lambda: both(sequence=True), reshards=True),
+    "FSDP2+TP": Layout(4, lambda: both(sequence=False), reshards=True, has_functional_collectives=True),
+    "FSDP2+TP+SP": Layout(4, lambda: both(sequence=True), reshards=True, has_functional_collectives=True),
     "context parallel": Layout(2, lambda: made(gathers=True)),
     "expert parallel": Layout(2, lambda: made(has_experts=True)),
 }

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ RESULTS = Path(__file__).parent / "results" / "layouts.csv"
 OVER_GLOO = ("DDP", "FSDP2", "TP")
 RANKS_OVER_GLOO = 2
 PLANS = ("keep_all", "full", "budget", "random")
+# The same, from a record that lets collectives run again.
+REPLAYING = tuple(f"{name}, collectives replayed" for name in PLANS[1:])
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Row:
         gradients: "equal" bit for bit to the same layout without a plan, or where they differ.
         collectives: of one step without the plan, by kind.
         collectives_with_plan: the same with it.
+        predicted_replays: of collectives, by kind, under the plan.
     """
 
     layout: str
@@ -63,6 +66,7 @@ class Row:
     measured_bytes: int
     collectives: str
     collectives_with_plan: str
+    predicted_replays: str = "none"
 
 
 class Collectives(TorchDispatchMode):
@@ -81,7 +85,12 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def __str__(self) -> str:
-        return ", ".join(f"{count} {name}" for name, count in sorted(self.counts.items())) or "none"
+        return in_words(self.counts)
+
+
+def in_words(counts: Mapping[str, int]) -> str:
+    """Return numbers of collectives as text."""
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
 
 
 def collectives(model: nn.Module, batch: torch.Tensor) -> str:
@@ -125,7 +134,12 @@ def rows(name: str, layout: Layout, wanted: Sequence[str]) -> Iterator[Row]:
         optimizer = torch.optim.AdamW(model.parameters())
         profile = recollect.record(model, batch, optimizer=optimizer, loss_fn=loss_of)
         plain = collectives(model, batch)
-        for plan_name, plan in plans(profile, keeps_outputs=layout.reshards):
+        made = [(name, plan, profile) for name, plan in plans(profile, keeps_outputs=layout.reshards)]
+        if not set(REPLAYING).isdisjoint(wanted) and layout.has_functional_collectives:
+            profile = recollect.record(model, batch, optimizer=optimizer, loss_fn=loss_of, collectives="replay")
+            again = plans(profile, keeps_outputs=layout.reshards)
+            made += [(f"{name}, collectives replayed", plan, profile) for name, plan in again]
+        for plan_name, plan, profile in made:
             if plan_name not in wanted:
                 continue
             report = recollect.verify(model, batch, plan, optimizer=optimizer, loss_fn=loss_of, compare="step")
@@ -142,7 +156,16 @@ def rows(name: str, layout: Layout, wanted: Sequence[str]) -> Iterator[Row]:
                 measured_bytes=report.plan_peak_bytes,
                 collectives=plain,
                 collectives_with_plan=with_plan,
+                predicted_replays=in_words(replays(profile, plan)),
             )
+
+
+def replays(profile: Profile, plan: Plan) -> Counter[str]:
+    """Predict how many collectives of each kind run again in a step."""
+    found: Counter[str] = Counter()
+    for usage in recollect.layer_usage(profile, plan):
+        found.update({kind: usage.num_runs * count for kind, count in usage.replayed_collectives.items()})
+    return found
 
 
 def on_the_fake_group(names: Iterable[str], wanted: Sequence[str], *, last_rank: bool = False) -> Iterator[Row]:
@@ -180,7 +203,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", action="append", choices=LAYOUTS, help="only this one; may be given several times")
-    parser.add_argument("--plan", action="append", choices=PLANS, help="only this one; may be given several times")
+    parser.add_argument(
+        "--plan", action="append", choices=(*PLANS, *REPLAYING), help="only this one; may be given several times"
+    )
     parser.add_argument("--gloo", action="store_true", help="over gloo in two processes")
     parser.add_argument("--last-rank", action="store_true", help="as the last rank sees it, not the first")
     parser.add_argument("--json", action="store_true", help="print one JSON object a row")
@@ -188,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     names = options.layout or (OVER_GLOO if options.gloo else list(LAYOUTS))
-    wanted = options.plan or PLANS
+    wanted = options.plan or (*PLANS, *REPLAYING)
     found = over_gloo(names, wanted) if options.gloo else on_the_fake_group(names, wanted, last_rank=options.last_rank)
     made = []
     for row in found:

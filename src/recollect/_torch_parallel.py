@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,11 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
+    "RankNotes",
     "filled_storages",
     "fully_sharded_parameters",
     "is_checkpoint_wrapper",
     "is_data_parallel",
     "is_fully_sharded",
+    "name_of_group",
+    "notes_of_group",
+    "passes_ops_on",
+    "waited_for",
 ]
 
 
@@ -69,6 +75,74 @@ def freed_after_forward(model: nn.Module) -> set[int]:
                 info = parameter._module_info
                 found.update(id(holder) for holder in (info.module, *info.shared_modules))
     return found
+
+
+def passes_ops_on(function: Any) -> bool:
+    """Whether a class of autograd Functions is PyTorch's own around collectives, and runs nothing but ops that modes see.
+
+    That is how DTensors change their layout, and how functional collectives get their backward. Such a forward runs with
+    gradients switched off, like any other; no kernel that modes do not see writes to what its ops make.
+    """
+    module, name = function.__module__, function.__name__
+    if module == "torch.distributed.tensor._redistribute":
+        return bool(name == "Redistribute")
+    return bool(module == "torch._library.autograd" and name.startswith("GeneratedBackwardFor__c10d_functional"))
+
+
+def name_of_group(args: Any, kwargs: Any) -> str:
+    """Return the name of the group whose ranks run a functional collective, from its arguments; it is the last of them."""
+    group = kwargs["group_name"] if "group_name" in kwargs else args[-1]
+    return str(getattr(group, "group_name", group))
+
+
+class RankNotes:
+    """Short texts that the ranks of a group leave for each other under a key.
+
+    Attributes:
+        rank: this one, in the group of all ranks.
+        ranks: all of the group.
+    """
+
+    def __init__(self, key: str, ranks: list[int], store: Any) -> None:
+        self.rank = torch.distributed.get_rank()
+        self.ranks = ranks
+        self._key = key
+        self._store = store
+
+    def leave(self, text: str) -> None:
+        """Leave this rank's text."""
+        self._store.set(f"{self._key}/{self.rank}", text)
+
+    def read(self, patience_s: float) -> dict[int, str | None]:
+        """Return the texts of the other ranks; None for one that has left none after some seconds."""
+        found: dict[int, str | None] = {}
+        for rank in self.ranks:
+            key = f"{self._key}/{rank}"
+            try:
+                self._store.wait([key], timedelta(seconds=patience_s))
+            except torch.distributed.DistStoreError:
+                found[rank] = None
+                break
+            found[rank] = self._store.get(key).decode()
+        return found
+
+
+def notes_of_group(group: str, key: str) -> RankNotes:
+    """Return the notes that the ranks of a group share, in the store at which all ranks met."""
+    from torch.distributed import distributed_c10d
+
+    process_group = distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined,arg-type]
+    if torch.distributed.get_backend(process_group) == "fake":
+        # There are no others.
+        return RankNotes(key, [torch.distributed.get_rank()], torch.distributed.HashStore())  # type: ignore[attr-defined]
+    ranks = torch.distributed.get_process_group_ranks(process_group)
+    return RankNotes(key, ranks, distributed_c10d._get_default_store())
+
+
+def waited_for(result: torch.Tensor) -> torch.Tensor:
+    """Return what a functional collective made, once it is there."""
+    made: torch.Tensor = torch.ops._c10d_functional.wait_tensor(result)
+    return made
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,16 @@ MOST_OVER_BYTES = 1024 + 8
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
-    """The rows of all layouts in the first rank, of a plan, as no step had run before."""
-    command = [sys.executable, "benchmarks/layouts.py", "--json", "--plan", "random"]
+    """The rows of all layouts in the first rank, of two plans, as no step had run before."""
+    command = [
+        sys.executable,
+        "benchmarks/layouts.py",
+        "--json",
+        "--plan",
+        "random",
+        "--plan",
+        "full, collectives replayed",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -37,9 +46,22 @@ def test_peaks_are_predicted(rows: list[dict[str, Any]]) -> None:
 
 
 def test_collectives_run_as_often_as_without_a_plan(rows: list[dict[str, Any]]) -> None:
-    assert all(row["collectives"] == row["collectives_with_plan"] for row in rows)
+    assert all(row["collectives"] == row["collectives_with_plan"] for row in rows if row["plan"] == "random")
     assert {row["layout"] for row in rows if row["collectives"] == "none"} <= {
         "one process",
         "DDP",
         "DDP, bucket views",
     }
+
+
+def test_collectives_run_again_as_often_as_predicted(rows: list[dict[str, Any]]) -> None:
+    replaying = [row for row in rows if row["plan"] == "full, collectives replayed"]
+    assert len(replaying) == 6
+    for row in replaying:
+        assert row["predicted_replays"] != "none", row["layout"]
+        assert counts(row["collectives_with_plan"]) == counts(row["collectives"]) + counts(row["predicted_replays"])
+
+
+def counts(text: str) -> Counter[str]:
+    """Read "2 all_reduce, 1 broadcast"."""
+    return Counter({name: int(count) for count, name in (part.split() for part in text.split(", "))})

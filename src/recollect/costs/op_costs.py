@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from recollect._torch_private import keep_busy
+from recollect._torch_parallel import waited_for
+from recollect._torch_private import keep_busy, tree_map
 from recollect.engine.facts import OpFacts
 from recollect.measuring.op_peaks import CpuOpPeaks, CudaOpPeaks
 from recollect.measuring.timing import timed_by_events, timed_work
@@ -95,7 +96,7 @@ class MeasuredCosts:
         self._num_runs += 1
         self._numbers.setdefault(key, []).append(number)
         self._begin_op()
-        output = self._run_once(func, args, kwargs, samples)
+        output = self._run_once(_awaited(func) if facts.may_replay else func, args, kwargs, samples)
         self._end_op()
         if may_repeat and not facts.writes and not facts.is_random and not facts.keeps and facts.running_stats is None:
             while len(samples) < _LEAST_SAMPLES and samples[-1] < _LONG_S:
@@ -138,6 +139,11 @@ class MeasuredCosts:
         output, op_s = timed_alone(lambda: func(*args, **kwargs), self._device)
         samples.append(op_s)
         return output
+
+
+def _awaited(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs a collective until its result is there; by itself it only begins."""
+    return lambda *args, **kwargs: tree_map(waited_for, collective(*args, **kwargs))
 
 
 def timed_alone(run: Callable[[], T], device: torch.device) -> tuple[T, float]:

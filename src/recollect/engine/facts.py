@@ -37,6 +37,8 @@ class OpFacts:
     `changes_storage`: writes to a storage, or changes how a tensor reads it (`changes_layout_only`, `is_lazy`).
     `follows_settings`: its result depends on switches of kernels or on the default dtype.
     `is_collective`: every rank has to run it at the same moment.
+    `may_replay`: a collective that makes new tensors, so that it can run again where all ranks run it again; `keeps` is set
+        all the same, for whoever does not know that they do.
     `moves_storage`: changes which bytes a tensor refers to (`_MOVES`).
     `is_lift`: shows a tensor that Python made (`torch.tensor`) to PyTorch for the first time.
     `running_stats`: positions of statistics that the op updates without its schema saying so (batch norm), and of the
@@ -61,6 +63,7 @@ class OpFacts:
     changes_storage: bool = False
     follows_settings: bool = False
     is_collective: bool = False
+    may_replay: bool = False
     moves_storage: bool = False
     is_lift: bool = False
     running_stats: tuple[tuple[int, ...], int] | None = None
@@ -96,10 +99,18 @@ _INDEX_LIKE = frozenset(
 # One result of these is empty unless an argument requires grad, which none does below autograd.
 _GRAD_DEPENDENT = frozenset({"_sparse_mm_reduce_impl"})
 
-# To run a collective again, every rank would have to do so at the same moment.
+# To run a collective again, every rank has to do so at the same moment.
 _COLLECTIVE_NAMESPACES = frozenset(
     {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "fsdp"}
 )
+
+# These make new tensors and write to none, so that a second run needs nothing but the other ranks.
+_FUNCTIONAL_COLLECTIVES = frozenset(
+    {"all_gather_into_tensor", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "all_reduce", "broadcast"}
+    | {"reduce_scatter_tensor_coalesced", "all_reduce_coalesced", "all_to_all_single", "shard_dim_alltoall"}
+)
+# These pass on what a collective made: once it is there, or in a wrapper that waits for it when it is first read.
+_PASS_ON_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
 
 # CUDA kernels of these add in an order that varies between runs (torch.use_deterministic_algorithms lists them), so a
 # second run need not give the same bits.
@@ -180,13 +191,15 @@ def facts_of(func: Any) -> OpFacts:
     )
     is_unordered_on_cuda = name in _ATOMIC_ON_CUDA or (name, schema.overload_name) in _LAST_ONE_STAYS_ON_CUDA
     arguments = [argument.name for argument in schema.arguments]
-    is_foreign = namespace not in _REPLAYABLE_NAMESPACES
+    is_collective = namespace in _COLLECTIVE_NAMESPACES
+    is_foreign = namespace not in _REPLAYABLE_NAMESPACES and not is_collective
     tags = func.tags
     changes_layout_only = torch.Tag.inplace_view in tags and name not in _MOVES
     return OpFacts(
         name=name if namespace == "aten" else f"{namespace}:{name}",
         is_view=namespace == _QUESTIONS
         or name in _NO_WRITES
+        or (is_collective and name in _PASS_ON_COLLECTIVES)
         or (not writes and name not in _LAZY_VIEWS and (bool(aliased) or name in _UNANNOTATED_VIEWS)),
         is_lazy=name in _LAZY_VIEWS,
         writes=writes,
@@ -195,7 +208,7 @@ def facts_of(func: Any) -> OpFacts:
         keeps=not (returns or writes)
         or name in _INDEX_LIKE
         or name in _GRAD_DEPENDENT
-        or namespace in _COLLECTIVE_NAMESPACES
+        or is_collective
         or (torch.Tag.dynamic_output_shape in tags and name not in _GATHERS)
         or torch.Tag.data_dependent_output in tags
         or name in _MOVES,
@@ -210,7 +223,8 @@ def facts_of(func: Any) -> OpFacts:
         may_keep=is_unordered_on_cuda or name in _GATHERS or name == "_to_copy",
         changes_storage=bool(writes) or changes_layout_only or name in _LAZY_VIEWS,
         follows_settings=is_foreign or name in _FOLLOWS_SETTINGS,
-        is_collective=namespace in _COLLECTIVE_NAMESPACES,
+        is_collective=is_collective,
+        may_replay=is_collective and name in _FUNCTIONAL_COLLECTIVES and not writes,
         moves_storage=name in _MOVES,
         is_lift=name in _LIFTS,
         running_stats=_RUNNING_STATS.get(name),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from recollect._torch_parallel import passes_ops_on
 from recollect._torch_private import untraced
 from recollect.engine.facts import OpFacts
 from recollect.engine.function_call import FunctionCall
@@ -41,6 +42,12 @@ class FunctionMode(TapeMode):
     def run_function(self, function: Any, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a call of a Function (`apply`), and drop of what it makes what the plan says."""
         is_seen = self.is_watching and self.function is None and torch.is_grad_enabled()
+        if is_seen and passes_ops_on(function):
+            self.is_in_collective = True
+            try:
+                return apply(*args)
+            finally:
+                self.is_in_collective = False
         if not is_seen or not may_run_again(function):
             return apply(*args)
         run = FunctionRun(function, args)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from recollect._torch_parallel import name_of_group, waited_for
+from recollect.engine.agreement import Agreement
 from recollect.engine.draws import Draw
 from recollect.engine.facts import OpFacts
 from recollect.engine.settings import Settings, applied_here, hold_here
@@ -114,6 +116,21 @@ class OpCall(_Call):
         args, kwargs = _fill(self.args, tensors), _fill_keywords(self.kwargs, tensors)
         output = self._run(args, kwargs)
         return (output,) if isinstance(output, torch.Tensor) else output
+
+
+class CollectiveCall(OpCall):
+    """Runs a collective, and waits for what it makes: forward waited in an op of its own."""
+
+    __slots__ = ("agreement",)
+
+    def __init__(self, func: Any, arguments: Arguments, settings: Settings, agreement: Agreement) -> None:
+        super().__init__(func, arguments, None, settings)
+        self.agreement = agreement
+
+    def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Any:
+        """Run the collective once more, as all ranks of its group do, and return its results."""
+        self.agreement.check(name_of_group(self.args, self.kwargs), str(self.func))
+        return [waited_for(result) for result in super().__call__(tensors, may_overwrite_first)]
 
 
 class WriteCall(_Call):

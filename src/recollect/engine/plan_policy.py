@@ -9,7 +9,7 @@ from recollect.errors import PlanMismatchWarning
 from recollect.plans.action import Action
 from recollect.plans.paths import unit_words
 from recollect.plans.unit_plan import UnitPlan
-from recollect.plans.value_names import module_of
+from recollect.plans.value_names import collective_kind, module_of
 
 
 class PlanPolicy:
@@ -41,6 +41,8 @@ class PlanPolicy:
         action = unit.actions.get(value_name)
         if action is not None:
             return action
+        if collective_kind(value_name):
+            return Action.KEEP  # Other ranks may run one more or fewer of them.
         alike = self._by_stem.get((unit_path, _without_count(value_name)), set())
         if len(alike) == 1:
             return next(iter(alike))

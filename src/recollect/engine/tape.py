@@ -11,11 +11,13 @@ NOTE [ Rules of the tape ]
    if the content is compared (`content.py`): not for large tensors written to through `.data`.
 3. Randomness. A random op is kept, or runs again from the generator state that it had, in a generator of its own
    (`draws.py`), so that other threads may draw meanwhile.
-4. Choices (`topk`, `sort`, ...), data-dependent shapes and collectives are kept (`facts.py`).
+4. Choices (`topk`, `sort`, ...) and data-dependent shapes are kept (`facts.py`). So are collectives, unless they make new
+   tensors and the plan names them: a recipe then runs the collective again and waits for it, in all ranks alike.
 5. Tensor subclasses desugar first; their inner tensors are recorded.
 6. A leaf whose storage was freed (FSDP2 resharding) must be back before the unit's backward; otherwise it is an error.
 7. What runs behind the dispatcher's back is kept: buffers filled by foreign kernels, and whatever runs with gradients
-   switched off, such as compiled regions, which may write to results of ops unseen. A call of a custom autograd Function
+   switched off, such as compiled regions, which may write to results of ops unseen. Not so PyTorch's own Functions
+   around collectives, whose ops are recorded like any others. A call of a custom autograd Function
    is one op, whose recipe runs all of its forward again; where that may not make the same, it is kept
    (`function_run.py`).
 8. The only state is the running unit's frame, one per thread: any number of forwards may be in flight.
@@ -42,6 +44,7 @@ from recollect._torch_private import (
     disable_autocast,
     untraced,
 )
+from recollect.engine.agreement import Agreement
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.policy import Policy
 from recollect.engine.settings import Replaying
@@ -82,8 +85,10 @@ def forget_last_step() -> None:
 class Tape(TapeState):
     """Runs the units of one applied model, and knows which one is running on this thread."""
 
-    def __init__(self, policy: Policy, *, runs_to_settle: int = RUNS_TO_SETTLE) -> None:
-        super().__init__(policy, runs_to_settle=runs_to_settle)
+    def __init__(
+        self, policy: Policy, *, runs_to_settle: int = RUNS_TO_SETTLE, agreement: Agreement | None = None
+    ) -> None:
+        super().__init__(policy, runs_to_settle=runs_to_settle, agreement=agreement)
         self._local = threading.local()
 
     @property

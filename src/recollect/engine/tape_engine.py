@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from recollect._torch_private import uncompiled
+from recollect.engine.agreement import Agreement, digest_of
 from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.plan_policy import PlanPolicy
 from recollect.engine.tape import Tape
@@ -28,7 +29,7 @@ class TapeEngine:
         # A unit that keeps everything still belongs on the tape if another unit may have dropped its input.
         drops_outputs = any(unit.output is Action.RECOMPUTE for unit in units.values())
         paths = [path for path, unit in units.items() if unit.recomputes_anything or drops_outputs]
-        return tape_forwards(model, paths, Tape(PlanPolicy(units)))
+        return tape_forwards(model, paths, Tape(PlanPolicy(units), agreement=Agreement(digest_of(units))))
 
 
 def tape_forwards(model: nn.Module, unit_paths: Iterable[str], tape: Tape) -> list[PlacedForward]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from recollect._torch_parallel import name_of_group
 from recollect._torch_private import (
     desugars,
     has_saved_tensors_hooks,
@@ -28,7 +29,7 @@ from recollect.engine.content import glance_at
 from recollect.engine.draws import Draw, draws_unknown, first_run
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.op_mode import OpMode
-from recollect.engine.opcall import Arguments, OpCall, WriteCall
+from recollect.engine.opcall import Arguments, CollectiveCall, OpCall, WriteCall
 from recollect.engine.settings import current_settings
 from recollect.engine.subclasses import PackedSubclass, held_whole
 from recollect.engine.tape_state import ALL_KEPT, ModuleKey, OpActions, OpKey, TapeState, Watch
@@ -70,6 +71,8 @@ class TapeMode(OpMode):
         self.settings = current_settings()
         self._modes_around = self.settings.modes
         self.is_watching = True
+        # Whether the running autograd Function is one whose ops can be recorded.
+        self.is_in_collective = False
         # The tape's hooks while they are off. Not held otherwise, because they hold this mode.
         self._hooks: tuple[Any, Any] | None = None
         # Outer hooks see what the tape's hooks let through; a checkpoint around several units would lose count.
@@ -140,7 +143,10 @@ class TapeMode(OpMode):
             return func(*args, **kwargs)
         # Rule 7: a custom autograd Function, or a compiled region, runs with gradients switched off.
         actions = ALL_KEPT
-        if torch.is_grad_enabled():
+        agreement = self.tape.agreement if facts.may_replay else None
+        if agreement is not None:
+            agreement.meet(name_of_group(args, kwargs))
+        if torch.is_grad_enabled() or self.is_in_collective:
             actions = self._op_actions(facts, not facts.writes or _is_dropped(args))
         if facts.writes:
             return self._run_write(func, facts, args, kwargs, actions)
@@ -153,7 +159,11 @@ class TapeMode(OpMode):
             return output
         arguments = Arguments(self._value_in_mode, facts, args, kwargs)
         settings = current_settings(self._modes_around) if facts.follows_settings else self.settings
-        node = Node(OpCall(func, arguments, draw, settings), arguments.values)
+        if agreement is None:
+            call = OpCall(func, arguments, draw, settings)
+        else:
+            call = CollectiveCall(func, arguments, settings, agreement)
+        node = Node(call, arguments.values)
         if isinstance(output, torch.Tensor):
             self._register(output, node, facts, actions[0])
         elif isinstance(output, (tuple, list)):

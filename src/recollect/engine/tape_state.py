@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from recollect._torch_private import is_fake_tensor
+from recollect.engine.agreement import Agreement
 from recollect.engine.facts import OpFacts
 from recollect.engine.policy import Policy
 from recollect.engine.values import UNWATCHED, alias_in_hook, alias_in_mode
@@ -46,10 +47,14 @@ class TapeState:
     Attributes:
         policy: asked once for each value name.
         settled: what to watch in modules that have run often enough to tell.
+        agreement: that of all ranks to drop the same, so that a collective may run again in all of them; None if there is none.
     """
 
-    def __init__(self, policy: Policy, *, runs_to_settle: int = RUNS_TO_SETTLE) -> None:
+    def __init__(
+        self, policy: Policy, *, runs_to_settle: int = RUNS_TO_SETTLE, agreement: Agreement | None = None
+    ) -> None:
         self.policy = policy
+        self.agreement = agreement
         self.settled: dict[ModuleKey, Watch] = {}
         self._runs_to_settle = runs_to_settle
         self._known: dict[OpKey, list[OpActions]] = {}
@@ -72,9 +77,13 @@ class TapeState:
         held = alias_in_hook(tensor) if in_hook else alias_in_mode(tensor)
         return held, UNWATCHED if tensor.is_inference() else tensor._version
 
+    def must_keep(self, facts: OpFacts) -> bool:
+        """Whether the results of an op are kept whatever the policy says."""
+        return facts.keeps and (self.agreement is None or not facts.may_replay)
+
     def op_actions(self, key: OpKey, count: int, facts: OpFacts, asks: bool) -> OpActions:
         """Return the actions for the results of a module's `count`-th call of an op; all kept if `asks` is False."""
-        if facts.keeps or not asks:
+        if not asks or self.must_keep(facts):
             return ALL_KEPT
         known = self._known.get(key)
         if known is None:

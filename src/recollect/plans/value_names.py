@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["module_of", "result_names", "value_stem"]
+__all__ = ["collective_kind", "module_of", "result_names", "value_stem"]
+
+_COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_dtensor"})
 
 
 def value_stem(module_path: str, op_name: str, count: int) -> str:
@@ -26,6 +28,18 @@ def result_names(stem: str, num_results: int | None) -> tuple[str, ...]:
     if num_results is None or num_results <= 1:
         return (stem,)
     return tuple(f"{stem}.{index}" for index in range(num_results))
+
+
+def collective_kind(name: str) -> str:
+    """Return which collective an op, or the value that it computes, is of; empty if none.
+
+    Example:
+        >>> collective_kind("attention.o._c10d_functional:all_reduce#1"), collective_kind("attention.o.mm")
+        ('all_reduce', '')
+    """
+    op = name.removeprefix(f"{module_of(name)}.")
+    namespace, mark, call = op.partition(":")
+    return call.partition("#")[0].partition(".")[0] if mark and namespace in _COLLECTIVE_NAMESPACES else ""
 
 
 def module_of(value_name: str) -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -37,9 +37,9 @@ from recollect.recording.model_step import (
 from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step
 from recollect.recording.optimizers import Optimizers, check_optimizers, copied_weights, state_tensors
 from recollect.recording.restored_state import free_gradients, undisturbed
-from recollect.recording.step_recording import Gradients, StepRecording
+from recollect.recording.step_recording import Collectives, Gradients, StepRecording
 
-__all__ = ["Gradients", "record", "record_with"]
+__all__ = ["Collectives", "Gradients", "record", "record_with"]
 
 
 def record(
@@ -55,6 +55,7 @@ def record(
     holds_output: bool = True,
     gradients: Gradients = "held",
     loss_chunks: int = 1,
+    collectives: Collectives = "keep",
 ) -> Profile:
     """Run one training step and record all that a planner needs to know.
 
@@ -85,6 +86,9 @@ def record(
             "accumulated": backward adds to them. With `step`, "held" means what the step itself does.
         loss_chunks: parts in which LM head and loss are computed, in this step and under plans made from it; see
             `chunked_cross_entropy`. 1: as the model does.
+        collectives: what plans may do with the results of collectives inside units. "keep": they stay, so that each rank may
+            have a plan of its own. "replay": they may be dropped, and the collective runs again in backward; then all ranks
+            have to record, to apply the same plan, and to run the same ops in the same order.
 
     Returns:
         The profile: frozen, torch-free, saved with `profile.save(path)`.
@@ -95,7 +99,8 @@ def record(
         HardwareError: an unknown name or a malformed file; or given without `fake`, where times are measured.
         ChunkedLossError: the model's loss cannot be computed in chunks.
         RecordError: both or neither of `batch` and `step`; the model rejected the batch; the loss is not a scalar or does
-            not require grad; with `fake`, the step depends on data; the parameters are not there yet, or are partitioned.
+            not require grad; an unknown word; with `fake`, the step depends on data; the parameters are not there yet, or are
+            partitioned.
 
     Example:
         >>> import torch, recollect
@@ -110,8 +115,16 @@ def record(
     modelled = _modelled_costs(hardware, fake=fake)
     check_step(model, batch, step)
     check_optimizers(model, optimizer)
+    if collectives not in get_args(Collectives):
+        raise RecordError(f"collectives: got {collectives!r}, expected {' or '.join(map(repr, get_args(Collectives)))}")
     device = device_of(model, batch)
-    recording = StepRecording(model, find_units(model, units), modelled or MeasuredCosts(device), device)
+    recording = StepRecording(
+        model,
+        find_units(model, units),
+        modelled or MeasuredCosts(device),
+        device,
+        replays_collectives=collectives == "replay",
+    )
     loop = _Loop(model, batch, step, device, optimizer, loss_fn, holds_output, gradients, loss_chunks)
     with stage("recording the step"):
         return loop.recorded(recording, record_optimizer_step(optimizer, device))

@@ -10,6 +10,7 @@ from torch import nn
 
 from recollect._torch_functions import runs_python_backward
 from recollect._torch_private import desugars, tree_leaves, untraced
+from recollect.engine.agreement import Agreement
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_mode import FunctionMode
@@ -74,9 +75,11 @@ class _Handle:
 class RecordingTape(Tape):
     """Drops everything and reports what runs."""
 
-    def __init__(self, recorder: StepRecorder, samples: UnitSamples) -> None:
+    def __init__(self, recorder: StepRecorder, samples: UnitSamples, *, replays_collectives: bool = False) -> None:
         # Modules never settle: a unit that runs many times is recorded in full each time.
-        super().__init__(DropAll(), runs_to_settle=sys.maxsize)
+        super().__init__(
+            DropAll(), runs_to_settle=sys.maxsize, agreement=Agreement("recording") if replays_collectives else None
+        )
         self.recorder = recorder
         self.samples = samples
 
@@ -111,7 +114,7 @@ class RecordingTape(Tape):
     def op_actions(self, key: OpKey, count: int, facts: OpFacts, asks: bool) -> OpActions:
         """Tell the recorder the name of the next op, and drop its results."""
         self.recorder.pending_stem = value_stem(key[1], facts.name, count)
-        return (Action.RECOMPUTE,) if asks and not facts.keeps else ALL_KEPT
+        return (Action.RECOMPUTE,) if asks and not self.must_keep(facts) else ALL_KEPT
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Log that backward asks for a value; leave its recompute out of the record."""

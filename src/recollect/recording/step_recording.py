@@ -41,10 +41,13 @@ from recollect.simulation.call_actions import CallActions
 from recollect.simulation.decisions import drop_all
 from recollect.simulation.simulate import Simulation, simulate
 
-__all__ = ["Gradients", "StepRecording"]
+__all__ = ["Collectives", "Gradients", "StepRecording"]
 
 Gradients: TypeAlias = Literal["held", "freed", "accumulated"]
 """Gradients of the last step when the next one begins: alive until backward begins, freed, or added to by backward."""
+
+Collectives: TypeAlias = Literal["keep", "replay"]
+"""Whether plans keep the results of collectives, or may run collectives again."""
 
 # Scalars that PyTorch makes inside C++ functions, unseen by dispatch modes: at most 24 bytes at the peak of the test
 # suite's twenty models, 10 in a step of AdamW. A budget is a bound, so this rounds up.
@@ -60,6 +63,7 @@ class StepRecording:
         costs: runs the ops and knows their costs.
         device: where the step runs.
         counts_all_tensors: whether to count, on the CPU, too, what is in memory besides the step; on CUDA it always counts.
+        replays_collectives: whether plans may run collectives again; this recording then does.
 
     Attributes:
         left_bytes: what the step and the recording had made and was alive when the recording stopped, and what is left of the
@@ -74,6 +78,7 @@ class StepRecording:
         device: torch.device,
         *,
         counts_all_tensors: bool = False,
+        replays_collectives: bool = False,
     ) -> None:
         self.model = model
         self.device = device
@@ -85,6 +90,7 @@ class StepRecording:
         self._modelled = costs if isinstance(costs, ModelledCosts) else None
         self.recorder = StepRecorder(costs, device)
         self._samples = UnitSamples(model, device) if self._modelled is None else NoSamples(model, device)
+        self._tape = RecordingTape(self.recorder, self._samples, replays_collectives=replays_collectives)
         self._stack = ExitStack()
         self._persistent: dict[str, int] = {}
         # Where in the log the model returned, and from which of its calls an output is.
@@ -132,7 +138,7 @@ class StepRecording:
         )
         enter = self._stack.enter_context
         try:
-            enter(apply_policy(self.model, self._paths, RecordingTape(recorder, self._samples)))
+            enter(apply_policy(self.model, self._paths, self._tape))
             enter(self._hooks())
             enter(filled_storages(recorder.note_resize))
             enter(self._costs.recording())

@@ -9,6 +9,7 @@ from recollect.plans.engines import Region, Tape
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_actions import ValueActions
+from recollect.plans.value_names import collective_kind
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.call_actions import CallActions
@@ -40,7 +41,8 @@ def recompute_all_unit(graph: UnitGraph, *, output: Action = Action.KEEP) -> Uni
     instead.
     """
     saved = [value for value in graph.values if value.saved and value.producer is not None]
-    opaque_bytes = sum(value.nbytes for value in saved if value.must_keep)
+    # Not collectives: the tape sees them, and a module that is re-run as a whole would run them again.
+    opaque_bytes = sum(value.nbytes for value in saved if value.must_keep and not collective_kind(value.name))
     if opaque_bytes > _OPAQUE_FRACTION * sum(value.nbytes for value in saved):
         return UnitPlan({}, output=output, engine=Region())
     actions: dict[str, Action] = {

@@ -6,11 +6,13 @@ predictions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from recollect.arguments import check_kind
 from recollect.plans.plan import Plan
+from recollect.plans.value_names import collective_kind
 from recollect.profile.events import BACKWARD
 from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.profile import Profile
@@ -48,6 +50,11 @@ class LayerUsage:
     def kept_bytes(self) -> int:
         """Bytes that the unit holds for backward."""
         return sum(nbytes for _, nbytes in self.kept) + self.generator_bytes
+
+    @property
+    def replayed_collectives(self) -> dict[str, int]:
+        """Number of collectives that run again, by kind ("all_gather_into_tensor"), in each run."""
+        return dict(Counter(kind for name in self.recomputed if (kind := collective_kind(name))))
 
     @property
     def recomputed_ops(self) -> int:
