@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import recollect
+from gradients import assert_same_gradients
+from rank_programs import replayed_collectives, run_on_ranks
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate
 from watch import Watch
@@ -176,8 +178,8 @@ class Exchange(nn.Module):
         rows = [len(x) // T] * T
         sent = functional.all_to_all_single(self.up(x).tanh(), rows, rows, dist.group.WORLD)
         back = functional.all_to_all_single(self.down(sent).tanh(), rows, rows, dist.group.WORLD)
-        gathered = functional.all_gather_tensor(back.exp(), 0, dist.group.WORLD)
-        return functional.reduce_scatter_tensor(gathered.sin(), "sum", 0, dist.group.WORLD).cos()
+        gathered = functional.all_gather_single(back.exp(), 0, dist.group.WORLD)
+        return functional.reduce_scatter_single(gathered.sin(), "sum", 0, dist.group.WORLD).cos()
 
 
 @pytest.mark.usefixtures("group")
@@ -218,3 +220,25 @@ def test_a_plan_that_does_not_name_a_collective_keeps_it() -> None:
 def test_an_unknown_word_is_an_error() -> None:
     with pytest.raises(recollect.errors.RecordError, match="collectives: got 'drop', expected 'keep' or 'replay'"):
         recollect.record(nn.Sequential(nn.Linear(2, 2)), torch.randn(1, 2), collectives="drop")  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two processes saw over gloo."""
+    if not dist.is_gloo_available():
+        pytest.skip("needs PyTorch with the gloo backend")
+    return run_on_ranks(replayed_collectives, tmp_path_factory.mktemp("replayed"))
+
+
+def test_ranks_with_one_plan_run_collectives_again(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        plain, replayed = rank["plain"], rank["one plan"]
+        assert_same_gradients(plain["gradients"], replayed["gradients"])
+        assert replayed["all-reduces"] > plain["all-reduces"]
+
+
+def test_ranks_with_two_plans_all_say_so_before_they_wait_for_each_other(ranks: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(ranks):
+        assert f"this rank ({number}) has plan " in rank["two plans"]
+        assert f"rank {1 - number} has " in rank["two plans"]
+        assert "of ranks 0, 1, which have to run it again together" in rank["two plans"]

@@ -17,12 +17,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import recollect
 from blocks import Stack, built, checkpointed
 from policies import FULL, NOTHING_KEPT, Random
 from recollect.applying import apply, apply_policy
+from recollect.errors import RecollectError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from watch import Watch
 
 RANKS = 2
@@ -151,6 +154,37 @@ def tensor_parallel() -> dict[str, Any]:
             kept_bytes = watch.live_bytes()
             output.square().mean().backward()
         outcome[name] = {"gradients": _gradients(model), "kept bytes": kept_bytes}
+    return outcome
+
+
+def replayed_collectives() -> dict[str, Any]:
+    """Gradients where all ranks run collectives again under one plan, and the error where one rank has another plan."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    model = built(lambda: Stack(dropout=0.1))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    torch.manual_seed(100)
+    data = torch.randn(4, 16)
+    profile = recollect.record(model, data, loss_fn=lambda out: out.square().mean(), collectives="replay")
+    sent: list[Any] = [recollect.classic_plan(profile, "full")]
+    dist.broadcast_object_list(sent)
+    plan: Plan = sent[0]
+    first, unit = next(iter(plan.units.items()))
+    lean = {name: "keep" if name.endswith("all_reduce") else action for name, action in unit.actions.items()}
+    plans = {"plain": Plan({}), "one plan": plan}
+    plans["two plans"] = plan if dist.get_rank() else Plan({**plan.units, first: UnitPlan(lean)})
+    outcome: dict[str, Any] = {}
+    for name, used in plans.items():
+        model.zero_grad()
+        with recollect.apply(model, used), Watch() as watch:
+            torch.manual_seed(7)
+            output = model(data)
+            try:
+                output.square().mean().backward()
+            except RecollectError as error:
+                outcome[name] = str(error)
+                break
+        outcome[name] = {"gradients": _gradients(model), "all-reduces": watch.ops["_c10d_functional::all_reduce"]}
     return outcome
 
 
