@@ -8,12 +8,17 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from recollect.errors import RecordError
+
 __all__ = [
     "RankNotes",
+    "all_gather_rows",
+    "fake_process_group",
     "filled_storages",
     "fully_sharded_parameters",
     "is_checkpoint_wrapper",
@@ -23,7 +28,33 @@ __all__ = [
     "notes_of_group",
     "passes_ops_on",
     "waited_for",
+    "other_sharded_parameters",
 ]
+
+
+# PyTorch 2.13 has renamed it.
+all_gather_rows: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+@contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Within the block, be one rank of a process group whose others do not exist; its collectives move nothing.
+
+    Raises:
+        RecordError: this process is part of a real group.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RecordError(
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already, expected none of a group: a layout "
+            "is recorded without its devices in a process of its own."
+        )
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:
@@ -143,6 +174,47 @@ def waited_for(result: torch.Tensor) -> torch.Tensor:
     """Return what a functional collective made, once it is there."""
     made: torch.Tensor = torch.ops._c10d_functional.wait_tensor(result)
     return made
+
+
+@contextmanager
+def other_sharded_parameters(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Within the block, let FSDP2 work with other parameters; at the end it is as it was.
+
+    Yields a function to call when the others are in place. FSDP2 keeps references of its own to what it shards, which no
+    public name exchanges.
+
+    Raises:
+        RecordError: a model that FSDP2 shards has real parameters, or has run.
+    """
+    states: list[Any] = [
+        module._get_fsdp_state()  # type: ignore[operator]
+        for module in model.modules()
+        if is_fully_sharded(module)
+    ]
+    groups = [
+        group
+        for state in states
+        for group in (state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group])
+        if group is not None
+    ]
+    sharded = [parameter for group in groups for parameter in group.fsdp_params]
+    if any(parameter.sharded_param.device.type != "meta" or parameter.all_gather_outputs for parameter in sharded):
+        raise RecordError(
+            f"{type(model).__name__}: got real parameters that FSDP2 shards, expected them on the meta device to record on "
+            "fake tensors. Build the model and call fully_shard under torch.device('meta'), or record with fake=False."
+        )
+    kept = [(thing, dict(vars(thing))) for thing in (*states, *groups, *sharded)]
+
+    def use_others() -> None:
+        for parameter in sharded:
+            parameter.reset_sharded_param()
+
+    try:
+        yield use_others
+    finally:
+        for thing, attributes in kept:
+            vars(thing).clear()
+            vars(thing).update(attributes)
 
 
 @contextmanager

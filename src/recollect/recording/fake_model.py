@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect._torch_private import FakeTensorMode, tree_map
+from recollect._torch_parallel import other_sharded_parameters
+from recollect._torch_private import FakeTensorMode, is_traceable_wrapper_subclass, tree_map
 from recollect.recording.restored_state import restored_attributes, restored_generators
 
 
 class _FakeMode(FakeTensorMode):
-    """PyTorch's fake tensors with two more ops.
+    """PyTorch's fake tensors with three more ops.
 
     Grouped matrix products of any dtype: PyTorch's fake tensors insist on bf16, its kernels do not. And `bincount` with the
     number of bins that the model asks for, as models count the tokens of each expert; PyTorch's fake tensors refuse it,
-    since larger numbers would add bins.
+    since larger numbers would add bins. And the end of a collective: it returns its argument, where PyTorch's fake tensors
+    make another tensor.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -29,6 +31,8 @@ class _FakeMode(FakeTensorMode):
         if func is torch.ops.aten.bincount.default and len(args) == 3 and args[1] is None:
             numbers, _, bins = args
             return numbers.new_empty(bins, dtype=torch.int64)
+        if getattr(func, "_schema", None) is not None and func._schema.name == "_c10d_functional::wait_tensor":
+            return args[0]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -64,12 +68,12 @@ def fake_tensors(model: nn.Module, device: torch.device) -> Iterator[FakeTensorM
 
     def fake_of(tensor: Any) -> Any:
         if id(tensor) not in fakes:
-            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+            fake = _empty_like(tensor, device)
             is_parameter = isinstance(tensor, nn.Parameter)
             fakes[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
         return fakes[id(tensor)]
 
-    with mode:
+    with other_sharded_parameters(model) as use_others, mode:
         try:
             for module in model.modules():
                 for tensors in (module._parameters, module._buffers):
@@ -77,10 +81,24 @@ def fake_tensors(model: nn.Module, device: torch.device) -> Iterator[FakeTensorM
                         if tensor is not None:
                             originals.append((tensors, name, tensor))
                             tensors[name] = fake_of(tensor)
+            use_others()
             yield mode
         finally:
             for tensors, name, tensor in originals:
                 tensors[name] = tensor
+
+
+def _empty_like(tensor: Any, device: torch.device) -> Any:
+    """Return a tensor of the same layout on a device; of a DTensor and its kin, one that holds parts of the same layouts."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    # Not all of them are tensors: a DTensor also lists its device mesh.
+    parts = {
+        name: _empty_like(part, device) if isinstance(part, torch.Tensor) else part for name, part in parts.items()
+    }
+    return type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
 
 
 def fake_batch(batch: Any, device: torch.device) -> Any:

@@ -38,6 +38,7 @@ from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_s
 from recollect.recording.optimizers import Optimizers, check_optimizers, copied_weights, state_tensors
 from recollect.recording.restored_state import free_gradients, undisturbed
 from recollect.recording.step_recording import Collectives, Gradients, StepRecording
+from recollect.tensors import inner_tensors
 
 __all__ = ["Collectives", "Gradients", "record", "record_with"]
 
@@ -166,6 +167,8 @@ class _Loop:
                 self.batch = stack.enter_context(fake_run(self.model, self.batch, self.device))
             elif self.step is None:
                 stack.enter_context(undisturbed(self.model))
+            if recording.is_on_fake_tensors and any(inner_tensors(p) for p in self.model.parameters()):
+                self._run_unseen()
             if self.step is None:
                 prepare_gradients(self.model, self.gradients)
             self._run(recording, others_bytes, master_weights)
@@ -175,6 +178,15 @@ class _Loop:
                 batch=describe_batch(self.batch) if self.step is None else "",
                 loss_chunks=self.loss_chunks,
             )
+
+    def _run_unseen(self) -> None:
+        """Run the step once before it is recorded: DTensors try each op of theirs when they first meet it.
+
+        On real tensors the recorder can tell these trials, which are on fake ones.
+        """
+        with loss_in_chunks(self.model, self.loss_chunks):
+            self._run_step()
+        free_gradients(self.model.parameters())
 
     def _run(self, recording: StepRecording, others_bytes: int, master_weights: list[torch.Tensor]) -> None:
         """Run the step under the recorder, and clear up after it.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from recollect._torch_private import current_autograd_node, tree_leaves
+from recollect._torch_private import current_autograd_node, fake_mode, tree_leaves
 from recollect.costs.op_costs import Again, OpRun
 from recollect.engine.facts import OpFacts
 from recollect.engine.subclasses import strided_tensors
@@ -208,7 +208,9 @@ class StepRecorder:
     def note_resize(self, storage: torch.UntypedStorage) -> None:
         """Log that the owner of a storage has filled or emptied it."""
         tracker = tracker_of(storage)
-        if self.is_over or isinstance(tracker, (TrackedValue, Persistent)) or storage.device != self._device:
+        # The storages of fake tensors say that they are on meta, whatever their tensors say.
+        is_here = storage.device == self._device or (storage.device.type == "meta" and fake_mode() is not None)
+        if self.is_over or isinstance(tracker, (TrackedValue, Persistent)) or not is_here:
             return
         if not isinstance(tracker, Filled):
             tracker = Filled(self.log, -1 if tracker is None else tracker.hand_over())

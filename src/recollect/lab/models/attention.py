@@ -28,7 +28,7 @@ class SelfAttention(nn.Module):
         self.is_rotary = config.position_embedding_type == "rope"
         query_size = config.num_attention_heads * config.kv_channels
         group_size = config.num_query_groups * config.kv_channels
-        self.sizes = (query_size, group_size, group_size)
+        self.sizes: tuple[int, ...] = (query_size, group_size, group_size)
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         self.linear_qkv = Linear(config.hidden_size, sum(self.sizes), bias=qkv_bias, init_std=config.init_method_std)
         self.core_attention = build_core_attention(config)

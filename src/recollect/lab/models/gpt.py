@@ -6,6 +6,7 @@ Shape legend, used as suffixes in this folder:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,9 +23,14 @@ from recollect.lab.models.rotary import Rotary, RotaryEmbedding
 from recollect.lab.models.router import RouterStatistics, TopKRouter
 from recollect.loss.chunked import chunked_cross_entropy
 
-__all__ = ["GPTModel", "GPTOutput"]
+__all__ = ["IGNORE_INDEX", "GPTModel", "GPTOutput", "cross_entropy"]
 
 IGNORE_INDEX = -100
+
+
+def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Return the mean cross entropy of the labels that are not ignored, in fp32."""
+    return F.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORE_INDEX)
 
 
 class GPTOutput(NamedTuple):
@@ -73,6 +79,7 @@ class GPTModel(nn.Module):
     Attributes:
         loss_chunks: number of chunks in which LM head and loss are computed if there are labels; with more than one, the output
             has no logits. A plan sets it.
+        cross_entropy: from logits and labels [B, T] to the loss, a scalar; another one where logits are split over ranks.
 
     Example:
         >>> from recollect.lab.models.sizes import NAMED_CONFIGS
@@ -90,6 +97,7 @@ class GPTModel(nn.Module):
         self.config = config
         self.compute_dtype = compute_dtype
         self.loss_chunks = 1
+        self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
         self.embedding = LanguageModelEmbedding(config)
         self.rotary_pos_emb: RotaryEmbedding | None = None
         if config.position_embedding_type == "rope" or config.multi_latent_attention:
@@ -129,7 +137,7 @@ class GPTModel(nn.Module):
             DataError: more positions than the model has learned.
         """
         x_BTD = self.embedding(tokens, self.compute_dtype)
-        rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(x_BTD)
+        rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(x_BTD, tokens.shape[1])
         x_BTD, statistics = self.decoder(x_BTD, rotary)
         if labels is None:
             return GPTOutput(self.output_layer(x_BTD), None)
@@ -153,8 +161,7 @@ class GPTModel(nn.Module):
                 x_BTD, weight, labels, num_chunks=self.loss_chunks, ignore_index=IGNORE_INDEX
             )
         logits_BTV = self.output_layer(x_BTD)
-        loss = F.cross_entropy(logits_BTV.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
-        return logits_BTV, loss
+        return logits_BTV, self.cross_entropy(logits_BTV, labels)
 
     def _mtp_loss(
         self, mtp: MultiTokenPrediction, x_BTD: Tensor, tokens: Tensor, labels: Tensor, rotary: Rotary | None

@@ -38,11 +38,15 @@ class RotaryEmbedding(nn.Module):
         self.base = config.rotary_base
         self.is_interleaved = config.rotary_interleaved
 
-    def forward(self, x_BTD: Tensor) -> Rotary:
-        """Return the rotation of all positions of `x_BTD`, in its dtype and on its device."""
+    def forward(self, x_BTD: Tensor, num_positions: int | None = None) -> Rotary:
+        """Return the rotation of positions, in the dtype and on the device of `x_BTD`.
+
+        `num_positions`: None for those of `x_BTD`, which may be a part of the sequence.
+        """
         # Computed each time: `model.bfloat16()` would cast a buffer, and bf16 cannot tell large angles apart.
         channel = torch.arange(0, self.channels, 2, device=x_BTD.device, dtype=torch.float32)
-        position = torch.arange(x_BTD.shape[1], device=x_BTD.device, dtype=torch.float32)
+        count = x_BTD.shape[1] if num_positions is None else num_positions
+        position = torch.arange(count, device=x_BTD.device, dtype=torch.float32)
         angle = torch.outer(position, self.base ** (-channel / self.channels))
         both = angle.repeat_interleave(2, dim=-1) if self.is_interleaved else torch.cat((angle, angle), dim=-1)
         angle_T1C = both.unsqueeze(1)

@@ -1,0 +1,46 @@
+"""Reorder the rows of fused matrices, so that equal contiguous parts give each rank its share of each of the fused ones.
+
+The rows of a fused projection are those of queries, keys and values, or of gate and up. Cut into equal parts as they are, the
+first rank would get nothing but queries. Reordered, part r has the r-th part of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["fused_again", "interleaved", "shares"]
+
+
+def shares(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Return each fused matrix's rows on one rank."""
+    return [size // ranks for size in sizes]
+
+
+def interleaved(rows: Tensor, sizes: Sequence[int], ranks: int) -> Tensor:
+    """Return the rows with the share of rank 0 first, then that of rank 1, and so on.
+
+    Args:
+        rows: [sum of `sizes`, ...], one fused matrix after the other.
+        sizes: rows of each; multiples of `ranks`.
+        ranks: number of parts.
+
+    Example:
+        >>> interleaved(torch.tensor([0, 1, 2, 3, 10, 11]), (4, 2), 2).tolist()
+        [0, 1, 10, 2, 3, 11]
+    """
+    parts = [matrix.chunk(ranks) for matrix in rows.split(list(sizes))]
+    return torch.cat([part[rank] for rank in range(ranks) for part in parts])
+
+
+def fused_again(rows: Tensor, sizes: Sequence[int], ranks: int) -> Tensor:
+    """Undo `interleaved`.
+
+    Example:
+        >>> fused_again(torch.tensor([0, 1, 10, 2, 3, 11]), (4, 2), 2).tolist()
+        [0, 1, 2, 3, 10, 11]
+    """
+    parts = [share.split(shares(sizes, ranks)) for share in rows.chunk(ranks)]
+    return torch.cat([parts[rank][matrix] for matrix in range(len(sizes)) for rank in range(ranks)])

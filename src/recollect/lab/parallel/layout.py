@@ -1,0 +1,154 @@
+"""How a model is spread over devices: the sizes of a layout, and what they must divide. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from recollect.errors import ConfigError, NotYetError
+from recollect.lab.models.config import TransformerConfig
+
+__all__ = ["DeviceLayout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceLayout:
+    """The sizes of a layout, with Megatron's names; ranks are numbered with tensor innermost, then data, then pipeline.
+
+    Attributes:
+        tensor_model_parallel_size: ranks that share each matrix.
+        pipeline_model_parallel_size: ranks that share the layers, in order.
+        data_parallel_size: ranks with batches of their own.
+        sequence_parallel: whether what is between the matrices is split along the sequence, by the ranks of `tensor`.
+        num_layers_per_virtual_pipeline_stage: layers of one of a rank's several stages; None: each rank has one stage.
+
+    Raises:
+        ConfigError: a size below 1, or sequence parallelism without tensor parallelism.
+
+    Example:
+        >>> DeviceLayout(tensor_model_parallel_size=4, pipeline_model_parallel_size=4, data_parallel_size=2).num_devices
+        32
+    """
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    data_parallel_size: int = 1
+    sequence_parallel: bool = False
+    num_layers_per_virtual_pipeline_stage: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"):
+            if getattr(self, name) < 1:
+                _clash({name: getattr(self, name)}, "it counts devices", "Pass 1 or more.")
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            _clash(
+                {"sequence_parallel": True, "tensor_model_parallel_size": 1},
+                "the sequence is split over the ranks of tensor parallelism",
+                "Set tensor_model_parallel_size, or leave sequence_parallel out.",
+            )
+        layers, ranks = self.num_layers_per_virtual_pipeline_stage, self.pipeline_model_parallel_size
+        if layers is not None and (layers < 1 or ranks == 1):
+            _clash(
+                {"num_layers_per_virtual_pipeline_stage": layers, "pipeline_model_parallel_size": ranks},
+                "virtual stages are those of a pipeline of two ranks or more, with one layer or more each",
+                "Set pipeline_model_parallel_size, or leave num_layers_per_virtual_pipeline_stage out.",
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole layout."""
+        return prod((self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.data_parallel_size))
+
+    def check_model(self, config: TransformerConfig, *, seq_length: int | None = None) -> None:
+        """Check that a model can be spread like this.
+
+        Every rank gets the same answer, since it depends on the numbers alone.
+
+        Args:
+            config: the model.
+            seq_length: positions of a sequence; None: not known yet.
+
+        Raises:
+            ConfigError: heads, widths, vocabulary, layers or the sequence do not divide; names them.
+            NotYetError: tensor parallelism for a model with experts, latent attention or multi-token prediction.
+        """
+        ranks = self.tensor_model_parallel_size
+        if ranks > 1:
+            _check_parts(config, ranks)
+            sizes = {
+                "num_attention_heads": config.num_attention_heads,
+                "num_query_groups": config.num_query_groups,
+                "ffn_hidden_size": config.ffn_hidden_size,
+                "vocab_size": config.vocab_size,
+            }
+            if self.sequence_parallel and seq_length is not None:
+                sizes["seq_length"] = seq_length
+            for name, size in sizes.items():
+                _check_divides(name, size, "tensor_model_parallel_size", ranks)
+        self.layers_of_stages(config.num_layers)
+
+    def layers_of_stages(self, num_layers: int) -> tuple[range, ...]:
+        """Return the layers of each stage of the pipeline, in order; stage s runs on rank s mod the pipeline's size.
+
+        Raises:
+            ConfigError: the layers do not divide.
+
+        Example:
+            >>> DeviceLayout(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1).layers_of_stages(
+            ...     4
+            ... )
+            (range(0, 1), range(1, 2), range(2, 3), range(3, 4))
+        """
+        ranks = self.pipeline_model_parallel_size
+        _check_divides("num_layers", num_layers, "pipeline_model_parallel_size", ranks)
+        each = self.num_layers_per_virtual_pipeline_stage or num_layers // ranks
+        if (num_layers // ranks) % each:
+            _clash(
+                {
+                    "num_layers": num_layers,
+                    "pipeline_model_parallel_size": ranks,
+                    "num_layers_per_virtual_pipeline_stage": each,
+                },
+                f"{num_layers // ranks} layers a rank are no multiple of {each}",
+                "Choose sizes that divide.",
+            )
+        return tuple(range(first, first + each) for first in range(0, num_layers, each))
+
+    def check_devices(self, world_size: int) -> None:
+        """Check that as many processes run as the layout has devices.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        if world_size != self.num_devices:
+            sizes = (self.pipeline_model_parallel_size, self.data_parallel_size, self.tensor_model_parallel_size)
+            _clash(
+                {"world_size": world_size},
+                f"the layout has {self.num_devices} devices: pipeline {sizes[0]} x data {sizes[1]} x tensor {sizes[2]}",
+                f"Start {self.num_devices} processes (torchrun --nproc-per-node), or change the layout.",
+            )
+
+
+def _check_parts(config: TransformerConfig, ranks: int) -> None:
+    fields: dict[str, object] = {
+        "num_moe_experts": config.num_moe_experts,
+        "multi_latent_attention": config.multi_latent_attention or None,
+        "mtp_num_layers": config.mtp_num_layers,
+    }
+    found = {name: value for name, value in fields.items() if value is not None}
+    if found:
+        raise NotYetError(
+            settings={**found, "tensor_model_parallel_size": ranks},
+            needs="tensor parallelism for these parts",
+            advice="Use data parallelism (FSDP2) for this model, or one without them.",
+        )
+
+
+def _check_divides(what: str, size: int, by: str, ranks: int) -> None:
+    if size % ranks:
+        larger = -(-size // ranks) * ranks
+        _clash({what: size, by: ranks}, f"{size} is no multiple of {ranks}", f"The next multiple is {larger}.")
+
+
+def _clash(settings: dict[str, object], reason: str, advice: str) -> None:
+    raise ConfigError(settings=settings, reason=reason, advice=advice)

@@ -1,0 +1,134 @@
+"""Tensor parallelism: the ranks of a mesh share each matrix, and with sequence parallelism what is between them, too.
+
+As in Megatron (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2): `linear_qkv` and
+`linear_fc1` are split by rows, by heads and by channels of the MLP; `linear_proj` and `linear_fc2` by columns; embedding and LM
+head along the vocabulary. All by PyTorch's DTensor and its styles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from recollect.lab.models.attention import SelfAttention
+from recollect.lab.models.gpt import IGNORE_INDEX, GPTModel
+from recollect.lab.models.mlp import MLP
+from recollect.lab.parallel.fused_rows import fused_again, interleaved, shares
+from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.vocabulary import VocabularyParallelLoss
+
+__all__ = ["tensor_parallel", "whole_gradients", "whole_parameters"]
+
+
+def tensor_parallel(model: GPTModel, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> GPTModel:
+    """Split a model's matrices over the ranks of a mesh, and its loss along the vocabulary.
+
+    Args:
+        model: with the same weights on all ranks, or on the meta device; changed in place. All ranks pass the same batch.
+        mesh: one-dimensional.
+        sequence_parallel: also split the residual stream, along the sequence.
+
+    Returns:
+        The model. Its output has the logits of this rank's part of the vocabulary, and the whole loss.
+
+    Raises:
+        ConfigError: heads, channels, or the vocabulary are no multiple of the ranks.
+        NotYetError: a model with experts, latent attention or multi-token prediction.
+
+    Limitations: ranks draw random numbers from their own generators. Seed all ranks alike: dropout of whole tensors has to be
+    the same on all of them; dropout of attention's heads, and of parts of the sequence, then is the same for each part.
+    """
+    DeviceLayout(tensor_model_parallel_size=mesh.size(), sequence_parallel=sequence_parallel).check_model(model.config)
+    between = Shard(1) if sequence_parallel else Replicate()
+    for linear, sizes in _fused(model):
+        for parameter in linear.parameters():
+            with torch.no_grad():
+                parameter.copy_(interleaved(parameter, sizes, mesh.size()))
+    for layer in model.decoder.layers:
+        _split_layer(layer, mesh, between)
+    if sequence_parallel:
+        parallelize_module(model.decoder.final_layernorm, mesh, SequenceParallel())
+    _split_ends(model, mesh, between)
+    model.cross_entropy = VocabularyParallelLoss(mesh.get_group(), IGNORE_INDEX)
+    return model
+
+
+def _split_layer(layer: nn.Module, mesh: DeviceMesh, between: Shard | Replicate) -> None:
+    styles: dict[str, ParallelStyle] = {
+        "self_attention.linear_qkv": ColwiseParallel(input_layouts=between),
+        "self_attention.linear_proj": RowwiseParallel(output_layouts=between),
+        "mlp.linear_fc1": ColwiseParallel(input_layouts=between),
+        "mlp.linear_fc2": RowwiseParallel(output_layouts=between),
+    }
+    if isinstance(between, Shard):
+        styles |= {"input_layernorm": SequenceParallel(), "pre_mlp_layernorm": SequenceParallel()}
+    parallelize_module(layer, mesh, styles)
+    attention = layer.get_submodule("self_attention")
+    assert isinstance(attention, SelfAttention)
+    attention.sizes = tuple(shares(attention.sizes, mesh.size()))
+
+
+def _split_ends(model: GPTModel, mesh: DeviceMesh, between: Shard | Replicate) -> None:
+    """Split the embedding and the LM head along the vocabulary."""
+    has_positions = model.embedding.position_embeddings is not None
+    # Learned positions are added to whole sequences, as in Megatron.
+    words = Replicate() if has_positions else between
+    parallelize_module(
+        model.embedding, mesh, {"word_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=words)}
+    )
+    if has_positions and isinstance(between, Shard):
+        style = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=between)
+        parallelize_module(model.embedding, mesh, style)
+    head = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1))
+    parallelize_module(model.output_layer, mesh, head)
+    if model.config.share_embeddings_and_output_weights:
+        model.output_layer.weight = model.embedding.word_embeddings.weight
+
+
+def _fused(model: GPTModel) -> Iterator[tuple[nn.Module, Sequence[int]]]:
+    """Yield the fused projections with the rows of each part in the whole model."""
+    config = model.config
+    query, group = (heads * config.kv_channels for heads in (config.num_attention_heads, config.num_query_groups))
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            yield module.linear_qkv, (query, group, group)
+        elif isinstance(module, MLP) and config.gated_linear_unit:
+            yield module.linear_fc1, (config.ffn_hidden_size, config.ffn_hidden_size)
+
+
+def whole_parameters(model: GPTModel, ranks: int) -> dict[str, Tensor]:
+    """Return the parameters of a parallel model as those of the whole one, by name; all ranks have to call it.
+
+    Args:
+        model: from `tensor_parallel`, perhaps sharded by FSDP2.
+        ranks: of tensor parallelism.
+    """
+    return _whole(model, dict(model.named_parameters()), ranks)
+
+
+def whole_gradients(model: GPTModel, ranks: int) -> dict[str, Tensor]:
+    """Return the gradients likewise."""
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return _whole(model, found, ranks)
+
+
+def _whole(model: GPTModel, tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
+    fused = {id(parameter): sizes for linear, sizes in _fused(model) for parameter in linear.parameters()}
+    sizes_of = {name: fused[id(p)] for name, p in model.named_parameters() if id(p) in fused}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        found[name] = fused_again(whole, sizes_of[name], ranks) if name in sizes_of else whole
+    return found

@@ -1,0 +1,159 @@
+"""What each of two processes runs in the tests of the parallel reference models: over gloo, then without a partner."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh, init_device_mesh
+
+import recollect
+from recollect._torch_parallel import fake_process_group
+from recollect.lab.models.architectures import gpt_config, llama_config
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.parallel.data import data_parallel
+from recollect.lab.parallel.tensor import tensor_parallel, whole_gradients
+from recollect.profile.profile import Profile
+
+RANKS = 2
+SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
+LLAMA = llama_config(**SIZES, num_query_groups=2)
+# Learned positions, biases, tied embeddings; dropout is tested by its own, since no two layouts draw alike.
+GPT = gpt_config(**SIZES, hidden_dropout=0.0, attention_dropout=0.0)
+DROPPING = replace(GPT, hidden_dropout=0.1, attention_dropout=0.1)
+
+Wrap = Callable[[GPTModel, DeviceMesh], GPTModel]
+
+
+def both(model: GPTModel, mesh: DeviceMesh) -> GPTModel:
+    """Each of two data-parallel ranks is two ranks of tensor parallelism."""
+    return data_parallel(tensor_parallel(model, mesh["tensor"], sequence_parallel=True), mesh["data"])
+
+
+WAYS: dict[str, Wrap] = {
+    "tensor": tensor_parallel,
+    "sequence": lambda model, mesh: tensor_parallel(model, mesh, sequence_parallel=True),
+    "data": data_parallel,
+}
+# Without partners there may be more ranks.
+ALONE: dict[str, Wrap] = {**WAYS, "both": both}
+
+
+def built(config: TransformerConfig, way: str, device: str = "cpu") -> GPTModel:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = GPTModel(config)
+    if way == "none":
+        return model
+    if way == "both":
+        return both(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
+    return WAYS[way](model, init_device_mesh("cpu", (RANKS,)))
+
+
+def batch(device: str = "cpu") -> dict[str, Tensor]:
+    """The same on all ranks; some labels are ignored."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(64, (2, 17), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[0, :3] = -100
+    return {"tokens": tokens[:, :-1].contiguous().to(device), "labels": labels.to(device)}
+
+
+def gradients(model: GPTModel, way: str) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.manual_seed(7)
+    loss = model(**batch()).loss
+    assert loss is not None
+    loss.backward()
+    return {"loss": loss.detach(), **whole_gradients(model, RANKS if way in ("tensor", "sequence") else 1)}
+
+
+def farthest(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference, of each parameter's gradient against its largest entry."""
+    assert got.keys() == expected.keys()
+    return max(((got[name] - expected[name]).abs().max() / expected[name].abs().max()).item() for name in expected)
+
+
+def facts(profile: Profile) -> dict[str, Any]:
+    """What a profile says about bytes."""
+    ends = {name: recollect.classic_plan(profile, name) for name in ("keep_all", "full")}
+    return {
+        "persistent": dict(profile.persistent),
+        "values": [
+            (call.path, value.name, value.nbytes, value.saved, value.must_keep)
+            for call in profile.calls
+            for value in profile.graph_of(call).values
+        ],
+        "peaks": {name: plan.predicted_peak_bytes for name, plan in ends.items()},
+    }
+
+
+def recorded(config: TransformerConfig, way: str, *, fake: bool) -> Profile:
+    device = "meta" if fake else "cpu"
+    model = built(config, way, device)
+    return recollect.record(model, batch(device), optimizer=torch.optim.AdamW(model.parameters()), fake=fake)
+
+
+def over_gloo() -> Iterator[tuple[str, Any]]:
+    for name, config in (("llama", LLAMA), ("gpt", GPT)):
+        expected = gradients(built(config, "none"), "none")
+        for way in WAYS:
+            yield f"farthest {name} {way}", farthest(gradients(built(config, way), way), expected)
+        if name == "llama":
+            yield "loss sequence", gradients(built(config, "sequence"), "sequence")["loss"].item()
+    for way in WAYS:
+        model = built(DROPPING, way)
+        expected = gradients(model, way)
+        profile = recollect.record(model, batch())
+        plans = {name: recollect.classic_plan(profile, name) for name in ("keep_all", "full")}
+        plans["budget"] = recollect.plan(profile, sum(plan.predicted_peak_bytes or 0 for plan in plans.values()) // 2)
+        for name, plan in plans.items():
+            with recollect.apply(model, plan):
+                got = gradients(model, way)
+            yield f"equal {name} {way}", all(torch.equal(got[key], expected[key]) for key in expected)
+        yield f"gloo {way}", facts(recorded(LLAMA, way, fake=False))
+    odd = llama_config(num_layers=1, hidden_size=48, num_attention_heads=3, vocab_size=64)
+    yield "refused", refusal(lambda: built(odd, "tensor"))
+    yield "real shards", refusal(lambda: recollect.record(built(LLAMA, "data"), batch(), fake=True))
+    yield "group", refusal(lambda: next(alone(dist.get_rank())))
+
+
+def refusal(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except recollect.errors.RecollectError as error:
+        return str(error)
+    return "not refused"
+
+
+def alone(rank: int) -> Iterator[tuple[str, Any]]:
+    for way in ALONE:
+        with fake_process_group(rank, 4 if way == "both" else RANKS):
+            yield f"real tensors {way}", facts(recorded(LLAMA, way, fake=False))
+            yield f"fake tensors {way}", facts(recorded(LLAMA, way, fake=True))
+
+
+def run(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    found = dict(over_gloo())
+    dist.barrier()
+    dist.destroy_process_group()
+    found |= dict(alone(rank))
+    torch.save(found, Path(folder) / f"rank{rank}")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), sys.argv[2])

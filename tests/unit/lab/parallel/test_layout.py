@@ -1,0 +1,86 @@
+"""The sizes of a layout: what divides, and one clear error where something does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from recollect.errors import ConfigError, NotYetError
+from recollect.lab.models.architectures import deepseek_v3_config, llama_config, mixtral_config
+from recollect.lab.parallel.layout import DeviceLayout
+
+LLAMA: dict[str, Any] = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 64}
+MODEL = llama_config(**LLAMA, num_query_groups=4, ffn_hidden_size=128)
+
+
+def test_devices_are_counted() -> None:
+    layout = DeviceLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=4, data_parallel_size=3)
+    layout.check_devices(24)
+    with pytest.raises(ConfigError, match=r"world_size=8: the layout has 24 devices: pipeline 4 x data 3 x tensor 2"):
+        layout.check_devices(8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size=0: it counts devices"),
+        ({"pipeline_model_parallel_size": -1}, "pipeline_model_parallel_size=-1: it counts devices"),
+        ({"data_parallel_size": 0}, "data_parallel_size=0: it counts devices"),
+        ({"sequence_parallel": True}, "the sequence is split over the ranks of tensor parallelism"),
+        ({"num_layers_per_virtual_pipeline_stage": 2}, "virtual stages are those of a pipeline"),
+        ({"num_layers_per_virtual_pipeline_stage": 0, "pipeline_model_parallel_size": 2}, "virtual stages are those"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DeviceLayout(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "message"),
+    [
+        ({}, 3, "num_attention_heads=8, tensor_model_parallel_size=3: 8 is no multiple of 3. The next multiple is 9"),
+        ({}, 8, "num_query_groups=4, tensor_model_parallel_size=8: 4 is no multiple of 8"),
+        ({"ffn_hidden_size": 127}, 2, "ffn_hidden_size=127"),
+        (
+            {"vocab_size": 65},
+            2,
+            "vocab_size=65, tensor_model_parallel_size=2: 65 is no multiple of 2. The next multiple is 66",
+        ),
+    ],
+)
+def test_models_that_do_not_divide_are_refused(changes: dict[str, Any], ranks: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DeviceLayout(tensor_model_parallel_size=ranks).check_model(MODEL.changed(**changes))
+
+
+def test_the_sequence_has_to_divide_where_it_is_split() -> None:
+    split = DeviceLayout(tensor_model_parallel_size=4, sequence_parallel=True)
+    split.check_model(MODEL, seq_length=64)
+    DeviceLayout(tensor_model_parallel_size=4).check_model(MODEL, seq_length=62)
+    with pytest.raises(ConfigError, match="seq_length=62, tensor_model_parallel_size=4: 62 is no multiple of 4"):
+        split.check_model(MODEL, seq_length=62)
+
+
+def test_layers_are_dealt_out_in_order() -> None:
+    assert DeviceLayout(pipeline_model_parallel_size=4).layers_of_stages(8) == tuple(
+        range(n, n + 2) for n in (0, 2, 4, 6)
+    )
+    with pytest.raises(ConfigError, match="num_layers=8, pipeline_model_parallel_size=3"):
+        DeviceLayout(pipeline_model_parallel_size=3).check_model(MODEL)
+    with pytest.raises(ConfigError, match="4 layers a rank are no multiple of 3"):
+        DeviceLayout(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=3).check_model(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        (mixtral_config(**LLAMA), "num_moe_experts=8"),
+        (deepseek_v3_config(**LLAMA, num_moe_experts=8), "multi_latent_attention=True, mtp_num_layers=1"),
+    ],
+)
+def test_parts_that_are_not_split_yet_are_refused(config: Any, part: str) -> None:
+    DeviceLayout(data_parallel_size=2).check_model(config)
+    with pytest.raises(NotYetError, match=f"{part}, tensor_model_parallel_size=2: not yet: tensor parallelism"):
+        DeviceLayout(tensor_model_parallel_size=2).check_model(config)
