@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -21,6 +21,7 @@ __all__ = [
     "fake_process_group",
     "filled_storages",
     "fully_sharded_parameters",
+    "group_ranks",
     "is_checkpoint_wrapper",
     "is_data_parallel",
     "is_fully_sharded",
@@ -55,6 +56,16 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def group_ranks(arguments: Iterable[Any]) -> tuple[int, ...]:
+    """Return the ranks of the group among the arguments of a collective op, which has it as a name or as an object."""
+    for argument in arguments:
+        if isinstance(argument, torch.ScriptObject):
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument)))
+    groups: Any = dist.distributed_c10d
+    name = next(argument for argument in reversed(list(arguments)) if isinstance(argument, str))
+    return tuple(dist.get_process_group_ranks(groups._resolve_process_group(name)))
 
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:

@@ -6,36 +6,87 @@ See `op_costs.py` for ops that really run, `op_work.py` for the work of an op, `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from recollect.costs.collectives import Collective, collective_of, ends_collective
 from recollect.costs.hardware import Hardware
+from recollect.costs.links import Cluster
 from recollect.costs.op_costs import Again, Key, OpRun, key_of
 from recollect.costs.op_work import work_of
 from recollect.costs.roofline import seconds
 from recollect.engine.facts import OpFacts
 
 
-class ModelledCosts:
-    """Runs ops on fake tensors and models their times on some hardware."""
+@dataclass
+class Traffic:
+    """What a group of ranks moves in the recorded step.
 
-    def __init__(self, hardware: Hardware) -> None:
+    Attributes:
+        count: collectives.
+        nbytes: of the whole tensors that they gather, reduce or exchange.
+        time_s: seconds that they take.
+    """
+
+    count: int = 0
+    nbytes: int = 0
+    time_s: float = 0.0
+
+
+class ModelledCosts:
+    """Runs ops on fake tensors and models their times on some hardware.
+
+    Args:
+        hardware: one device.
+        cluster: how devices are connected, for the times of collectives; None: they take as long as their copies.
+        hidden: groups of ranks whose collectives run beside the computation, and add nothing to the step.
+
+    Attributes:
+        traffic: of the recorded step, by the ranks of each group, hidden or not.
+    """
+
+    def __init__(
+        self, hardware: Hardware, cluster: Cluster | None = None, *, hidden: Iterable[tuple[int, ...]] = ()
+    ) -> None:
         self.hardware = hardware
+        self.traffic: defaultdict[tuple[int, ...], Traffic] = defaultdict(Traffic)
+        self._cluster = cluster
+        self._hidden = frozenset(hidden)
         self._seconds: dict[Key, float] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Do nothing: there is nothing to measure."""
+        """Count the collectives of the block."""
+        self.traffic.clear()
         yield
 
     def run(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, *, may_repeat: bool) -> tuple[Any, OpRun]:
         """Run an op on fake tensors; return its result and the key to its costs."""
         output = func(*args, **kwargs)
         key = key_of(func, args, kwargs)
+        if self._cluster is not None:
+            if (collective := collective_of(func, args, output)) is not None:
+                return output, self._run_collective(collective, key, self._cluster)
+            if ends_collective(func):
+                self._seconds[key] = 0.0
         if key not in self._seconds:
             self._seconds[key] = seconds(work_of(func, facts, args, kwargs, output), self.hardware)
         return output, OpRun(key, 0)
+
+    def _run_collective(self, collective: Collective, key: Key, cluster: Cluster) -> OpRun:
+        """Count a collective; return the key to its time."""
+        time_s = cluster.collective_s(*collective)
+        found = self.traffic[collective.ranks]
+        found.count += 1
+        found.nbytes += collective.nbytes
+        found.time_s += time_s
+        # Groups that are objects leave no trace in the key.
+        key = (*key, collective.ranks)
+        self._seconds[key] = 0.0 if collective.ranks in self._hidden else time_s
+        return OpRun(key, 0)
 
     def run_function(self, args: Any, inner: Sequence[OpRun], again: Again) -> OpRun:
         """Return the key to the costs of a custom autograd Function: those of the ops `inner` that it has run."""

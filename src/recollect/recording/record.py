@@ -131,17 +131,34 @@ def record(
         return loop.recorded(recording, record_optimizer_step(optimizer, device))
 
 
-def record_with(costs: Costs, model: nn.Module, batch: Any) -> Profile:
-    """Record a step on real tensors with costs of your own, such as a cost model's.
+def record_with(
+    costs: Costs,
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: Optimizers = None,
+    loss_fn: LossFunction | None = None,
+    units: Iterable[str] | None = None,
+    holds_output: bool = True,
+    gradients: Gradients = "held",
+) -> Profile:
+    """Record a step with costs of your own: a cost model's on real tensors, or `ModelledCosts` on fake ones.
 
     Args:
         costs: runs the ops and knows their costs.
         model: see `record`.
         batch: see `record`.
+        optimizer: see `record`.
+        loss_fn: see `record`.
+        units: see `record`.
+        holds_output: see `record`.
+        gradients: see `record`.
     """
+    check_step(model, batch, None)
     device = device_of(model, batch)
-    recording = StepRecording(model, find_units(model), costs, device)
-    return _Loop(model, batch, None, device).recorded(recording, OptimizerStep(0, ()))
+    recording = StepRecording(model, find_units(model, units), costs, device)
+    loop = _Loop(model, batch, None, device, optimizer, loss_fn, holds_output, gradients)
+    return loop.recorded(recording, record_optimizer_step(optimizer, device))
 
 
 @dataclass

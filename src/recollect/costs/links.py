@@ -1,0 +1,178 @@
+"""What connects devices, and the time of a collective over it. Imports no torch.
+
+Rates are per device and direction. The second column is what rings of NCCL reach: the speeds that NCCL's own model assumes, as
+PyTorch's estimator has them (`torch/_inductor/comm_analysis.py`, from `graph/topo.h` of NCCL); for the last two rows, 70 % of
+the data sheet is an assumption. A hop is a ring step of NCCL's "Simple" protocol (`graph/tuning.cc`). Nothing of this is
+measured here.
+
+| link | data sheet | reached | hop | source of the data sheet's rate |
+|---|--:|--:|--:|---|
+| NVLink 3 | 300 GB/s | 240 GB/s | 3.4 us | NVIDIA, "A100 Tensor Core GPU", 2020: 600 GB/s in both directions |
+| NVLink 4 | 450 GB/s | 370 GB/s | 3.4 us | NVIDIA, "H100 Tensor Core GPU", 2023: 900 GB/s |
+| NVLink 5 | 900 GB/s | 720 GB/s | 3.4 us | NVIDIA, "Blackwell", 2024: 1.8 TB/s |
+| PCIe 4 | 32 GB/s | 24 GB/s | 5.7 us | PCI-SIG: 64 GB/s for 16 lanes |
+| InfiniBand HDR | 25 GB/s | 20 GB/s | 14 us | NVIDIA, "ConnectX-6": 200 Gb/s, an adapter a device; reached: 80 % |
+| InfiniBand NDR | 50 GB/s | 40 GB/s | 14 us | NVIDIA, "ConnectX-7": 400 Gb/s; likewise |
+| PCIe 5 | 64 GB/s | 45 GB/s | 5.7 us | PCI-SIG: 128 GB/s for 16 lanes |
+| Infinity Fabric | 448 GB/s | 314 GB/s | 3.4 us | AMD, "Instinct MI300X": seven links of 64 GB/s |
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from recollect.costs.hardware import Hardware
+from recollect.costs.hardware_table import HARDWARE
+from recollect.errors import ConfigError, HardwareError
+
+__all__ = ["LINKS", "Cluster", "CollectiveKind", "Link", "cluster_of"]
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+
+# Of a ring of NCCL, before its first step.
+_START_S = 8.4e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A kind of link.
+
+    Attributes:
+        name: such as "NVLink 4".
+        bytes_per_s: what collectives reach, per device and direction.
+        hop_s: seconds from one device to the next, however little is sent.
+    """
+
+    name: str
+    bytes_per_s: float
+    hop_s: float
+
+
+LINKS: dict[str, Link] = {
+    link.name: link
+    for link in (
+        Link("NVLink 3", 240e9, 3.4e-6),
+        Link("NVLink 4", 370e9, 3.4e-6),
+        Link("NVLink 5", 720e9, 3.4e-6),
+        Link("PCIe 4", 24e9, 5.7e-6),
+        Link("PCIe 5", 45e9, 5.7e-6),
+        Link("InfiniBand HDR", 20e9, 14e-6),
+        Link("InfiniBand NDR", 40e9, 14e-6),
+        Link("Infinity Fabric", 314e9, 3.4e-6),
+    )
+}
+
+# Of each device in the hardware table: the link within a node, and between nodes.
+_USUAL: dict[str, tuple[str, str]] = {
+    "H100": ("NVLink 4", "InfiniBand NDR"),
+    "H100 PCIe": ("PCIe 5", "InfiniBand NDR"),
+    "H100 NVL": ("PCIe 5", "InfiniBand NDR"),
+    "H200": ("NVLink 4", "InfiniBand NDR"),
+    "A100 40GB": ("NVLink 3", "InfiniBand HDR"),
+    "A100": ("NVLink 3", "InfiniBand HDR"),
+    "A100 80GB PCIe": ("PCIe 4", "InfiniBand HDR"),
+    "B200": ("NVLink 5", "InfiniBand NDR"),
+    "L40S": ("PCIe 4", "InfiniBand HDR"),
+    "RTX 4090": ("PCIe 4", "InfiniBand HDR"),
+    "MI300X": ("Infinity Fabric", "InfiniBand NDR"),
+}
+_DEVICES_PER_NODE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes of equal devices; ranks are dealt out node by node.
+
+    Attributes:
+        hardware: each device.
+        within: the link between devices of one node.
+        between: the link between nodes, per device.
+        devices_per_node: devices in one node.
+
+    Example:
+        >>> from recollect.costs.hardware_table import find_hardware
+        >>> h100s = cluster_of(find_hardware("H100"))
+        >>> h100s.link_of((0, 7)).name, h100s.link_of((0, 8)).name
+        ('NVLink 4', 'InfiniBand NDR')
+        >>> f"{1e3 * h100s.collective_s('all_gather', 2**30, range(8)):.2f} ms"
+        '2.57 ms'
+    """
+
+    hardware: Hardware
+    within: Link
+    between: Link
+    devices_per_node: int
+
+    def link_of(self, ranks: Sequence[int]) -> Link:
+        """Return the slowest link that a group of ranks has between them."""
+        nodes = {rank // self.devices_per_node for rank in ranks}
+        return self.within if len(nodes) == 1 else self.between
+
+    def collective_s(self, kind: CollectiveKind, nbytes: float, ranks: Sequence[int]) -> float:
+        """Return the seconds of a collective over a ring: a time for each of its steps, and one for what it carries.
+
+        Args:
+            kind: what it does.
+            nbytes: of the whole tensor: what is gathered or reduced; of an exchange, what each rank sends.
+            ranks: that take part.
+        """
+        count = len(ranks)
+        if count < 2:
+            return 0.0
+        link = self.link_of(ranks)
+        once_s = (count - 1) * (link.hop_s + nbytes / count / link.bytes_per_s)
+        return _START_S + (2 * once_s if kind == "all_reduce" else once_s)
+
+    def send_s(self, nbytes: float, ranks: Sequence[int]) -> float:
+        """Return the seconds to send something from one rank to another."""
+        link = self.link_of(ranks)
+        return link.hop_s + nbytes / link.bytes_per_s
+
+
+def cluster_of(
+    hardware: Hardware, *, within: str | None = None, between: str | None = None, devices_per_node: int | None = None
+) -> Cluster:
+    """Return a cluster of a device, with its usual links where none are given.
+
+    Args:
+        hardware: each device.
+        within: the link between devices of a node: a name in `LINKS`, in any case.
+        between: the link between nodes, likewise.
+        devices_per_node: devices in one node; default: 8.
+
+    Raises:
+        HardwareError: an unknown link; or a device whose links are not known, and not given.
+        ConfigError: no devices in a node.
+
+    Example:
+        >>> from recollect.costs.hardware_table import find_hardware
+        >>> cluster_of(find_hardware("A100"), within="pcie 4", devices_per_node=4).within.name
+        'PCIe 4'
+    """
+    count = _DEVICES_PER_NODE if devices_per_node is None else devices_per_node
+    if count < 1:
+        raise ConfigError(
+            settings={"devices_per_node": count}, reason="it counts devices", advice="Pass 1 or more, such as 8."
+        )
+    name = next((name for name, known in HARDWARE.items() if known == hardware), "")
+    usual = _USUAL.get(name)
+    if usual is None and (within is None or between is None):
+        raise HardwareError(
+            f"hardware {hardware.name!r}: its links to other devices are not known; expected them as well, within a node and "
+            f"between nodes: of {', '.join(LINKS)}."
+        )
+    own_within, own_between = usual or ("", "")
+    return Cluster(hardware, _link(within or own_within), _link(between or own_between), count)
+
+
+def _link(name: str) -> Link:
+    by_name = {known.lower(): link for known, link in LINKS.items()}
+    found = by_name.get(name.lower())
+    if found is None:
+        close = difflib.get_close_matches(name.lower(), by_name, n=1)
+        meant = f" Did you mean {by_name[close[0]].name!r}?" if close else ""
+        raise HardwareError(f"link: got {name!r}, expected one of {', '.join(LINKS)}.{meant}")
+    return found
