@@ -141,6 +141,7 @@ def record_with(
     units: Iterable[str] | None = None,
     holds_output: bool = True,
     gradients: Gradients = "held",
+    collectives: Collectives = "keep",
 ) -> Profile:
     """Record a step with costs of your own: a cost model's on real tensors, or `ModelledCosts` on fake ones.
 
@@ -153,10 +154,12 @@ def record_with(
         units: see `record`.
         holds_output: see `record`.
         gradients: see `record`.
+        collectives: see `record`.
     """
     check_step(model, batch, None)
     device = device_of(model, batch)
-    recording = StepRecording(model, find_units(model, units), costs, device)
+    replays = collectives == "replay"
+    recording = StepRecording(model, find_units(model, units), costs, device, replays_collectives=replays)
     loop = _Loop(model, batch, None, device, optimizer, loss_fn, holds_output, gradients)
     return loop.recorded(recording, record_optimizer_step(optimizer, device))
 
