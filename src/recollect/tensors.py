@@ -1,14 +1,19 @@
-"""Finds the tensors in nested containers, and those that a tensor consists of."""
+"""Finds the tensors in nested containers and objects, and those that a tensor consists of."""
 
 from __future__ import annotations
 
+import types
+from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from recollect._torch_private import is_traceable_wrapper_subclass, tree_leaves
 
-__all__ = ["inner_tensors", "sparse_parts", "tensors_in"]
+__all__ = ["inner_tensors", "sparse_parts", "tensors_held", "tensors_in"]
+
+_NO_HOLDERS = (torch.nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -20,6 +25,38 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
         [1, 2]
     """
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def tensors_held(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers, and in the attributes of what is in them: objects, but no modules.
+
+    Those that are less deep come first.
+
+    Example:
+        >>> import torch, types
+        >>> cache = types.SimpleNamespace(layers=[types.SimpleNamespace(keys=torch.tensor(2))])
+        >>> [tensor.item() for tensor in tensors_held({"cache": cache, "logits": torch.tensor(1)})]
+        [1, 2]
+    """
+    found: list[torch.Tensor] = []
+    seen: dict[int, Any] = {}
+    pending = deque(tree_leaves(tree))
+    while pending:
+        thing = pending.popleft()
+        if isinstance(thing, torch.Tensor):
+            found.append(thing)
+        elif id(thing) not in seen and not isinstance(thing, _NO_HOLDERS):
+            seen[id(thing)] = thing
+            pending += _parts(thing)
+    return found
+
+
+def _parts(thing: Any) -> Iterable[Any]:
+    leaves = tree_leaves(thing)
+    if len(leaves) != 1 or leaves[0] is not thing:
+        return leaves
+    inside = thing.values() if isinstance(thing, Mapping) else thing if isinstance(thing, (list, tuple, set)) else ()
+    return [*inside, *getattr(thing, "__dict__", {}).values()]
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -164,7 +164,6 @@ class Attached:
         if is_disturbed:
             return
         if self._recording is not None:
-            self._recording.recorder.begin_forward()
             return
         chosen = self._choice(call) if self._ranks.is_alone else self._common_choice()
         if chosen is not None and not (self._is_first and self._attempts_left and self._all_can_record()):
@@ -256,17 +255,22 @@ class Attached:
         tensors = step_tensors(self.model, None, self._optimizers, parameters=self._parameters)
         gradients = tensors.pop("gradients")
         recording = StepRecording(
-            self.model, self._units, MeasuredCosts(self._device), self._device, counts_all_tensors=True
+            self.model,
+            self._units,
+            MeasuredCosts(self._device),
+            self._device,
+            counts_all_tensors=True,
+            sees_calls=False,
         )
         with self._entries.suspended():
             recording.start(tensors, gradients=gradients)
-        self._recording = recording
+        self._recording, self._watcher.returns = recording, recording.returns
 
     def _abandon_step(self) -> None:
         """Forget the step under way."""
         if self._recording is not None:
             self._recording.abort()
-            self._recording = None
+            self._recording = self._watcher.returns = None
         self._calls, self._group = [], []
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -295,7 +299,7 @@ class Attached:
             text = without_backward(self.model, stepped, len(calls), is_first=not self.planned)
             self._warn_once(text, key="no backward")
             return
-        self._calls, self._group, self._recording = [], [], None
+        self._calls, self._group, self._recording, self._watcher.returns = [], [], None, None
         number = self.num_steps
         self.num_steps += 1
         if recorded is not None:

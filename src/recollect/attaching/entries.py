@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from recollect._torch_private import tree_leaves
 from recollect.engine.placed_forward import PlacedForward
+from recollect.recording.returns import Returns, entry_modules
+from recollect.tensors import tensors_held
 
 __all__ = ["Entry", "EntryForward", "Removable", "entry_forwards"]
 
@@ -37,7 +38,11 @@ class EntryForward(PlacedForward):
         """Run the module's own forward, and tell the watcher."""
         if not self.is_on:
             return self.forward(*args, **kwargs)
-        return self.watcher.run(self.path, self.module, self.forward, args, kwargs)
+        return self.watcher.run(self.path, self.module, self._run_inner, args, kwargs)
+
+    def _run_inner(self, *args: Any, **kwargs: Any) -> Any:
+        # Looked up now: what the watcher does before a call may put another forward below this one.
+        return self.forward(*args, **kwargs)
 
 
 class Watcher:
@@ -48,24 +53,26 @@ class Watcher:
         abandon: told of one that raised.
 
     Attributes:
-        is_inside: a call is running.
+        is_inside: a call with gradients is running.
+        returns: of the recording under way, to be told of all calls.
         saw_backward: backward has reached the output of the last call; also before the first one.
     """
 
     def __init__(self, begin: Entry, abandon: Callable[[], None]) -> None:
         self.begin = begin
         self.abandon = abandon
+        self.returns: Returns | None = None
         self.is_inside = False
         self.saw_backward = True
 
     def run(self, path: str, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run what stands for a call of a module; tell of it if it is an outermost one."""
         if self.is_inside or not torch.is_grad_enabled():
-            return function(*args, **kwargs)
+            return self._noted(module, function, args, kwargs)
         self.is_inside = True
         try:
             self.begin(path, module, args, kwargs)
-            output = function(*args, **kwargs)
+            output = self._noted(module, function, args, kwargs)
         except BaseException:
             self.abandon()
             raise
@@ -76,29 +83,21 @@ class Watcher:
 
     def end(self, output: Any) -> None:
         """Note when backward reaches an output."""
-        for tensor in _tensors_of(output):
+        for tensor in tensors_held(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 self.saw_backward = False
                 tensor.register_hook(self._note_backward)
                 return
+
+    def _noted(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.returns is None:
+            return function(*args, **kwargs)
+        return self.returns.run(module, function, args, kwargs)
 
     def _note_backward(self, _gradient: Any) -> None:
         self.saw_backward = True
 
 
 def entry_forwards(model: nn.Module, unit_paths: Collection[str], watcher: Watcher) -> list[EntryForward]:
-    """Return forwards for the model and every module between it and a unit."""
-    paths = {""}
-    for path in unit_paths:
-        parts = path.split(".")
-        paths.update(".".join(parts[:length]) for length in range(1, len(parts)))
-    modules = dict(model.named_modules(remove_duplicate=False))
-    found = [(path, modules[path]) for path in sorted(paths)]
-    return [EntryForward(m, path, watcher) for path, m in found if not isinstance(m, (nn.ModuleList, nn.ModuleDict))]
-
-
-def _tensors_of(output: Any) -> Sequence[torch.Tensor]:
-    """Return the tensors in an output, also in the attributes of an object that is no container."""
-    leaves = tree_leaves(output)
-    inner = [leaf for item in leaves if hasattr(item, "__dict__") for leaf in vars(item).values()]
-    return [leaf for leaf in (*leaves, *inner) if isinstance(leaf, torch.Tensor)]
+    """Return forwards for what a training loop may call."""
+    return [EntryForward(module, path, watcher) for path, module in entry_modules(model, unit_paths).items()]

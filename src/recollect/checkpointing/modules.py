@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from torch import nn
@@ -14,6 +14,7 @@ from recollect.checkpointing.op_policy import Contexts, PolicyFunction, PolicyTa
 from recollect.engine.placed_forward import Applied
 from recollect.engine.tape import Tape
 from recollect.errors import ConfigError, NotYetError
+from recollect.plans.paths import paths_above
 from recollect.recording.leanest_policy import DropAll
 from recollect.recording.repeated_layers import NOT_CALLED
 
@@ -112,14 +113,8 @@ def _chosen(module: nn.Module, path: str, policy: Callable[..., bool]) -> tuple[
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
-    return list(_without_inner(sorted(paths), set(paths)))
-
-
-def _without_inner(paths: Sequence[str], chosen: set[str]) -> Iterator[str]:
-    for path in paths:
-        parts = path.split(".")
-        if not any(".".join(parts[:length]) in chosen for length in range(1, len(parts))):
-            yield path
+    chosen = set(paths)
+    return sorted(path for path in chosen if chosen.isdisjoint(paths_above(path)))
 
 
 def _context_fn_of(wrapper: Callable[..., nn.Module] | None) -> Callable[[], Contexts] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["compress_paths", "expand_paths", "is_plain", "unit_words"]
+__all__ = ["compress_paths", "expand_paths", "is_plain", "paths_above", "unit_words"]
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 _RANGE = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})", re.ASCII)
@@ -30,6 +30,16 @@ def unit_words(path: str, kind: str = "unit") -> str:
         ("unit 'layers.0'", 'the model')
     """
     return f"{kind} {path!r}" if path else "the model"
+
+
+def paths_above(path: str) -> list[str]:
+    """Return the paths of the modules that contain a module, the outermost first, without the model itself.
+
+    Example:
+        >>> paths_above("decoder.layers.0")
+        ['decoder', 'decoder.layers']
+    """
+    return [path[:end] for end, character in enumerate(path) if character == "."]
 
 
 def compress_paths(paths: Sequence[str]) -> list[str]:

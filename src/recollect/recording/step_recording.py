@@ -32,9 +32,10 @@ from recollect.recording.find_units import Unit
 from recollect.recording.next_step import Leftovers, Phases, leftovers, with_last_step
 from recollect.recording.optimizer_step import OptimizerStep
 from recollect.recording.recording_tape import RecordingTape, StepMode
+from recollect.recording.returns import Returns
 from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.timing_rounds import TOGETHER, Rounds, rounds_for
-from recollect.recording.trackers import TrackedOther, TrackedValue, tracker_of
+from recollect.recording.trackers import TrackedOther, tracker_of
 from recollect.recording.unit_samples import NoSamples, UnitSample, UnitSamples
 from recollect.recording.unit_times import measure_unit_times, with_unit_times
 from recollect.simulation.call_actions import CallActions
@@ -64,8 +65,10 @@ class StepRecording:
         device: where the step runs.
         counts_all_tensors: whether to count, on the CPU, too, what is in memory besides the step; on CUDA it always counts.
         replays_collectives: whether plans may run collectives again; this recording then does.
+        sees_calls: whether to note by itself when models return; otherwise whoever sees their calls tells `returns`.
 
     Attributes:
+        returns: when the models of the step return.
         left_bytes: what the step and the recording had made and was alive when the recording stopped, and what is left of the
             last step's gradients.
     """
@@ -79,11 +82,13 @@ class StepRecording:
         *,
         counts_all_tensors: bool = False,
         replays_collectives: bool = False,
+        sees_calls: bool = True,
     ) -> None:
         self.model = model
         self.device = device
         self._costs = costs
         self._counts_all_tensors = counts_all_tensors
+        self._sees_calls = sees_calls
         self._layers = {unit.path for unit in units if unit.is_layer}
         self._paths = [unit.path for unit in units]
         # The costs, if they are modelled: the step then runs on fake tensors.
@@ -93,9 +98,7 @@ class StepRecording:
         self._tape = RecordingTape(self.recorder, self._samples, replays_collectives=replays_collectives)
         self._stack = ExitStack()
         self._persistent: dict[str, int] = {}
-        # Where in the log the model returned, and from which of its calls an output is.
-        self._returns: list[int] = []
-        self._outputs: dict[Any, int] = {}
+        self.returns = Returns(self.recorder)
         self._ran_optimizer = False
         self._leftovers = Leftovers()
         self._gradients: set[int] = set()
@@ -139,7 +142,9 @@ class StepRecording:
         enter = self._stack.enter_context
         try:
             enter(apply_policy(self.model, self._paths, self._tape))
-            enter(self._hooks())
+            enter(self._optimizers_noted())
+            if self._sees_calls:
+                enter(self.returns.seen_by_hooks(self.model, self._paths))
             enter(filled_storages(recorder.note_resize))
             enter(self._costs.recording())
             enter(StepMode(recorder))
@@ -304,20 +309,18 @@ class StepRecording:
     def _with_last_step(self, gradients: Gradients) -> list[events.Event]:
         """Return the events with what the last step left behind, until it is replaced.
 
-        A gradient is freed before backward. Of the calls whose outputs are held, the first one's are replaced when the model
-        returns for the first time, and so on: in accumulation, those of the last call by those of the first. Anything else (a
+        A gradient is freed before backward. What a model returned lives until it is replaced (`returns.py`). Anything else (a
         loss, a gradient of the input) lives at most until the phase ends in which its successor is made.
         """
         recorder, left = self.recorder, self._leftovers
         phases = Phases(recorder.events)
-        held_calls = sorted({call for output, call in self._outputs.items() if output in left.made_at})
+        returned = self.returns.replaced_at(left.made_at)
 
         def replaced_at(key: Any) -> int:
             if key in self._gradients:
                 return phases.first_backward
             end = phases.next_after(left.made_at[key])
-            call = self._outputs.get(key)
-            return end if call is None else min(end, self._returns[held_calls.index(call)])
+            return min(end, returned.get(key, end))
 
         sizes: dict[Any, int] = {**left.values, **left.storages}
         if gradients != "held":
@@ -332,29 +335,13 @@ class StepRecording:
         return {tracker.storage for tracker in trackers if isinstance(tracker, TrackedOther)}
 
     @contextmanager
-    def _hooks(self) -> Iterator[None]:
-        """Note when the model returns, and when optimizers step."""
-        handles = [
-            self.model.register_forward_pre_hook(lambda *_: self.recorder.begin_forward()),
-            self.model.register_forward_hook(self._note_return),
-            register_optimizer_step_pre_hook(self._optimizer_begins),
-        ]
+    def _optimizers_noted(self) -> Iterator[None]:
+        """Within the block, note when optimizers step."""
+        handle = register_optimizer_step_pre_hook(self._optimizer_begins)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
-
-    def _note_return(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        self._returns.append(len(self.recorder.events))
-        for tensor in strided_tensors(output):
-            tracker = tracker_of(tensor.untyped_storage())
-            if isinstance(tracker, TrackedValue):
-                self._outputs[tracker.call, tracker.value] = len(self._returns)
-            elif isinstance(tracker, TrackedOther):
-                self._outputs[tracker.storage] = len(self._returns)
+            handle.remove()
 
     def _optimizer_begins(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._ran_optimizer = True

@@ -42,3 +42,14 @@ def test_a_loop_that_calls_the_layers_one_by_one_is_told() -> None:
         optimizer.step()
         assert attached.recorded_steps == [0]
         assert str(attached.planned[0].calls[0]) == "16 x 32"
+
+
+def test_a_model_that_is_one_unit_is_recorded_from_its_first_call_on() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Sigmoid(), nn.Linear(256, 32))
+    optimizer = torch.optim.SGD(model.parameters())
+    with recollect.attach(model, optimizer, "95%", units=[""], log=lambda _: None) as attached:
+        model(torch.randn(64, 32)).square().mean().backward()
+        optimizer.step()
+        assert [call.path for call in attached.planned[0].profile.calls] == [""]
+        assert attached.plan is not None and "" in attached.plan.units

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -95,6 +99,64 @@ def test_a_loop_that_holds_two_outputs_and_a_gradient_of_its_input_is_predicted(
         assert plan.predicted_peak_bytes is not None
         # The gradient that backward makes of the input is not the model's.
         assert 0 <= plan.predicted_peak_bytes - measured <= 2048 + x.nbytes, kind
+
+
+@dataclass
+class Answer:
+    """What many models return: not a container that PyTorch knows, but an object that holds tensors."""
+
+    scores: Tensor
+
+
+class Wide(nn.Module):
+    """Its output is so large that one of the last step would make the peak. [n, 32] -> an answer of [n, 4096]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack, self.leave = Stack(), nn.Linear(32, 4096)
+
+    def forward(self, x: Tensor) -> Answer:
+        return Answer(self.leave(self.stack(x)))
+
+
+@pytest.mark.parametrize("recorded_by", ["record", "attach"])
+@pytest.mark.parametrize("teaches", ["another model", "itself"])
+def test_what_a_model_or_its_teacher_returned_in_the_last_step_lives_until_it_returns_again(
+    teaches: str, recorded_by: str
+) -> None:
+    torch.manual_seed(0)
+    # Models in a list are called one by one; nobody calls the list.
+    models = [Wide() for _ in range(2 if teaches == "another model" else 1)]
+    student, teacher = models[0], models[-1]
+    x = torch.randn(256, 32)
+    held: dict[str, Any] = {}
+
+    def step() -> None:
+        held["out"] = student(x)
+        with torch.no_grad():
+            held["wanted"] = teacher(x)
+        (held["out"].scores * held["wanted"].scores).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    optimizer = torch.optim.SGD(student.parameters())
+    if recorded_by == "record":
+        profile = recollect.record(nn.ModuleList(models), step=step, optimizer=optimizer, gradients="freed")
+    else:
+        with recollect.attach(models, optimizer, "100%", log=lambda _: None) as attached:
+            step()
+        profile = attached.planned[0].profile
+    plan = recollect.classic_plan(profile, "keep_all")
+    held.clear()
+    weights = [parameter for model in models for parameter in model.parameters()]
+
+    def two_steps() -> None:
+        step()
+        step()
+
+    measured = measure_peak(two_steps, device="cpu", baseline_bytes=storage_bytes([*weights, x])).peak_bytes
+    assert plan.predicted_peak_bytes is not None
+    assert 0 <= plan.predicted_peak_bytes - measured <= 2048
 
 
 class WithState(nn.Module):
