@@ -3,6 +3,7 @@
     RecollectError (Exception)
       ArgumentError (TypeError)               an argument of another kind, such as one of two that were swapped
       MissingFileError (FileNotFoundError)    no file where a plan or a profile was expected
+      MissingPackageError (ImportError)       an optional package that is not installed; says how to install it
       QuantityError (ValueError)              a text or number that is not an amount of bytes or seconds
       PlanError (ValueError)                  a plan that cannot be used
         PlanFormatError                       malformed JSON, or JSON of a later version
@@ -62,6 +63,7 @@ __all__ = [
     "LargerStepError",
     "MeterError",
     "MissingFileError",
+    "MissingPackageError",
     "MutatedValueError",
     "NotYetError",
     "PlanError",
@@ -81,12 +83,8 @@ __all__ = [
 
 
 def _used_by(unit: str, module: str, op: str) -> str:
-    path = _unit_text(".".join(part for part in (unit, module) if part))
+    path = ".".join(part for part in (unit, module) if part) or "the model"
     return f"used by {op} in {path}" if op else f"saved for backward in {path}"
-
-
-def _unit_text(path: str) -> str:
-    return path or "the model"
 
 
 def _restore(cls: type[RecollectError], args: tuple[Any, ...], attributes: dict[str, Any]) -> RecollectError:
@@ -128,6 +126,10 @@ class PlanError(RecollectError, ValueError):
 
 class MissingFileError(RecollectError, FileNotFoundError):
     """No file where one was expected."""
+
+
+class MissingPackageError(RecollectError, ImportError):
+    """A package that recollect needs only for this, and that is not installed."""
 
 
 class PlanFormatError(PlanError):
@@ -240,7 +242,7 @@ class BudgetTooSmallError(RecollectError, ValueError):
         remedy = f". {' '.join(advice)}" if advice else ", or use a smaller batch."
         super().__init__(
             f"{format_bytes(budget_bytes)} ({budget_bytes} bytes) is below the least possible peak "
-            f"{format_bytes(least_peak_bytes)} ({least_peak_bytes} bytes), which {_unit_text(unit)} needs. "
+            f"{format_bytes(least_peak_bytes)} ({least_peak_bytes} bytes), which {unit or 'the model'} needs. "
             f"Raise the budget to {' or '.join(map(repr, self.least_budgets))}{remedy}{meant}"
         )
 
@@ -307,8 +309,7 @@ class MutatedValueError(RecollectError, RuntimeError):
         how_often = f"{changes} time{'' if changes == 1 else 's'}" if changes else "(through `.data` or NumPy)"
         super().__init__(
             f"a tensor of shape {list(shape)}, {_used_by(unit, module, op)}, was changed in place {how_often} before "
-            "backward used it. "
-            "Write to a copy of it, or run backward before the write."
+            "backward used it. Write to a copy of it, or run backward before the write."
         )
 
 

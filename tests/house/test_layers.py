@@ -11,6 +11,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 LAYERS = (
     "byte_format",
     "errors",
+    "extras",
     "arguments",
     "quantities",
     "fields",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import recollect
 from recollect.cli.commands import ModelStep, RecordedStep
 from recollect.errors import RecollectError
+from recollect.extras import needed
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.config import OptimFlags
@@ -97,12 +98,8 @@ def check_step_budget(budget: str, flags: RecordedStep) -> None:
 
 
 def _hugging_face_model(path: Path) -> nn.Module:
-    try:
-        import transformers  # optional: only with --hf-config
-    except ImportError:
-        raise RecollectError(
-            "--hf-config: needs the package `transformers`. Run: pip install 'recollect[hf]'"
-        ) from None
+    with needed("transformers", by="--hf-config"):
+        import transformers
     if not path.is_file():
         raise RecollectError(f"--hf-config {path}: no such file, expected a config.json of a causal language model.")
     try:

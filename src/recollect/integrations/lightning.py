@@ -21,6 +21,7 @@ from recollect.attaching.attach import attach
 from recollect.attaching.attached import Attached, OnLarger
 from recollect.attaching.report import numbers_of
 from recollect.errors import ConfigError, NotYetError
+from recollect.extras import needed
 from recollect.fitting import DEFAULT_BUDGET
 
 __all__ = ["BudgetHooks", "MemoryBudget"]  # noqa: F822, the second is made when it is asked for
@@ -139,9 +140,8 @@ def __getattr__(name: str) -> Any:
 def _budget_class(loaded: tuple[str, ...]) -> type[BudgetHooks]:
     """Return the callback for the packages that are loaded, or for the first that can be."""
     packages = loaded or [p for p in _PACKAGES if importlib.util.find_spec(p.partition(".")[0]) is not None][:1]
-    if not packages:
-        raise ImportError("recollect.integrations.lightning.MemoryBudget needs lightning, or pytorch_lightning.")
-    callbacks = [importlib.import_module(package).Callback for package in packages]
+    with needed("lightning", by="recollect.integrations.lightning.MemoryBudget"):
+        callbacks = [importlib.import_module(package).Callback for package in packages or _PACKAGES[:1]]
     return type("MemoryBudget", (BudgetHooks, *callbacks), {"__doc__": BudgetHooks.__doc__, "__module__": __name__})
 
 

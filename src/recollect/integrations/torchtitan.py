@@ -27,24 +27,27 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torchtitan
 from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
-from torchtitan.components.optimizer import OptimizersContainer, default_adamw
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
-from torchtitan.tools.logging import logger
 
 from recollect.applying import apply
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetWarning, ConfigError, ConfigWarning, NotYetError
+from recollect.extras import needed
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.planning.choose import plan as planned
 from recollect.plans.plan import Plan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.recording.record import record
+
+with needed("torchtitan", by="recollect.integrations.torchtitan"):
+    import torchtitan
+    from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
+    from torchtitan.components.optimizer import OptimizersContainer, default_adamw
+    from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+    from torchtitan.tools.logging import logger
 
 __all__ = ["MemoryBudget"]
 

@@ -15,18 +15,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import TrainerCallback
-from transformers.utils import logging
 
 from recollect.attaching.attach import attach
 from recollect.attaching.attached import Attached, OnLarger
 from recollect.attaching.report import numbers_of
 from recollect.errors import ConfigError, NotYetError
+from recollect.extras import needed
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.integrations.key_value_cache import CacheOff
+
+with needed("transformers", by="recollect.integrations.transformers"):
+    import transformers
+    from transformers import TrainerCallback
+    from transformers.utils import logging
 
 __all__ = ["MemoryBudget", "enable_memory_budget"]
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from recollect.byte_format import format_bytes
 from recollect.errors import RecollectError
+from recollect.extras import needed
 from recollect.pictures.bounds import bound_corners
 from recollect.pictures.curves import memory_curve
 from recollect.pictures.next_steps import CATEGORY_MEANINGS, meaning_of, name_points, next_steps, slug_of
@@ -49,14 +50,10 @@ def require_plotly() -> Any:
     """Return the package plotly.
 
     Raises:
-        RecollectError: plotly is not installed.
+        MissingPackageError: plotly is not installed.
     """
-    try:
+    with needed("plotly", by="a page"):
         import plotly
-    except ImportError:
-        raise RecollectError(
-            "a page needs the package `plotly`, which is not installed. Run: pip install 'recollect[plot]'"
-        ) from None
     return plotly
 
 

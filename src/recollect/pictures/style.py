@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recollect.errors import RecollectError
+from recollect.extras import needed
 
 __all__ = ["BOUND", "CATEGORY_COLORS", "CLASSIC", "INK", "OURS", "PALE", "new_figure", "save_png", "set_title"]
 
@@ -43,7 +44,7 @@ def new_figure(width: float, height: float) -> tuple[Any, Any]:
     """Return a figure of given width and height in inches, and its axes.
 
     Raises:
-        RecollectError: matplotlib is not installed.
+        MissingPackageError: matplotlib is not installed.
     """
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -64,14 +65,10 @@ def require_matplotlib() -> None:
     """Check that matplotlib is installed.
 
     Raises:
-        RecollectError: it is not.
+        MissingPackageError: it is not.
     """
-    try:
-        import matplotlib  # noqa: F401 - optional
-    except ImportError:
-        raise RecollectError(
-            "a PNG needs the package `matplotlib`, which is not installed. Run: pip install 'recollect[plot]'"
-        ) from None
+    with needed("matplotlib", by="a PNG"):
+        import matplotlib  # noqa: F401 - only to see whether it is there
 
 
 def set_title(axes: Any, title: str, note: str) -> None:

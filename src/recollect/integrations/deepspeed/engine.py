@@ -27,6 +27,7 @@ from recollect.applying import applied_to, apply_policy
 from recollect.attaching.attached import Attached, OnLarger
 from recollect.attaching.ranks import ALONE, Group
 from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError
+from recollect.extras import needed
 from recollect.integrations.deepspeed import checkpointing
 from recollect.integrations.deepspeed.json_file import BudgetSection, read_config
 from recollect.integrations.deepspeed.section import ActivationCheckpointing
@@ -68,6 +69,7 @@ def initialize(
         What `deepspeed.initialize` returns: engine, optimizer, data loader and schedule.
 
     Raises:
+        MissingPackageError: deepspeed is not installed.
         ConfigError: deepspeed is too old; something else is asked to recompute, too; or there is no optimizer.
         NotYetError: see the table above.
         AlreadyAppliedError: the model has a plan, or recomputes by itself.
@@ -76,7 +78,8 @@ def initialize(
 
     Example: `engine, optimizer, _, _ = initialize(model=model, config=config, memory_budget="22GiB")`.
     """
-    deepspeed = importlib.import_module("deepspeed")
+    with needed("deepspeed", by="recollect.integrations.deepspeed.initialize"):
+        deepspeed = importlib.import_module("deepspeed")
     _check_version(deepspeed.__version__)
     given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
     config = read_config(given)

@@ -14,6 +14,7 @@ from typing import Any
 
 from recollect.attaching.attached import OnLarger
 from recollect.errors import ConfigError
+from recollect.extras import needed
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.integrations.megatron.rule import did_you_mean
 
@@ -36,8 +37,9 @@ def read_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     if not isinstance(config, str):
         return {}
-    # JSON with comments, which DeepSpeed needs itself.
-    hjson = importlib.import_module("hjson")
+    # JSON with comments, by the parser that DeepSpeed brings.
+    with needed("deepspeed", by=f"a configuration in a file, {config},"):
+        hjson = importlib.import_module("hjson")
     try:
         path = Path(config)
         text = path.read_text(encoding="utf-8") if path.is_file() else base64.urlsafe_b64decode(config).decode()

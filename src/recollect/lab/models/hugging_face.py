@@ -13,11 +13,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from recollect.errors import CheckpointError, UnsupportedModelError
+from recollect.extras import needed
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.hugging_face_architecture import Architecture
@@ -26,6 +25,10 @@ from recollect.lab.models.hugging_face_gpt2 import GPT2
 from recollect.lab.models.hugging_face_llama import LLAMA
 from recollect.lab.models.hugging_face_mixtral import MIXTRAL
 from recollect.lab.models.weight_rules import WeightRule, convert, convert_back
+
+with needed("safetensors", by="a Hugging Face checkpoint"):
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
 
 __all__ = ["ARCHITECTURES", "load_hugging_face", "read_config", "save_hugging_face"]
 

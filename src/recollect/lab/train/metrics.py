@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recollect.errors import RecollectError
+from recollect.extras import needed
 from recollect.lab.train.files import write_text
 from recollect.lab.train.records import StepRecord
 
@@ -51,16 +51,12 @@ class TensorBoardLog:
         first_step: steps completed before; events of later steps are removed.
 
     Raises:
-        RecollectError: the package `tensorboard` is not installed.
+        MissingPackageError: the package `tensorboard` is not installed.
     """
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter  # optional: only with --tensorboard
-        except ImportError:
-            raise RecollectError(
-                "--tensorboard: needs the package `tensorboard`. Run: pip install 'recollect[train]'"
-            ) from None
+        with needed("tensorboard", by="--tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
         # The resumed run repeats the steps after the checkpoint.
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_step + 1)
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recollect.errors import DataError
+from recollect.extras import needed
 
 Tokens = NDArray[np.uint16] | NDArray[np.int32]
 
@@ -46,18 +47,15 @@ class FileTokenizer:
         path: the file.
 
     Raises:
-        DataError: the file is missing or not a tokenizer, or the library is not installed.
+        DataError: the file is missing or not a tokenizer.
+        MissingPackageError: the library is not installed.
     """
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise DataError(f"tokenizer {path}: no such file, expected a tokenizer.json. Check --tokenizer.")
-        try:
-            from tokenizers import Tokenizer as Loaded  # optional: only with --tokenizer
-        except ImportError:
-            raise DataError(
-                f"tokenizer {path}: needs the package `tokenizers`. Run: pip install 'recollect[train]'"
-            ) from None
+        with needed("tokenizers", by=f"tokenizer {path}"):
+            from tokenizers import Tokenizer as Loaded
         try:
             self._tokenizer: Any = Loaded.from_file(str(path))
         except Exception as problem:  # the library raises plain Exception

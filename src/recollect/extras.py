@@ -1,0 +1,59 @@
+"""The packages that only parts of recollect need, and the extra of recollect that brings each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from recollect.errors import MissingPackageError
+
+__all__ = ["EXTRA_OF_PACKAGE", "needed"]
+
+EXTRA_OF_PACKAGE: Final = {
+    "matplotlib": "plot",
+    "plotly": "plot",
+    "tensorboard": "train",
+    "tokenizers": "train",
+    "pulp": "benchmarks",
+    "safetensors": "hf",
+    "transformers": "hf",
+    "accelerate": "trainers",
+    "deepspeed": "trainers",
+    "diffusers": "trainers",
+    "lightning": "trainers",
+    "peft": "trainers",
+    "torchtitan": "trainers",
+    "trl": "trainers",
+    "mkdocs-material": "docs",
+    "mkdocstrings": "docs",
+}
+"""As in pyproject.toml, where a package is named once beside the extras that include it."""
+
+
+@contextmanager
+def needed(package: str, by: str) -> Iterator[None]:
+    """Say which extra brings a package if an import in the block fails.
+
+    Args:
+        package: a package of `EXTRA_OF_PACKAGE`.
+        by: what needs it, such as a flag.
+
+    Raises:
+        MissingPackageError: it cannot be imported.
+
+    Example:
+        >>> with needed("pulp", by="PyTorch's planner"):
+        ...     import no_such_package
+        Traceback (most recent call last):
+        recollect.errors.MissingPackageError: PyTorch's planner needs the package `pulp`, which is not installed \
+(No module named 'no_such_package'). Run: pip install 'recollect[benchmarks]'
+    """
+    try:
+        yield
+    except ImportError as problem:
+        state = "is not installed" if isinstance(problem, ModuleNotFoundError) else "cannot be imported"
+        raise MissingPackageError(
+            f"{by} needs the package `{package}`, which {state} ({problem}). "
+            f"Run: pip install 'recollect[{EXTRA_OF_PACKAGE[package]}]'"
+        ) from problem
