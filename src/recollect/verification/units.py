@@ -14,6 +14,7 @@ from recollect.applying import apply
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
+from recollect.progress.stage import stage
 from recollect.recording.model_step import device_of
 from recollect.recording.restored_state import restored_buffers
 from recollect.tensors import tensors_in
@@ -37,21 +38,24 @@ def compare_units(model: nn.Module, plan: Plan, forward: Callable[[], object]) -
         unit that differs.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    comparison = _Comparison(plan)
     active = [path for path, unit in plan.units.items() if unit.recomputes_anything]
-    handles = [modules[path].register_forward_pre_hook(comparison.hook(path), with_kwargs=True) for path in active]
-    try:
-        with torch.no_grad():
-            forward()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with stage("comparing units", total=len(active)) as done:
+        comparison = _Comparison(plan, done)
+        handles = [modules[path].register_forward_pre_hook(comparison.hook(path), with_kwargs=True) for path in active]
+        try:
+            with torch.no_grad():
+                forward()
+        finally:
+            for handle in handles:
+                handle.remove()
     return comparison.findings
 
 
 class _Comparison:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, done: Callable[[], None]) -> None:
         self.plan = plan
+        self._done = done
+        self._compared: set[str] = set()
         self.findings = Findings()
         self._is_busy = False
 
@@ -76,6 +80,9 @@ class _Comparison:
             got = _computed(module, args, kwargs)
         found = compare_runs(expected, got, again=lambda: _computed(module, args, kwargs))
         self.findings = self.findings.followed_by(found.within(path))
+        if path not in self._compared:
+            self._compared.add(path)
+            self._done()
 
 
 def _computed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Computed:

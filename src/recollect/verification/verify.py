@@ -19,6 +19,7 @@ from recollect.measuring.device_memory import OtherAllocations, empty_cache
 from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
 from recollect.measuring.timing import timed
 from recollect.plans.plan import Plan
+from recollect.progress.stage import stage
 from recollect.recording.model_step import (
     LossFunction,
     call_model,
@@ -182,7 +183,7 @@ def verify(
     else:
         verified = OwnStep(model, device, step, optimizer)
     check = _Check(verified, batch, optimizer, others)
-    with verified.undisturbed(), _without_plans(model):
+    with stage("verifying the plan"), verified.undisturbed(), _without_plans(model):
         if compare != "units":
             try:
                 return check.by_step(plan)
@@ -205,8 +206,7 @@ class _Check:
     def by_step(self, plan: Plan) -> Report:
         # Peaks first: gradients to compare with would count on CUDA.
         plain_peak_bytes = self._peak().peak_bytes
-        with apply(self.model, plan):
-            peak = self._peak()
+        peak = self._peak_of(plan)
         expected = self.step.run()
         off = None
         if plan.loss_chunks > 1:
@@ -228,8 +228,7 @@ class _Check:
             return self.step.run()
 
     def by_unit(self, plan: Plan) -> Report:
-        with apply(self.model, plan):
-            peak = self._peak()
+        peak = self._peak_of(plan)
         # Whole logits did not fit, so they would not fit here either.
         with loss_in_chunks(self.model, plan.loss_chunks, without_gradients=True):
             found = compare_units(self.model, plan, lambda: call_model(self.model, self.batch))
@@ -263,23 +262,30 @@ class _Check:
             plain_difference=findings.plain_difference,
         )
 
+    def _peak_of(self, plan: Plan) -> PeakMeasurement[Any]:
+        with apply(self.model, plan):
+            return self._peak()
+
     def _peak(self) -> PeakMeasurement[Any]:
         """Measure two steps of the loop, with a baseline that includes the optimizer's state, as in a budget."""
         self.step.prepare_loop()
         resident = (t for t in resident_tensors(self.model, self.batch) if t.device == self.device)
         baseline_bytes = storage_bytes(resident) + self.optimizer_bytes + self.others.before_step()
         empty_cache(self.device)
-        measured = measure_peak(self.step.loop, device=self.device, baseline_bytes=baseline_bytes)
+        with stage("measuring the peak"):
+            measured = measure_peak(self.step.loop, device=self.device, baseline_bytes=baseline_bytes)
         self.step.clear()
         return measured
 
     def _slowdown(self, plan: Plan) -> float:
         plain_s, plan_s = [], []
-        for _ in range(_NUM_TIMINGS):
-            with loss_in_chunks(self.model, plan.loss_chunks):
-                plain_s.append(self._seconds())
-            with apply(self.model, plan):
-                plan_s.append(self._seconds())
+        with stage("timing steps", total=_NUM_TIMINGS) as done:
+            for _ in range(_NUM_TIMINGS):
+                with loss_in_chunks(self.model, plan.loss_chunks):
+                    plain_s.append(self._seconds())
+                with apply(self.model, plan):
+                    plan_s.append(self._seconds())
+                done()
         # The ratio of neighbours, so that a machine that slows down favours neither.
         return statistics.median(b / a for a, b in zip(plain_s, plan_s, strict=True)) - 1
 

@@ -66,6 +66,18 @@ def record(size):
 
 search_batches(record, "1GiB")
 """
+VERIFY = """
+import time, torch, recollect
+from recollect.progress.stage import stage
+
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)))
+batch = torch.randn(64, 64)
+plan = recollect.classic_plan(recollect.record(model, batch, loss_fn=torch.sum, fake=True), "full")
+with stage("waiting"):
+    time.sleep(2.2)
+    for compare in ("step", "units"):
+        recollect.verify(model, batch, plan, loss_fn=torch.sum, compare=compare)
+"""
 ATTACH = """
 import time, torch, recollect
 
@@ -183,6 +195,13 @@ def test_the_search_for_the_largest_batch_says_so_and_can_be_interrupted() -> No
     shown = run(LARGEST)
     assert "recollect: looking for the largest batch" in shown.text
     assert shown.text.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_verify_says_what_it_measures_and_compares() -> None:
+    shown = run(VERIFY)
+    assert shown.status == 0
+    for text in ("measuring the peak", "verifying the plan", r"timing steps +5/5", r"comparing units +4/4"):
+        assert re.search(f"recollect: {text}", shown.text), text
 
 
 def test_attach_says_when_it_plans_and_not_while_the_loop_runs() -> None:
