@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recollect.byte_format import format_bytes
 from recollect.profile.events import ALLOC, FREE, OPTIMIZER, PHASE
-from recollect.profile.profile import Profile
+from recollect.profile.profile import Profile, kind_text
 
 __all__ = ["advice", "lasting_bytes"]
 
@@ -28,7 +28,7 @@ def advice(
         >>> from recollect.profile.events import StepLog
         >>> profile = Profile((), (), StepLog(), 1.0, persistent={"parameters": 600, "optimizer_state": 1200})
         >>> print(*advice(profile, budget_bytes=1500, least_peak_bytes=2000, peak_call="head"))
-        What lives through the whole step takes 1.8 KiB by itself (parameters 600 B, optimizer_state 1.2 KiB), which no \
+        What lives through the whole step takes 1.8 KiB by itself (parameters 600 B, optimizer state 1.2 KiB), which no \
 recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 parameters.
     """
     fixed = {**{kind: n for kind, n in profile.persistent.items() if n}}
@@ -37,7 +37,7 @@ recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 pa
         fixed["gradients"] = fixed.get("gradients", 0) + made_bytes
     fixed_bytes = sum(fixed.values())
     if fixed_bytes >= budget_bytes:
-        parts = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in fixed.items())
+        parts = ", ".join(f"{kind_text(kind)} {format_bytes(nbytes)}" for kind, nbytes in fixed.items())
         return (
             f"What lives through the whole step takes {format_bytes(fixed_bytes)} by itself ({parts}), which no recompute "
             "changes: shard it (FSDP), use an optimizer with less state, or bf16 parameters.",

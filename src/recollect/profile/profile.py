@@ -32,7 +32,7 @@ from recollect.profile.codec import (
 from recollect.profile.events import StepLog
 from recollect.profile.graph import UnitCall, UnitGraph
 
-__all__ = ["Profile"]
+__all__ = ["Profile", "kind_text"]
 
 _FORMAT = "recollect.profile"
 # 2: a call may stand for several runs. Readers of version 1 would take it for one, and predict too little recompute.
@@ -50,7 +50,7 @@ class Profile:
         log: the step's memory events.
         step_s: predicted seconds of forward and backward without recompute.
         persistent: bytes alive through the whole step, by kind ("parameters", "gradients", "buffers", "batch",
-            "optimizer_state", "other_allocations").
+            "optimizer_state", "other_allocations"); `kind_text` has them in words.
         device: "cpu", "cuda:0", ...
         device_name: model of the device that the times are for.
         fake: recorded on fake tensors, so times come from a cost model.
@@ -205,6 +205,16 @@ class Profile:
             return cls.from_json(text)
         except ProfileFormatError as error:
             raise ProfileFormatError(f"{path}: {error}") from None
+
+
+def kind_text(kind: str) -> str:
+    """Return a kind of `Profile.persistent` in words.
+
+    Example:
+        >>> kind_text("optimizer_state"), kind_text("other_tensors")
+        ('optimizer state', 'other tensors that the step reads')
+    """
+    return "other tensors that the step reads" if kind == "other_tensors" else kind.replace("_", " ")
 
 
 def _decode_optional(root: Field) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from recollect.byte_format import format_bytes
 from recollect.plans.plan import Plan
 from recollect.plans.text import label_paths, summarise_names
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER
-from recollect.profile.profile import Profile
+from recollect.profile.profile import Profile, kind_text
 from recollect.simulation.decisions import decide
 from recollect.simulation.lifetimes import LOSS, Lifetime, Lifetimes, lifetimes
 from recollect.simulation.simulate import GENERATOR, OUTSIDE
@@ -291,7 +291,7 @@ def _begins(is_phase: NDArray[np.bool_]) -> NDArray[np.int64]:
 def _alive_at(profile: Profile, lives: Lifetimes, categories: _Categories, moment: int) -> tuple[AliveItem, ...]:
     """Return what is alive at a moment, with equal values of identical layers as one item."""
     items = [
-        AliveItem(_PERSISTENT.get(kind, _OTHER_PERSISTENT), kind.replace("_", " "), nbytes)
+        AliveItem(_PERSISTENT.get(kind, _OTHER_PERSISTENT), kind_text(kind), nbytes)
         for kind, nbytes in profile.persistent.items()
     ]
     if lives.phases[moment] != OPTIMIZER:

@@ -38,7 +38,7 @@ def test_what_lives_through_the_step_is_named_with_its_bytes() -> None:
     profile = replace(stack(1), persistent={"parameters": 1000, "buffers": 0, "optimizer_state": 2048})
     (said,) = advice(profile, budget_bytes=3048, least_peak_bytes=9000, peak_call="layers.0")
     assert said == (
-        "What lives through the whole step takes 3.0 KiB by itself (parameters 1000 B, optimizer_state 2.0 KiB), which no "
+        "What lives through the whole step takes 3.0 KiB by itself (parameters 1000 B, optimizer state 2.0 KiB), which no "
         "recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 parameters."
     )
     assert "by itself" not in advice(profile, budget_bytes=3049, least_peak_bytes=9000, peak_call="layers.0")[0]
