@@ -148,6 +148,13 @@ def test_plan_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert html.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
+def test_a_picture_comes_without_a_plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *STEP, "--fake", "--memory-budget", "70%", "--png", "memory.png"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["memory.png"]
+
+
 @pytest.mark.parametrize(("package", "flag"), [("matplotlib", "--png"), ("plotly", "--html")])
 @pytest.mark.parametrize("command", [["frontier"], ["plan", "--memory-budget", "70%"]])
 def test_optional_packages_are_asked_for_first(

@@ -78,8 +78,8 @@ class MakePlan:
     """Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the peak without recompute."""
     loss_chunks: Literal["auto"] | int = 1
     """Chunks in which LM head and loss are computed; 1: as in the model, auto: as many as the fastest plan needs."""
-    out: Path = Path("plan.json")
-    """File for the plan."""
+    out: Path | None = None
+    """File for the plan; default: plan.json, or none if --png or --html asks for a picture."""
     write: Literal["megatron", "bridge", "torchtitan"] | None = None
     """Print the settings of another tool that come nearest to the plan, too: flags of Megatron, lines of a recipe of
     Megatron-Bridge, or a word of torchtitan."""
@@ -96,6 +96,13 @@ class MakePlan:
     """With --largest: try no larger size; default: 1048576, and what the --hf-config has positions for."""
     debug: bool = False
     """Show the traceback of an error."""
+
+    @property
+    def plan_file(self) -> Path | None:
+        """File for the plan, if there is to be one."""
+        if self.out is None and (self.png is not None or self.html is not None):
+            return None
+        return Path("plan.json") if self.out is None else self.out
 
     def __post_init__(self) -> None:
         if self.largest is None:

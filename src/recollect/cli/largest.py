@@ -61,8 +61,10 @@ def run_largest(command: MakePlan, console: Console) -> None:
     if found.planned.size == found.limit:
         print_line(console, f"No {along} above {found.limit:,} was tried (--max-size).")
     plan = found.planned.plan
-    assert plan is not None  # it fits by its plan
-    write_file(command.out, plan.to_json() + "\n", console, flag="--out", note=f", for {along} {found.planned.size:,}")
+    assert plan is not None and command.plan_file is not None  # it fits by its plan, and no picture is drawn
+    write_file(
+        command.plan_file, plan.to_json() + "\n", console, flag="--out", note=f", for {along} {found.planned.size:,}"
+    )
 
 
 def answers_table(found: LargestBatch) -> Table:

@@ -31,7 +31,8 @@ def run_plan(command: MakePlan, console: Console) -> None:
     Raises:
         RecollectError: a file cannot be written, a package for a picture is missing, or recording or planning fails.
     """
-    check_folder(command.out, "--out")
+    if command.plan_file is not None:
+        check_folder(command.plan_file, "--out")
     if command.largest is not None:
         run_largest(command, console)
         return
@@ -43,7 +44,8 @@ def run_plan(command: MakePlan, console: Console) -> None:
     console.print(f"without recompute {format_bytes(planned.plain_peak_bytes)}", highlight=False)
     if command.write is not None:
         print_line(console, _nearest(command.write, planned.profile, plan))
-    write_file(command.out, plan.to_json() + "\n", console, flag="--out")
+    if command.plan_file is not None:
+        write_file(command.plan_file, plan.to_json() + "\n", console, flag="--out")
     if command.png is not None:
         draw_memory(planned.profile, plan, command.png)
         print_line(console, f"Memory drawn to {command.png}.")
