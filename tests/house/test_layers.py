@@ -16,6 +16,7 @@ LAYERS = (
     "quantities",
     "fields",
     "progress",
+    "printing",
     "_torch_private",
     "_torch_functions",
     "_torch_parallel",

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from recollect import __version__
 from recollect.cli.bench_flags import Bench
-from recollect.cli.output import check_folder, print_line, wide_console, write_file
+from recollect.cli.output import check_folder, wide_console, write_file
 from recollect.cli.recorded_step import build_step
 from recollect.lab.bench.golden import check_comparable, compared, warn_of_versions
 from recollect.lab.bench.machine import few_objects, keep_freed_memory, processor_name
@@ -25,6 +25,7 @@ from recollect.lab.bench.settings import MegatronSetting, Setting, named_setting
 from recollect.lab.bench.subject import Subject
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.train.optimizer_step import resolve_device
+from recollect.printing import print_line
 from recollect.quantities import parse_bytes
 
 _SEED = 0
@@ -160,7 +161,8 @@ def _versions() -> dict[str, str]:
 
 def _show(results: BenchResults, console: Console) -> None:
     print_line(console, title(results))
-    wide_console(console, _TABLE_WIDTH).print(result_table(results))
+    table = result_table(results, console.width if console.is_terminal else None)
+    wide_console(console, _TABLE_WIDTH).print(table)
     for note in notes(results):
         print_line(console, note)
 

@@ -15,15 +15,15 @@ from typing import Any
 from rich.console import Console
 
 from recollect.cli.doctor_flags import Doctor
-from recollect.cli.output import print_line
 from recollect.doctor.diagnose import Case
 from recollect.doctor.finding import Finding
 from recollect.doctor.table import NUM_RULES
 from recollect.errors import DiagnosisError
+from recollect.printing import columns_of, print_line
 
 __all__ = ["report", "run_doctor"]
 
-_WIDTH = 80
+_COLUMNS = 80
 _LABEL = 10
 _NOTHING_FOUND = 1
 _INPUT = "standard input"
@@ -53,9 +53,9 @@ def run_doctor(command: Doctor, console: Console) -> int:
     found = case.findings()
     if command.json:
         data = {"read": case.read, "findings": [finding.to_data() for finding in found]}
-        print_line(console, json.dumps(data, indent=2))
+        console.out(json.dumps(data, indent=2), highlight=False)
     else:
-        print_line(console, report(found) if found else nothing_found(case.read))
+        print_line(console, report(found, columns_of(console)) if found else nothing_found(case.read))
     return 0 if found else _NOTHING_FOUND
 
 
@@ -73,40 +73,44 @@ def _add_standard_input(case: Case) -> None:
         case.add_file(path, _INPUT)
 
 
-def report(found: Sequence[Finding]) -> str:
-    """Return findings as text of 80 columns.
+def report(found: Sequence[Finding], columns: int = _COLUMNS) -> str:
+    """Return findings as text.
 
     Args:
         found: the most certain first.
+        columns: the longest line, unless a word is longer.
 
     Returns:
         Lines, without a line break at the end.
     """
     parts = []
     for number, finding in enumerate(found, start=1):
-        lines = [*_part(f"{number}.", finding.problem, indent=3), *_part("   cause", finding.cause)]
+        lines = [
+            *_part(f"{number}.", finding.problem, columns, indent=3),
+            *_part("   cause", finding.cause, columns),
+        ]
         for i, text in enumerate(finding.evidence):
-            lines += _part("   seen" if i == 0 else "", text)
+            lines += _part("   seen" if i == 0 else "", text, columns)
         for i, text in enumerate(finding.fix):
-            lines += _advice("   do" if i == 0 else "", text)
-        lines += _part("", f"[{finding.certainty}; rule {finding.rule}; {finding.source}]")
+            lines += _advice("   do" if i == 0 else "", text, columns)
+        lines += _part("", f"[{finding.certainty}; rule {finding.rule}; {finding.source}]", columns)
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
-def _advice(label: str, text: str) -> list[str]:
+def _advice(label: str, text: str, columns: int) -> list[str]:
     """Return a text like `_part`; a command at its end begins a line, and goes on over lines as a shell reads it."""
     said, command = found.groups() if (found := _COMMAND.match(text)) else (text, "")
     indent = " " * _LABEL
-    parts = textwrap.wrap(command, _WIDTH - 2, initial_indent=indent, subsequent_indent=f"{indent}  ", **_WHOLE_WORDS)
-    return [*_part(label, said), *(f"{part} \\" for part in parts[:-1]), *parts[-1:]]
+    parts = textwrap.wrap(command, columns - 2, initial_indent=indent, subsequent_indent=f"{indent}  ", **_WHOLE_WORDS)
+    return [*_part(label, said, columns), *(f"{part} \\" for part in parts[:-1]), *parts[-1:]]
 
 
-def _part(label: str, text: str, *, indent: int = _LABEL) -> list[str]:
+def _part(label: str, text: str, columns: int, *, indent: int = _LABEL) -> list[str]:
     """Return a text wrapped beside its label. Words longer than a line (paths) stay whole, to be copied."""
     return textwrap.wrap(
         text,
-        width=_WIDTH,
+        width=columns,
         initial_indent=label.ljust(indent),
         subsequent_indent=" " * indent,
         **_WHOLE_WORDS,
@@ -130,4 +134,4 @@ def nothing_found(read: Sequence[str]) -> str:
         'torch.cuda.memory._dump_snapshot("snapshot.pickle") after.'
     )
     lines = ["Nothing recognised.", *(f"  {line}" for line in read)]
-    return "\n".join([*lines, *textwrap.wrap(text, _WIDTH), *textwrap.wrap(advice, _WIDTH, break_on_hyphens=False)])
+    return "\n".join([*lines, *textwrap.wrap(text, _COLUMNS), *textwrap.wrap(advice, _COLUMNS, break_on_hyphens=False)])

@@ -22,6 +22,7 @@ from recollect.cli.train_help import TRAIN_HELP
 from recollect.errors import RecollectError
 from recollect.integrations.megatron.arguments import describes_model, read_arguments
 from recollect.lab.train.config import demo_config, pretrain_gpt_config
+from recollect.printing import print_line
 
 Command = Train | MakePlan | DrawFrontier | Calibrate | Tokenize | Bench | Explain | Doctor
 _COMMANDS: dict[str, Any] = {
@@ -64,20 +65,18 @@ def main(args: Sequence[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         print(f"recollect {__version__}")
         return 0
-    errors = Console(stderr=True)  # printed with soft_wrap: one line stays one line, so that it can be searched for
+    errors = Console(stderr=True)
     if args is None and "--help" in words and hasattr(signal, "SIGPIPE"):
         # `recollect train --help | head` shall end quietly when head exits.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: errors.print(
-                f"Warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True
-            )
+            warnings.showwarning = lambda message, *_, **__: print_line(errors, f"Warning: {message}", style="yellow")
             return _run(_parse(words))
     except RecollectError as error:
         if "--debug" in words:
             raise
-        errors.print(f"Error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        print_line(errors, f"Error: {error}", style="red")
         return _EXIT_ERROR
     except KeyboardInterrupt:
         errors.print("Interrupted.", style="red")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -12,23 +14,26 @@ from rich.table import Table
 from recollect.byte_format import format_bytes
 from recollect.cli.explain_flags import Explain
 from recollect.cli.megatron_yaml import MegatronFile, read_megatron_file
-from recollect.cli.output import check_folder, print_line, wide_console, write_file
+from recollect.cli.output import check_folder, wide_console, write_file
 from recollect.cli.recorded_step import step_recorder
 from recollect.errors import RecollectError
 from recollect.integrations.megatron import TrainingSetting, megatron_plan
 from recollect.lab.bench.settings import MegatronSetting
 from recollect.planning.explain import Explained, Explanation, LayerGroup, explain_plan
+from recollect.plans.text import label_paths
+from recollect.printing import print_line
 from recollect.profile.profile import Profile
 from recollect.quantities import format_seconds
 
-_TABLE_WIDTH = 140
-_LONGEST_PATH = 32
+_TABLE_WIDTH = 120
+_LONGEST_WORD = 36
 _NONE = "-"
+_BUDGET = "a budget of the same peak"
 _LOOP = "and holds no output after its backward, so that a peak can differ from that of recollect plan, whose loop holds both."
 _GRADIENT_BUFFER = (
-    f"The loop has gradients all the time, as Megatron's buffer (--new-gradients: not in forward),\n{_LOOP}"
+    f"The loop has gradients all the time, as Megatron's buffer (--new-gradients: not in forward), {_LOOP}"
 )
-_NEW_GRADIENTS = f"The loop has gradients from backward to the optimizer's step,\n{_LOOP}"
+_NEW_GRADIENTS = f"The loop has gradients from backward to the optimizer's step, {_LOOP}"
 
 
 def run_explain(command: Explain, console: Console) -> None:
@@ -80,11 +85,11 @@ def show(explanation: Explanation, profile: Profile, console: Console, *, with_n
     wide = wide_console(console, _TABLE_WIDTH)
     times = f"times {'modelled for' if profile.fake else 'measured on'} {profile.device_name}"
     print_line(wide, f"{profile.model_class}, {profile.batch}; {times}")
+    plans = _plans(explanation)
     wide.print(totals_table(explanation))
-    plans = {explanation.given.plan.note or "given": explanation.given}
-    if explanation.budget is not None:
-        plans["a budget of the same peak"] = explanation.budget
-    for name, explained in plans.items():
+    for line in peak_lines(plans):
+        print_line(wide, line)
+    for name, explained in list(plans.items())[1:]:
         wide.print(layers_table(name, explained))
         if with_names:
             for group in explained.groups:
@@ -94,40 +99,52 @@ def show(explanation: Explanation, profile: Profile, console: Console, *, with_n
         print_line(wide, f"No plan for a budget: {explanation.problem}")
 
 
+def _plans(explanation: Explanation) -> dict[str, Explained]:
+    """Return the plans by their names, first that without recompute."""
+    plans = {"no recompute": explanation.plain, explanation.given.plan.note or "given": explanation.given}
+    return plans if explanation.budget is None else {**plans, _BUDGET: explanation.budget}
+
+
 def totals_table(explanation: Explanation) -> Table:
     """Return the whole step without recompute, as configured, and with a budget of the same peak."""
     table = Table(title="The whole step", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("")
-    columns = {"no recompute": explanation.plain, explanation.given.plan.note or "given": explanation.given}
-    if explanation.budget is not None:
-        columns["a budget of the same peak"] = explanation.budget
+    table.add_column("", no_wrap=True)
+    columns = _plans(explanation)
     for name in columns:
         table.add_column(name, justify="right")
     plans = list(columns.values())
     table.add_row("predicted peak", *(format_bytes(plan.peak_bytes) for plan in plans))
-    table.add_row("alive through the whole step", *[format_bytes(sum(explanation.persistent.values()))] * len(plans))
+    table.add_row("alive all the time", *[format_bytes(sum(explanation.persistent.values()))] * len(plans))
     table.add_row("kept for backward", *(format_bytes(plan.kept_bytes) for plan in plans))
     table.add_row("ops recomputed", *(f"{plan.recomputed_ops:,}" for plan in plans))
     table.add_row("time of recompute", *(_seconds(plan.recompute_s) for plan in plans))
     table.add_row("predicted slowdown", *(_percent(plan.slowdown) for plan in plans), style="bold")
     if explanation.bound_slowdown is not None:
         bounds = [_NONE] * (len(plans) - 1)
-        table.add_row("no plan of that peak is below", *bounds, _percent(explanation.bound_slowdown))
-    table.add_row("the peak is", *(plan.peak_at for plan in plans))
+        table.add_row("no plan can be below", *bounds, _percent(explanation.bound_slowdown))
     return table
+
+
+def peak_lines(plans: Mapping[str, Explained]) -> list[str]:
+    """Say where the peaks of the plans are, in one line if they are at the same place."""
+    places = {plan.peak_at for plan in plans.values()}
+    if len(places) == 1:
+        return [f"All peaks are in {places.pop()}."]
+    return [f"The peak of {name!r} is in {plan.peak_at}." for name, plan in plans.items()]
 
 
 def layers_table(name: str, explained: Explained) -> Table:
     """Return a plan layer by layer; bytes, ops and seconds are per layer."""
-    table = Table(title=name, title_justify="left", box=box.SIMPLE_HEAD)
-    # A path is not cut where there is little room: the other columns can be broken between words.
-    longest = max((len(path) for group in explained.groups for path in group.paths), default=0)
-    table.add_column("layers", min_width=min(longest, _LONGEST_PATH), overflow="fold")
-    for head in ("number", "keeps, each", "values", "recomputes, each", "time, each"):
-        table.add_column(head, justify="right")
-    for group in explained.groups:
+    table = Table(title=f"{name}, per layer", title_justify="left", box=box.SIMPLE_HEAD)
+    labels = [_label(group.paths) for group in explained.groups]
+    # A path is not cut where there is little room: it can be broken between its words.
+    longest = max((len(word) for label in labels for word in label.split()), default=0)
+    table.add_column("layers", min_width=min(longest, _LONGEST_WORD), overflow="fold")
+    for head in ("number", "keeps", "values", "recomputes", "time"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for label, group in zip(labels, explained.groups, strict=True):
         table.add_row(
-            " ".join(group.paths),
+            label,
             str(group.num_layers),
             format_bytes(group.kept_bytes),
             str(len(group.kept)),
@@ -139,6 +156,16 @@ def layers_table(name: str, explained: Explained) -> Table:
     ops, time = _ops(explained.recomputed_ops), _seconds(explained.recompute_s)
     table.add_row("together", "", total, "", ops, time, style="bold")
     return table
+
+
+def _label(paths: Sequence[str]) -> str:
+    """Return paths as plans print them, with spaces where a line may end.
+
+    Example:
+        >>> _label(["embedding", "layers.0", "layers.3", "layers.5"])
+        'embedding, layers.{0, 3, 5}'
+    """
+    return re.sub(r",(?! )", ", ", label_paths(paths))
 
 
 def name_lines(group: LayerGroup) -> list[str]:

@@ -13,7 +13,6 @@ from rich.table import Table
 import recollect
 from recollect.byte_format import format_bytes
 from recollect.cli.commands import DrawFrontier
-from recollect.cli.output import print_line
 from recollect.cli.pictures import check_pictures
 from recollect.cli.recorded_step import step_recorder
 from recollect.pictures.next_steps import name_points
@@ -21,6 +20,7 @@ from recollect.pictures.page import write_frontier_page
 from recollect.pictures.png import draw_frontier
 from recollect.pictures.words import percent
 from recollect.planning.frontier import Frontier
+from recollect.printing import print_line
 
 
 def run_frontier(command: DrawFrontier, console: Console) -> None:

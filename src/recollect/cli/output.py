@@ -1,4 +1,4 @@
-"""Output of the commands: plain lines on the console, and files that are checked before the work begins."""
+"""Output of the commands: tables on the console, and files that are checked before the work begins."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from rich.console import Console
 
 from recollect.errors import RecollectError
 from recollect.lab.train.files import write_text
+from recollect.printing import print_line
 
-__all__ = ["check_folder", "print_line", "wide_console", "write_file"]
-
-
-def print_line(console: Console, text: str, *, style: str | None = None) -> None:
-    """Print text as it is, and one line as one line, so that it can be searched for."""
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+__all__ = ["check_folder", "wide_console", "write_file"]
 
 
 def wide_console(console: Console, width: int) -> Console:

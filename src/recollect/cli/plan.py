@@ -9,7 +9,7 @@ from rich.console import Console
 from recollect.byte_format import format_bytes
 from recollect.cli.commands import MakePlan
 from recollect.cli.largest import run_largest
-from recollect.cli.output import check_folder, print_line, write_file
+from recollect.cli.output import check_folder, write_file
 from recollect.cli.pictures import check_pictures
 from recollect.cli.recorded_step import check_step_budget, step_recorder
 from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags, nearest_settings
@@ -18,6 +18,7 @@ from recollect.pictures.page import write_plan_page
 from recollect.pictures.png import draw_memory
 from recollect.planning.loss_chunks import plan_with_chunks
 from recollect.plans.plan import Plan
+from recollect.printing import columns_of, print_line
 from recollect.profile.profile import Profile
 
 
@@ -40,8 +41,8 @@ def run_plan(command: MakePlan, console: Console) -> None:
     check_step_budget(command.memory_budget, command.step)
     planned = plan_with_chunks(step_recorder(command.step), command.memory_budget, command.loss_chunks)
     plan = planned.plan
-    print_line(console, str(plan))
-    console.print(f"without recompute {format_bytes(planned.plain_peak_bytes)}", highlight=False)
+    print_line(console, plan.to_text(columns_of(console)))
+    print_line(console, f"without recompute {format_bytes(planned.plain_peak_bytes)}")
     if command.write is not None:
         print_line(console, _nearest(command.write, planned.profile, plan))
     if command.plan_file is not None:

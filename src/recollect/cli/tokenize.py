@@ -5,11 +5,11 @@ from __future__ import annotations
 from rich.console import Console
 
 from recollect.cli.commands import Tokenize
-from recollect.cli.output import print_line
 from recollect.errors import RecollectError
 from recollect.lab.train.documents import read_documents
 from recollect.lab.train.indexed_dataset import IndexedDataset, write_indexed_dataset
 from recollect.lab.train.tokens import open_tokenizer
+from recollect.printing import print_line
 
 
 def run_tokenize(command: Tokenize, console: Console) -> None:

@@ -7,11 +7,11 @@ import dataclasses
 from rich.console import Console
 
 from recollect.cli.commands import Train
-from recollect.cli.output import print_line
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.loop import train
 from recollect.lab.train.report import report_lines, report_table
+from recollect.printing import print_line
 
 
 def run_train(command: Train, console: Console) -> None:

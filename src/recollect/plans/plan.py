@@ -26,6 +26,7 @@ from recollect.plans.unit_plan import UnitPlan
 
 __all__ = ["Plan"]
 
+_COLUMNS = 80
 _FORMAT = "recollect.plan"
 _VERSION = 1
 _TEXTS = ("note", "torch_version", "device_name")
@@ -93,8 +94,12 @@ class Plan:
         return Plan, (dict(self.units), *(getattr(self, field.name) for field in fields(self)[1:]))
 
     def __repr__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, columns: int = _COLUMNS) -> str:
+        """Return what `print(plan)` shows, in lines of at most so many columns."""
         loss = _chunks(self.loss_chunks) if self.loss_chunks > 1 else ""
-        return "\n".join([*unit_table(self.units, loss=loss), *self._prediction()])
+        return "\n".join([*unit_table(self.units, loss=loss, columns=columns), *self._prediction()])
 
     def _prediction(self) -> list[str]:
         sizes, times = [], []
@@ -110,7 +115,7 @@ class Plan:
 
     def diff(self, other: Plan) -> str:
         """Describe what changes from this plan to `other`, as text."""
-        lines = changed_units(self.units, other.units)
+        lines = changed_units(self.units, other.units, columns=_COLUMNS)
         for what, before, after in (
             ("budget", _bytes(self.budget_bytes), _bytes(other.budget_bytes)),
             ("predicted peak", _bytes(self.predicted_peak_bytes), _bytes(other.predicted_peak_bytes)),

@@ -1,4 +1,4 @@
-"""Prints plans for people: what each group of units keeps, in about a hundred columns at most.
+"""Prints plans for people: what each group of units keeps, in 80 columns or as many as there are.
 
 A unit can have hundreds of values, so names are shortened without losing meaning: a module stands for its values if all
 are treated alike, a module path is cut to the part that identifies the module within the unit, and several ops of one
@@ -20,7 +20,6 @@ from recollect.plans.unit_plan import UnitPlan
 
 __all__ = ["changed_units", "label_paths", "summarise_names", "unit_table"]
 
-_COLUMNS = 80
 _WIDEST_LABEL = 32
 _MOST_LINES = 4
 _MOST_OPS = 6
@@ -28,7 +27,7 @@ _Mark = TypeVar("_Mark", bound=Hashable)
 _Names = tuple[str, ...]
 
 
-def unit_table(units: Mapping[str, UnitPlan], *, loss: str = "") -> list[str]:
+def unit_table(units: Mapping[str, UnitPlan], *, loss: str = "", columns: int) -> list[str]:
     """Return lines that say what each group of units keeps, and what happens to the loss if `loss` is not empty."""
     paths_of: dict[tuple[str, ...], list[str]] = {}
     for path, unit in units.items():
@@ -37,16 +36,16 @@ def unit_table(units: Mapping[str, UnitPlan], *, loss: str = "") -> list[str]:
     rows.append(("all others" if rows else "all units", ["keep all"]))
     if loss:
         rows.append(("loss", [loss]))
-    return _table(rows)
+    return _table(rows, columns)
 
 
-def changed_units(old: Mapping[str, UnitPlan], new: Mapping[str, UnitPlan]) -> list[str]:
+def changed_units(old: Mapping[str, UnitPlan], new: Mapping[str, UnitPlan], *, columns: int) -> list[str]:
     """Return lines that say how units change from one plan to another; those that change alike share a row."""
     paths_of: dict[tuple[str, ...], list[str]] = {}
     for path in dict.fromkeys([*old, *new]):
         if items := _unit_changes(old.get(path), new.get(path)):
             paths_of.setdefault(tuple(items), []).append(path or "the model")
-    return _table([(label_paths(paths), list(items)) for items, paths in paths_of.items()])
+    return _table([(label_paths(paths), list(items)) for items, paths in paths_of.items()], columns)
 
 
 def label_paths(paths: Sequence[str]) -> str:
@@ -68,27 +67,27 @@ def label_paths(paths: Sequence[str]) -> str:
     return ", ".join(labels)
 
 
-def _table(rows: list[tuple[str, list[str]]]) -> list[str]:
+def _table(rows: list[tuple[str, list[str]]], columns: int) -> list[str]:
     """Lay out each row as a label and its items; a label that is too wide gets its own line."""
     width = max((len(label) for label, _ in rows if len(label) <= _WIDEST_LABEL), default=0)
     lines = []
     for label, items in rows:
         own_line = len(label) > width
         if own_line:
-            lines += textwrap.wrap(label, _COLUMNS, subsequent_indent="    ", break_long_words=False)
+            lines += textwrap.wrap(label, columns, subsequent_indent="    ", break_long_words=False)
         for index, item in enumerate(items):
             start = "" if own_line or index else label
-            lines += _wrapped(f"{start:<{width}}  ", item)
+            lines += _wrapped(f"{start:<{width}}  ", item, columns)
     return lines
 
 
-def _wrapped(start: str, item: str) -> list[str]:
+def _wrapped(start: str, item: str, columns: int) -> list[str]:
     verb, separator, names = item.partition("\t")
     if not separator:
         return [start + item]
     hanging = " " * (len(start) + len(verb))
     lines = textwrap.wrap(
-        names, _COLUMNS, initial_indent=start + verb, subsequent_indent=hanging, break_long_words=False,
+        names, columns, initial_indent=start + verb, subsequent_indent=hanging, break_long_words=False,
         break_on_hyphens=False,
     )  # fmt: skip
     if len(lines) > _MOST_LINES:

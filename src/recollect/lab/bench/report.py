@@ -14,6 +14,18 @@ from recollect.quantities import format_seconds
 __all__ = ["as_csv", "as_markdown", "notes", "result_table", "title"]
 
 _NONE = "-"
+_BORDER = 3  # of a column, with its padding
+# By heading; where there is little room, the first is left out first. A spread is called like the other.
+_LEFT_OUT_FIRST = (
+    "reserved",
+    "hardware TFLOP/s",
+    "20..80 %",
+    "predicted peak",
+    "predicted",
+    "tokens/s",
+    "TFLOP/s/device",
+    "vs golden",
+)
 _COLORS = {"ok": "", "faster": "green", "perf regression": "red", "memory regression": "red"}
 
 
@@ -65,16 +77,37 @@ def cells(row: Row, results: BenchResults) -> list[str]:
     ]
 
 
-def result_table(results: BenchResults) -> Table:
-    """Return the table for a terminal."""
-    table = Table(title="Measured results", title_justify="left")
+def result_table(results: BenchResults, width: int | None = None) -> Table:
+    """Return the table for a terminal.
+
+    Args:
+        results: the rows.
+        width: of the terminal; columns for which there is no room are left out, and named below the table.
+    """
     heads = columns(results)
-    for head in heads:
-        is_text = head in ("setting", "result")
-        table.add_column(head, justify="left" if is_text else "right", overflow="fold")
-    for row in results.rows:
-        table.add_row(*cells(row, results), style=_COLORS.get(row.result, "yellow"))
+    rows = [cells(row, results) for row in results.rows]
+    shown = list(range(len(heads)))
+    left_out = []
+    for head in _LEFT_OUT_FIRST:
+        if width is None or _width([heads[i] for i in shown], [[row[i] for i in shown] for row in rows]) <= width:
+            break
+        if head in heads:
+            shown = [i for i in shown if heads[i] != head]
+            left_out.append(head)
+    caption = f"Left out for lack of room: {', '.join(left_out)}. --out FILE.md has all." if left_out else None
+    table = Table(title="Measured results", title_justify="left", caption=caption, caption_justify="left")
+    for i in shown:
+        is_text = heads[i] in ("setting", "result")
+        table.add_column(heads[i], justify="left" if is_text else "right", overflow="fold")
+    for row, texts in zip(results.rows, rows, strict=True):
+        table.add_row(*(texts[i] for i in shown), style=_COLORS.get(row.result, "yellow"))
     return table
+
+
+def _width(heads: list[str], rows: list[list[str]]) -> int:
+    """Return how wide a table is whose headings may be broken between words."""
+    widths = [max(len(text) for text in (*head.split(), *texts)) for head, *texts in zip(heads, *rows, strict=True)]
+    return sum(widths) + _BORDER * len(widths) + 1
 
 
 def as_markdown(results: BenchResults) -> str:

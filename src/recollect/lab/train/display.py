@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from recollect.byte_format import format_bytes
 from recollect.lab.train.records import StepRecord
+from recollect.printing import print_line
 
 _PLAIN_LINES = 20  # readable in the log of a whole run
+_BAR_AND_TIME = 4 + len("0:00:00") + 3  # columns at least: the shortest bar, the time that remains, the gaps
 
 
 class LiveDisplay:
     """Show loss, speed and peak in one line that is updated; notes scroll above it."""
 
     def __init__(self, console: Console, *, total_steps: int, first_step: int, budget_bytes: int | None) -> None:
+        self._total = total_steps
         self._budget_bytes = budget_bytes
         self._peak_bytes: int | None = None
         self._validation_loss: float | None = None
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # what the others leave
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
             console=console,
@@ -31,7 +35,7 @@ class LiveDisplay:
 
     def note(self, text: str) -> None:
         """Print a line above the live one."""
-        self._progress.console.print(text, markup=False, highlight=False)
+        print_line(self._progress.console, text)
 
     def write(self, record: StepRecord) -> None:
         """Show one step."""
@@ -40,7 +44,11 @@ class LiveDisplay:
         if record.validation_loss is not None:
             self._validation_loss = record.validation_loss
         text = describe(
-            record, validation_loss=self._validation_loss, peak_bytes=self._peak_bytes, budget_bytes=self._budget_bytes
+            record,
+            validation_loss=self._validation_loss,
+            peak_bytes=self._peak_bytes,
+            budget_bytes=self._budget_bytes,
+            columns=self._progress.console.width - len(f"step {self._total}/{self._total}") - _BAR_AND_TIME,
         )
         self._progress.update(self._task, completed=record.step, description=text)
 
@@ -62,7 +70,7 @@ class PlainDisplay:
 
     def note(self, text: str) -> None:
         """Print a line."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(self._console, text)
 
     def write(self, record: StepRecord) -> None:
         """Print the step if it is due, the last one, or has a validation loss or a peak."""
@@ -81,7 +89,12 @@ class PlainDisplay:
 
 
 def describe(
-    record: StepRecord, *, validation_loss: float | None, peak_bytes: int | None, budget_bytes: int | None
+    record: StepRecord,
+    *,
+    validation_loss: float | None,
+    peak_bytes: int | None,
+    budget_bytes: int | None,
+    columns: int | None = None,
 ) -> str:
     """Return loss, speed and peak of a step as one line of text.
 
@@ -90,17 +103,24 @@ def describe(
         validation_loss: shown if not None.
         peak_bytes: shown if not None.
         budget_bytes: shown after the peak if not None.
+        columns: room for the text, if there is little; what matters least is left out.
 
     Example:
         >>> record = StepRecord(step=1, loss=2.5, learning_rate=1e-3, grad_norm=1.0, step_s=0.5, tokens_per_s=2048.0)
         >>> describe(record, validation_loss=2.75, peak_bytes=1 << 20, budget_bytes=2 << 20)
         'loss 2.5000  validation 2.7500  2,048 tokens/s  peak 1.0 MiB of 2.0 MiB'
+        >>> describe(record, validation_loss=2.75, peak_bytes=1 << 20, budget_bytes=None, columns=50)
+        'loss 2.5000  validation 2.7500  peak 1.0 MiB'
     """
-    parts = [f"loss {record.loss:.4f}"]
+    parts = {"loss": f"loss {record.loss:.4f}"}
     if validation_loss is not None:
-        parts.append(f"validation {validation_loss:.4f}")
-    parts.append(f"{record.tokens_per_s:,.0f} tokens/s")
+        parts["validation"] = f"validation {validation_loss:.4f}"
+    parts["speed"] = f"{record.tokens_per_s:,.0f} tokens/s"
     if peak_bytes is not None:
         of_budget = "" if budget_bytes is None else f" of {format_bytes(budget_bytes)}"
-        parts.append(f"peak {format_bytes(peak_bytes)}{of_budget}")
-    return "  ".join(parts)
+        parts["peak"] = f"peak {format_bytes(peak_bytes)}{of_budget}"
+    for least in ("speed", "validation", "peak"):
+        if columns is None or len("  ".join(parts.values())) <= columns:
+            break
+        parts.pop(least, None)
+    return "  ".join(parts.values())

@@ -28,6 +28,7 @@ from recollect.lab.train.records import Log, Outcome, StepRecord
 from recollect.lab.train.session import Session, open_session
 from recollect.lab.train.trace import StepTrace
 from recollect.measuring.device_memory import memory_bytes
+from recollect.printing import print_line
 from recollect.quantities import check_budget
 
 
@@ -68,12 +69,12 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         check_budget(config.step.memory_budget, device_bytes=memory_bytes(resolve_device(config.step.device)))
     with contextlib.ExitStack() as stack:
         stack.enter_context(deterministic_kernels(wanted=config.step.deterministic))
-        console.print("Reading data and building the model", markup=False)
+        print_line(console, "Reading data and building the model")
         config = _in_folder(config)
         if config.run.run_dir is not None and (config.run.run_dir.exists() or not config.run.resume):
             stack.enter_context(only_run_in(config.run.run_dir))
         session = open_session(config)
-        console.print(_describe(session), markup=False, soft_wrap=True)
+        print_line(console, _describe(session))
         plan, baseline = prepare(session, console)
         if plan is not None:
             stack.enter_context(recollect.apply(session.model, plan))
@@ -208,7 +209,7 @@ def _describe(session: Session) -> str:
     start = f", resuming after step {session.step}{changes}" if session.step else ""
     return (
         f"Model: {dimensions.num_layers} layers of width {dimensions.hidden_size}, "
-        f"{dimensions.num_parameters / 1e6:.1f} M parameters, {session.config.step.precision} on {session.device}. "
-        f"Data: {corpus.training.num_tokens:,} tokens, {held_out:,} held out. "
+        f"{dimensions.num_parameters / 1e6:.1f} M parameters, {session.config.step.precision} on {session.device}.\n"
+        f"Data: {corpus.training.num_tokens:,} tokens, {held_out:,} held out.\n"
         f"Run folder: {session.folder}{start}"
     )

@@ -19,6 +19,7 @@ from recollect.lab.train.optimizer_step import build_model, train_step
 from recollect.lab.train.records import Baseline
 from recollect.lab.train.session import Session
 from recollect.planning.loss_chunks import plan_with_chunks
+from recollect.printing import columns_of, print_line
 from recollect.profile.profile import Profile
 
 if TYPE_CHECKING:
@@ -55,19 +56,19 @@ def prepare(session: Session, console: Console) -> tuple[Plan | None, Baseline]:
     baseline = Baseline()
     plan = None
     if session.config.run.measure_plain:
-        console.print("Measuring seven steps without recompute", markup=False)
+        print_line(console, "Measuring seven steps without recompute")
         peak_bytes, step_s = _measure_plain(session)
         baseline = dataclasses.replace(baseline, measured_peak_bytes=peak_bytes, measured_step_s=step_s)
     if is_planned:
-        console.print(f"Recording a step and planning for {_aim(flags)}", markup=False)
+        print_line(console, f"Recording a step and planning for {_aim(flags)}")
         plan, predicted_bytes = _decide(session)
         write_text(plan_path, plan.to_json())
         baseline = dataclasses.replace(baseline, predicted_peak_bytes=predicted_bytes)
-        console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
+        print_line(console, plan.to_text(columns_of(console)))
         text = f"Without recompute the step would need {format_bytes(predicted_bytes)}"
         if plan.budget_bytes is not None:
             text += f", the budget is {format_bytes(plan.budget_bytes)}"
-        console.print(f"{text}.", markup=False, soft_wrap=True)
+        print_line(console, f"{text}.")
     write_text(baseline_path, json.dumps(dataclasses.asdict(baseline)) + "\n")
     return plan, baseline
 

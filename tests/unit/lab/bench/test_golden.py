@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from recollect.errors import BenchError
 from recollect.lab.bench.golden import check_comparable, compared, warn_of_versions
-from recollect.lab.bench.report import as_csv, as_markdown, notes
+from recollect.lab.bench.report import as_csv, as_markdown, notes, result_table
 from recollect.lab.bench.results import BenchResults, Row
 
 GOLDEN = Path("golden.json")
@@ -182,3 +184,18 @@ def test_tables_have_every_setting_and_say_what_does_not_apply() -> None:
     assert lines[0].startswith("name,result,note,tflops,hardware_tflops")
     assert lines[1].startswith("none,ok,,2.0,2.5,")
     assert len(lines) == 4
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160, 240])
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_words(width: int) -> None:
+    results = against(PLAIN, replace(MLP, name="selective core_attn,mlp"))
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=True, color_system=None)
+    console.print(result_table(results, width))
+    text = file.getvalue()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    assert "selective core_attn,mlp" in text and "600 B" in text
+    assert ("Left out for lack of room: reserved" in text) == (width < 240)
+    for word in ("setting", "step", "vs none", "peak mem", "result"):
+        assert word in text

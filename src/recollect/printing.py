@@ -1,0 +1,41 @@
+"""Print text on a console: a terminal's lines end between words, and everywhere else one line stays one."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+from rich.console import Console
+
+__all__ = ["columns_of", "print_line"]
+
+_LEAST_COLUMNS = 80
+# What people copy stays on one line, and a number with its unit.
+_WHOLE = re.compile(r"pip install \S+|\d (?:[KMGT]i?)?B\b|\d %")
+_LABEL = re.compile(r" *(?:\S+ {2,})?")
+_HARD_SPACE = "\xa0"
+
+
+def print_line(console: Console, text: str, *, style: str | None = None) -> None:
+    """Print text as it is; where that is no terminal, one line stays one line, so that it can be searched for."""
+    if console.is_terminal:
+        text = "\n".join(part for line in text.split("\n") for part in _wrapped(line, console.width))
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def columns_of(console: Console) -> int:
+    """Return how wide a text that has its own layout may be: as wide as the terminal, or 80 columns."""
+    return max(console.width, _LEAST_COLUMNS) if console.is_terminal else _LEAST_COLUMNS
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """Return a line as lines of at most a width, as far as its words are shorter, beside its label if it begins with one."""
+    if len(line) <= width:
+        return [line]
+    label = _LABEL.match(line)
+    assert label is not None  # it matches nothing, too
+    whole = _WHOLE.sub(lambda found: found[0].replace(" ", _HARD_SPACE), line)
+    parts = textwrap.wrap(
+        whole, width, subsequent_indent=" " * len(label[0]), break_long_words=False, break_on_hyphens=False
+    )
+    return [part.replace(_HARD_SPACE, " ") for part in parts]
