@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from recollect.integrations.megatron.config import RecomputeConfig
     from recollect.loss.chunked import chunked_cross_entropy
     from recollect.measuring.meter import PeakMeasurement, measure_peak
-    from recollect.pipelines.plan_pipeline import PipelinePlan, plan_pipeline, predict_pipeline
+    from recollect.pipelines.pipeline_plan import PipelinePlan
+    from recollect.pipelines.plan_pipeline import plan_pipeline, predict_pipeline
     from recollect.pipelines.schedule import PipelineSchedule
     from recollect.planning.choose import plan
     from recollect.planning.classic import classic_plan
@@ -92,7 +93,7 @@ _HOME_OF_NAME = {
     "LayerUsage": "recollect.simulation.layer_usage",
     "PeakMeasurement": "recollect.measuring.meter",
     "PeakReport": "recollect.simulation.timeline",
-    "PipelinePlan": "recollect.pipelines.plan_pipeline",
+    "PipelinePlan": "recollect.pipelines.pipeline_plan",
     "PipelineSchedule": "recollect.pipelines.schedule",
     "Plan": "recollect.plans.plan",
     "Profile": "recollect.profile.profile",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -30,6 +30,7 @@ __all__ = [
     "passes_ops_on",
     "waited_for",
     "other_sharded_parameters",
+    "split_backward",
 ]
 
 
@@ -226,6 +227,20 @@ def other_sharded_parameters(model: nn.Module) -> Iterator[Callable[[], None]]:
         for thing, attributes in kept:
             vars(thing).clear()
             vars(thing).update(attributes)
+
+
+def split_backward(loss: torch.Tensor, inputs: Sequence[torch.Tensor], model: nn.Module) -> None:
+    """Run backward in two halves as the stages of a zero-bubble pipeline do: gradients of the inputs, then of the parameters.
+
+    Without inputs, as on the first stage, it is one whole backward. No public name runs the halves.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    if not inputs:
+        loss.backward()
+        return
+    _, groups = stage_backward_input([loss], None, list(inputs), model.parameters())
+    stage_backward_weight(model.parameters(), groups)
 
 
 @contextmanager

@@ -60,8 +60,10 @@ __all__ = [
     "is_compiled_module",
     "is_fake_tensor",
     "is_opaque_subclass",
+    "at_end_of_backward",
     "below_autograd",
     "current_autograd_node",
+    "current_backward",
     "is_traceable_wrapper_subclass",
     "keep_busy",
     "kernel_switches",
@@ -207,6 +209,16 @@ def keeps_graph() -> bool:
     Private, because there is no public way to ask; without it a saved tensor may never be used up by a backward.
     """
     return bool(_get_current_graph_task_keep_graph())
+
+
+def current_backward() -> int:
+    """Return a number for the backward that is running, of which there may be several at once; -1 for none."""
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call this when the backward that is running has ended; if it fails, let go of it."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def current_autograd_node() -> int:

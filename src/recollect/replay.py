@@ -13,6 +13,10 @@ Python's reference counts are the only lifetime manager:
 
 This module knows nothing of PyTorch: calls and tensors are opaque here. The engine runs it on tensors and the simulator on
 byte counts, so the engine does exactly what the simulator predicts.
+
+A backward that keeps its graph (`retain_graph`, or the half of a backward that finds the gradients of a pipeline stage's
+input) is followed by another one that asks again. It computes on copies of the recipes (`KeptPass`), so that nothing that it
+computed lives from the one to the other.
 """
 
 from __future__ import annotations
@@ -46,6 +50,17 @@ class Value:
         self.tensor = tensor
         self.node = None
 
+    def copy(self, node: Node) -> Value:
+        """Return another value for the same tensor, which `node`, a copy of this one's, makes."""
+        value = type(self)(node=node)
+        value.is_viewed = self.is_viewed
+        return value
+
+    def is_saved(self) -> None:
+        """Take note that backward will ask for this value once more."""
+        if self.node is not None and self.node.recipes is not None:
+            self.node.recipes.saved.append(weakref.ref(self))
+
     def get(self) -> Any:
         """Return the tensor, computing it first if it was dropped."""
         if self.tensor is None:
@@ -58,15 +73,19 @@ class Node:
 
     `mutates`: the call writes into its first argument and returns it; it gets a private copy of it unless nobody else needs
     the old content.
+    `recipes`: of the unit's call that the op belongs to.
     """
 
-    __slots__ = ("call", "inputs", "mutates", "outputs")
+    __slots__ = ("call", "inputs", "mutates", "outputs", "recipes")
 
-    def __init__(self, call: Call, inputs: Sequence[Value], *, mutates: bool = False) -> None:
+    def __init__(
+        self, call: Call, inputs: Sequence[Value], *, mutates: bool = False, recipes: Recipes | None = None
+    ) -> None:
         self.call: Call | None = call
         self.inputs: Sequence[Value] = inputs
         self.outputs: list[weakref.ref[Value] | None] = []
         self.mutates = mutates
+        self.recipes = recipes
 
     def add_output(self, value: Value | None) -> None:
         """Add the value of the next result; None for a result that nobody needs."""
@@ -95,6 +114,113 @@ class Node:
 
 # The count if only the node refers to the value. It differs between versions of Python.
 _OWN_REFERENCES = Node(lambda tensors, may_overwrite_first: (), [Value()])._count_references_to_first()
+
+
+class Recipes:
+    """Stands for one call of a unit.
+
+    `saved`: the values made in it that backward will ask for, once for each time that it does.
+    """
+
+    __slots__ = ("saved",)
+
+    def __init__(self) -> None:
+        self.saved: list[weakref.ref[Value]] = []
+
+
+class KeptPass:
+    """Computes what one backward that keeps its graph asks for, on copies of the recipes.
+
+    When it first asks for a value of a call, all recipes of that call are copied, and those of the calls whose dropped values
+    they read. A copy is held until backward has asked for it as often as it was saved, at the latest until the pass ends, and
+    for as long as the copies need it; so what is shared is computed once, as in a backward that uses its graph up.
+    """
+
+    def __init__(self) -> None:
+        # Of each value: its copy, and how often backward has still to ask for it.
+        self._copies: dict[Value, tuple[Value, int]] = {}
+        self._copies_of: dict[Recipes, list[Value]] = {}
+
+    def get(self, value: Value) -> Any:
+        """Return the tensor of a dropped value."""
+        if value not in self._copies:
+            self._copy_calls(value)
+        copy, asks_left = self._copies.pop(value)
+        if asks_left > 1:
+            self._copies[value] = copy, asks_left - 1
+        return copy.get()
+
+    def end(self, recipes: Recipes) -> None:
+        """Let go of what the pass holds of one call."""
+        for value in self._copies_of.pop(recipes, ()):
+            self._copies.pop(value, None)
+
+    def end_all(self) -> None:
+        """Let go of all that the pass holds."""
+        self._copies.clear()
+        self._copies_of.clear()
+
+    def _copy_calls(self, value: Value) -> None:
+        copies = _Copies()
+        node = value.node
+        pending = [] if node is None or node.recipes is None else [node.recipes]
+        while pending:
+            recipes = pending.pop()
+            if recipes in self._copies_of:
+                continue
+            held = self._copies_of[recipes] = []
+            for saved in filter(None, (reference() for reference in recipes.saved)):
+                if saved.tensor is None:
+                    copy, asks_left = self._copies.get(saved, (None, 0))
+                    self._copies[saved] = copy or copies.of(saved), asks_left + 1
+                    held.append(saved)
+            pending += copies.reached()
+        if value not in self._copies:
+            # It has been asked for as often as it was saved, and more.
+            self._copies[value] = copies.of(value), 1
+            copies.reached()
+
+
+class _Copies:
+    """Copies of values and nodes, made together so that they refer to each other as the originals do."""
+
+    def __init__(self) -> None:
+        self._values: dict[Value, Value] = {}
+        self._nodes: dict[Node, Node] = {}
+        # Nodes whose copies have no arguments yet.
+        self._pending: list[Node] = []
+
+    def of(self, value: Value) -> Value:
+        """Return the copy of a value; an available one stands for itself."""
+        if value.node is None or value.tensor is not None:
+            return value
+        copy = self._values.get(value)
+        if copy is None:
+            node = self._node(value.node)
+            copy = self._values[value] = value.copy(node)
+            for position, reference in enumerate(value.node.outputs):
+                if reference is not None and reference() is value:
+                    node.outputs[position] = weakref.ref(copy)
+        return copy
+
+    def _node(self, node: Node) -> Node:
+        copy = self._nodes.get(node)
+        if copy is None:
+            assert node.call is not None
+            copy = self._nodes[node] = Node(node.call, (), mutates=node.mutates)
+            copy.outputs = [None] * len(node.outputs)
+            self._pending.append(node)
+        return copy
+
+    def reached(self) -> list[Recipes]:
+        """Copy all that the copies need; return the calls that this belongs to."""
+        found: dict[Recipes, None] = {}
+        while self._pending:
+            node = self._pending.pop()
+            self._nodes[node].inputs = [self.of(value) for value in node.inputs]
+            if node.recipes is not None:
+                found[node.recipes] = None
+        return list(found)
 
 
 def _materialise(value: Value) -> None:

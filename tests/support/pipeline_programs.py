@@ -1,86 +1,190 @@
-"""Two ranks of a real pipeline over gloo, each in a process of its own."""
+"""Real pipelines under `torch.distributed.pipelining`: each rank over gloo, in a process of its own."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 import recollect
+from recollect.engine import tape
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 
-RANKS = 2
-MICRO_BATCHES = 4
-SHAPE = (16, 64)
-SCHEDULES: dict[str, tuple[Any, int]] = {
+SCHEDULES: Final[dict[str, tuple[Any, int]]] = {
     "GPipe": (ScheduleGPipe, 1),
     "1F1B": (Schedule1F1B, 1),
-    "interleaved": (ScheduleInterleaved1F1B, 2),
+    "interleaved 1F1B": (ScheduleInterleaved1F1B, 2),
+    "interleaved zero bubble": (ScheduleInterleavedZeroBubble, 2),
+    "ZBV": (ScheduleZBVZeroBubble, 2),
+    "DualPipeV": (ScheduleDualPipeV, 2),
 }
-EXPECTED = {
-    "GPipe": PipelineSchedule.gpipe(num_stages=RANKS, num_micro_batches=MICRO_BATCHES),
-    "1F1B": PipelineSchedule.one_f_one_b(num_stages=RANKS, num_micro_batches=MICRO_BATCHES),
-    "interleaved": PipelineSchedule.interleaved_1f1b(
-        num_ranks=RANKS, stages_per_rank=2, num_micro_batches=MICRO_BATCHES
-    ),
-}
+"""torch's classes, with the number of stages on each rank."""
+SPLIT: Final = ("interleaved zero bubble", "ZBV", "DualPipeV")
+"""Those that split backward in two."""
+_V_SHAPED: Final = ("ZBV", "DualPipeV")
+
+How = Literal["plans", "plans, recipes used up", "torch.utils.checkpoint"]
+"""How a rank recomputes: as recollect does, as it did when a backward that keeps its graph used recipes up, or by PyTorch."""
 
 
-def stage_module(number: int) -> nn.Module:
-    """A stage whose weights depend on its number only."""
-    torch.manual_seed(number)
-    layers = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(3))
-    return nn.Sequential(*layers)
+@dataclass(frozen=True)
+class Program:
+    """A pipeline to run.
+
+    Attributes:
+        stage_module: makes a stage of (number, number of stages), with weights that depend on these only.
+        shape: of a micro-batch.
+    """
+
+    num_ranks: int
+    num_micro_batches: int
+    shape: tuple[int, ...]
+    stage_module: Callable[[int, int], nn.Module]
+
+    def num_stages(self, schedule: str) -> int:
+        """Number of stages, those of all ranks together."""
+        return self.num_ranks * SCHEDULES[schedule][1]
+
+    def schedule(self, name: str) -> PipelineSchedule:
+        """Return what torch's schedule runs on each rank."""
+        dist.init_process_group("fake", rank=0, world_size=self.num_ranks)
+        try:
+            modules = [nn.Identity() for _ in range(SCHEDULES[name][1])]
+            return schedule_of(_torch_schedule(self, name, 0, modules))
+        finally:
+            dist.destroy_process_group()
+
+    def profiles(self, name: str, *, split_backward: bool = False) -> list[recollect.Profile]:
+        """Record each stage on one micro-batch; those in the middle, which are alike, once."""
+        num_stages = self.num_stages(name)
+        known: dict[tuple[bool, bool], recollect.Profile] = {}
+        made = []
+        for number in range(num_stages):
+            place = number == 0, number == num_stages - 1
+            if place not in known:
+                known[place] = recollect.record(
+                    self.stage_module(number, num_stages),
+                    torch.randn(self.shape, requires_grad=number > 0),
+                    loss_fn=loss_of if place[1] else torch.sum,
+                    gradients="accumulated",
+                    holds_output=False,
+                    split_backward=split_backward,
+                )
+            made.append(known[place])
+        return made
 
 
-def run(plans: dict[str, list[tuple[recollect.Plan, ...]]], folder: Path) -> list[dict[str, Any]]:
-    """Run each schedule under each of its tuples of plans; return what each rank found, by schedule."""
-    torch.multiprocessing.spawn(_rank, (plans, str(folder)), nprocs=RANKS)
-    return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(RANKS)]
+@dataclass(frozen=True)
+class Job:
+    """One way to run a program: its schedule, and the plans of its stages."""
+
+    schedule: str
+    plans: tuple[recollect.Plan, ...]
+    how: How = "plans"
 
 
-def _rank(rank: int, plans: dict[str, list[tuple[recollect.Plan, ...]]], folder: str) -> None:
+@dataclass(frozen=True)
+class Ran:
+    """What a rank found: its peak in the last step, and whether its gradients are those of the schedule's first job."""
+
+    peak_bytes: int
+    is_equal: bool
+    gradient_bytes: int
+
+
+def loss_of(output: torch.Tensor, _target: torch.Tensor | None = None) -> torch.Tensor:
+    """The loss of the last stage."""
+    return output.square().mean()
+
+
+def run(program: Program, jobs: Sequence[Job], folder: Path, *, num_steps: int = 2) -> list[list[Ran]]:
+    """Run jobs one after the other, several steps of each; return what each rank found of each."""
+    torch.multiprocessing.spawn(_rank, (program, list(jobs), str(folder), num_steps), nprocs=program.num_ranks)
+    return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(program.num_ranks)]
+
+
+def _rank(rank: int, program: Program, jobs: list[Job], folder: str, num_steps: int) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    found = {name: [_measured(rank, name, one) for one in several] for name, several in plans.items()}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=program.num_ranks)
+    found = []
+    # As bytes, which are no tensors that the meter would count.
+    expected: dict[str, list[bytes]] = {}
+    for job in jobs:
+        peak_bytes, gradients = _measured(rank, program, job, num_steps)
+        is_equal = gradients == expected.setdefault(job.schedule, gradients)
+        found.append(Ran(peak_bytes, is_equal, sum(map(len, gradients))))
     torch.save(found, Path(folder) / f"rank{rank}")
     dist.barrier()
     # The destructor of a gloo group may wait for a thread that waits for the interpreter's lock.
     os._exit(0)
 
 
-def _measured(rank: int, name: str, plans: tuple[recollect.Plan, ...]) -> tuple[int, list[bytes], bool]:
-    """Return the peak of the second step, the gradients, and whether torch's schedule reads as ours."""
+def _numbers(program: Program, schedule: str, rank: int) -> list[int]:
+    """Return the stages of a rank."""
+    num_stages = program.num_stages(schedule)
+    if schedule in _V_SHAPED:
+        return [rank, num_stages - 1 - rank]
+    return list(range(rank, num_stages, program.num_ranks))
+
+
+def _torch_schedule(program: Program, name: str, rank: int, modules: Sequence[nn.Module]) -> Any:
     made, chunks = SCHEDULES[name]
-    numbers = [rank + RANKS * chunk for chunk in range(chunks)]
-    modules = [stage_module(number) for number in numbers]
-    for number, module in zip(numbers, modules, strict=True):
-        recollect.apply(module, plans[number])
+    numbers, num_stages = _numbers(program, name, rank), program.num_stages(name)
     stages = [
-        PipelineStage(module, number, RANKS * chunks, torch.device("cpu"))
+        PipelineStage(module, number, num_stages, torch.device("cpu"))
         for number, module in zip(numbers, modules, strict=True)
     ]
-    schedule = made(
-        stages if chunks > 1 else stages[0], MICRO_BATCHES, loss_fn=lambda out, _target: out.square().mean()
-    )
+    return made(stages if chunks > 1 else stages[0], program.num_micro_batches, loss_fn=loss_of)
+
+
+def _measured(rank: int, program: Program, job: Job, num_steps: int) -> tuple[int, list[bytes]]:
+    """Run the steps of a rank; return the peak of the last, and its gradients."""
+    numbers, num_stages = _numbers(program, job.schedule, rank), program.num_stages(job.schedule)
+    tape.asks_again = (lambda: False) if job.how == "plans, recipes used up" else _ASKS_AGAIN
+    modules = [program.stage_module(number, num_stages) for number in numbers]
+    for number, module in zip(numbers, modules, strict=True):
+        if job.how == "torch.utils.checkpoint":
+            for name, layer in module.named_children():
+                setattr(module, name, checkpoint_wrapper(layer))
+        else:
+            recollect.apply(module, job.plans[number])
+    schedule = _torch_schedule(program, job.schedule, rank, modules)
     torch.manual_seed(0)
-    inputs = (torch.randn(MICRO_BATCHES * SHAPE[0], SHAPE[1]),) if rank == 0 else ()
-    targets = {"target": torch.zeros(MICRO_BATCHES)} if rank == RANKS - 1 else {}
+    first, *rest = program.shape
+    inputs = (torch.randn(program.num_micro_batches * first, *rest),) if 0 in numbers else ()
+    targets = {"target": torch.zeros(program.num_micro_batches)} if num_stages - 1 in numbers else {}
 
     def step() -> None:
-        torch.manual_seed(5)
-        for module in modules:
-            module.zero_grad(set_to_none=True)
         schedule.step(*inputs, **targets, return_outputs=False)
 
-    step()
-    dist.barrier()
-    found = recollect.measure_peak(step)
-    gradients = [p.grad.numpy().tobytes() for module in modules for p in module.parameters() if p.grad is not None]
-    return found.peak_bytes, gradients, schedule_of(schedule).ranks == EXPECTED[name].ranks
+    for number in range(num_steps):
+        torch.manual_seed(1000 + number)
+        for module in modules:
+            module.zero_grad(set_to_none=True)
+        dist.barrier()
+        if number < num_steps - 1:
+            step()
+        else:
+            found = recollect.measure_peak(step)
+    gradients = [p.grad for module in modules for p in module.parameters() if p.grad is not None]
+    return found.peak_bytes, [gradient.numpy().tobytes() for gradient in gradients]
+
+
+_ASKS_AGAIN: Final = tape.asks_again

@@ -99,7 +99,7 @@ class FunctionMode(TapeMode):
         values = [self._argument(tensor, run.name) for tensor in run.arguments.tensors]
         values += [self._other(tensor, run.name) for tensor in run.others]
         run.arguments.release()
-        node = Node(call, values)
+        node = Node(call, values, recipes=self.call)
         outputs: list[TapeValue | None] = [None] * run.num_slots
         records: dict[int, StorageRecord] = {}
         for made in run.made:
@@ -120,6 +120,7 @@ class FunctionMode(TapeMode):
                 value.is_viewed = record.base.is_viewed = True
             if saved is not None:
                 self._saves_dropped.add((self.unit_path, self.scope))
+                value.is_saved()
                 saved.resolve(value)
         for output in outputs:
             node.add_output(output)

@@ -24,7 +24,8 @@ NOTE [ Rules of the tape ]
 9. Once a module has run twice, it runs out of the mode's sight if the plan drops none of its values and it writes
    nothing in place: the tape keeps the results of ops it does not see. If it saves nothing dropped, it also runs
    without the hooks. Should it save such a value later, that is kept; should it write to a held tensor, rule 2 applies.
-10. Ops run again under the settings and the user's dispatch modes of forward (`settings.py`).
+10. A backward that keeps its graph computes on copies of the recipes, which stay for the next one (`replay.py`).
+11. Ops run again under the settings and the user's dispatch modes of forward (`settings.py`).
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from recollect._torch_functions import function_runner
 from recollect._torch_private import (
+    at_end_of_backward,
     below_autograd,
+    current_backward,
     disable_autocast,
+    keeps_graph,
     untraced,
 )
 from recollect.engine.agreement import Agreement
@@ -53,6 +57,7 @@ from recollect.engine.tape_mode import TapeMode
 from recollect.engine.tape_state import RUNS_TO_SETTLE, TapeState
 from recollect.engine.values import TapeValue, forget_record, laid_out, record_of, watch
 from recollect.plans.action import Action
+from recollect.replay import KeptPass, Recipes
 
 
 class _LastStep(threading.local):
@@ -90,6 +95,8 @@ class Tape(TapeState):
     ) -> None:
         super().__init__(policy, runs_to_settle=runs_to_settle, agreement=agreement)
         self._local = threading.local()
+        # Of each backward that keeps its graph, held by that backward alone: if it fails, nothing stays behind.
+        self._passes: weakref.WeakValueDictionary[int, KeptPass] = weakref.WeakValueDictionary()
 
     @property
     def mode(self) -> TapeMode | None:
@@ -125,7 +132,7 @@ class Tape(TapeState):
             self._local.mode = None
             _last_step.survivors += [storage for storage in mode.dropped if storage() is not None]
 
-    def _hold_outputs(self, unit_path: str, output: Any, call: object) -> None:
+    def _hold_outputs(self, unit_path: str, output: Any, call: Recipes) -> None:
         """Keep a unit's output: from here on, the storages that this call made are held by whatever needs them.
 
         What the unit passes on from another one stays as that unit's plan says.
@@ -153,17 +160,35 @@ class Tape(TapeState):
         value: TapeValue = packed
         if value.tensor is not None:
             return value.fetch_saved()
+        kept = self._kept_pass() if asks_again() else None
         # As ops ran in forward: below autograd and autocast, with gradients switched on, which some kernels check.
         with Replaying(), torch.enable_grad(), below_autograd(), disable_autocast():
-            tensor: torch.Tensor = value.get()
+            tensor: torch.Tensor = value.get() if kept is None else kept.get(value)
         return tensor
+
+    def _kept_pass(self) -> KeptPass:
+        """Return what the backward that is running computes."""
+        number = current_backward()
+        found = self._passes.get(number)
+        if found is None:
+            found = self._passes[number] = KeptPass()
+            at_end_of_backward(found.end_all)
+        return found
+
+
+def asks_again() -> bool:
+    """Whether another backward will ask for what this one asks for now, and this one itself holds it no longer than it runs.
+
+    One that builds a graph of its own (`create_graph`) holds it in there, so that to compute it again would gain nothing.
+    """
+    return keeps_graph() and not torch.is_grad_enabled()
 
 
 @contextmanager
 def _inside(mode: TapeMode, unit_path: str) -> Iterator[TapeMode]:
     """Run a unit within another one, with its ops under its own names."""
     outer = mode.unit_path, mode.counts, mode.call
-    mode.unit_path, mode.counts, mode.call = unit_path, {}, object()
+    mode.unit_path, mode.counts, mode.call = unit_path, {}, Recipes()
     try:
         yield mode
     finally:

@@ -46,7 +46,7 @@ from recollect.engine.values import (
     watch,
 )
 from recollect.plans.action import Action
-from recollect.replay import Node
+from recollect.replay import Node, Recipes
 from recollect.tensors import tensors_in
 
 # Module globals, because they are looked up several times per op.
@@ -66,7 +66,7 @@ class TapeMode(OpMode):
         self.tape = tape
         self.unit_path = unit_path
         # Stands for the running call of a unit; a unit inside another one gets its own.
-        self.call = object()
+        self.call = Recipes()
         self.scope = ""
         self.settings = current_settings()
         self._modes_around = self.settings.modes
@@ -163,7 +163,7 @@ class TapeMode(OpMode):
             call = OpCall(func, arguments, draw, settings)
         else:
             call = CollectiveCall(func, arguments, settings, agreement)
-        node = Node(call, arguments.values)
+        node = Node(call, arguments.values, recipes=self.call)
         if isinstance(output, torch.Tensor):
             self._register(output, node, facts, actions[0])
         elif isinstance(output, (tuple, list)):
@@ -241,7 +241,8 @@ class TapeMode(OpMode):
             return None  # An argument is an alias of this same storage: holding it in the record would be a cycle.
         view = None if layout == record.layout else layout
         settings = current_settings(self._modes_around) if facts.follows_settings else self.settings
-        return Node(WriteCall(func, arguments, view, settings), [base, *arguments.values], mutates=True)
+        call = WriteCall(func, arguments, view, settings)
+        return Node(call, [base, *arguments.values], mutates=True, recipes=self.call)
 
     def _known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
         """Return the value that stands for a dropped tensor, or None if the tape did not drop it."""
@@ -296,6 +297,7 @@ class TapeMode(OpMode):
         known = self._known_value(tensor, tensor.untyped_storage())
         if known is not None:
             self._saves_dropped.add((self.unit_path, self.scope))
+            known.is_saved()
             return known
         # Not watched: writing to it before backward is an error in plain autograd too.
         return self._leaf(tensor, None, in_hook=True)

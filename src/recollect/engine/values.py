@@ -17,7 +17,7 @@ from recollect.engine.content import glance_at
 from recollect.engine.coverage import Box, box_of, is_covered
 from recollect.engine.streams import read_here, stream_of
 from recollect.errors import FreedValueError, MutatedValueError
-from recollect.replay import Node, Value
+from recollect.replay import Node, Recipes, Value
 
 _RECORD = "_recollect_record"
 _LEAVES = "_recollect_leaves"
@@ -134,7 +134,7 @@ class StorageRecord:
 
     __slots__ = ("base", "call", "created", "filled", "is_bumped", "layout", "version", "views")
 
-    def __init__(self, base: TapeValue, layout: Layout, version: int, created: str | None, call: object) -> None:
+    def __init__(self, base: TapeValue, layout: Layout, version: int, created: str | None, call: Recipes) -> None:
         self.base = base
         self.call = call
         self.layout = layout
@@ -186,7 +186,8 @@ class StorageRecord:
             return self.base
         view = self.views.get(layout)
         if view is None:
-            node = Node(_ViewCall(layout), [self.base])
+            made = self.base.node
+            node = Node(_ViewCall(layout), [self.base], recipes=None if made is None else made.recipes)
             self.base.is_viewed = True
             view = TapeValue(node=node)
             view.is_viewed = True

@@ -3,76 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from recollect.arguments import check_kind
-from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError, ScheduleError
-from recollect.pipelines.playback import StageTimes, step_s
-from recollect.pipelines.rank_profile import rank_profile, shortened, stage_plan, unit_path
+from recollect.pipelines.pipeline import Pipeline
+from recollect.pipelines.pipeline_plan import PipelinePlan, StagePlans
+from recollect.pipelines.rank_profile import rank_step, stage_plan
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
-from recollect.profile.events import BACKWARD
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage as progress_stage
 from recollect.quantities import parse_budget
-from recollect.simulation.decisions import decide
-from recollect.simulation.simulate import simulate
-from recollect.simulation.timeline import timeline
 
-__all__ = ["PipelinePlan", "plan_pipeline", "predict_pipeline"]
-
-
-@dataclass(frozen=True, repr=False)
-class PipelinePlan:
-    """Plans for the stages of a pipeline, with what the schedule is predicted to need under them.
-
-    Attributes:
-        plans: one for each stage; apply each to its stage.
-        peaks_bytes: the most bytes that each rank holds.
-        step_s: seconds from the first forward to the last backward.
-        plain_step_s: the same without recompute.
-        in_flight: of each stage, the most micro-batches between forward and backward.
-        schedule: what each rank runs.
-        budget_bytes: of each device; None if the plans were given.
-    """
-
-    plans: tuple[Plan, ...]
-    peaks_bytes: tuple[int, ...]
-    step_s: float
-    plain_step_s: float
-    in_flight: tuple[int, ...]
-    schedule: PipelineSchedule
-    budget_bytes: int | None = None
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes of the rank that needs most."""
-        return max(self.peaks_bytes)
-
-    @property
-    def slowdown(self) -> float:
-        """What recompute adds to the step; 0.03 is 3 %."""
-        return self.step_s / self.plain_step_s - 1 if self.plain_step_s > 0 else 0.0
-
-    def __repr__(self) -> str:
-        budget = "" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)} a device, "
-        lines = [
-            f"{budget}peak {format_bytes(self.peak_bytes)}, step {self.slowdown:+.1%}",
-            f"{'rank':>4}  {'peak':>10}  {'stage':>5}  {'in flight':>9}  {'recompute':>9}",
-        ]
-        for rank, nbytes in enumerate(self.peaks_bytes):
-            for number, stage in enumerate(self.schedule.stages_of(rank)):
-                whole = f"{rank:>4}  {format_bytes(nbytes):>10}" if number == 0 else " " * 16
-                share = f"{self.plans[stage].predicted_slowdown or 0.0:+.1%}"
-                lines.append(f"{whole}  {stage:>5}  {self.in_flight[stage]:>9}  {share:>9}")
-        return "\n".join(lines)
+__all__ = ["plan_pipeline", "predict_pipeline"]
 
 
 def plan_pipeline(
-    profiles: Sequence[Profile], schedule: Any, budget: int | str, *, send_s: float = 0.0
+    profiles: Sequence[Profile],
+    schedule: Any,
+    budget: int | str,
+    *,
+    split_profiles: Sequence[Profile] = (),
+    send_s: float = 0.0,
 ) -> PipelinePlan:
     """Choose a plan for each stage, so that no rank exceeds the budget at any moment of the schedule.
 
@@ -87,6 +41,8 @@ def plan_pipeline(
         schedule: a `PipelineSchedule`, such as `PipelineSchedule.one_f_one_b(...)`; a schedule object of
             `torch.distributed.pipelining`, or each rank's actions as torch writes them: `[["0F0", "0B0"], ...]`.
         budget: bytes of each device, as an int or text: "22GiB", or "60%" of what the fullest rank needs without recompute.
+        split_profiles: of a schedule that splits backward in two (zero bubble, ZBV, DualPipeV): the same stages recorded with
+            `split_backward=True`.
         send_s: seconds to send a micro-batch to the next stage.
 
     Returns:
@@ -94,9 +50,9 @@ def plan_pipeline(
 
     Raises:
         BudgetTooSmallError: the leanest plans of a rank's stages need more.
-        ScheduleError: the schedule cannot run, or has another number of stages than there are profiles.
-        NotYetError: backward is split in two (zero bubble).
-        ProfileFormatError: a profile without gradients that accumulate.
+        ScheduleError: the schedule cannot run, has another number of stages than there are profiles, or splits backwards and
+            there are no `split_profiles`.
+        ProfileFormatError: a profile without gradients that accumulate; a stage with other ops where backward is split.
         ArgumentError, QuantityError: an argument of another kind; a budget that is no amount.
 
     Example:
@@ -118,42 +74,53 @@ def plan_pipeline(
         >>> planned.in_flight, planned.peak_bytes <= planned.budget_bytes
         ((2, 1), True)
     """
-    found = _checked(profiles, schedule, "plan_pipeline(profiles, schedule, budget)")
+    pipeline = _checked(profiles, schedule, split_profiles, "plan_pipeline(profiles, schedule, budget)")
     with progress_stage("planning the pipeline"):
-        planners = [Planner(profile) for profile in _ranks(found, profiles)]
+        planners = _planners(pipeline)
         plain_peak_bytes = max(planner.plain_peak_bytes for planner in planners)
         device_bytes = min(profile.device_memory_bytes for profile in profiles)
         budget_bytes = parse_budget(budget, reference_bytes=plain_peak_bytes, device_bytes=device_bytes)
         made: dict[int, Plan] = {}
         peaks = []
+        chosen: dict[int, Plan] = {}
         for rank, planner in enumerate(planners):
-            try:
-                chosen = planner.plan(budget_bytes)
-            except BudgetTooSmallError as error:
-                raise _too_small(error, found, rank, plain_peak_bytes) from None
-            peaks.append(chosen.predicted_peak_bytes or 0)
-            made |= {stage: stage_plan(chosen, stage, profiles[stage]) for stage in found.stages_of(rank)}
-    plans = [made[stage] for stage in range(found.num_stages)]
-    return replace(_predicted(found, profiles, plans, peaks, send_s), budget_bytes=budget_bytes)
+            if id(planner) not in chosen:
+                try:
+                    chosen[id(planner)] = planner.plan(budget_bytes)
+                except BudgetTooSmallError as error:
+                    raise _too_small(error, pipeline.schedule, rank, plain_peak_bytes) from None
+            plan = chosen[id(planner)]
+            peaks.append(plan.predicted_peak_bytes or 0)
+            for number, stage in enumerate(pipeline.schedule.stages_of(rank)):
+                made[stage] = stage_plan(plan, number, pipeline.stages[stage].any.profile)
+        plans = [made[stage] for stage in range(len(made))]
+        return pipeline.predicted(plans, peaks, send_s=send_s, budget_bytes=budget_bytes)
 
 
 def predict_pipeline(
-    profiles: Sequence[Profile], schedule: Any, plans: Sequence[Plan], *, send_s: float = 0.0
+    profiles: Sequence[Profile],
+    schedule: Any,
+    plans: Sequence[StagePlans],
+    *,
+    split_profiles: Sequence[Profile] = (),
+    send_s: float = 0.0,
 ) -> PipelinePlan:
     """Predict what a pipeline needs under given plans, such as the same setting for all stages.
 
     Args:
         profiles: see `plan_pipeline`.
         schedule: see `plan_pipeline`.
-        plans: one for each stage.
+        plans: one for each stage, or, for a stage whose micro-batches run under different plans, one for each micro-batch.
+        split_profiles: see `plan_pipeline`.
         send_s: see `plan_pipeline`.
 
     Returns:
         The plans with their own slowdowns, the peak of each rank, and the time of the step.
 
     Raises:
-        ScheduleError: the schedule cannot run, or has another number of stages than there are profiles or plans.
-        NotYetError, ProfileFormatError, ArgumentError: as `plan_pipeline`.
+        ScheduleError: the schedule cannot run, or has another number of stages or micro-batches than there are profiles or
+            plans.
+        ProfileFormatError, ArgumentError: as `plan_pipeline`.
 
     Example:
         >>> import torch, recollect
@@ -168,72 +135,42 @@ def predict_pipeline(
         >>> full.in_flight, full.slowdown > 0
         ((4, 4), True)
     """
-    found = _checked(profiles, schedule, "predict_pipeline(profiles, schedule, plans)")
+    pipeline = _checked(profiles, schedule, split_profiles, "predict_pipeline(profiles, schedule, plans)")
+    num_micro_batches = pipeline.schedule.num_micro_batches
     if len(plans) != len(profiles):
         raise ScheduleError(f"got {len(plans)} plans for {len(profiles)} stages, expected one for each")
-    peaks = []
-    for rank, profile in enumerate(_ranks(found, profiles)):
-        units = {
-            unit_path(stage, path): unit for stage in found.stages_of(rank) for path, unit in plans[stage].units.items()
-        }
-        peaks.append(simulate(profile, decide(profile, Plan(units))).peak_bytes)
-    return _predicted(found, profiles, plans, peaks, send_s)
+    for stage, own in enumerate(plans):
+        if not isinstance(own, Plan) and len(own) != num_micro_batches:
+            raise ScheduleError(
+                f"stage {stage}: got {len(own)} plans for {num_micro_batches} micro-batches, expected one for each, or one "
+                "for all"
+            )
+    return pipeline.predicted(plans, pipeline.peaks_bytes(plans), send_s=send_s)
 
 
-def _checked(profiles: Sequence[Profile], schedule: Any, call: str) -> PipelineSchedule:
-    for profile in profiles:
-        check_kind(call, "profiles", profile, Profile, "recollect.Profile")
-    found = schedule_of(schedule)
-    if len(profiles) != found.num_stages:
-        raise ScheduleError(
-            f"got {len(profiles)} profiles for a schedule of {found.num_stages} stages, expected one for each"
-        )
-    return found
+def _checked(profiles: Sequence[Profile], schedule: Any, split_profiles: Sequence[Profile], call: str) -> Pipeline:
+    for name, found in (("profiles", profiles), ("split_profiles", split_profiles)):
+        for profile in found:
+            check_kind(call, name, profile, Profile, "recollect.Profile")
+    return Pipeline(schedule_of(schedule), profiles, split_profiles)
 
 
-def _ranks(schedule: PipelineSchedule, profiles: Sequence[Profile]) -> list[Profile]:
-    """Return the step of each rank."""
-    count, holds_sent = schedule.num_micro_batches, schedule.holds_sent
-    return [rank_profile(shortened(actions), profiles, count, holds_sent=holds_sent) for actions in schedule.ranks]
-
-
-def _predicted(
-    schedule: PipelineSchedule, profiles: Sequence[Profile], plans: Sequence[Plan], peaks: Sequence[int], send_s: float
-) -> PipelinePlan:
-    """Return plans of the stages with their own slowdowns, and the step's times."""
-    added_s = [
-        simulate(profile, decide(profile, made)).recompute_s for profile, made in zip(profiles, plans, strict=True)
+def _planners(pipeline: Pipeline) -> list[Planner]:
+    """Return a planner for each rank; ranks that do alike share one."""
+    known: dict[object, Planner] = {}
+    return [
+        known.get(rank.key) or known.setdefault(rank.key, Planner(rank_step(rank).profile)) for rank in pipeline.ranks
     ]
-    forward_s = [_forward_s(profile) for profile in profiles]
-    plain = [StageTimes(f, profile.step_s - f) for f, profile in zip(forward_s, profiles, strict=True)]
-    planned = [StageTimes(t.forward_s, t.backward_s + extra) for t, extra in zip(plain, added_s, strict=True)]
-    slowdowns = [
-        extra / profile.step_s if profile.step_s else 0.0 for extra, profile in zip(added_s, profiles, strict=True)
-    ]
-    return PipelinePlan(
-        plans=tuple(replace(made, predicted_slowdown=share) for made, share in zip(plans, slowdowns, strict=True)),
-        peaks_bytes=tuple(peaks),
-        step_s=step_s(schedule, planned, send_s=send_s),
-        plain_step_s=step_s(schedule, plain, send_s=send_s),
-        in_flight=tuple(schedule.most_in_flight(number) for number in range(len(profiles))),
-        schedule=schedule,
-    )
-
-
-def _forward_s(profile: Profile) -> float:
-    """Return the seconds from the first op of forward to the first of backward, without recompute."""
-    plain = timeline(profile, Plan({}))
-    is_backward = plain.phases == BACKWARD
-    return float(plain.time_s[is_backward.argmax()]) if is_backward.any() else profile.step_s
 
 
 def _too_small(error: BudgetTooSmallError, schedule: PipelineSchedule, rank: int, plain: int) -> BudgetTooSmallError:
-    stage, _, path = error.unit.partition(".")
-    where = f"{path or 'what is outside of the units'} of stage {stage}" if stage.isdigit() else error.unit
+    stages = schedule.stages_of(rank)
+    number, _, path = error.unit.partition(".")
+    where = f"{path or 'the whole'} of stage {stages[int(number)]}" if number.isdigit() else error.unit
     return BudgetTooSmallError(
         budget_bytes=error.budget_bytes,
         least_peak_bytes=error.least_peak_bytes,
-        unit=f"rank {rank} (stages {', '.join(map(str, schedule.stages_of(rank)))}; {where})",
+        unit=f"rank {rank} (stages {', '.join(map(str, stages))}; {where})",
         advice=("Use more ranks, smaller micro-batches, or a schedule with fewer of them in flight.",),
         plain_peak_bytes=plain,
     )

@@ -2,69 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from recollect.errors import ProfileFormatError
-from recollect.pipelines.schedule import FORWARD, PipelineAction
+from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineAction
+from recollect.pipelines.stage_parts import STORAGE_EVENTS, RecordedStage, StageParts
 from recollect.plans.plan import Plan
 from recollect.profile import events
 from recollect.profile.events import Event, StepLog
-from recollect.profile.graph import UnitCall
+from recollect.profile.graph import UnitCall, UnitGraph
 from recollect.profile.profile import Profile
 
-__all__ = ["rank_profile", "shortened", "stage_plan", "unit_path"]
+__all__ = ["Rank", "RankStage", "RankStep", "rank_step", "shortened", "stage_plan", "unit_path"]
 
-_STORAGE_EVENTS: Final = (events.ALLOC, events.FREE)
-_CALL_EVENTS: Final = (events.OP, events.DIES, events.RETURN)
-_HANDLE_EVENTS: Final = (events.USE, events.RELEASE)
+_CALL_EVENTS: Final = (events.OP, events.DIES, events.RETURN, events.LET_GO)
+_HANDLE_EVENTS: Final = (events.USE, events.PEEK, events.RELEASE)
 
 
-def rank_profile(
-    actions: Sequence[PipelineAction], profiles: Sequence[Profile], num_micro_batches: int, *, holds_sent: bool
-) -> Profile:
-    """Return the step of one rank, in which micro-batches are in flight as its schedule has them.
+@dataclass(frozen=True, eq=False)
+class RankStage:
+    """One of a rank's stages, and what it exchanges with others.
 
-    Its units are named `<stage>.<path>`. What lives throughout the step is that of all stages of the rank: parameters,
-    gradients, optimizer state, and the buffers that torch receives into, one for each micro-batch: of the inputs, and of the
-    outputs' gradients. A stage's output is held from its forward to the end of its backward; the gradient that it sends, to
-    the end of its next backward, since the loop that sends it holds it until then.
+    Attributes:
+        recorded: on one micro-batch.
+        output_bytes: what a micro-batch makes: what the next stage receives, or the output of the last one.
+        is_first, is_last: whether it is the first or the last of the pipeline.
+        next_is_here, previous_is_here: whether the stage after or before it runs on the same rank.
+    """
 
-    Args:
-        actions: of the rank, or as many as `shortened` returns.
-        profiles: of all stages of the pipeline, each of one micro-batch.
+    recorded: RecordedStage
+    output_bytes: int
+    is_first: bool
+    is_last: bool
+    next_is_here: bool
+    previous_is_here: bool
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for stages that do alike."""
+        profiles = [None if parts is None else id(parts) for parts in (self.recorded.whole, self.recorded.halves)]
+        return (
+            *profiles, self.output_bytes, self.is_first, self.is_last, self.next_is_here, self.previous_is_here
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """What one rank runs.
+
+    Attributes:
+        stages: in order.
+        actions: of the rank, or as many as `shortened` returns; their stages are numbers in `stages`.
         num_micro_batches: of the whole step.
         holds_sent: outputs and gradients that were sent are held to the end of the step; see `PipelineSchedule`.
+    """
+
+    stages: tuple[RankStage, ...]
+    actions: tuple[PipelineAction, ...]
+    num_micro_batches: int
+    holds_sent: bool
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for ranks that do alike."""
+        return tuple(stage.key for stage in self.stages), self.actions, self.num_micro_batches, self.holds_sent
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """The step of one rank.
+
+    Attributes:
+        profile: of all its micro-batches; units are named `<number in the rank's stages>.<path>`.
+        forwards: for each forward in order, (number of the stage, micro-batch, its recorded profile): whose calls come next.
+    """
+
+    profile: Profile
+    forwards: tuple[tuple[int, int, Profile], ...]
+
+
+def rank_step(rank: Rank) -> RankStep:
+    """Return the step of one rank, in which micro-batches are in flight as its schedule has them.
+
+    What lives throughout the step is that of all stages of the rank: parameters, gradients, optimizer state, and the buffers
+    that torch receives into, one for each micro-batch: of the inputs, and of the outputs' gradients. A stage's output is held
+    from its forward to the end of its backward, both halves of it; the gradient that it sends, to the end of its next
+    backward, since the loop that sends it holds it until then. What a stage hands to one on the same rank takes the place of
+    a buffer.
 
     Raises:
-        ProfileFormatError: a profile without gradients that accumulate.
+        ProfileFormatError: a stage that was recorded with other ops for a whole backward than for one in halves.
 
     Complexity: linear in the events of all actions.
     """
-    stages = sorted({action.stage for action in actions})
-    for number in stages:
-        _check(number, profiles[number])
     persistent: dict[str, int] = {}
-    for number in stages:
-        for kind, nbytes in _persistent(number, profiles, num_micro_batches).items():
+    for stage in rank.stages:
+        for kind, nbytes in _persistent(stage, rank.num_micro_batches).items():
             persistent[kind] = persistent.get(kind, 0) + nbytes
-    left_out = num_micro_batches - len({action.micro_batch for action in actions})
-    writer = _Writer(stages, profiles, left_out, holds_sent=holds_sent)
-    for action in actions:
+    writer = _Writer(rank)
+    for action in rank.actions:
         writer.add(action)
-    first = profiles[stages[0]]
-    return replace(
+    first = rank.stages[0].recorded.any.profile
+    numbers = [stage.recorded.number for stage in rank.stages]
+    profile = replace(
         first,
         graphs=tuple(writer.graphs),
         calls=tuple(writer.calls),
         log=StepLog(blocks=((*writer.log, *writer.optimizer_steps()),), sequence=((0, -1),)),
-        step_s=sum(profiles[action.stage].step_s for action in actions if action.kind == FORWARD),
+        step_s=sum(recorded.step_s for _, _, recorded in writer.forwards),
         persistent=persistent,
-        calibration_bytes=max(profiles[number].calibration_bytes for number in stages),
-        model_class=f"stages {', '.join(map(str, stages))} of a pipeline",
-        batch=f"{num_micro_batches} micro-batches",
+        calibration_bytes=max(stage.recorded.any.profile.calibration_bytes for stage in rank.stages),
+        model_class=f"stages {', '.join(map(str, numbers))} of a pipeline",
+        batch=f"{rank.num_micro_batches} micro-batches",
     )
+    return RankStep(profile, tuple(writer.forwards))
 
 
 def shortened(actions: Sequence[PipelineAction]) -> tuple[PipelineAction, ...]:
@@ -83,157 +136,154 @@ def shortened(actions: Sequence[PipelineAction]) -> tuple[PipelineAction, ...]:
     return tuple(actions)
 
 
-def _fullest(actions: Sequence[PipelineAction]) -> set[tuple[tuple[int, int], ...]]:
-    """Return the numbers in flight of all stages, at the moments that no other moment has more of each."""
-    alive: dict[int, int] = {}
+_Place = tuple[int, str]
+"""A stage, and where its micro-batches are: before backward, or between its halves."""
+
+
+def _fullest(actions: Sequence[PipelineAction]) -> set[tuple[tuple[_Place, int], ...]]:
+    """Return the numbers in flight in all places, at the moments that no other moment has more of each."""
+    alive: dict[_Place, int] = {}
     seen = set()
     for action in actions:
-        alive[action.stage] = alive.get(action.stage, 0) + (1 if action.kind == FORWARD else -1)
-        if action.kind == FORWARD:
+        before, between = (action.stage, FORWARD), (action.stage, INPUT)
+        alive[before] = alive.get(before, 0) + {FORWARD: 1, BACKWARD: -1, INPUT: -1, WEIGHT: 0}[action.kind]
+        alive[between] = alive.get(between, 0) + {FORWARD: 0, BACKWARD: 0, INPUT: 1, WEIGHT: -1}[action.kind]
+        if action.kind in (FORWARD, INPUT):
             seen.add(tuple(sorted(alive.items())))
     return {one for one in seen if not any(other != one and _is_at_least(dict(other), dict(one)) for other in seen)}
 
 
-def _is_at_least(other: dict[int, int], one: dict[int, int]) -> bool:
-    return all(other.get(stage, 0) >= count for stage, count in one.items())
+def _is_at_least(other: dict[_Place, int], one: dict[_Place, int]) -> bool:
+    return all(other.get(place, 0) >= count for place, count in one.items())
 
 
-def stage_plan(plan: Plan, stage: int, profile: Profile) -> Plan:
-    """Return the part of a rank's plan that is for one stage, with the stage's own paths."""
+def stage_plan(plan: Plan, number: int, profile: Profile) -> Plan:
+    """Return the part of a rank's plan that is for one of its stages, with the stage's own paths."""
     units = {
-        call.path: plan.units[path] for call in profile.calls if (path := unit_path(stage, call.path)) in plan.units
+        call.path: plan.units[path] for call in profile.calls if (path := unit_path(number, call.path)) in plan.units
     }
     return replace(plan, units=units)
 
 
-def unit_path(stage: int, path: str) -> str:
+def unit_path(number: int, path: str) -> str:
     """Return the path of a stage's unit in the step of its rank."""
-    return f"{stage}.{path}" if path else str(stage)
+    return f"{number}.{path}" if path else str(number)
 
 
-def _check(number: int, profile: Profile) -> None:
-    if profile.persistent.get("parameters", 0) and not profile.persistent.get("gradients", 0):
-        raise ProfileFormatError(
-            f"stage {number}, {profile!r}: got no gradients that accumulate, expected those of a micro-batch after the "
-            "first; record it as record(stage, micro_batch, loss_fn=..., gradients='accumulated', holds_output=False)"
-        )
-
-
-def _sent_bytes(number: int, profiles: Sequence[Profile]) -> int:
-    """Return the size of what a stage sends: what the next one receives, its micro-batch."""
-    return profiles[number + 1].persistent.get("batch", 0) if number + 1 < len(profiles) else 0
-
-
-def _last_bytes(profile: Profile) -> int:
-    """Return the size of what the last unit returns, such as logits: the output of the last stage, from which the loss is."""
-    if not profile.calls:
-        return 0
-    return sum(value.nbytes for value in profile.graph_of(profile.calls[-1]).values if value.is_output)
-
-
-def _persistent(number: int, profiles: Sequence[Profile], num_micro_batches: int) -> dict[str, int]:
-    found = dict(profiles[number].persistent)
-    found["batch"] = num_micro_batches * (found.get("batch", 0) + _sent_bytes(number, profiles))
+def _persistent(stage: RankStage, num_micro_batches: int) -> dict[str, int]:
+    parts = stage.recorded.any
+    found = dict(parts.profile.persistent)
+    found["batch"] = num_micro_batches * (parts.input_bytes + (0 if stage.is_last else stage.output_bytes))
     return found
 
 
-class _Parts:
-    """The events of one micro-batch in parts.
-
-    Attributes:
-        forward, backward, optimizer: the events of each.
-        left_behind: events that free what is alive after backward: the input's gradient, which is sent to the stage before.
-        num_storages, num_handles: how many numbers the events use.
-    """
-
-    def __init__(self, number: int, profile: Profile) -> None:
-        whole = _without_last_step(profile.log.events())
-        begins = {phase: whole.index((events.PHASE, phase)) for phase in range(3) if (events.PHASE, phase) in whole}
-        if events.BACKWARD not in begins or (events.PHASE, events.FORWARD) in whole[begins[events.BACKWARD] :]:
-            raise ProfileFormatError(
-                f"stage {number}, {profile!r}: got a step of several micro-batches, or without backward, expected one "
-                "forward and one backward; record it on one micro-batch"
-            )
-        end = begins.get(events.OPTIMIZER, len(whole))
-        self.forward = whole[: begins[events.BACKWARD]]
-        self.backward = whole[begins[events.BACKWARD] : end]
-        self.optimizer = whole[end:]
-        self.left_behind = _left_behind(profile, whole[:end])
-        self.num_storages = 1 + max((event[1] for event in whole if event[0] in _STORAGE_EVENTS), default=-1)
-        self.num_handles = 1 + max((event[3] for event in whole if event[0] == events.SAVE), default=-1)
+def _form(graph: UnitGraph) -> object:
+    """Describe what a unit computes, without times."""
+    values = [(value.name, value.nbytes, value.must_keep) for value in graph.values]
+    return values, [(op.inputs, op.outputs, op.mutates) for op in graph.ops]
 
 
-def _without_last_step(step: Iterable[Event]) -> list[Event]:
-    """Return the events without storages that the step found: the gradient of the last step's input, which a pipeline sends."""
-    whole = list(step)
-    is_work = (event[0] in (events.WORK, events.OP) for event in whole)
-    first_work = next((position for position, found in enumerate(is_work) if found), len(whole))
-    found = {event[1] for event in whole[:first_work] if event[0] == events.ALLOC}
-    return [event for event in whole if event[0] not in _STORAGE_EVENTS or event[1] not in found]
+@dataclass(frozen=True)
+class _InFlight:
+    """A micro-batch in flight: its parts, its first call, storage and handle, and the storage of its output, if it has one."""
 
-
-def _left_behind(profile: Profile, part: Sequence[Event]) -> list[Event]:
-    alive: dict[Event, None] = {}
-    for code, *operands in part:
-        if code == events.ALLOC:
-            alive[events.FREE, operands[0]] = None
-        elif code == events.OP:
-            call, op = operands
-            for value in profile.graph_of(profile.calls[call]).ops[op].outputs:
-                alive[events.DIES, call, value] = None
-        elif code in (events.FREE, events.DIES):
-            alive.pop((code, *operands), None)
-    return list(alive)
+    parts: StageParts
+    call: int
+    storage: int
+    handle: int
+    output: int | None
 
 
 class _Writer:
     """Writes the events of micro-batches one after the other, each with numbers of its own."""
 
-    def __init__(self, stages: Sequence[int], profiles: Sequence[Profile], left_out: int, *, holds_sent: bool) -> None:
-        self.graphs = [graph for number in stages for graph in profiles[number].graphs]
+    def __init__(self, rank: Rank) -> None:
+        self.graphs: list[UnitGraph] = []
         self.calls: list[UnitCall] = []
         self.log: list[Event] = []
-        self._profiles = profiles
-        self._parts = {number: _Parts(number, profiles[number]) for number in stages}
-        self._sends = {number: number + 1 < len(profiles) for number in stages}
-        self._output_bytes = {n: _sent_bytes(n, profiles) or _last_bytes(profiles[n]) for n in stages}
+        self.forwards: list[tuple[int, int, Profile]] = []
+        self._rank = rank
+        self._kinds = {
+            (action.stage, action.micro_batch): action.kind
+            for action in rank.actions
+            if action.kind in (BACKWARD, INPUT)
+        }
         self._first_graph: dict[int, int] = {}
-        count = 0
-        for number in stages:
-            self._first_graph[number] = count
-            count += len(profiles[number].graphs)
+        for stage in rank.stages:
+            self._add_graphs(stage.recorded)
         self._num_storages = self._num_handles = 0
-        self._holds_sent = holds_sent
         # Of each stage: events that free the gradient that it sent last.
         self._sent: dict[int, list[Event]] = {}
-        # For each micro-batch in flight: its first call, storage and handle, and the storage of its output.
-        self._open: dict[tuple[int, int], tuple[int, int, int, int]] = {}
-        if holds_sent:
+        self._open: dict[tuple[int, int], _InFlight] = {}
+        if rank.holds_sent:
             # What was sent for micro-batches that are left out: as if they had run before.
-            for number in stages:
-                received_bytes = profiles[number].persistent.get("batch", 0) if number else 0
-                self._allocate(left_out * (_sent_bytes(number, profiles) + received_bytes))
+            left_out = rank.num_micro_batches - len({action.micro_batch for action in rank.actions})
+            for stage in rank.stages:
+                output_bytes = stage.output_bytes if self._holds_output_sent(stage) else 0
+                input_bytes = 0 if stage.is_first or stage.previous_is_here else stage.recorded.any.input_bytes
+                self._allocate(left_out * (output_bytes + input_bytes))
+
+    def _add_graphs(self, recorded: RecordedStage) -> None:
+        """Add the graphs of a stage once, so that one decision holds for its micro-batches with either backward."""
+        found = [parts for parts in (recorded.whole, recorded.halves) if parts is not None]
+        for parts in found:
+            self._first_graph[id(parts)] = len(self.graphs)
+        forms = [
+            ([_form(graph) for graph in parts.profile.graphs], [call.graph for call in parts.profile.calls])
+            for parts in found
+        ]
+        if forms[0] != forms[-1]:
+            raise ProfileFormatError(
+                f"stage {recorded.number}: got other ops with split_backward=True than without it, expected the same forward "
+                "in both; record both on the same module and micro-batch"
+            )
+        self.graphs += found[0].profile.graphs
+
+    def _holds_output_sent(self, stage: RankStage) -> bool:
+        return self._rank.holds_sent and not stage.is_last and not stage.next_is_here
 
     def add(self, action: PipelineAction) -> None:
-        """Add a forward, with calls of its own, or the backward of one."""
-        parts = self._parts[action.stage]
+        """Add a forward, with calls of its own, or the backward of one, or half of it."""
         key = action.stage, action.micro_batch
+        stage = self._rank.stages[action.stage]
         if action.kind == FORWARD:
-            output = self._num_storages + parts.num_storages
-            self._open[key] = len(self.calls), self._num_storages, self._num_handles, output
-            self._add_calls(action.stage, self._num_storages)
-            self._write(parts.forward, *self._open[key][:3])
-            self._num_storages = output
-            self._allocate(self._output_bytes[action.stage])
-            self._num_handles += parts.num_handles
-        else:
-            call, storage, handle, output = self._open.pop(key)
-            self._write(parts.backward, call, storage, handle)
-            if not (self._holds_sent and self._sends[action.stage]):
-                self.log.append((events.FREE, output))
-            if not self._holds_sent:
-                self.log += self._sent.get(action.stage, ())
-                self._sent[action.stage] = self._renumbered(parts.left_behind, call, storage, handle)
+            self._add_forward(action, stage)
+            return
+        found = self._open[key]
+        self._write(found.parts.parts[action.kind], found)
+        # The first stage finds all of its gradients in the second half, as torch does.
+        if action.kind in (BACKWARD, WEIGHT if stage.is_first else INPUT):
+            self._send_gradient(action.stage, stage, found)
+        # torch holds a stage's output for the second half, but not the last one's.
+        if action.kind == INPUT and not stage.is_last:
+            return
+        if found.output is not None and not self._holds_output_sent(stage):
+            self.log.append((events.FREE, found.output))
+            self._open[key] = replace(found, output=None)
+        if action.kind != INPUT:
+            del self._open[key]
+
+    def _add_forward(self, action: PipelineAction, stage: RankStage) -> None:
+        parts = stage.recorded.parts_of(self._kinds[action.stage, action.micro_batch])
+        found = _InFlight(parts, len(self.calls), self._num_storages, self._num_handles, None)
+        self._add_calls(action.stage, parts)
+        self.forwards.append((action.stage, action.micro_batch, parts.profile))
+        self._write(parts.parts[FORWARD], found)
+        self._num_storages += parts.num_storages
+        self._num_handles += parts.num_handles
+        if not stage.next_is_here:
+            found = replace(found, output=self._num_storages)
+            self._allocate(stage.output_bytes)
+        self._open[action.stage, action.micro_batch] = found
+
+    def _send_gradient(self, number: int, stage: RankStage, found: _InFlight) -> None:
+        """Let go of the gradient of a stage's input when its loop does."""
+        frees = self._renumbered(found.parts.left_behind, found)
+        if stage.previous_is_here:
+            self.log += frees
+        elif not self._rank.holds_sent:
+            self.log += self._sent.get(number, ())
+            self._sent[number] = frees
 
     def _allocate(self, nbytes: int) -> None:
         self.log.append((events.ALLOC, self._num_storages, nbytes))
@@ -242,38 +292,39 @@ class _Writer:
     def optimizer_steps(self) -> list[Event]:
         """Return the events of the stages' optimizer steps, one after the other."""
         steps: list[Event] = []
-        for parts in self._parts.values():
-            steps += self._renumbered(parts.optimizer, 0, self._num_storages, 0)
+        for stage in self._rank.stages:
+            parts = stage.recorded.any
+            steps += self._renumbered(parts.optimizer, _InFlight(parts, 0, self._num_storages, 0, None))
             self._num_storages += parts.num_storages
         return steps
 
-    def _add_calls(self, stage: int, first_storage: int) -> None:
+    def _add_calls(self, number: int, parts: StageParts) -> None:
         first = len(self.calls)
-        for call in self._profiles[stage].calls:
+        for call in parts.profile.calls:
             self.calls.append(
                 replace(
                     call,
-                    path=unit_path(stage, call.path),
-                    graph=self._first_graph[stage] + call.graph,
+                    path=unit_path(number, call.path),
+                    graph=self._first_graph[id(parts)] + call.graph,
                     origins=tuple((value, first + source, there) for value, source, there in call.origins),
-                    outside=tuple((value, first_storage + storage) for value, storage in call.outside),
+                    outside=tuple((value, self._num_storages + storage) for value, storage in call.outside),
                 )
             )
 
-    def _write(self, part: Sequence[Event], call: int, storage: int, handle: int) -> None:
-        self.log += self._renumbered(part, call, storage, handle)
+    def _write(self, part: Sequence[Event], found: _InFlight) -> None:
+        self.log += self._renumbered(part, found)
 
-    def _renumbered(self, part: Sequence[Event], call: int, storage: int, handle: int) -> list[Event]:
+    def _renumbered(self, part: Sequence[Event], found: _InFlight) -> list[Event]:
         renumbered: list[Event] = []
         for code, *operands in part:
-            if code in _STORAGE_EVENTS:
-                operands[0] += storage
+            if code in STORAGE_EVENTS:
+                operands[0] += found.storage
             elif code in _CALL_EVENTS:
-                operands[0] += call
+                operands[0] += found.call
             elif code == events.SAVE:
                 saved, value, number, saver = operands
-                operands = [saved + call, value, number + handle, saver + call]
+                operands = [saved + found.call, value, number + found.handle, saver + found.call]
             elif code in _HANDLE_EVENTS:
-                operands[0] += handle
+                operands[0] += found.handle
             renumbered.append((code, *operands))
         return renumbered

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from recollect.errors import ConfigError, NotYetError, ScheduleError
+from recollect.errors import ConfigError, ScheduleError
 
 __all__ = ["PipelineAction", "PipelineSchedule", "schedule_of"]
 
 FORWARD: Final = "F"
 BACKWARD: Final = "B"
+# The two halves of a backward: gradients of the stage's input, then of its parameters.
+INPUT: Final = "I"
+WEIGHT: Final = "W"
 # What torch.distributed.pipelining writes between them: communication, and FSDP's gathers and reductions.
 _NOT_COMPUTED: Final = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 _COMPUTED: Final = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -21,7 +24,7 @@ _COMPUTED: Final = re.compile(r"(\d+)([FBIW])(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class PipelineAction:
-    """A stage's forward ("F") or backward ("B") of one micro-batch."""
+    """A stage's forward ("F"), backward ("B"), or half of a backward ("I", then "W") of one micro-batch."""
 
     stage: int
     kind: str
@@ -41,7 +44,7 @@ class PipelineSchedule:
             `torch.distributed.pipelining` does with GPipe and with several stages a rank.
 
     Raises:
-        ScheduleError: a stage on two ranks, or missing; an action missing, repeated, or a backward before its forward.
+        ScheduleError: a stage on two ranks, or missing; an action missing, repeated, or before what it follows.
 
     Example:
         >>> schedule = PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=3)
@@ -97,9 +100,16 @@ class PipelineSchedule:
         alive = most = 0
         for action in self.ranks[rank]:
             if action.stage == stage:
-                alive += 1 if action.kind == FORWARD else -1
+                alive += {FORWARD: 1, INPUT: 0, BACKWARD: -1, WEIGHT: -1}[action.kind]
                 most = max(most, alive)
         return most
+
+    def backwards_of(self, stage: int) -> frozenset[str]:
+        """Return the kinds of backward that a stage runs: "B" for a whole one, "I" for one in halves."""
+        return frozenset(action.kind for actions in self.ranks for action in actions if action.stage == stage) & {
+            BACKWARD,
+            INPUT,
+        }
 
     @classmethod
     def gpipe(cls, *, num_stages: int, num_micro_batches: int) -> PipelineSchedule:
@@ -170,12 +180,11 @@ def schedule_of(schedule: Any) -> PipelineSchedule:
 
     Args:
         schedule: a `PipelineSchedule`; a schedule object of `torch.distributed.pipelining`; or the actions of each rank, as
-            a list or as a dict by rank, each written as torch does: "0F2" is stage 0's forward of micro-batch 2. Empty
-            entries and communication are skipped.
+            a list or as a dict by rank, each written as torch does: "0F2" is stage 0's forward of micro-batch 2, "0B2" its
+            backward, "0I2" and "0W2" the halves of one. Empty entries and communication are skipped.
 
     Raises:
         ScheduleError: an action that cannot be read, or as `PipelineSchedule`.
-        NotYetError: backward is split in two (zero bubble).
 
     Example:
         >>> schedule_of([["0F0", "", "0B0"], ["", "1F0", "1B0"]]).num_stages
@@ -210,12 +219,8 @@ def _read(row: Iterable[Any]) -> Iterable[PipelineAction]:
                 continue
             found = _COMPUTED.fullmatch(part)
             if found is None:
-                raise ScheduleError(f"got the action {part!r}, expected stage, F or B, and micro-batch, such as '0F2'")
-            if found[2] in "IW":
-                raise NotYetError(
-                    settings={"action": part},
-                    needs="values that are computed again for the first half of backward only (zero bubble)",
-                    advice="Use a schedule with whole backwards: 1F1B, interleaved 1F1B or GPipe.",
+                raise ScheduleError(
+                    f"got the action {part!r}, expected stage, F, B, I or W, and micro-batch, such as '0F2'"
                 )
             yield PipelineAction(int(found[1]), found[2], int(found[3]))
 
@@ -226,11 +231,17 @@ def _check_pairs(rank: int, actions: Iterable[PipelineAction]) -> None:
         seen[action] += 1
         if seen[action] > 1:
             raise ScheduleError(f"rank {rank} runs {action} twice, expected once")
-        if action.kind == BACKWARD and not seen[PipelineAction(action.stage, FORWARD, action.micro_batch)]:
-            raise ScheduleError(f"rank {rank} runs {action} before its forward")
+        first = {BACKWARD: FORWARD, INPUT: FORWARD, WEIGHT: INPUT}.get(action.kind)
+        if first is not None and not seen[replace(action, kind=first)]:
+            raise ScheduleError(f"rank {rank} runs {action} before {replace(action, kind=first)}")
     for action in list(seen):
-        if action.kind == FORWARD and not seen[PipelineAction(action.stage, BACKWARD, action.micro_batch)]:
-            raise ScheduleError(f"rank {rank} runs {action} and no backward of it")
+        later = [kind for kind in (BACKWARD, INPUT, WEIGHT) if seen[replace(action, kind=kind)]]
+        if action.kind == FORWARD and later not in ([BACKWARD], [INPUT, WEIGHT]):
+            found = " and ".join(str(replace(action, kind=kind)) for kind in later) or "no backward of it"
+            raise ScheduleError(
+                f"rank {rank} runs {action} and {found}, expected {replace(action, kind=BACKWARD)}, or "
+                f"{replace(action, kind=INPUT)} and {replace(action, kind=WEIGHT)}"
+            )
 
 
 def _check_counts(**counts: int) -> None:

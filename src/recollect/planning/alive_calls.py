@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.profile.events import BACKWARD, OP, SAVE, USE
+from recollect.profile.events import BACKWARD, OP, PEEK, SAVE, USE
 from recollect.profile.profile import Profile
 from recollect.simulation.windows import Window
 
@@ -31,7 +31,7 @@ def alive_calls(profile: Profile, windows: Sequence[Window]) -> NDArray[np.bool_
             began[first] = min(began[first], position)
         elif code == SAVE:
             callers[rest[1]] = first, rest[2]
-        elif code == USE and first in callers:
+        elif code in (PEEK, USE) and first in callers:
             needed[list(callers[first])] = position
     starts = np.array([window.start for window in windows], dtype=np.int64)[:, None]
     own = np.array([window.call for window in windows], dtype=np.int64)[:, None]

@@ -8,7 +8,9 @@ from recollect.profile.events import (
     ALLOC,
     DIES,
     FREE,
+    LET_GO,
     OP,
+    PEEK,
     PHASE,
     PHASE_NAMES,
     RELEASE,
@@ -35,6 +37,8 @@ _EVENTS = {
     RETURN: ("RETURN", (1,)),
     PHASE: ("PHASE", (1,)),
     WORK: ("WORK", (1, 2)),
+    PEEK: ("PEEK", (1,)),
+    LET_GO: ("LET_GO", (1,)),
 }
 
 
@@ -65,6 +69,7 @@ class _Checker:
         self._check: dict[int, Callable[..., str]] = {
             ALLOC: self._alloc, FREE: self._free, OP: self._op, DIES: self._value, SAVE: self._save, USE: self._handle,
             RELEASE: self._release, RETURN: self._call, PHASE: self._phase, WORK: self._work,
+            PEEK: self._handle, LET_GO: self._call,
         }  # fmt: skip
 
     def problem_of(self, event: Event) -> str:

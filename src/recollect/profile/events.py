@@ -13,6 +13,8 @@ number of its own. A storage "dies" when nothing but the tape refers to it any m
 | `(DIES, call, value)` | the storage of a value died |
 | `(SAVE, call, value, handle, saver)` | autograd saved a value while call `saver` ran |
 | `(USE, handle)` | backward asked for what it saved |
+| `(PEEK, handle)` | the same, in a backward that keeps its graph, so that another one will ask again |
+| `(LET_GO, call)` | that backward has ended, and holds nothing more that it computed for a call |
 | `(RELEASE, handle)` | backward, or a discarded graph, released it |
 | `(RETURN, call)` | a unit's forward returned |
 | `(PHASE, phase)` | forward, backward or the optimizer step begins |
@@ -26,8 +28,8 @@ from itertools import chain
 from typing import Final, TypeAlias
 
 __all__ = [
-    "ALLOC", "BACKWARD", "DIES", "FORWARD", "FREE", "OP", "OPTIMIZER", "PHASE", "PHASE_NAMES", "RELEASE", "RETURN", "SAVE",
-    "SUM", "USE", "WORK", "Event", "StepLog",
+    "ALLOC", "BACKWARD", "DIES", "FORWARD", "FREE", "LET_GO", "OP", "OPTIMIZER", "PEEK", "PHASE", "PHASE_NAMES", "RELEASE",
+    "RETURN", "SAVE", "SUM", "USE", "WORK", "Event", "StepLog",
 ]  # fmt: skip
 
 Event: TypeAlias = tuple[int, ...]
@@ -44,6 +46,8 @@ RETURN: Final = 7
 PHASE: Final = 8
 WORK: Final = 9
 SUM: Final = 10
+PEEK: Final = 11
+LET_GO: Final = 12
 
 FORWARD: Final = 0
 BACKWARD: Final = 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from recollect.profile.events import ALLOC, DIES, FREE, OP, PHASE, RETURN, SAVE, Event, StepLog
+from recollect.profile.events import ALLOC, DIES, FREE, LET_GO, OP, PHASE, RETURN, SAVE, Event, StepLog
 from recollect.profile.graph import UnitCall
 from recollect.profile.profile import Profile
 from recollect.profile.stretches import Item, Stretch, stretches
@@ -190,7 +190,7 @@ class _Folding:
             if item in self._storage_of:
                 return [(FREE, self._storage_of.pop(item))]
             return [(DIES, self._number_of[item[0]], item[1])] if item[0] in self._number_of else []
-        if code in (OP, RETURN):
+        if code in (LET_GO, OP, RETURN):
             return [(code, self._number_of[operands[0]], *operands[1:])]
         if code == SAVE:
             call, value, handle, saver = operands

@@ -12,8 +12,10 @@ from recollect.profile.events import (
     DIES,
     FORWARD,
     FREE,
+    LET_GO,
     OP,
     OPTIMIZER,
+    PEEK,
     PHASE,
     RELEASE,
     RETURN,
@@ -95,7 +97,8 @@ class _Reader:
         """Return the stretches."""
         handlers: dict[int, Callable[..., object]] = {
             ALLOC: self._alloc, FREE: self._free, OP: self._op, DIES: self._dies, SAVE: self._save, USE: self._use,
-            RELEASE: self._release, RETURN: self._return, WORK: self._work,
+            RELEASE: self._release, RETURN: self._return, WORK: self._work, PEEK: self._peek,
+            LET_GO: self._lets_go,
         }  # fmt: skip
         self._begin()
         for event in self._profile.log.events():
@@ -229,6 +232,12 @@ class _Reader:
 
     def _use(self, handle: int) -> None:
         self._steps.append((USE, self._handles.get(handle, ("earlier", handle))))
+
+    def _peek(self, handle: int) -> None:
+        self._steps.append((PEEK, self._handles.get(handle, ("earlier", handle))))
+
+    def _lets_go(self, call: int) -> None:
+        self._steps.append((LET_GO, *self._runs(call)))
 
     def _release(self, handle: int) -> None:
         self._waiting.discard(handle)

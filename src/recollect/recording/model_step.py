@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from recollect._torch_parallel import split_backward
 from recollect._torch_private import DATA_DEPENDENT
 from recollect.arguments import check_kind
 from recollect.errors import RecollectError, RecordError
@@ -26,7 +27,14 @@ def prepare_gradients(model: nn.Module, gradients: Gradients) -> None:
         parameter.grad = torch.zeros_like(parameter) if is_there else None
 
 
-def run_step(model: nn.Module, batch: Any, loss_fn: LossFunction | None, *, holds_output: bool = True) -> object:
+def run_step(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFunction | None,
+    *,
+    holds_output: bool = True,
+    halves: bool = False,
+) -> object:
     """Run forward, loss and backward; return what the loop holds then.
 
     Args:
@@ -34,17 +42,19 @@ def run_step(model: nn.Module, batch: Any, loss_fn: LossFunction | None, *, hold
         batch: see `record`.
         loss_fn: see `record`.
         holds_output: as `out = model(**batch); out.loss.backward()` does; otherwise only the loss is held, until it returns.
+        halves: see `split_backward` of `record`.
 
     Raises:
         RecordError: see `run_forward`.
     """
     output, loss = run_forward(model, batch, loss_fn)
-    if not holds_output:
-        del output
+    held = (output, loss) if holds_output else None
+    del output
+    if halves:
+        split_backward(loss, [tensor for tensor in tensors_in(batch) if tensor.requires_grad], model)
+    else:
         loss.backward()
-        return None
-    loss.backward()
-    return output, loss
+    return held
 
 
 def run_forward(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> tuple[Any, torch.Tensor]:

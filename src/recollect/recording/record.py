@@ -55,6 +55,7 @@ def record(
     units: Iterable[str] | None = None,
     holds_output: bool = True,
     gradients: Gradients = "held",
+    split_backward: bool = False,
     loss_chunks: int = 1,
     collectives: Collectives = "keep",
 ) -> Profile:
@@ -85,6 +86,8 @@ def record(
         gradients: of the last step, when the next one begins. "held": alive until backward begins (`zero_grad` between
             forward and backward); a plan for this holds for "freed", too. "freed": none (`zero_grad` before forward).
             "accumulated": backward adds to them. With `step`, "held" means what the step itself does.
+        split_backward: with `batch`, find the gradients of the batch first and those of the parameters then, as the stages of
+            a zero-bubble pipeline do. The first stage, whose batch needs no gradient, runs a whole backward.
         loss_chunks: parts in which LM head and loss are computed, in this step and under plans made from it; see
             `chunked_cross_entropy`. 1: as the model does.
         collectives: what plans may do with the results of collectives inside units. "keep": they stay, so that each rank may
@@ -126,7 +129,7 @@ def record(
         device,
         replays_collectives=collectives == "replay",
     )
-    loop = _Loop(model, batch, step, device, optimizer, loss_fn, holds_output, gradients, loss_chunks)
+    loop = _Loop(model, batch, step, device, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)
     with stage("recording the step"):
         return loop.recorded(recording, record_optimizer_step(optimizer, device))
 
@@ -177,6 +180,7 @@ class _Loop:
     holds_output: bool = True
     gradients: Gradients = "held"
     loss_chunks: int = 1
+    split_backward: bool = False
 
     def recorded(self, recording: StepRecording, optimizer_step: OptimizerStep) -> Profile:
         others_bytes = other_bytes(self.device, resident_tensors(self.model, self.batch, self.optimizer))
@@ -238,7 +242,9 @@ class _Loop:
         if self.step is not None:
             self.step()
             return None
-        return run_step(self.model, self.batch, self.loss_fn, holds_output=self.holds_output)
+        return run_step(
+            self.model, self.batch, self.loss_fn, holds_output=self.holds_output, halves=self.split_backward
+        )
 
 
 def _modelled_costs(hardware: str | os.PathLike[str] | Hardware | None, *, fake: bool) -> ModelledCosts | None:

@@ -13,10 +13,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from recollect._torch_private import current_autograd_node, fake_mode, tree_leaves
+from recollect._torch_private import (
+    at_end_of_backward,
+    current_autograd_node,
+    current_backward,
+    fake_mode,
+    tree_leaves,
+)
 from recollect.costs.op_costs import Again, OpRun
 from recollect.engine.facts import OpFacts
 from recollect.engine.subclasses import strided_tensors
+from recollect.engine.tape import asks_again
 from recollect.plans.value_names import result_names
 from recollect.profile import events
 from recollect.recording.recorded_call import RecordedCall, RecordedOp, RecordedValue
@@ -79,6 +86,8 @@ class StepRecorder:
         self._device = device
         self._phase = -1
         self._backward_call = -1
+        # The backward that is running, if it keeps its graph.
+        self._kept_backward = -1
 
     def log(self, *event: int) -> None:
         """Add an event, unless the step is over."""
@@ -116,7 +125,19 @@ class StepRecorder:
         """Log that backward asks for what call `saver` saved."""
         self.begin_phase(events.BACKWARD)
         self._backward_call = saver
-        self.log(events.USE, handle)
+        if not asks_again():
+            self.log(events.USE, handle)
+            return
+        if self._kept_backward != current_backward():
+            self._kept_backward = current_backward()
+            at_end_of_backward(self._end_kept_backward)
+        self.log(events.PEEK, handle)
+
+    def _end_kept_backward(self) -> None:
+        for call in range(len(self.calls)):
+            self.log(events.LET_GO, call)
+        # The next one begins anew.
+        self._phase = self._kept_backward = -1
 
     def add_optimizer_step(self, step: Iterable[tuple[int, ...]]) -> None:
         """Add an optimizer step, whose storages are numbered from 0, to the recorded events."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from recollect.plans.action import Action
 from recollect.plans.engines import EngineChoice, Tape
 from recollect.plans.value_actions import KEEP_ALL, ValueActions
-from recollect.profile.events import ALLOC, DIES, OP, OPTIMIZER, RETURN, SAVE
+from recollect.profile.events import ALLOC, DIES, LET_GO, OP, OPTIMIZER, RETURN, SAVE
 from recollect.simulation.call_actions import CallActions
 from recollect.simulation.call_groups import OUTSIDE, Division, Group
 from recollect.simulation.program import BULK, Instruction, Key, Program, ProgramOp
@@ -215,7 +215,7 @@ class _Forms:
                 step = (owner == saver, read.get(key, key[1]), handles.setdefault(handle, len(handles)))
             elif code == DIES:
                 step = (operands[0][1],)
-            elif code == RETURN:
+            elif code in (LET_GO, RETURN):
                 step = ()
             elif code != BULK:
                 step = (handles[operands[0]],)

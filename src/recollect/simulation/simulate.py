@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -24,7 +25,9 @@ from recollect.profile.events import (
     DIES,
     FORWARD,
     FREE,
+    LET_GO,
     OP,
+    PEEK,
     PHASE,
     PHASE_NAMES,
     RELEASE,
@@ -34,7 +37,7 @@ from recollect.profile.events import (
 )
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
-from recollect.replay import Node, Value
+from recollect.replay import KeptPass, Node, Recipes, Value
 from recollect.simulation.call_actions import CallActions
 from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp, rounded_bytes
 from recollect.simulation.rerun import Rerun
@@ -170,6 +173,9 @@ class Playback:
         # Values that hold a tensor which an op will write to: they then get a private copy.
         self.leaves: dict[Key, list[weakref.ref[Value]]] = {}
         self.handles: dict[int, tuple[Saved, int]] = {}
+        # Of each call; and the backward that keeps its graph, one at a time.
+        self.recipes: defaultdict[int, Recipes] = defaultdict(Recipes)
+        self.kept_pass = KeptPass()
 
     def run(self) -> Simulation:
         """Play back the whole step."""
@@ -195,6 +201,8 @@ class Playback:
             DIES: self._dies,
             SAVE: self._save,
             USE: self._use,
+            PEEK: self._peek,
+            LET_GO: self._lets_go,
             RELEASE: self._release,
             RETURN: self._return,
             PHASE: self._begin_phase,
@@ -277,7 +285,7 @@ class Playback:
                 self.tensors[key] = self.token_type(self, nbytes, key)
         if drops.isdisjoint(op.outputs):
             return
-        node = Node(Rerun(self, run, run.sizes), self._values(run.inputs))
+        node = Node(Rerun(self, run, run.sizes), self._values(run.inputs), recipes=self.recipes[call])
         for value in op.outputs:
             self._record(call, value, node if value in drops else None, node)
 
@@ -293,7 +301,8 @@ class Playback:
                 leaf.tensor = self.token_type(self, token.nbytes, old)
         node = None
         if new[1] in drops and old in self.dropped:
-            node = Node(Rerun(self, run, (token.nbytes,)), self._values(run.inputs), mutates=True)
+            again = Rerun(self, run, (token.nbytes,))
+            node = Node(again, self._values(run.inputs), mutates=True, recipes=self.recipes[call])
         self.dropped.pop(old, None)
         self.tensors[new] = token
         if node is not None:
@@ -330,6 +339,7 @@ class Playback:
         if value is None:
             # A later write makes no private copy of it: it is to another part of the storage, or autograd refuses.
             value = Value(tensor=self.tensors.get(key, _NOTHING))
+        value.is_saved()
         # Backward asks for it in the unit that saved it, no matter which unit made it.
         self.handles[handle] = (value, saver)
 
@@ -337,6 +347,15 @@ class Playback:
         value, self.call = self.handles[handle]
         value.get()
         self.is_recomputing = ""
+
+    def _peek(self, handle: int) -> None:
+        value, self.call = self.handles[handle]
+        # What a region runs again it holds until its graph is gone.
+        self.kept_pass.get(value) if isinstance(value, Value) and value.tensor is None else value.get()
+        self.is_recomputing = ""
+
+    def _lets_go(self, call: int) -> None:
+        self.kept_pass.end(self.recipes[call])
 
     def _release(self, handle: int) -> None:
         del self.handles[handle]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from recollect.profile.events import FORWARD, OP, PHASE, SAVE, USE, StepLog
+from recollect.profile.events import FORWARD, OP, PEEK, PHASE, SAVE, USE, StepLog
 from recollect.profile.profile import Profile
 
 __all__ = ["Window", "windows"]
@@ -32,7 +32,8 @@ def windows(profile: Profile) -> list[Window]:
     Complexity: two passes over the events.
     """
     scan = _Scan(profile.log)
-    handlers: dict[int, Callable[..., None]] = {PHASE: scan.begin_phase, OP: scan.op, SAVE: scan.save, USE: scan.use}
+    handlers: dict[int, Callable[..., None]] = {PHASE: scan.begin_phase, OP: scan.op, SAVE: scan.save}
+    handlers |= {USE: scan.use, PEEK: scan.use}
     found = [Window(0, scan.phase, scan.call)]
     for position, _ in enumerate(profile.log.play(handlers)):
         if (scan.phase, scan.call) != (found[-1].phase, found[-1].call):
@@ -87,6 +88,6 @@ def _uses_by_phase(log: StepLog) -> list[Counter[int]]:
     for code, number, *_ in log.events():
         if code == PHASE:
             found.append(Counter())
-        elif code == USE:
+        elif code in (PEEK, USE):
             found[-1][number] += 1
     return found

@@ -10,6 +10,7 @@ import recollect
 from recollect.errors import BudgetTooSmallError, ProfileFormatError, ScheduleError
 from recollect.pipelines.rank_profile import shortened
 from recollect.pipelines.schedule import PipelineAction, PipelineSchedule
+from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
@@ -143,6 +144,37 @@ def test_wrong_numbers_of_profiles_and_plans(profiles: list[Profile]) -> None:
         recollect.predict_pipeline(profiles, SCHEDULES["1F1B"], [Plan({})])
     with pytest.raises(TypeError, match="as profiles, expected one of class recollect.Profile"):
         recollect.plan_pipeline([Plan({})] * 4, SCHEDULES["1F1B"], "70%")  # type: ignore[list-item]
+
+
+def test_split_backwards_need_profiles_of_their_own(profiles: list[Profile]) -> None:
+    zero_bubble = [["0F0", "0I0", "0W0"]]
+    with pytest.raises(
+        ScheduleError, match="splits the backward of stage 0 in two .*expected split_profiles: record each"
+    ):
+        recollect.plan_pipeline(profiles[:1], zero_bubble, "70%")
+    with pytest.raises(ScheduleError, match="got 2 split_profiles for a schedule of 1 stages, expected one for each"):
+        recollect.plan_pipeline(profiles[:1], zero_bubble, "70%", split_profiles=profiles[:2])
+    other = nn.Sequential(*list(module())[:2])
+    x = torch.randn(SHAPE, requires_grad=True)
+    split = recollect.record(
+        other, x, loss_fn=torch.sum, gradients="accumulated", holds_output=False, split_backward=True
+    )
+    both = [["0F0", "0F1", "0B0", "0I1", "0W1"]]
+    with pytest.raises(ProfileFormatError, match="stage 0: got other ops with split_backward=True than without it"):
+        recollect.plan_pipeline(profiles[1:2], both, "70%", split_profiles=[split])
+
+
+def test_ranks_that_do_alike_are_planned_once(profiles: list[Profile], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    init = Planner.__init__
+
+    def counted(planner: Planner, profile: Profile) -> None:
+        made.append(profile)
+        init(planner, profile)
+
+    monkeypatch.setattr(Planner, "__init__", counted)
+    planned = recollect.plan_pipeline(profiles, SCHEDULES["GPipe"], "100%")
+    assert len(made) == 3 and planned.peaks_bytes[1] == planned.peaks_bytes[2]
 
 
 def test_profiles_of_other_steps_are_refused(profiles: list[Profile]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from recollect.errors import ConfigError, NotYetError, ScheduleError
+from recollect.errors import ConfigError, ScheduleError
 from recollect.pipelines.playback import StageTimes, step_s
+from recollect.pipelines.rank_profile import shortened
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 
 
@@ -46,9 +47,11 @@ def test_what_torch_writes_is_read() -> None:
         ([[]], "the schedule has stages"),
         ([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1B0"]], r"stage 1 runs micro-batches \[0\], and stage 0 \[0, 1\]"),
         ([["0F0", "0F0", "0B0"]], "rank 0 runs 0F0 twice, expected once"),
-        ([["0B0", "0F0"]], "rank 0 runs 0B0 before its forward"),
-        ([["0F0"]], "rank 0 runs 0F0 and no backward of it"),
-        ([["0F0", "zero"]], "got the action 'zero', expected stage, F or B, and micro-batch, such as '0F2'"),
+        ([["0B0", "0F0"]], "rank 0 runs 0B0 before 0F0"),
+        ([["0F0", "0W0", "0I0"]], "rank 0 runs 0W0 before 0I0"),
+        ([["0F0"]], "rank 0 runs 0F0 and no backward of it, expected 0B0, or 0I0 and 0W0"),
+        ([["0F0", "0I0"]], "rank 0 runs 0F0 and 0I0, expected 0B0, or 0I0 and 0W0"),
+        ([["0F0", "zero"]], "got the action 'zero', expected stage, F, B, I or W, and micro-batch, such as '0F2'"),
         ("1F1B", "got an object of class str as schedule, expected a PipelineSchedule"),
     ],
 )
@@ -57,9 +60,19 @@ def test_what_cannot_run_is_an_error(rows: object, message: str) -> None:
         schedule_of(rows)
 
 
-def test_zero_bubble_is_not_yet() -> None:
-    with pytest.raises(NotYetError, match="'0I0'.*zero bubble"):
-        schedule_of([["0F0", "0I0", "0W0"]])
+def test_halves_of_a_backward_are_in_flight_until_the_second() -> None:
+    schedule = schedule_of([["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"], ["1F0", "1B0", "1F1", "1I1", "1W1"]])
+    assert schedule.most_in_flight(0) == 2 and schedule.most_in_flight(1) == 1
+    assert schedule.backwards_of(0) == {"I"} and schedule.backwards_of(1) == {"B", "I"}
+    held = shortened(schedule.ranks[0])
+    assert held == schedule.ranks[0]
+
+
+def test_only_the_first_half_of_a_backward_is_waited_for() -> None:
+    schedule = schedule_of([["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]])
+    times = [StageTimes(1.0, input_s=2.0, weight_s=4.0)] * 2
+    # Both second halves run at the same time but for the first half of stage 0.
+    assert step_s(schedule, times) == 1.0 + 1.0 + 2.0 + 2.0 + 4.0
 
 
 def test_counts_are_checked() -> None:

@@ -1,0 +1,148 @@
+"""Cut the recorded micro-batch of a pipeline's stage into the parts that a schedule runs one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from recollect.errors import ProfileFormatError
+from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
+from recollect.profile import events
+from recollect.profile.events import Event
+from recollect.profile.profile import Profile
+
+__all__ = ["STORAGE_EVENTS", "RecordedStage", "StageParts"]
+
+STORAGE_EVENTS: Final = (events.ALLOC, events.FREE)
+_ENDS: Final = (events.DIES, events.FREE, events.LET_GO, events.RELEASE)
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedStage:
+    """A stage as it was recorded on one micro-batch: with a whole backward, with one in two halves, or both.
+
+    Attributes:
+        number: of the stage, for errors.
+        whole: for schedules that run its backward as one.
+        halves: for those that split it.
+    """
+
+    number: int
+    whole: StageParts | None
+    halves: StageParts | None
+
+    @property
+    def any(self) -> StageParts:
+        """The parts of either."""
+        found = self.whole or self.halves
+        assert found is not None
+        return found
+
+    def parts_of(self, kind: str) -> StageParts:
+        """Return the parts with a backward of this kind."""
+        found = self.whole if kind == BACKWARD else self.halves
+        assert found is not None
+        return found
+
+
+class StageParts:
+    """The events of one recorded micro-batch in parts.
+
+    Args:
+        number: of the stage, for errors.
+        profile: of the stage.
+
+    Attributes:
+        parts: the events of each kind of action.
+        optimizer: those of the optimizer step.
+        left_behind: events that free what is alive after backward: the input's gradient, which is sent to the stage before.
+        num_storages, num_handles: how many numbers the events use.
+
+    Raises:
+        ProfileFormatError: gradients do not accumulate; several micro-batches; no backward.
+    """
+
+    def __init__(self, number: int, profile: Profile) -> None:
+        self.profile = profile
+        if profile.persistent.get("parameters", 0) and not profile.persistent.get("gradients", 0):
+            raise ProfileFormatError(
+                f"stage {number}, {profile!r}: got no gradients that accumulate, expected those of a micro-batch after the "
+                "first; record it as record(stage, micro_batch, loss_fn=..., gradients='accumulated', holds_output=False)"
+            )
+        whole = _without_last_step(profile.log.events())
+        begins = {phase: whole.index((events.PHASE, phase)) for phase in range(3) if (events.PHASE, phase) in whole}
+        if events.BACKWARD not in begins or (events.PHASE, events.FORWARD) in whole[begins[events.BACKWARD] :]:
+            raise ProfileFormatError(
+                f"stage {number}, {profile!r}: got a step of several micro-batches, or without backward, expected one "
+                "forward and one backward; record it on one micro-batch"
+            )
+        end = begins.get(events.OPTIMIZER, len(whole))
+        backward = whole[begins[events.BACKWARD] : end]
+        half = _end_of_first_half(backward)
+        weight = backward[half:]
+        if weight[:1] != [(events.PHASE, events.BACKWARD)]:
+            weight.insert(0, (events.PHASE, events.BACKWARD))
+        self.parts: Mapping[str, Sequence[Event]] = {
+            FORWARD: whole[: begins[events.BACKWARD]],
+            BACKWARD: backward,
+            INPUT: backward[:half],
+            WEIGHT: weight,
+        }
+        self.optimizer = whole[end:]
+        self.left_behind = _left_behind(profile, whole[:end])
+        self.num_storages = 1 + max((event[1] for event in whole if event[0] in STORAGE_EVENTS), default=-1)
+        self.num_handles = 1 + max((event[3] for event in whole if event[0] == events.SAVE), default=-1)
+
+    @cached_property
+    def input_share(self) -> float:
+        """The part of the time of backward that its first half takes."""
+        works = {kind: [event for event in self.parts[kind] if event[0] == events.WORK] for kind in (INPUT, WEIGHT)}
+        # Old profiles have no times of single ops.
+        times = {kind: sum(event[2] if len(event) > 2 else 1 for event in found) for kind, found in works.items()}
+        return times[INPUT] / (sum(times.values()) or 1)
+
+    @cached_property
+    def input_bytes(self) -> int:
+        """Bytes of the micro-batch."""
+        return self.profile.persistent.get("batch", 0)
+
+    @cached_property
+    def last_bytes(self) -> int:
+        """Bytes of what the last unit returns, such as logits: the output of the last stage, from which the loss is."""
+        if not self.profile.calls:
+            return 0
+        graph = self.profile.graph_of(self.profile.calls[-1])
+        return sum(value.nbytes for value in graph.values if value.is_output)
+
+
+def _end_of_first_half(backward: Sequence[Event]) -> int:
+    """Return how many events belong to the half that keeps its graph, and to what it lets go of; 0 if there is none."""
+    last = max((place for place, event in enumerate(backward) if event[0] == events.LET_GO), default=-1)
+    if last < 0:
+        return 0
+    return next((p for p in range(last, len(backward)) if backward[p][0] not in _ENDS), len(backward))
+
+
+def _without_last_step(step: Iterable[Event]) -> list[Event]:
+    """Return the events without storages that the step found: the gradient of the last step's input, which a pipeline sends."""
+    whole = list(step)
+    is_work = (event[0] in (events.WORK, events.OP) for event in whole)
+    first_work = next((position for position, found in enumerate(is_work) if found), len(whole))
+    found = {event[1] for event in whole[:first_work] if event[0] == events.ALLOC}
+    return [event for event in whole if event[0] not in STORAGE_EVENTS or event[1] not in found]
+
+
+def _left_behind(profile: Profile, part: Sequence[Event]) -> list[Event]:
+    alive: dict[Event, None] = {}
+    for code, *operands in part:
+        if code == events.ALLOC:
+            alive[events.FREE, operands[0]] = None
+        elif code == events.OP:
+            call, op = operands
+            for value in profile.graph_of(profile.calls[call]).ops[op].outputs:
+                alive[events.DIES, call, value] = None
+        elif code in (events.FREE, events.DIES):
+            alive.pop((code, *operands), None)
+    return list(alive)
