@@ -29,6 +29,8 @@ class Flags:
 
     loops: tuple[str, ...] = ()
     """Names of loops; all if empty."""
+    budgets: tuple[str, ...] = ("least", "half way", "near the least")
+    """Names of budgets."""
     json: bool = False
     """Print a line of JSON for each row, and write no file."""
     out: Path = RESULTS
@@ -38,14 +40,14 @@ class Flags:
 def main() -> None:
     """Print a table and append the numbers."""
     if sys.argv[1:2] == ["worker"]:
-        _work(sys.argv[2:])
+        _work(sys.argv[2].split(","), sys.argv[3:])
         return
     flags = parse(Flags, __doc__)
     numbers: list[Number] = []
     if not flags.json:
         print("| loop | budget | | plain | peak | predicted | recorded | slowdown | weights | |")
         print("|---|---|--:|--:|--:|--:|--:|--:|---|---|")
-    for row in _rows(flags.loops):
+    for row in _rows(flags.loops, flags.budgets):
         if flags.json:
             print(json.dumps(row), flush=True)
             continue
@@ -59,9 +61,9 @@ def main() -> None:
         append(flags.out / "real_loops.csv", numbers, {"device": "cpu"})
 
 
-def _rows(loops: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+def _rows(loops: tuple[str, ...], budgets: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     with metered_environment() as environment:
-        command = [sys.executable, __file__, "worker", *loops]
+        command = [sys.executable, __file__, "worker", ",".join(budgets), *loops]
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             yield from map(json.loads, process.stdout)
@@ -88,7 +90,7 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _work(names: list[str]) -> None:
+def _work(budgets: list[str], names: list[str]) -> None:
     """Write a line of JSON for each row of the loops."""
     import torch
     import transformers
@@ -102,7 +104,7 @@ def _work(names: list[str]) -> None:
     transformers.logging.set_verbosity_error()
     meter = AllocatorMeter()
     for name in names or LOOPS:
-        for row in rows(LOOPS[name], meter):
+        for row in rows(LOOPS[name], meter, budgets):
             print(json.dumps(row.fields()), flush=True)
 
 

@@ -1,8 +1,8 @@
-"""Run a loop without recollect, at its leanest, and within two budgets; compare peaks with budgets, and weights bit for bit."""
+"""Run a loop without recollect and within budgets; compare peaks with budgets, and weights bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ from recollect.errors import BudgetTooSmallError
 
 __all__ = ["BUDGETS", "Row", "rows"]
 
-BUDGETS = {"half way": 0.5, "near the least": 0.1}
-"""Parts of the way from the least peak of the loop to its peak without recollect."""
-_ROOM = 1.02  # above the least peak of the first step
+BUDGETS = {"least": 0.0, "half way": 0.5, "near the least": 0.1}
+"""Parts of the way from the least budget of the loop to its peak without recollect."""
+_ROOM = 1.02  # above the least peak of the first step, for the steps after it
 
 
 @dataclass(frozen=True)
@@ -60,28 +60,29 @@ class Row:
         return self.weights_equal and not self.unsaid_overruns
 
 
-def rows(loop: Loop, meter: AllocatorMeter) -> Iterator[Row]:
-    """Yield a row for the least peak of the loop, and one for each of the budgets."""
+def rows(loop: Loop, meter: AllocatorMeter, budgets: Collection[str] = BUDGETS) -> Iterator[Row]:
+    """Yield a row for each of the named budgets."""
     plain = run(loop, meter)
     plain_bytes = max(plain.peaks_bytes)
-    lean_bytes, leanest = _leanest(loop, meter)
-    yield _row(loop, "least", lean_bytes, plain, leanest)
-    least_bytes = max(leanest.peaks_bytes)
-    for name, part in BUDGETS.items():
-        budget_bytes = int(least_bytes + part * (plain_bytes - least_bytes))
-        yield _row(loop, name, budget_bytes, plain, run(loop, meter, budget_bytes))
+    least_bytes = _least_bytes(loop, meter)
+    for name in budgets:
+        budget_bytes = int(least_bytes + BUDGETS[name] * (plain_bytes - least_bytes))
+        within = run(loop, meter, budget_bytes)
+        if within.error is not None:
+            raise RuntimeError(f"{loop.name}: got {within.error!r} within {budget_bytes} bytes") from within.error
+        yield _row(loop, name, budget_bytes, plain, within)
 
 
-def _leanest(loop: Loop, meter: AllocatorMeter) -> tuple[int, Ran]:
-    """Return the least budget that is not refused, and the run within it."""
+def _least_bytes(loop: Loop, meter: AllocatorMeter) -> int:
+    """Return a budget that suffices for every step at its leanest."""
     refused = run(loop, meter, 1).error
     if not isinstance(refused, BudgetTooSmallError):
         raise RuntimeError(f"{loop.name}: got {refused!r} within one byte") from refused
-    budget_bytes = int(_ROOM * refused.least_peak_bytes)
-    found = run(loop, meter, budget_bytes)
-    if found.error is not None:
-        raise RuntimeError(f"{loop.name}: got {found.error!r} within {budget_bytes} bytes") from found.error
-    return budget_bytes, found
+    least_bytes = int(_ROOM * refused.least_peak_bytes)
+    if len({tuple(tensor.shape for tensor in loop.data(step).values()) for step in range(loop.num_batches)}) == 1:
+        return least_bytes
+    # The first batch, which was refused, need not be the largest.
+    return max(least_bytes, *run(loop, meter, least_bytes).peaks_bytes)
 
 
 def _row(loop: Loop, name: str, budget_bytes: int, plain: Ran, within: Ran) -> Row:

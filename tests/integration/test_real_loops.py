@@ -17,6 +17,11 @@ from allocator_meter import can_be_built, metered_environment  # noqa: E402
 from loops import one_model, several_calls  # noqa: E402, F401, they enter their loops
 from loops.loop import LOOPS  # noqa: E402
 
+# The others differ only in how many micro-batches make a step; the benchmark runs them.
+_NAMES = [name for name in LOOPS if name not in ("accumulation of 1", "accumulation of 2", "accumulation of 8")]
+# At the least peak itself, the recorded step may need more: it also times single units. The benchmark shows by how much.
+_BUDGETS = ("half way", "near the least")
+
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,
@@ -31,8 +36,8 @@ Row = dict[str, Any]
 def rows_of(request: pytest.FixtureRequest) -> dict[str, list[Row]]:
     """The rows of the loops whose tests run, all from one process."""
     wanted = [item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")]
-    names = [name for name in LOOPS if name in wanted]
-    command = [sys.executable, str(BENCHMARKS / "real_loops.py"), "--json", "--loops", *names]
+    names = [name for name in _NAMES if name in wanted]
+    command = [sys.executable, str(BENCHMARKS / "real_loops.py"), "--json", "--budgets", *_BUDGETS, "--loops", *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, list[Row]] = {}
@@ -41,14 +46,13 @@ def rows_of(request: pytest.FixtureRequest) -> dict[str, list[Row]]:
     return found
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", _NAMES)
 def test_every_step_is_within_the_budget_and_training_is_the_same(rows_of: dict[str, list[Row]], name: str) -> None:
     rows = rows_of[name]
     print(*rows, sep="\n")
-    assert [row["budget"] for row in rows] == ["least", "half way", "near the least"]
+    assert [row["budget"] for row in rows] == list(_BUDGETS)
     assert all(row["weights_equal"] for row in rows)
-    # At the least peak itself, the recorded step may need more: it also times single units.
-    for row in rows[1:]:
+    for row in rows:
         assert row["unsaid_overruns"] == [], row
         assert row["num_batches"] >= 30
         assert row["peak_bytes"] <= row["budget_bytes"] < row["plain_bytes"], row
