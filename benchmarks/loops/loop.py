@@ -31,24 +31,26 @@ class Loop:
         data: makes the batch of a step.
         num_batches: batches of a run.
         train: builds the models, trains them on the batches, and returns what it trained.
+        steps_differ: later steps may need more than the first one: larger batches, gradients that are alive in forward.
     """
 
     name: str
     data: Data
     num_batches: int
     train: Callable[[Batches, Attach], list[nn.Module]]
+    steps_differ: bool
 
 
 LOOPS: dict[str, Loop] = {}
 
 
 def training_loop(
-    name: str, data: Data, num_batches: int = NUM_STEPS
+    name: str, data: Data, num_batches: int = NUM_STEPS, *, steps_differ: bool = False
 ) -> Callable[[Callable[[Batches, Attach], list[nn.Module]]], Callable[[Batches, Attach], list[nn.Module]]]:
     """Enter a function as a loop."""
 
     def enter(train: Callable[[Batches, Attach], list[nn.Module]]) -> Callable[[Batches, Attach], list[nn.Module]]:
-        LOOPS[name] = Loop(name, data, num_batches, train)
+        LOOPS[name] = Loop(name, data, num_batches, train, steps_differ)
         return train
 
     return enter

@@ -100,7 +100,11 @@ def encoder_decoder(batches: Batches, attach: Attach) -> list[nn.Module]:
     return [model]
 
 
-@training_loop("lengths in random order", text_batches(shape_of=lambda step: (4, _LENGTHS[step % len(_LENGTHS)])))
+@training_loop(
+    "lengths in random order",
+    text_batches(shape_of=lambda step: (4, _LENGTHS[step % len(_LENGTHS)])),
+    steps_differ=True,
+)
 def random_lengths(batches: Batches, attach: Attach) -> list[nn.Module]:
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -126,7 +130,7 @@ def last_batch_smaller(batches: Batches, attach: Attach) -> list[nn.Module]:
     return [model]
 
 
-@training_loop("gradients alive in forward", text_batches())
+@training_loop("gradients alive in forward", text_batches(), steps_differ=True)
 def gradients_alive(batches: Batches, attach: Attach) -> list[nn.Module]:
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -139,7 +143,7 @@ def gradients_alive(batches: Batches, attach: Attach) -> list[nn.Module]:
     return [model]
 
 
-@training_loop("Lightning's order", text_batches())
+@training_loop("Lightning's order", text_batches(), steps_differ=True)
 def lightning_order(batches: Batches, attach: Attach) -> list[nn.Module]:
     model = gpt2()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -12,7 +12,7 @@ from loops.loop import Attach, Batch, Batches, image_batches, text_batches, trai
 from loops.models import Critic, Generator, bert, gpt2, llama, vit
 
 
-@training_loop("GAN with two optimizers", image_batches())
+@training_loop("GAN with two optimizers", image_batches(), steps_differ=True)
 def gan(batches: Batches, attach: Attach) -> list[nn.Module]:
     generator, critic = Generator(), Critic()
     of_generator = torch.optim.Adam(generator.parameters(), 2e-4)

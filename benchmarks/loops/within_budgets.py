@@ -79,9 +79,9 @@ def _least_bytes(loop: Loop, meter: AllocatorMeter) -> int:
     if not isinstance(refused, BudgetTooSmallError):
         raise RuntimeError(f"{loop.name}: got {refused!r} within one byte") from refused
     least_bytes = int(_ROOM * refused.least_peak_bytes)
-    if len({tuple(tensor.shape for tensor in loop.data(step).values()) for step in range(loop.num_batches)}) == 1:
+    if not loop.steps_differ:
         return least_bytes
-    # The first batch, which was refused, need not be the largest.
+    # While a later step is recorded, it may need more than the first one did, and than its plan.
     return max(least_bytes, *run(loop, meter, least_bytes).peaks_bytes)
 
 
