@@ -46,6 +46,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn the links of a page, and the markers for docstrings, into the site's."""
+    if any(section.title == "Guides" for section in page.ancestors):
+        # Whoever searches has a question; guides answer it, and all other pages have its words as well.
+        page.meta["search"] = {"boost": 2}
     path = repository_path(page.file.src_uri)
     return rewritten(markdown, path) if (ROOT / path).suffix == ".md" else markdown
 
