@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import recollect
-from browser import CHROMIUM, DRIVER, open_browser, requests, screenshot, show
+from browser import CHROMIUM, DRIVER, clipped_texts, open_browser, pale_texts, requests, screenshot, show
 from hostile_names import evil_profile
 from recollect.byte_format import least_amount
 from recollect.pictures.page import write_frontier_page
@@ -99,14 +99,16 @@ def shown(browser: Any) -> str:
     return str(browser.execute_script("return document.getElementById('reading').textContent"))
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1280, 320])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_page_draws_itself(browser: Any, page: Path, tmp_path: Path, width: int, dark: bool) -> None:
     show(browser, page, width=width, dark=dark)
     assert problems(browser) == []
     assert requests(browser) == []
     # Nothing sticks out: the page cannot be scrolled sideways.
     assert browser.execute_script("return document.documentElement.scrollWidth") == width
+    assert clipped_texts(browser) == []
+    assert pale_texts(browser) == []
     background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(22, 24, 27)" if dark else "rgb(255, 255, 255)")
     num_traces = browser.execute_script(
@@ -115,6 +117,16 @@ def test_page_draws_itself(browser: Any, page: Path, tmp_path: Path, width: int,
     assert min(num_traces) >= 4
     screenshot(browser, tmp_path / "page.png")
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_looks_of_a_page_can_be_wrong(browser: Any, page: Path) -> None:
+    show(browser, page, width=320)
+    browser.execute_script("document.querySelector('h1').style.cssText = 'white-space: nowrap; overflow: hidden'")
+    browser.execute_script("document.querySelector('#reading').style.color = '#999'")
+    browser.execute_script("document.querySelector('#memory .xtitle').setAttribute('transform', 'translate(99)')")
+    clipped, pale = clipped_texts(browser), pale_texts(browser)
+    assert [text.split(":")[0] for text in clipped] == ["H1", "text"], clipped
+    assert len(pale) == 1 and pale[0].startswith("2.8: plan "), pale
 
 
 def test_hover_reads_the_plan(browser: Any, page: Path, frontier: Frontier) -> None:
@@ -153,22 +165,27 @@ def test_click_changes_the_memory(browser: Any, page: Path, frontier: Frontier) 
     assert problems(browser) == []
 
 
+@pytest.mark.parametrize("width", [1280, 320])
 @pytest.mark.parametrize("chart", ["frontier", "memory"])
-def test_tip_is_fixed_width_and_within_a_small_phone(browser: Any, page: Path, chart: str) -> None:
-    show(browser, page, width=320)
-    x, y = browser.execute_script(
-        "const p = document.getElementById(arguments[0]).data.find(t => t.hoverinfo === 'none');"
-        "const i = Math.floor(p.x.length / 2); return [p.x[i], p.y[i]]",
-        chart,
-    )
-    move_to(browser, *point_at(browser, chart, x, y))
-    assert hover_text(browser)
-    left, right, font = browser.execute_script(
-        "const tip = document.getElementById('tip'), box = tip.getBoundingClientRect();"
-        "return [box.left, box.right, getComputedStyle(tip).fontFamily]"
-    )
-    assert left >= 0 and right <= 320
-    assert "monospace" in font
+def test_tip_is_fixed_width_and_within_the_window(browser: Any, page: Path, chart: str, width: int) -> None:
+    show(browser, page, width=width, height=560, dark=True)
+    for share in (0.02, 0.5, 0.98):
+        x, y = browser.execute_script(
+            "const p = document.getElementById(arguments[0]).data.find(t => t.hoverinfo === 'none');"
+            "const i = Math.floor(p.x.length * arguments[1]); return [p.x[i], p.y[i]]",
+            chart,
+            share,
+        )
+        across, down = point_at(browser, chart, x, y)
+        move_to(browser, across, down - 2)  # what lies on an axis is hovered from above it
+        assert hover_text(browser)
+        left, right, top, bottom, font = browser.execute_script(
+            "const tip = document.getElementById('tip'), box = tip.getBoundingClientRect();"
+            "return [box.left, box.right, box.top, box.bottom, getComputedStyle(tip).fontFamily]"
+        )
+        assert 0 <= left < right <= width and 0 <= top < bottom <= 560, (share, left, right, top, bottom)
+        assert "monospace" in font
+        assert pale_texts(browser) == []
     assert problems(browser) == []
 
 

@@ -72,3 +72,57 @@ def screenshot(browser: Any, out: Path) -> None:
     clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
     shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
     out.write_bytes(base64.b64decode(shot["data"]))
+
+
+def clipped_texts(browser: Any) -> list[str]:
+    """Return the visible texts that a reader cannot see whole, and cannot scroll to: cut off by their box, or by the window."""
+    found: list[str] = browser.execute_script(
+        """
+        const cut = [];
+        for (const one of document.querySelectorAll("body *")) {
+            const box = one.getBoundingClientRect(), style = getComputedStyle(one);
+            const has_text = [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+            if (!has_text || !box.width || style.visibility !== "visible") continue;
+            const outside = box.left < 0 || box.right > innerWidth + 0.5;
+            const boxed = ["hidden", "clip"].includes(style.overflowX) && one.scrollWidth > one.clientWidth + 1;
+            const scrolls = one.closest("pre, select") !== null;
+            if ((outside || boxed) && !scrolls) cut.push(`${one.tagName}: ${one.textContent.slice(0, 60)}`);
+        }
+        return cut;
+        """
+    )
+    return found
+
+
+def pale_texts(browser: Any, least: float = 4.5) -> list[str]:
+    """Return the visible texts whose contrast to what is behind them is less than WCAG's least for small text, with it.
+
+    Texts of charts are compared with the page, not with what is drawn below them; signs without a letter are no texts.
+    """
+    found: list[str] = browser.execute_script(
+        """
+        const channels = (color) => color.match(/[\\d.]+/g).map(Number);
+        const light = (color) => {
+            const linear = (c) => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+            const [r, g, b] = channels(color).map((c) => linear(c / 255));
+            return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+        };
+        const behind = (one) => {
+            const own = getComputedStyle(one).backgroundColor, [, , , alpha = 1] = channels(own);
+            return alpha > 0 ? own : one.parentElement ? behind(one.parentElement) : "rgb(255, 255, 255)";
+        };
+        const pale = [];
+        for (const one of document.querySelectorAll("body *")) {
+            const style = getComputedStyle(one), box = one.getBoundingClientRect();
+            const has_text = [...one.childNodes].some((node) => node.nodeType === 3 && /[\\p{L}\\d]/u.test(node.data));
+            if (!has_text || !box.width || style.visibility !== "visible") continue;
+            const ink = one instanceof SVGElement ? style.fill : style.color;
+            const [a, b] = [light(ink), light(behind(one))];
+            const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+            if (contrast < arguments[0]) pale.push(`${contrast.toFixed(1)}: ${one.textContent.slice(0, 60)}`);
+        }
+        return pale;
+        """,
+        least,
+    )
+    return found
