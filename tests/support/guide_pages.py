@@ -97,7 +97,7 @@ def sharded() -> Names:
     names = training()
     torch.distributed.init_process_group("fake", rank=0, world_size=2)
     names["model"].layers = names["model"].model.layers
-    return names
+    return {**names, "dist": torch.distributed}
 
 
 def stages() -> Names:
