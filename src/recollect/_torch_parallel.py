@@ -45,6 +45,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
     Raises:
         RecordError: this process is part of a real group.
     """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -57,6 +58,8 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # DTensors remember what ops return, with the groups of a mesh that is gone; the next mesh may be equal to it.
+        _clear_sharding_prop_cache()
 
 
 def group_ranks(arguments: Iterable[Any]) -> tuple[int, ...]:

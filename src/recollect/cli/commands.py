@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import OmitArgPrefixes, arg
 
+from recollect.cli.cluster_flags import ClusterFlags
 from recollect.cli.recompute_flags import RecomputeFlags
 from recollect.lab.train.checks import at_least
 from recollect.lab.train.config import ModelFlags, OptimFlags, TrainConfig
@@ -74,8 +75,10 @@ class MakePlan:
 
     step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
     """The training step."""
+    cluster: OmitArgPrefixes[ClusterFlags] = field(default_factory=ClusterFlags)
+    """With --fake: plan for many devices."""
     memory_budget: str
-    """Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the peak without recompute."""
+    """Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the peak without recompute; of each device."""
     loss_chunks: Literal["auto"] | int = 1
     """Chunks in which LM head and loss are computed; 1: as in the model, auto: as many as the fastest plan needs."""
     out: Path | None = None

@@ -7,6 +7,7 @@ from typing import Literal
 from rich.console import Console
 
 from recollect.byte_format import format_bytes
+from recollect.cli.cluster import run_cluster
 from recollect.cli.commands import MakePlan
 from recollect.cli.largest import run_largest
 from recollect.cli.output import check_folder, write_file
@@ -34,6 +35,9 @@ def run_plan(command: MakePlan, console: Console) -> None:
     """
     if command.plan_file is not None:
         check_folder(command.plan_file, "--out")
+    if command.cluster.is_given:
+        run_cluster(command, console)
+        return
     if command.largest is not None:
         run_largest(command, console)
         return

@@ -16,7 +16,7 @@ from recollect.integrations.nearest import Nearest, nearest
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
-__all__ = ["bridge_lines", "megatron_flags", "nearest_settings"]
+__all__ = ["bridge_lines", "choices", "megatron_flags", "nearest_settings"]
 
 
 def nearest_settings(profile: Profile, plan: Plan, setting: TrainingSetting | None = None) -> Nearest[RecomputeConfig]:
@@ -50,7 +50,7 @@ def nearest_settings(profile: Profile, plan: Plan, setting: TrainingSetting | No
         >>> found.lost_s > 0
         True
     """
-    return nearest(profile, plan, _choices(profile, setting))
+    return nearest(profile, plan, choices(profile, setting))
 
 
 def megatron_flags(config: RecomputeConfig) -> str:
@@ -87,7 +87,8 @@ def bridge_lines(config: RecomputeConfig) -> str:
     return "\n".join(f"cfg.model.{name} = {value!r}" for name, value in written.items())
 
 
-def _choices(profile: Profile, setting: TrainingSetting | None) -> Iterator[tuple[RecomputeConfig, Plan]]:
+def choices(profile: Profile, setting: TrainingSetting | None = None) -> Iterator[tuple[RecomputeConfig, Plan]]:
+    """Yield Megatron's settings for a recorded step, each with the plan that it means; see `nearest_settings`."""
     for config in _configs(profile):
         with warnings.catch_warnings():
             # What is chosen is compiled again by whoever reads it, and warns then.

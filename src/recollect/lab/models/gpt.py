@@ -79,6 +79,7 @@ class GPTModel(nn.Module):
     Attributes:
         loss_chunks: number of chunks in which LM head and loss are computed if there are labels; with more than one, the output
             has no logits. A plan sets it.
+        sequence_ranks: among how many ranks the residual stream is split along the sequence.
         cross_entropy: from logits and labels [B, T] to the loss, a scalar; another one where logits are split over ranks.
 
     Example:
@@ -97,6 +98,7 @@ class GPTModel(nn.Module):
         self.config = config
         self.compute_dtype = compute_dtype
         self.loss_chunks = 1
+        self.sequence_ranks = 1
         self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
         self.embedding = LanguageModelEmbedding(config)
         self.rotary_pos_emb: RotaryEmbedding | None = None

@@ -59,7 +59,7 @@ def tensor_parallel(model: GPTModel, mesh: DeviceMesh, *, sequence_parallel: boo
     for layer in model.decoder.layers:
         _split_layer(layer, mesh, between)
     if sequence_parallel:
-        parallelize_module(model.decoder.final_layernorm, mesh, SequenceParallel())
+        model.sequence_ranks = mesh.size()
     _split_ends(model, mesh, between)
     model.cross_entropy = VocabularyParallelLoss(mesh.get_group(), IGNORE_INDEX)
     return model
@@ -82,18 +82,22 @@ def _split_layer(layer: nn.Module, mesh: DeviceMesh, between: Shard | Replicate)
 
 def _split_ends(model: GPTModel, mesh: DeviceMesh, between: Shard | Replicate) -> None:
     """Split the embedding and the LM head along the vocabulary."""
-    has_positions = model.embedding.position_embeddings is not None
-    # Learned positions are added to whole sequences, as in Megatron.
-    words = Replicate() if has_positions else between
-    parallelize_module(
-        model.embedding, mesh, {"word_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=words)}
-    )
-    if has_positions and isinstance(between, Shard):
-        style = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=between)
-        parallelize_module(model.embedding, mesh, style)
-    head = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1))
-    parallelize_module(model.output_layer, mesh, head)
-    if model.config.share_embeddings_and_output_weights:
+    ends = dict(model.named_children())  # a stage of a pipeline may lack either
+    if "embedding" in ends:
+        has_positions = model.embedding.position_embeddings is not None
+        # Learned positions are added to whole sequences, as in Megatron.
+        words = Replicate() if has_positions else between
+        style = RowwiseParallel(input_layouts=Replicate(), output_layouts=words)
+        parallelize_module(model.embedding, mesh, {"word_embeddings": style})
+        if has_positions and isinstance(between, Shard):
+            parts = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=between)
+            parallelize_module(model.embedding, mesh, parts)
+    if "output_layer" in ends:
+        if isinstance(between, Shard):
+            parallelize_module(model.decoder.final_layernorm, mesh, SequenceParallel())
+        head = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1))
+        parallelize_module(model.output_layer, mesh, head)
+    if model.config.share_embeddings_and_output_weights and {"embedding", "output_layer"} <= ends.keys():
         model.output_layer.weight = model.embedding.word_embeddings.weight
 
 

@@ -1,0 +1,127 @@
+"""`recollect plan --fake --tensor-model-parallel-size ...`: plan for a cluster on a machine without one."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+from rich.console import Console
+
+from recollect.cli.commands import MakePlan
+from recollect.cli.output import write_file
+from recollect.costs.hardware_table import choose_hardware
+from recollect.costs.links import cluster_of
+from recollect.errors import ConfigError, NotYetError
+from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags
+from recollect.integrations.megatron.nearest_uniform import nearest_uniform_settings
+from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster
+from recollect.lab.parallel.cluster_step import ClusterStep, Sharding
+from recollect.lab.parallel.layout import DeviceLayout
+from recollect.printing import columns_of, print_line
+
+
+def run_cluster(command: MakePlan, console: Console) -> None:
+    """Record the stages of a layout on fake tensors, plan them, print memory and time by rank, and write the plans.
+
+    Args:
+        command: the flags.
+        console: where the report goes.
+
+    Raises:
+        RecollectError: flags that clash, a model that does not divide, or a budget that is too small.
+    """
+    step = cluster_step(command)
+    with warnings.catch_warnings():
+        # FSDP2 warns of logits that are views, which nothing writes to here.
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module", category=UserWarning)
+        found = plan_cluster(step, command.memory_budget)
+    print_line(console, str(found))
+    plans = found.plans
+    print_line(console, str(found.planned) if len(plans) > 1 else plans[0].to_text(columns_of(console)))
+    if command.write is not None:
+        print_line(console, _nearest(command, found))
+    for sentence in found.assumptions():
+        print_line(console, f"assumed: {sentence}")
+    out = command.plan_file or Path("plan.json")
+    for number, plan in enumerate(plans):
+        path = out if len(plans) == 1 else out.with_suffix(f".{number}.json")
+        write_file(path, plan.to_json() + "\n", console, flag="--out")
+
+
+def cluster_step(command: MakePlan) -> ClusterStep:
+    """Return the step that the flags describe.
+
+    Raises:
+        ConfigError: flags that clash.
+        NotYetError: flags that layouts do not go with yet.
+        HardwareError: unknown hardware or links.
+    """
+    flags, step = command.cluster, command.step
+    if not step.fake:
+        raise ConfigError(
+            settings={"fake": False},
+            reason="a layout of many devices is planned on a machine without them",
+            advice="Add --fake; on the devices themselves use recollect.record on each rank (docs/parallel.md).",
+        )
+    unfit = {name: getattr(command, name) for name in ("png", "html", "largest")} | {"hf_config": step.hf_config}
+    unfit = {name: value for name, value in unfit.items() if value is not None}
+    if command.loss_chunks != 1:
+        unfit["loss_chunks"] = command.loss_chunks
+    if command.write == "torchtitan":
+        unfit["write"] = command.write
+    if unfit:
+        raise NotYetError(settings=unfit, needs="these for a layout of many devices", advice="Leave them out.")
+    layout = DeviceLayout(
+        tensor_model_parallel_size=flags.tensor_model_parallel_size,
+        pipeline_model_parallel_size=flags.pipeline_model_parallel_size,
+        data_parallel_size=flags.data_parallel_size,
+        sequence_parallel=flags.sequence_parallel,
+        num_layers_per_virtual_pipeline_stage=flags.num_layers_per_virtual_pipeline_stage,
+    )
+    cluster = cluster_of(
+        choose_hardware(step.hardware, own_device=""),
+        within=flags.node.node_link,
+        between=flags.node.network_link,
+        devices_per_node=flags.node.devices_per_node,
+    )
+    sharding: Sharding = "optimizer" if flags.use_distributed_optimizer else "none"
+    return ClusterStep(
+        config=step.model.dimensions(seq_length=step.seq_length),
+        layout=layout,
+        cluster=cluster,
+        micro_batch_size=step.num_sequences,
+        seq_length=step.seq_length,
+        num_micro_batches=_num_micro_batches(command),
+        dtype=step.dtype,
+        sharding="all" if flags.use_torch_fsdp2 else sharding,
+        pipeline_engine=flags.pipeline_engine,
+    )
+
+
+def _num_micro_batches(command: MakePlan) -> int:
+    flags = command.cluster
+    if flags.global_batch_size is None:
+        ranks = flags.pipeline_model_parallel_size
+        return 4 * ranks if ranks > 1 else 1
+    at_once = command.step.num_sequences * flags.data_parallel_size
+    if flags.global_batch_size < 1 or flags.global_batch_size % at_once:
+        raise ConfigError(
+            settings={
+                "global_batch_size": flags.global_batch_size,
+                "micro_batch_size": command.step.num_sequences,
+                "data_parallel_size": flags.data_parallel_size,
+            },
+            reason=f"it is no multiple of {at_once}, a micro-batch on each rank of data parallelism",
+            advice="Choose a multiple.",
+        )
+    return flags.global_batch_size // at_once
+
+
+def _nearest(command: MakePlan, found: ClusterPlan) -> str:
+    """Return the nearest settings of Megatron for all stages alike, and what they lose, as lines."""
+    settings, uniform = nearest_uniform_settings(found.stages.profiles, found.planned)
+    words = bridge_lines(settings) if command.write == "bridge" else megatron_flags(settings) or "no flags"
+    lost_s = uniform.step_s - found.planned.step_s
+    return (
+        f"nearest of Megatron, in all stages alike: step {uniform.slowdown:+.1%}, {1e3 * lost_s:.0f} ms longer\n{words}"
+    )

@@ -1,0 +1,65 @@
+"""How a model is spread over devices, as Megatron's flags. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tyro.conf import OmitArgPrefixes
+
+__all__ = ["ClusterFlags", "NodeFlags"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFlags:
+    """How devices are connected."""
+
+    devices_per_node: int | None = None
+    """Devices in a node; default: 8."""
+    node_link: str | None = None
+    """Link between devices of a node, such as "NVLink 4" or "PCIe 5"; default: the usual one of the hardware."""
+    network_link: str | None = None
+    """Link between nodes, such as "InfiniBand NDR"; default: likewise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterFlags:
+    """With --fake: plan for many devices, none of which is needed.
+
+    Example:
+        >>> ClusterFlags(tensor_model_parallel_size=4).is_given, ClusterFlags().is_given
+        (True, False)
+    """
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each matrix."""
+    sequence_parallel: bool = False
+    """Split what is between the matrices along the sequence, over the same ranks."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the layers."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Layers of one of several stages that each rank of the pipeline runs in turn."""
+    data_parallel_size: int = 1
+    """Ranks with micro-batches of their own; in Megatron what is left of the devices."""
+    use_distributed_optimizer: bool = False
+    """Share the optimizer's state over data parallelism (ZeRO-1)."""
+    use_torch_fsdp2: bool = False
+    """Share weights, gradients and optimizer state over data parallelism (FSDP2)."""
+    global_batch_size: int | None = None
+    """Sequences of a step on all devices; default: four micro-batches a rank of the pipeline, or one without a pipeline."""
+    pipeline_engine: Literal["torch", "megatron"] = "torch"
+    """Whose pipelines: torch's hold receive buffers for all micro-batches, Megatron's free what they received and sent."""
+    node: OmitArgPrefixes[NodeFlags] = field(default_factory=NodeFlags)
+    """How devices are connected."""
+
+    def __post_init__(self) -> None:
+        if self.use_distributed_optimizer and self.use_torch_fsdp2:
+            raise ValueError(
+                "use_distributed_optimizer: got it with use_torch_fsdp2, expected one of the two: FSDP2 shares the "
+                "optimizer's state, too."
+            )
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is more than one device, or a flag that asks for it."""
+        return self != ClusterFlags(node=self.node)

@@ -1,0 +1,199 @@
+"""Plan a training step on a cluster: a plan for each stage, and the memory and time of each rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from recollect.byte_format import format_bytes
+from recollect.lab.parallel.cluster_step import ClusterStep, RecordedStages, record_stages
+from recollect.pipelines.pipeline_plan import PipelinePlan
+from recollect.pipelines.plan_pipeline import plan_pipeline
+from recollect.pipelines.schedule import PipelineSchedule
+from recollect.plans.plan import Plan
+
+__all__ = ["ClusterPlan", "RankUse", "plan_cluster", "schedule_of_step"]
+
+
+@dataclass(frozen=True)
+class RankUse:
+    """What a rank of the pipeline needs in a step.
+
+    Attributes:
+        stages: that it runs.
+        peak_bytes: the most that it holds.
+        weights_bytes: of that, its weights.
+        gradients_bytes: gradients.
+        optimizer_bytes: optimizer state.
+        compute_s: seconds of forward and backward.
+        recompute_s: what its plans add.
+        tensor_s: collectives of tensor parallelism.
+        waiting_s: the pipeline's bubble: for other stages, and for what they send.
+        data_s: collectives of data parallelism, which run beside the computation.
+    """
+
+    stages: tuple[int, ...]
+    peak_bytes: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    compute_s: float
+    recompute_s: float
+    tensor_s: float
+    waiting_s: float
+    data_s: float
+
+
+@dataclass(frozen=True, repr=False)
+class ClusterPlan:
+    """Plans for a step on a cluster.
+
+    Attributes:
+        step: what was planned.
+        stages: its record.
+        planned: the plans, with the time of the step.
+        ranks: what each rank of the pipeline needs; ranks of tensor and data parallelism beside it need the same.
+    """
+
+    step: ClusterStep
+    stages: RecordedStages
+    planned: PipelinePlan
+    ranks: tuple[RankUse, ...]
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan of each stage, for all of its micro-batches."""
+        return tuple(_plan_of(self.planned, stage) for stage in range(len(self.planned.plans)))
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step: the pipeline's, and what data parallelism takes longer than all that it runs beside."""
+        beside = (use.data_s - use.compute_s - use.recompute_s for use in self.ranks)
+        return self.planned.step_s + max(0.0, *beside)
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{self.step.layout.num_devices} x {self.step.cluster.hardware.name}: peak "
+            f"{format_bytes(self.planned.peak_bytes)} a device, step {1e3 * self.step_s:,.0f} ms "
+            f"({self.planned.slowdown:+.1%} by recompute)",
+            f"{'rank':>4} {'peak':>9} {'weights':>9} {'gradients':>9} {'optimizer':>9}"
+            f" {'compute':>9} {'recompute':>9} {'tensor':>9} {'waiting':>9} {'data':>9}",
+        ]
+        for number, use in enumerate(self.ranks):
+            sizes = (use.peak_bytes, use.weights_bytes, use.gradients_bytes, use.optimizer_bytes)
+            times = (use.compute_s, use.recompute_s, use.tensor_s, use.waiting_s, use.data_s)
+            cells = [f"{format_bytes(size):>9}" for size in sizes] + [f"{1e3 * time:6,.0f} ms" for time in times]
+            lines.append(" ".join([f"{number:>4}", *cells]))
+        return "\n".join(lines)
+
+    def assumptions(self) -> list[str]:
+        """Return what the numbers rest on, a sentence each."""
+        step, cluster = self.step, self.step.cluster
+        wide = "gradients, master weights and moments of AdamW in fp32" if step.dtype == "bf16" else "AdamW in fp32"
+        shared = {
+            "none": "each rank holds all of them",
+            "optimizer": "the optimizer's are shared over data parallelism",
+        }
+        engine = {
+            "torch": "Pipelines as torch.distributed.pipelining runs them, with receive buffers for all micro-batches",
+            "megatron": "Pipelines as Megatron runs them, which frees what it received and sent",
+        }
+        return [
+            f"{step.num_micro_batches} x {step.micro_batch_size} sequences of {step.seq_length} tokens on each rank of data "
+            f"parallelism; {step.dtype} weights and activations; {wide}, of which "
+            f"{shared.get(step.sharding, 'all are shared over data parallelism (FSDP2)')}.",
+            f"{cluster.devices_per_node} devices a node; {cluster.within.name} within, {cluster.between.name} between: "
+            f"{cluster.within.bytes_per_s / 1e9:.0f} and {cluster.between.bytes_per_s / 1e9:.0f} GB/s a device.",
+            "The computation waits for collectives of tensor parallelism; those of data parallelism run beside it.",
+            *([f"{engine[step.pipeline_engine]}."] if len(self.ranks) > 1 else []),
+            "Not counted: the optimizer's workspace and time, buffers of NCCL and DDP, the CUDA context.",
+        ]
+
+
+def plan_cluster(step: ClusterStep, budget: int | str) -> ClusterPlan:
+    """Record the stages of a step on fake tensors, and choose a plan for each under one budget a device.
+
+    Args:
+        step: model, layout and cluster.
+        budget: bytes of each device; see `plan_pipeline`.
+
+    Raises:
+        BudgetTooSmallError: the leanest plans of a rank need more.
+        ConfigError, NotYetError, RecordError: see `record_stages`.
+        QuantityError: the budget is no amount.
+
+    Example:
+        >>> from recollect.costs.hardware_table import find_hardware
+        >>> from recollect.costs.links import cluster_of
+        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
+        >>> from recollect.lab.parallel.layout import DeviceLayout
+        >>> step = ClusterStep(
+        ...     config=NAMED_CONFIGS["llama-tiny"],
+        ...     layout=DeviceLayout(tensor_model_parallel_size=2, data_parallel_size=2),
+        ...     cluster=cluster_of(find_hardware("H100")),
+        ...     seq_length=256,
+        ... )
+        >>> found = plan_cluster(step, "90%")
+        >>> found.planned.peak_bytes <= found.planned.budget_bytes, len(found.ranks)
+        (True, 1)
+    """
+    stages = record_stages(step)
+    planned = plan_pipeline(stages.profiles, schedule_of_step(step), budget, send_s=_send_s(step))
+    ranks = tuple(_use(step, stages, planned, rank) for rank in range(step.layout.pipeline_model_parallel_size))
+    return ClusterPlan(step, stages, planned, ranks)
+
+
+def schedule_of_step(step: ClusterStep) -> PipelineSchedule:
+    """Return the schedule of a step: 1F1B, interleaved where a rank has several stages.
+
+    Raises:
+        ConfigError: with several stages a rank, micro-batches that are no multiple of the ranks.
+    """
+    ranks = step.layout.pipeline_model_parallel_size
+    num_stages = len(step.layout.layers_of_stages(step.config.num_layers))
+    schedule = PipelineSchedule.interleaved_1f1b(
+        num_ranks=ranks, stages_per_rank=num_stages // ranks, num_micro_batches=step.num_micro_batches
+    )
+    return replace(schedule, holds_sent=schedule.holds_sent and step.pipeline_engine == "torch")
+
+
+def _send_s(step: ClusterStep) -> float:
+    if step.layout.pipeline_model_parallel_size == 1:
+        return 0.0
+    parts = step.layout.tensor_model_parallel_size if step.layout.sequence_parallel else 1
+    elements = step.micro_batch_size * step.seq_length * step.config.hidden_size // parts
+    nbytes = elements * (2 if step.dtype == "bf16" else 4)
+    return step.cluster.send_s(nbytes, (step.first_rank(0), step.first_rank(1)))
+
+
+def _plan_of(planned: PipelinePlan, stage: int) -> Plan:
+    plan = planned.plans[stage]
+    assert isinstance(plan, Plan)  # only plans that a user gives may differ from micro-batch to micro-batch
+    return plan
+
+
+def _use(step: ClusterStep, stages: RecordedStages, planned: PipelinePlan, rank: int) -> RankUse:
+    own = planned.schedule.stages_of(rank)
+    persistent = [stages.profiles[stage].persistent for stage in own]
+    busy_s, recompute_s = (
+        step.num_micro_batches * seconds
+        for seconds in (
+            sum(stages.profiles[stage].step_s for stage in own),
+            sum(stages.profiles[stage].step_s * (_plan_of(planned, stage).predicted_slowdown or 0.0) for stage in own),
+        )
+    )
+    communicating = {
+        axis: step.num_micro_batches * sum(t[axis].time_s for stage in own if axis in (t := stages.traffic[stage]))
+        for axis in ("tensor", "data")
+    }
+    return RankUse(
+        stages=own,
+        peak_bytes=planned.peaks_bytes[rank],
+        weights_bytes=sum(found.get("parameters", 0) for found in persistent),
+        gradients_bytes=sum(found.get("gradients", 0) for found in persistent),
+        optimizer_bytes=sum(found.get("optimizer_state", 0) for found in persistent),
+        compute_s=busy_s - communicating["tensor"],
+        recompute_s=recompute_s,
+        tensor_s=communicating["tensor"],
+        waiting_s=max(0.0, planned.step_s - busy_s - recompute_s),
+        data_s=communicating["data"] + sum(stages.reduction_s[stage] for stage in own),
+    )

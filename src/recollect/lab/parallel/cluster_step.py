@@ -1,0 +1,199 @@
+"""Record a training step on a cluster that is not there: each distinct stage of a layout, as one of its ranks runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from recollect._torch_parallel import fake_process_group
+from recollect.costs.links import Cluster
+from recollect.costs.modelled_costs import ModelledCosts, Traffic
+from recollect.errors import ConfigError
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.parallel.data import data_parallel
+from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.stages import StageModel
+from recollect.lab.parallel.tensor import tensor_parallel
+from recollect.profile.profile import Profile
+from recollect.recording.record import record_with
+
+__all__ = ["ClusterStep", "RecordedStages", "Sharding", "record_stages"]
+
+Sharding = Literal["none", "optimizer", "all"]
+"""What the ranks of data parallelism share: nothing (DDP), the optimizer's state (ZeRO-1), or all (FSDP2, ZeRO-3)."""
+
+# Megatron's mixed precision: bf16 weights; gradients, master weights and AdamW's two moments in fp32.
+_WIDE_BYTES = 4
+_MOMENTS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterStep:
+    """A training step on many devices.
+
+    Attributes:
+        config: the whole model.
+        layout: how it is spread.
+        cluster: the devices and their links.
+        micro_batch_size: sequences of a micro-batch.
+        seq_length: tokens of a sequence.
+        num_micro_batches: of a step, on each rank of data parallelism.
+        dtype: of weights and activations; with bf16, gradients, master weights and moments are fp32.
+        sharding: what data parallelism shares.
+        pipeline_engine: "torch" receives into buffers for all micro-batches and holds what it sent as its schedules do;
+            "megatron" frees what it received and sent.
+    """
+
+    config: TransformerConfig
+    layout: DeviceLayout
+    cluster: Cluster
+    micro_batch_size: int = 1
+    seq_length: int = 4096
+    num_micro_batches: int = 1
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    sharding: Sharding = "none"
+    pipeline_engine: Literal["torch", "megatron"] = "torch"
+
+    def first_rank(self, stage: int) -> int:
+        """Return the lowest rank that runs a stage."""
+        layout = self.layout
+        each = layout.data_parallel_size * layout.tensor_model_parallel_size
+        return stage % layout.pipeline_model_parallel_size * each
+
+    def group(self, axis: Literal["tensor", "data"], stage: int) -> tuple[int, ...]:
+        """Return the ranks of the first group of an axis that runs a stage."""
+        first, tensor = self.first_rank(stage), self.layout.tensor_model_parallel_size
+        if axis == "tensor":
+            return tuple(range(first, first + tensor))
+        return tuple(range(first, first + tensor * self.layout.data_parallel_size, tensor))
+
+
+@dataclass(frozen=True)
+class RecordedStages:
+    """The stages of a step.
+
+    Attributes:
+        profiles: one for each stage, of one micro-batch, as one rank of it runs it; stages that are alike share one.
+        traffic: of each, what it communicates for a micro-batch, by axis ("tensor", "data").
+        reduction_s: of each, seconds in which its gradients are reduced once a step, and its weights gathered.
+    """
+
+    profiles: tuple[Profile, ...]
+    traffic: tuple[Mapping[str, Traffic], ...]
+    reduction_s: tuple[float, ...]
+
+
+def record_stages(step: ClusterStep) -> RecordedStages:
+    """Record the stages of a step on fake tensors, as ranks of a process group without the others.
+
+    Raises:
+        ConfigError: the model cannot be spread like this, or a step has no micro-batch.
+        NotYetError: a part of the model that cannot be spread yet.
+        RecordError: this process is part of a real process group.
+    """
+    if step.num_micro_batches < 1:
+        raise ConfigError(
+            settings={"num_micro_batches": step.num_micro_batches},
+            reason="each rank of data parallelism has at least one micro-batch a step",
+            advice="Raise the global batch size, or use fewer ranks of data parallelism.",
+        )
+    step.layout.check_model(step.config, seq_length=step.seq_length)
+    stages = step.layout.layers_of_stages(step.config.num_layers)
+    known: dict[tuple[bool, bool], tuple[Profile, Mapping[str, Traffic]]] = {}
+    found = []
+    for number, layers in enumerate(stages):
+        kind = (number == 0, number == len(stages) - 1)
+        if kind not in known:
+            known[kind] = _record_stage(step, number, layers)
+        found.append(known[kind])
+    profiles = tuple(profile for profile, _ in found)
+    return RecordedStages(
+        profiles=profiles,
+        traffic=tuple(traffic for _, traffic in found),
+        reduction_s=tuple(_reduction_s(step, number, profile) for number, profile in enumerate(profiles)),
+    )
+
+
+def _record_stage(step: ClusterStep, number: int, layers: range) -> tuple[Profile, Mapping[str, Traffic]]:
+    layout = step.layout
+    sizes = (layout.pipeline_model_parallel_size, layout.data_parallel_size, layout.tensor_model_parallel_size)
+    with fake_process_group(step.first_rank(number), layout.num_devices):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pipeline", "data", "tensor"))
+        model = _built(step, layers, mesh)
+        groups = {step.group("tensor", number): "tensor", step.group("data", number): "data"}
+        costs = ModelledCosts(step.cluster.hardware, step.cluster, hidden=[step.group("data", number)])
+        profile = record_with(
+            costs,
+            model,
+            _micro_batch(step, model),
+            optimizer=torch.optim.AdamW(model.parameters()) if step.sharding == "all" else None,
+            loss_fn=None if model.is_last else torch.sum,
+            units=[f"decoder.layers.{index}" for index in range(len(layers))],
+            holds_output=False,
+            gradients="accumulated",
+            # Megatron's ranks run them again, too; all ranks of a layout get one plan.
+            collectives="replay",
+        )
+    traffic = {groups[ranks]: one for ranks, one in costs.traffic.items() if len(ranks) > 1}
+    return replace(profile, persistent=_persistent(step, profile)), traffic
+
+
+def _built(step: ClusterStep, layers: range, mesh: DeviceMesh) -> StageModel:
+    narrow = torch.bfloat16 if step.dtype == "bf16" else torch.float32
+    with torch.device("meta"):
+        model = StageModel(step.config, layers)
+    # FSDP2 shards the weights that the optimizer steps over, and gathers them in the narrow dtype.
+    model = model.to(torch.float32 if step.sharding == "all" else narrow).train()
+    if step.layout.tensor_model_parallel_size > 1:
+        tensor_parallel(model, mesh["tensor"], sequence_parallel=step.layout.sequence_parallel)
+    if step.sharding == "all":
+        precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
+        data_parallel(model, mesh["data"], precision=precision)
+    return model
+
+
+def _micro_batch(step: ClusterStep, model: StageModel) -> dict[str, Tensor]:
+    tokens = torch.zeros(step.micro_batch_size, step.seq_length, dtype=torch.int64, device="meta")
+    batch = {"x": tokens}
+    if not model.is_first:
+        positions = step.seq_length // model.sequence_ranks
+        shape = (step.micro_batch_size, positions, step.config.hidden_size)
+        dtype = torch.bfloat16 if step.dtype == "bf16" else torch.float32
+        batch["x"] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+    return {**batch, "labels": tokens} if model.is_last else batch
+
+
+def _persistent(step: ClusterStep, profile: Profile) -> dict[str, int]:
+    """Return what lives through the whole step, with the dtypes and the sharding of the step."""
+    found: dict[str, int] = dict(profile.persistent)
+    if step.sharding != "all":
+        count = _num_parameters(step, profile)
+        wide = _WIDE_BYTES * count
+        copies = _MOMENTS + (step.dtype == "bf16")
+        ranks = step.layout.data_parallel_size if step.sharding == "optimizer" else 1
+        found |= {"gradients": wide, "optimizer_state": -(-wide * copies // ranks)}
+    if step.pipeline_engine == "megatron":
+        found["batch"] = 0
+    return found
+
+
+def _num_parameters(step: ClusterStep, profile: Profile) -> int:
+    """Return the parameters of a rank that shares none with the ranks of data parallelism."""
+    return profile.persistent["parameters"] // (2 if step.dtype == "bf16" else 4)
+
+
+def _reduction_s(step: ClusterStep, number: int, profile: Profile) -> float:
+    if step.sharding == "all":
+        return 0.0  # in each micro-batch, and in the recorded traffic
+    count, ranks = _num_parameters(step, profile), step.group("data", number)
+    if step.sharding == "none":
+        return step.cluster.collective_s("all_reduce", _WIDE_BYTES * count, ranks)
+    gathered = profile.persistent["parameters"]
+    gather_s = step.cluster.collective_s("all_gather", gathered, ranks)
+    return gather_s + step.cluster.collective_s("reduce_scatter", _WIDE_BYTES * count, ranks)

@@ -1,0 +1,66 @@
+"""`recollect plan` for many devices, none of which is here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import recollect
+from recollect.cli import main
+
+pytestmark = pytest.mark.integration
+
+STEP = ["--size", "llama-tiny", "--seq-length", "256", "--dtype", "bf16", "--hardware", "H100"]
+PLAN = ["plan", *STEP, "--fake"]
+TENSOR = ["--tensor-model-parallel-size", "2"]
+
+
+def test_memory_and_time_by_rank_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    more = ["--sequence-parallel", "--data-parallel-size", "2", "--use-torch-fsdp2", "--out", str(out)]
+    assert main([*PLAN, *TENSOR, *more, "--memory-budget", "80%"]) == 0
+    output = capsys.readouterr().out
+    assert "4 x NVIDIA H100 SXM: peak " in output
+    assert "assumed: 8 devices a node; NVLink 4 within" in output
+    plan = recollect.Plan.load(out)
+    assert str(plan) in output
+
+
+def test_each_stage_has_a_plan_and_all_of_them_the_nearest_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    more = ["--pipeline-model-parallel-size", "2", "--write", "megatron", "--out", str(out)]
+    assert main([*PLAN, *more, "--memory-budget", "85%"]) == 0
+    plans = [recollect.Plan.load(out.with_suffix(f".{stage}.json")) for stage in range(2)]
+    assert all(path.startswith("decoder.") for plan in plans for path in plan.units)
+    output = capsys.readouterr().out
+    assert "nearest of Megatron, in all stages alike: step +" in output
+    assert "--recompute-granularity" in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([*PLAN, "--tensor-model-parallel-size", "3"], "num_attention_heads=4, tensor_model_parallel_size=3"),
+        (["plan", *STEP, *TENSOR], "got fake=False: a layout of many devices is planned on a machine without them"),
+        ([*PLAN, *TENSOR, "--loss-chunks", "4"], "got loss_chunks=4: not yet"),
+        ([*PLAN, *TENSOR, "--write", "torchtitan"], "got write='torchtitan': not yet"),
+        ([*PLAN, "--data-parallel-size", "4", "--global-batch-size", "6"], "global_batch_size=6"),
+        ([*PLAN, *TENSOR, "--node-link", "NVLink 9"], "link: got 'NVLink 9'"),
+        ([*PLAN, *TENSOR, "--hardware", "cpu"], "its links to other devices are not known"),
+    ],
+)
+def test_flags_that_clash_are_one_error(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*flags, "--memory-budget", "80%", "--out", str(tmp_path / "plan.json")]) != 0
+    captured = capsys.readouterr()
+    assert message in " ".join((captured.out + captured.err).split())
+
+
+def test_two_ways_to_share_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*PLAN, "--use-torch-fsdp2", "--use-distributed-optimizer", "--memory-budget", "80%"])
+    assert "use_distributed_optimizer: got it with use_torch_fsdp2" in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""A step on a cluster that is not there: bytes and collectives against counts by hand, and the shape of the report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from recollect.costs.hardware_table import find_hardware
+from recollect.costs.links import cluster_of
+from recollect.errors import ConfigError
+from recollect.integrations.megatron.nearest_uniform import nearest_uniform_settings
+from recollect.lab.models.architectures import llama_config
+from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster, schedule_of_step
+from recollect.lab.parallel.cluster_step import ClusterStep, RecordedStages, record_stages
+from recollect.lab.parallel.layout import DeviceLayout
+
+LAYERS, WIDTH, INNER, VOCABULARY, LENGTH = 4, 64, 128, 96, 32
+CONFIG = llama_config(
+    num_layers=LAYERS, hidden_size=WIDTH, ffn_hidden_size=INNER, num_attention_heads=4, vocab_size=VOCABULARY
+)
+STEP = ClusterStep(config=CONFIG, layout=DeviceLayout(), cluster=cluster_of(find_hardware("H100")), seq_length=LENGTH)
+
+
+def recorded(*, sharding: Any = "none", **sizes: Any) -> RecordedStages:
+    return record_stages(replace(STEP, layout=DeviceLayout(**sizes), sharding=sharding))
+
+
+def test_weights_are_split_and_norms_are_not() -> None:
+    """Per layer 4 d^2 of attention, 3 d f of the MLP, two norms; embedding, head, and the last norm."""
+    found = recorded(tensor_model_parallel_size=2).profiles[0].persistent
+    split = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * INNER) + 2 * VOCABULARY * WIDTH
+    count = split // 2 + (2 * LAYERS + 1) * WIDTH
+    assert found["parameters"] == 2 * count
+    assert found["gradients"] == 4 * count
+    assert found["optimizer_state"] == 12 * count
+
+
+def test_the_distributed_optimizer_shares_its_state() -> None:
+    alone = recorded(data_parallel_size=4).profiles[0].persistent
+    shared = recorded(data_parallel_size=4, sharding="optimizer").profiles[0].persistent
+    assert shared["optimizer_state"] == alone["optimizer_state"] // 4
+    assert shared["gradients"] == alone["gradients"]
+
+
+def test_fsdp2_shares_all() -> None:
+    """In fp32, which the optimizer steps over; it is gathered in bf16."""
+    alone = recorded().profiles[0].persistent
+    shared = recorded(data_parallel_size=2, sharding="all")
+    found = shared.profiles[0].persistent
+    assert found["parameters"] == alone["parameters"] == found["gradients"]
+    assert shared.traffic[0]["data"].count > 0
+    assert shared.reduction_s == (0.0,)
+
+
+@pytest.mark.parametrize(("sequence", "kinds"), [(False, 4), (True, 8)])
+def test_tensor_parallelism_communicates_as_megatron_does(sequence: bool, kinds: int) -> None:
+    """Four all-reduces of b s d a layer, or eight gathers and scatters (Korthikanti et al. 2022, section 4.2.2).
+
+    On top one each, or two, for embedding and head; the three numbers a token of the loss; and under sequence parallelism the
+    gradient of each norm. Gathered inputs are kept or gathered again by a plan.
+    """
+    found = recorded(tensor_model_parallel_size=2, sequence_parallel=sequence).traffic[0]["tensor"]
+    large = kinds * LAYERS + 2 * (1 + sequence)
+    norms = (2 * LAYERS + 1) * sequence
+    assert found.count == large + norms + 1
+    assert found.nbytes == large * 2 * LENGTH * WIDTH + norms * 2 * WIDTH + 2 * LENGTH * 3 * 4
+
+
+def test_collectives_of_data_parallelism_are_hidden() -> None:
+    alone, shared = recorded(), recorded(data_parallel_size=2)
+    assert shared.profiles[0].step_s == pytest.approx(alone.profiles[0].step_s)
+    assert shared.reduction_s[0] > 0 == alone.reduction_s[0]
+
+
+@pytest.fixture(scope="module")
+def pipelined() -> ClusterPlan:
+    layout = DeviceLayout(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1
+    )
+    step = replace(STEP, layout=layout, num_micro_batches=4, pipeline_engine="megatron", seq_length=1024)
+    return plan_cluster(step, "80%")
+
+
+def test_each_rank_of_a_pipeline_is_reported(pipelined: ClusterPlan) -> None:
+    assert [use.stages for use in pipelined.ranks] == [(0, 2), (1, 3)]
+    assert max(use.peak_bytes for use in pipelined.ranks) <= (pipelined.planned.budget_bytes or 0)
+    for use in pipelined.ranks:
+        assert use.compute_s + use.recompute_s + use.tensor_s + use.waiting_s == pytest.approx(pipelined.planned.step_s)
+    lines = str(pipelined).splitlines()
+    assert lines[0].startswith("4 x NVIDIA H100 SXM: peak ")
+    assert len(lines) == 4
+    assert "NVLink 4 within, InfiniBand NDR between: 370 and 40 GB/s" in " ".join(pipelined.assumptions())
+
+
+def test_stages_that_are_alike_share_a_profile(pipelined: ClusterPlan) -> None:
+    profiles = pipelined.stages.profiles
+    assert profiles[1] is profiles[2]
+    assert len({id(profile) for profile in profiles}) == 3
+
+
+def test_the_nearest_of_megatron_fits_and_is_no_faster(pipelined: ClusterPlan) -> None:
+    settings, uniform = nearest_uniform_settings(pipelined.stages.profiles, pipelined.planned)
+    assert settings.recompute_granularity is not None
+    assert uniform.peak_bytes <= (pipelined.planned.budget_bytes or 0)
+    assert uniform.step_s >= pipelined.planned.step_s
+
+
+def test_megatrons_engine_holds_no_receive_buffers() -> None:
+    layout = DeviceLayout(pipeline_model_parallel_size=2)
+    steps = [
+        replace(STEP, layout=layout, num_micro_batches=4, pipeline_engine=engine) for engine in ("torch", "megatron")
+    ]  # type: ignore[arg-type]
+    torchs, megatrons = (plan_cluster(step, "100%").planned.peaks_bytes[1] for step in steps)
+    hidden_bytes = 2 * LENGTH * WIDTH
+    assert torchs - megatrons >= 4 * hidden_bytes
+
+
+def test_a_step_without_micro_batches_is_refused() -> None:
+    with pytest.raises(ConfigError, match="num_micro_batches=0: each rank of data parallelism has at least one"):
+        record_stages(replace(STEP, num_micro_batches=0))
+    layout = DeviceLayout(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
+    with pytest.raises(ConfigError, match="groups of one a rank"):
+        schedule_of_step(replace(STEP, layout=layout, num_micro_batches=3))
