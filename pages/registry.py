@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from pages import terminal
 from pages.figures import ROOT, Dated, Exact, Figure, output_of
 
 __all__ = ["FIGURES"]
@@ -81,6 +82,7 @@ def _part(page: str, command: str, now: Callable[[], str], seconds: int = 1) -> 
 
 
 FIGURES: tuple[Figure, ...] = (
+    *terminal.figures(),
     Exact("docs/api.md", "python -m pages.api", _api),
     Exact("docs/zoo.md", "python benchmarks/model_zoo.py --page", _zoo),
     Exact("docs/gpu.md", "scripts/gpu --page", _gpu),

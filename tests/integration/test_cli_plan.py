@@ -131,7 +131,7 @@ def test_frontier_is_a_table_and_pictures(tmp_path: Path, capsys: pytest.Capture
     png, html = tmp_path / "frontier.png", tmp_path / "frontier.html"
     assert main(["frontier", *STEP, "--png", str(png), "--html", str(html)]) == 0
     output = capsys.readouterr().out
-    for name in ("keep_all", "full", "sqrt", "every 2", "no plan below", f"Drawn to {png}.", f"written to {html}."):
+    for name in ("keep all", "full", "sqrt", "every 2", "no plan below", f"Drawn to {png}.", f"written to {html}."):
         assert name in output
     assert png.read_bytes().startswith(b"\x89PNG")
     assert html.read_text(encoding="utf-8").startswith("<!doctype html>")

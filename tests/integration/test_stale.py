@@ -21,7 +21,7 @@ def test_nothing_that_is_quick_to_check_is_stale() -> None:
 
 
 def test_every_picture_is_checked() -> None:
-    pictures = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.png")}
+    pictures = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.[ps][nv]g")}
     assert pictures <= {one.path for one in FIGURES}
 
 

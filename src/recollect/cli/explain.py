@@ -14,7 +14,7 @@ from rich.table import Table
 from recollect.byte_format import format_bytes
 from recollect.cli.explain_flags import Explain
 from recollect.cli.megatron_yaml import MegatronFile, read_megatron_file
-from recollect.cli.output import check_folder, wide_console, write_file
+from recollect.cli.output import check_folder, describe_step, wide_console, write_file
 from recollect.cli.recorded_step import step_recorder
 from recollect.errors import RecollectError
 from recollect.integrations.megatron import TrainingSetting, megatron_plan
@@ -83,8 +83,7 @@ def _recorded(command: Explain, file: MegatronFile | None, console: Console) -> 
 def show(explanation: Explanation, profile: Profile, console: Console, *, with_names: bool) -> None:
     """Print the totals side by side, then each plan layer by layer."""
     wide = wide_console(console, _TABLE_WIDTH)
-    times = f"times {'modelled for' if profile.fake else 'measured on'} {profile.device_name}"
-    print_line(wide, f"{profile.model_class}, {profile.batch}; {times}")
+    print_line(wide, describe_step(profile))
     plans = _plans(explanation)
     wide.print(totals_table(explanation))
     for line in peak_lines(plans):

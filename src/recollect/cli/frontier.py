@@ -13,6 +13,7 @@ from rich.table import Table
 import recollect
 from recollect.byte_format import format_bytes
 from recollect.cli.commands import DrawFrontier
+from recollect.cli.output import describe_step
 from recollect.cli.pictures import check_pictures
 from recollect.cli.recorded_step import step_recorder
 from recollect.pictures.next_steps import name_points
@@ -36,7 +37,9 @@ def run_frontier(command: DrawFrontier, console: Console) -> None:
     check_pictures(command.png, command.html)
     profile = step_recorder(command.step)(command.loss_chunks)
     frontier = recollect.frontier(profile)
+    print_line(console, describe_step(profile))
     console.print(frontier_table(frontier))
+    print_line(console, "To take one of them: recollect plan with the same flags, and its peak as --memory-budget.")
     if command.png is not None:
         draw_frontier(profile, frontier, command.png)
         print_line(console, f"Drawn to {command.png}.")
@@ -52,7 +55,8 @@ def frontier_table(frontier: Frontier) -> Table:
         table.add_column(name, justify="right")
     table.add_column("plan")
     own = zip(name_points(frontier), frontier.points, strict=True)
-    rows = [(replace(point, name=name), "") for name, point in own] + [(point, "bold") for point in frontier.classics]
+    rows = [(replace(point, name=name), "") for name, point in own]
+    rows += [(point, "bold") for point in frontier.classics if point.name != "keep_all"]
     for point, style in sorted(rows, key=lambda row: (row[0].peak_bytes, row[0].slowdown)):
         bound = "" if point.bound_slowdown is None else percent(point.bound_slowdown)
         table.add_row(format_bytes(point.peak_bytes), percent(point.slowdown), bound, point.name, style=style)

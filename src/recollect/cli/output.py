@@ -10,13 +10,20 @@ from rich.console import Console
 from recollect.errors import RecollectError
 from recollect.lab.train.files import write_text
 from recollect.printing import print_line
+from recollect.profile.profile import Profile
 
-__all__ = ["check_folder", "wide_console", "write_file"]
+__all__ = ["check_folder", "describe_step", "wide_console", "write_file"]
 
 
 def wide_console(console: Console, width: int) -> Console:
     """Return a console of a given width unless a terminal has its own: in a file, no column has to be broken."""
     return console if console.is_terminal else Console(width=width, file=console.file)
+
+
+def describe_step(profile: Profile) -> str:
+    """Return model and batch of a recorded step, and what its times are of, in one line."""
+    times = f"times {'modelled for' if profile.fake else 'measured on'} {profile.device_name}"
+    return f"{profile.model_class}, {profile.batch}; {times}"
 
 
 def check_folder(path: Path, flag: str = "") -> None:
