@@ -84,6 +84,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "recollect.integrations.megatron.BlockFull",
         "recollect.integrations.megatron.Selective",
         "recollect.integrations.megatron.model_chunks",
+        "recollect.integrations.megatron.megatron_stage_plans",
         "recollect.integrations.megatron.RULES",
         "recollect.integrations.megatron.nearest_settings",
         "recollect.integrations.megatron.megatron_flags",

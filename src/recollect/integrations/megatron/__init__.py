@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from recollect.integrations.megatron.pipeline import model_chunks
     from recollect.integrations.megatron.roll import RollCheckpointing, roll_plan, roll_recompute_config
     from recollect.integrations.megatron.rules import RULES
+    from recollect.integrations.megatron.stage_plans import megatron_stage_plans
     from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "bridge_lines",
     "megatron_flags",
     "megatron_plan",
+    "megatron_stage_plans",
     "model_chunks",
     "nearest_settings",
     "roll_plan",
@@ -48,6 +50,7 @@ _HOME_OF_NAME = {
     "bridge_lines": "nearest",
     "megatron_flags": "nearest",
     "megatron_plan": "compile",
+    "megatron_stage_plans": "stage_plans",
     "model_chunks": "pipeline",
     "nearest_settings": "nearest",
     "roll_plan": "roll",

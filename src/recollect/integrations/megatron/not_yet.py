@@ -65,8 +65,9 @@ NOT_YET = (
     ),
     Missing(
         settings=("num_microbatches_with_partial_activation_checkpoints",),
-        needs="pipelines that run micro-batches under different plans",
-        advice="Leave it out; every micro-batch then follows the same plan. (In Megatron nothing reads it, issue 767.)",
+        needs="a stage of a pipeline that runs its micro-batches under different plans",
+        advice="Leave it out; every micro-batch then follows the same plan. (In Megatron nothing reads it, issue 767.) "
+        "megatron_stage_plans with recollect.predict_pipeline predicts what it would do.",
         asks=lambda config: config.num_microbatches_with_partial_activation_checkpoints is not None,
     ),
     Missing(

@@ -67,7 +67,7 @@ ASKS_FOR_WHAT_IS_NOT_BUILT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     ({"moe_paged_stash": True}, {}, "moe_paged_stash=True: not yet: a store for experts' activations in pages. Leave"),
     ({**FULL, "distribute_saved_activations": True}, {}, "distribute_saved_activations=True: not yet: kept values"),
-    ({"num_microbatches_with_partial_activation_checkpoints": 0}, {}, "=0: not yet: pipelines that run micro-batches"),
+    ({"num_microbatches_with_partial_activation_checkpoints": 0}, {}, "=0: not yet: a stage of a pipeline that"),
     ({"moe_enable_routing_replay": True}, {}, "not yet: routers that follow recorded choices. Leave it out; recompute"),
     ({}, {"fp8": "hybrid"}, "fp8='hybrid', fp8_recipe='delayed': not yet: models that compute in 8 bits"),
     ({}, {"fp4": "e2m1"}, "fp4='e2m1': not yet: models that compute in 4 bits"),
