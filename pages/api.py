@@ -56,6 +56,8 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "Pipelines": (
         "recollect.plan_pipeline",
         "recollect.predict_pipeline",
+        "recollect.split_pipeline",
+        "recollect.PipelineSplit",
         "recollect.PipelinePlan",
         "recollect.PipelineSchedule",
     ),

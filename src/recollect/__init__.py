@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from recollect.pipelines.pipeline_plan import PipelinePlan
     from recollect.pipelines.plan_pipeline import plan_pipeline, predict_pipeline
     from recollect.pipelines.schedule import PipelineSchedule
+    from recollect.pipelines.split_pipeline import PipelineSplit, split_pipeline
     from recollect.planning.choose import plan
     from recollect.planning.classic import classic_plan
     from recollect.planning.frontier import Frontier, frontier
@@ -51,6 +52,7 @@ __all__ = [
     "PeakReport",
     "PipelinePlan",
     "PipelineSchedule",
+    "PipelineSplit",
     "Plan",
     "Profile",
     "RecomputeConfig",
@@ -78,6 +80,7 @@ __all__ = [
     "policy_plan",
     "predict_pipeline",
     "record",
+    "split_pipeline",
     "timeline",
     "verify",
 ]
@@ -95,6 +98,7 @@ _HOME_OF_NAME = {
     "PeakReport": "recollect.simulation.timeline",
     "PipelinePlan": "recollect.pipelines.pipeline_plan",
     "PipelineSchedule": "recollect.pipelines.schedule",
+    "PipelineSplit": "recollect.pipelines.split_pipeline",
     "Plan": "recollect.plans.plan",
     "Profile": "recollect.profile.profile",
     "RecomputeConfig": "recollect.integrations.megatron.config",
@@ -122,6 +126,7 @@ _HOME_OF_NAME = {
     "policy_plan": "recollect.checkpointing.policy_plan",
     "predict_pipeline": "recollect.pipelines.plan_pipeline",
     "record": "recollect.recording.record",
+    "split_pipeline": "recollect.pipelines.split_pipeline",
     "timeline": "recollect.simulation.timeline",
     "verify": "recollect.verification.verify",
 }

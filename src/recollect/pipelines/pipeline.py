@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 
 from recollect.errors import ScheduleError
 from recollect.pipelines.pipeline_plan import PipelinePlan, StagePlans
 from recollect.pipelines.playback import StageTimes, played_s
-from recollect.pipelines.rank_profile import Rank, RankStage, RankStep, rank_step, shortened
-from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, PipelineAction, PipelineSchedule
+from recollect.pipelines.rank_profile import Rank, RankStage, RankStep, rank_step, shortened, unit_path
+from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineAction, PipelineSchedule
 from recollect.pipelines.stage_parts import RecordedStage, StageParts
 from recollect.plans.plan import Plan
 from recollect.profile import events
@@ -21,47 +22,30 @@ from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate
 from recollect.simulation.timeline import timeline
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "RecordedPieces"]
 
 
-class Pipeline:
-    """A schedule with the recorded stages that it runs. What several ranks or stages share is worked out once.
+class RecordedPieces:
+    """Recorded stages, or parts of stages, with what is worked out of each profile once.
 
     Args:
-        schedule: what each rank runs.
-        profiles: of the stages, with a whole backward.
-        split_profiles: of the stages, with a backward in halves; may be empty if the schedule splits none.
+        profiles: in order, with a whole backward.
+        split_profiles: the same with a backward in halves; empty if no schedule splits one.
 
     Raises:
-        ScheduleError: not one profile for each stage; the schedule splits backwards and there are no `split_profiles`.
         ProfileFormatError: a profile that is not of one micro-batch with gradients that accumulate.
     """
 
-    def __init__(
-        self, schedule: PipelineSchedule, profiles: Sequence[Profile], split_profiles: Sequence[Profile] = ()
-    ) -> None:
-        self.schedule = schedule
-        num_stages = schedule.num_stages
-        for name, found in (("profiles", profiles), ("split_profiles", split_profiles)):
-            if len(found) != num_stages and (found or name == "profiles"):
-                raise ScheduleError(
-                    f"got {len(found)} {name} for a schedule of {num_stages} stages, expected one for each"
-                )
+    def __init__(self, profiles: Sequence[Profile], split_profiles: Sequence[Profile] = ()) -> None:
         self._known_parts: dict[int, StageParts] = {}
-        kinds = [schedule.backwards_of(stage) for stage in range(num_stages)]
-        for number, kind in enumerate(kinds):
-            if INPUT in kind and not split_profiles:
-                raise ScheduleError(
-                    f"the schedule splits the backward of stage {number} in two (zero bubble), expected split_profiles: "
-                    "record each stage with split_backward=True"
-                )
-        self.stages = [
+        self.pieces = [
             RecordedStage(
                 number,
-                whole=self._parts(number, profiles[number]) if BACKWARD in kind else None,
-                halves=self._parts(number, split_profiles[number]) if INPUT in kind else None,
+                whole=self._parts(number, profile),
+                # torch runs all of the first stage's backward as one, in place of the second half.
+                halves=self._parts(number, split_profiles[number]) if split_profiles and number else None,
             )
-            for number, kind in enumerate(kinds)
+            for number, profile in enumerate(profiles)
         ]
         # With the plan itself, whose `id` is part of the key.
         self._added: dict[tuple[int, int], tuple[Plan, tuple[float, float]]] = {}
@@ -72,110 +56,21 @@ class Pipeline:
             self._known_parts[id(profile)] = StageParts(number, profile)
         return self._known_parts[id(profile)]
 
-    @cached_property
-    def ranks(self) -> list[Rank]:
-        """What each rank runs, with as few micro-batches as say the same."""
-        return [self.rank(number, is_whole=False) for number in range(len(self.schedule.ranks))]
+    def times(self, number: int, plan: Plan, *, is_first: bool) -> StageTimes:
+        """Return the seconds of each action of a piece under a plan; `is_first`: it is of the first stage."""
+        recorded = self.pieces[number]
+        whole = recorded.whole.profile
+        forward_s = self._plain_forward_s(whole)
+        backward_s = whole.step_s - forward_s + sum(self.added_s(recorded.whole, plan))
+        if is_first or recorded.halves is None:
+            return StageTimes(forward_s, backward_s, 0.0, backward_s)
+        halves = recorded.halves.profile
+        rest_s = halves.step_s - self._plain_forward_s(halves)
+        share = recorded.halves.input_share
+        first_s, second_s = self.added_s(recorded.halves, plan)
+        return StageTimes(forward_s, backward_s, rest_s * share + first_s, rest_s * (1 - share) + second_s)
 
-    def rank(self, number: int, *, is_whole: bool) -> Rank:
-        """Return what one rank runs; with all of its micro-batches, or as few as say the same if they are alike."""
-        numbers = self.schedule.stages_of(number)
-        last = self.schedule.num_stages - 1
-        stages = []
-        for stage in numbers:
-            parts = self.stages[stage].any
-            stages.append(
-                RankStage(
-                    recorded=self.stages[stage],
-                    output_bytes=parts.last_bytes if stage == last else self.stages[stage + 1].any.input_bytes,
-                    is_first=stage == 0,
-                    is_last=stage == last,
-                    next_is_here=stage + 1 in numbers,
-                    previous_is_here=stage - 1 in numbers,
-                )
-            )
-        actions = tuple(replace(action, stage=numbers.index(action.stage)) for action in self.schedule.ranks[number])
-        return Rank(
-            stages=tuple(stages),
-            actions=actions if is_whole else shortened(actions),
-            num_micro_batches=self.schedule.num_micro_batches,
-            holds_sent=self.schedule.holds_sent,
-        )
-
-    def peaks_bytes(self, plans: Sequence[StagePlans]) -> tuple[int, ...]:
-        """Return the most bytes that each rank holds under given plans."""
-        known: dict[object, int] = {}
-        steps: dict[object, RankStep] = {}
-        found = []
-        for number in range(len(self.schedule.ranks)):
-            own = [plans[stage] for stage in self.schedule.stages_of(number)]
-            rank = self.rank(number, is_whole=not all(isinstance(plan, Plan) for plan in own))
-            key = rank.key, tuple(id(plan) for plan in own)
-            if key not in known:
-                if rank.key not in steps:
-                    steps[rank.key] = rank_step(rank)
-                known[key] = _peak_bytes(steps[rank.key], own)
-            found.append(known[key])
-        return tuple(found)
-
-    def predicted(
-        self, plans: Sequence[StagePlans], peaks_bytes: Sequence[int], *, send_s: float, budget_bytes: int | None = None
-    ) -> PipelinePlan:
-        """Return plans of the stages with their own slowdowns, and the step's times.
-
-        Raises:
-            ScheduleError: the ranks wait for each other for ever.
-        """
-        planned = {(stage, id(plan)): self._times(stage, plan) for stage, own in enumerate(plans) for plan in _all(own)}
-        plain_plan = Plan({})
-        plain = [self._times(stage, plain_plan) for stage in range(len(plans))]
-        made: list[Plan | tuple[Plan, ...]] = []
-        slowdowns = []
-        for stage, own in enumerate(plans):
-            shares = [self._slowdown(stage, plan) for plan in _all(own)]
-            given = [replace(plan, predicted_slowdown=share) for plan, share in zip(_all(own), shares, strict=True)]
-            made.append(given[0] if isinstance(own, Plan) else tuple(given))
-            slowdowns.append(sum(shares) / len(shares))
-        schedule = self.schedule
-
-        def lasts(action: PipelineAction) -> float:
-            own = plans[action.stage]
-            plan = own if isinstance(own, Plan) else own[action.micro_batch]
-            return planned[action.stage, id(plan)].of(action.kind)
-
-        return PipelinePlan(
-            plans=tuple(made),
-            peaks_bytes=tuple(peaks_bytes),
-            step_s=played_s(schedule, lasts, send_s=send_s),
-            plain_step_s=played_s(schedule, lambda action: plain[action.stage].of(action.kind), send_s=send_s),
-            slowdowns=tuple(slowdowns),
-            in_flight=tuple(schedule.most_in_flight(number) for number in range(len(plans))),
-            schedule=schedule,
-            budget_bytes=budget_bytes,
-        )
-
-    def _slowdown(self, stage: int, plan: Plan) -> float:
-        parts = self.stages[stage].any
-        first_s, second_s = self._added_s(parts, plan)
-        return (first_s + second_s) / parts.profile.step_s if parts.profile.step_s else 0.0
-
-    def _times(self, stage: int, plan: Plan) -> StageTimes:
-        """Return the seconds of each action of a stage under a plan."""
-        recorded = self.stages[stage]
-        forward_s = self._plain_forward_s(recorded.any.profile)
-        backward_s = input_s = weight_s = 0.0
-        if recorded.whole is not None:
-            whole = recorded.whole.profile
-            backward_s = whole.step_s - self._plain_forward_s(whole) + sum(self._added_s(recorded.whole, plan))
-        if recorded.halves is not None:
-            halves = recorded.halves.profile
-            rest_s = halves.step_s - self._plain_forward_s(halves)
-            share = recorded.halves.input_share
-            first_s, second_s = self._added_s(recorded.halves, plan)
-            input_s, weight_s = rest_s * share + first_s, rest_s * (1 - share) + second_s
-        return StageTimes(forward_s, backward_s, input_s, weight_s)
-
-    def _added_s(self, parts: StageParts, plan: Plan) -> tuple[float, float]:
+    def added_s(self, parts: StageParts, plan: Plan) -> tuple[float, float]:
         """Return the seconds that a plan adds up to the end of the first half of backward, and after it."""
         key = id(parts), id(plan)
         if key not in self._added:
@@ -201,6 +96,185 @@ class Pipeline:
         return self._forward_s[id(profile)]
 
 
+class Pipeline:
+    """A schedule with the recorded pieces that it runs. What several ranks or pieces share is worked out once.
+
+    Args:
+        schedule: what each rank runs.
+        recorded: all pieces, in order.
+        sizes: how many pieces each stage has; by default one.
+
+    Raises:
+        ScheduleError: the schedule splits backwards, and the pieces were not recorded so.
+    """
+
+    def __init__(
+        self, schedule: PipelineSchedule, recorded: RecordedPieces, sizes: Sequence[int] | None = None
+    ) -> None:
+        self.schedule = schedule
+        self.recorded = recorded
+        sizes = sizes or [1] * schedule.num_stages
+        ends = list(accumulate(sizes))
+        self.pieces_of = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self.stage_of = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+        for stage in range(1, schedule.num_stages):
+            if INPUT in schedule.backwards_of(stage) and recorded.pieces[ends[stage] - 1].halves is None:
+                raise ScheduleError(
+                    f"the schedule splits the backward of stage {stage} in two (zero bubble), expected split_profiles: "
+                    "record each stage with split_backward=True"
+                )
+
+    @cached_property
+    def ranks(self) -> list[Rank]:
+        """What each rank runs, with as few micro-batches as say the same."""
+        return [self.rank(number, is_whole=False) for number in range(len(self.schedule.ranks))]
+
+    def pieces_of_rank(self, number: int) -> list[int]:
+        """Return the pieces of all stages of a rank."""
+        return [piece for stage in self.schedule.stages_of(number) for piece in self.pieces_of[stage]]
+
+    def rank(self, number: int, *, is_whole: bool) -> Rank:
+        """Return what one rank runs; with all of its micro-batches, or as few as say the same if they are alike."""
+        own = self.pieces_of_rank(number)
+        actions = [_as_run(action) for action in self.schedule.ranks[number]]
+        some = [action for action in actions if action is not None]
+        return Rank(
+            stages=tuple(self._rank_stage(piece, own) for piece in own),
+            actions=tuple(
+                replace(action, stage=own.index(piece))
+                for action in (some if is_whole else shortened(some))
+                for piece in self._in_order(action)
+            ),
+            num_micro_batches=self.schedule.num_micro_batches,
+            holds_sent=self.schedule.holds_sent,
+        )
+
+    def _in_order(self, action: PipelineAction) -> Sequence[int]:
+        pieces = self.pieces_of[action.stage]
+        return pieces if action.kind == FORWARD else pieces[::-1]
+
+    def _rank_stage(self, piece: int, own: Sequence[int]) -> RankStage:
+        all_pieces = self.recorded.pieces
+        is_last = piece == len(all_pieces) - 1
+        stages = self.stage_of
+        next_is_inside = not is_last and stages[piece + 1] == stages[piece]
+        previous_is_inside = piece > 0 and stages[piece - 1] == stages[piece]
+        # A piece alike for both kinds of backward would not be alike for ranks that run one kind only.
+        halves = None if stages[piece] == 0 else all_pieces[piece].halves
+        return RankStage(
+            recorded=replace(all_pieces[piece], halves=halves),
+            output_bytes=all_pieces[piece].whole.last_bytes if is_last else all_pieces[piece + 1].whole.input_bytes,
+            is_first=piece == 0,
+            is_last=is_last,
+            next_is_here=piece + 1 in own and not next_is_inside,
+            previous_is_here=piece - 1 in own and not previous_is_inside,
+            next_is_inside=next_is_inside,
+            previous_is_inside=previous_is_inside,
+        )
+
+    def peaks_bytes(self, plans: Sequence[StagePlans]) -> tuple[int, ...]:
+        """Return the most bytes that each rank holds under given plans of the pieces."""
+        known: dict[object, int] = {}
+        steps: dict[object, RankStep] = {}
+        found = []
+        for number in range(len(self.schedule.ranks)):
+            own = [plans[piece] for piece in self.pieces_of_rank(number)]
+            rank = self.rank(number, is_whole=not all(isinstance(plan, Plan) for plan in own))
+            key = rank.key, tuple(id(plan) for plan in own)
+            if key not in known:
+                if rank.key not in steps:
+                    steps[rank.key] = rank_step(rank)
+                known[key] = _peak_bytes(steps[rank.key], own)
+            found.append(known[key])
+        return tuple(found)
+
+    def predicted(
+        self, plans: Sequence[StagePlans], peaks_bytes: Sequence[int], *, send_s: float, budget_bytes: int | None = None
+    ) -> PipelinePlan:
+        """Return the plans of the stages with their own slowdowns, and the step's times.
+
+        Args:
+            plans: of the pieces.
+            peaks_bytes: of the ranks.
+            send_s: see `played_s`.
+            budget_bytes: of each device.
+
+        Raises:
+            ScheduleError: the ranks wait for each other for ever.
+        """
+        plain = [Plan({})] * len(plans)
+        return PipelinePlan(
+            plans=tuple(self._stage_plans(stage, plans) for stage in range(self.schedule.num_stages)),
+            peaks_bytes=tuple(peaks_bytes),
+            step_s=self.step_s(plans, send_s=send_s),
+            plain_step_s=self.step_s(plain, send_s=send_s),
+            slowdowns=tuple(self._slowdown(stage, plans) for stage in range(self.schedule.num_stages)),
+            in_flight=tuple(self.schedule.most_in_flight(stage) for stage in range(self.schedule.num_stages)),
+            schedule=self.schedule,
+            budget_bytes=budget_bytes,
+        )
+
+    def step_s(self, plans: Sequence[StagePlans], *, send_s: float) -> float:
+        """Return the seconds of the step under plans of the pieces."""
+        known: dict[tuple[int, str, tuple[int, ...]], float] = {}
+
+        def lasts(action: PipelineAction) -> float:
+            pieces = self.pieces_of[action.stage]
+            own = [_of_micro_batch(plans[piece], action.micro_batch) for piece in pieces]
+            key = action.stage, action.kind, tuple(id(plan) for plan in own)
+            if key not in known:
+                is_first = action.stage == 0
+                times = [self.recorded.times(p, plan, is_first=is_first) for p, plan in zip(pieces, own, strict=True)]
+                known[key] = sum(one.of(action.kind) for one in times)
+            return known[key]
+
+        return played_s(self.schedule, lasts, send_s=send_s)
+
+    def _stage_plans(self, stage: int, plans: Sequence[StagePlans]) -> Plan | tuple[Plan, ...]:
+        pieces = self.pieces_of[stage]
+        if len(pieces) > 1:
+            units = {
+                unit_path(number, path): unit
+                for number, piece in enumerate(pieces)
+                for path, unit in _of_micro_batch(plans[piece], 0).units.items()
+            }
+            return Plan(units, predicted_slowdown=self._slowdown(stage, plans))
+        own = plans[pieces[0]]
+        made = tuple(replace(p, predicted_slowdown=self._share(pieces[0], p)) for p in _all(own))
+        return made[0] if isinstance(own, Plan) else made
+
+    def _slowdown(self, stage: int, plans: Sequence[StagePlans]) -> float:
+        pieces = self.pieces_of[stage]
+        whole_s = sum(self._step_s(piece) for piece in pieces) or 1.0
+        shares = ([self._share(piece, plan) for plan in _all(plans[piece])] for piece in pieces)
+        added = (sum(own) / len(own) * self._step_s(piece) for piece, own in zip(pieces, shares, strict=True))
+        return sum(added) / whole_s
+
+    def _step_s(self, piece: int) -> float:
+        return self._used(piece).profile.step_s
+
+    def _share(self, piece: int, plan: Plan) -> float:
+        parts = self._used(piece)
+        return sum(self.recorded.added_s(parts, plan)) / (parts.profile.step_s or 1.0)
+
+    def _used(self, piece: int) -> StageParts:
+        """Return what a piece runs most: with a whole backward, if its stage ever does."""
+        recorded, stage = self.recorded.pieces[piece], self.stage_of[piece]
+        splits = stage > 0 and BACKWARD not in self.schedule.backwards_of(stage)
+        return recorded.halves if splits and recorded.halves is not None else recorded.whole
+
+
+def _as_run(action: PipelineAction) -> PipelineAction | None:
+    """Return an action as torch runs it: the first stage runs a whole backward in place of the second half."""
+    if action.stage or action.kind not in (INPUT, WEIGHT):
+        return action
+    return replace(action, kind=BACKWARD) if action.kind == WEIGHT else None
+
+
+def _of_micro_batch(own: StagePlans, micro_batch: int) -> Plan:
+    return own if isinstance(own, Plan) else own[micro_batch]
+
+
 def _all(own: StagePlans) -> Sequence[Plan]:
     return [own] if isinstance(own, Plan) else own
 
@@ -210,8 +284,7 @@ def _peak_bytes(step: RankStep, plans: Sequence[StagePlans]) -> int:
     known: dict[tuple[int, int], list[CallActions]] = {}
     decisions: list[CallActions] = []
     for number, micro_batch, profile in step.forwards:
-        own = plans[number]
-        plan = own if isinstance(own, Plan) else own[micro_batch]
+        plan = _of_micro_batch(plans[number], micro_batch)
         key = id(profile), id(plan)
         if key not in known:
             known[key] = decide(profile, plan)

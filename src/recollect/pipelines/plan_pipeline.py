@@ -7,7 +7,7 @@ from typing import Any
 
 from recollect.arguments import check_kind
 from recollect.errors import BudgetTooSmallError, ScheduleError
-from recollect.pipelines.pipeline import Pipeline
+from recollect.pipelines.pipeline import Pipeline, RecordedPieces
 from recollect.pipelines.pipeline_plan import PipelinePlan, StagePlans
 from recollect.pipelines.rank_profile import rank_step, stage_plan
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
@@ -92,7 +92,7 @@ def plan_pipeline(
             plan = chosen[id(planner)]
             peaks.append(plan.predicted_peak_bytes or 0)
             for number, stage in enumerate(pipeline.schedule.stages_of(rank)):
-                made[stage] = stage_plan(plan, number, pipeline.stages[stage].any.profile)
+                made[stage] = stage_plan(plan, number, profiles[stage])
         plans = [made[stage] for stage in range(len(made))]
         return pipeline.predicted(plans, peaks, send_s=send_s, budget_bytes=budget_bytes)
 
@@ -149,10 +149,16 @@ def predict_pipeline(
 
 
 def _checked(profiles: Sequence[Profile], schedule: Any, split_profiles: Sequence[Profile], call: str) -> Pipeline:
-    for name, found in (("profiles", profiles), ("split_profiles", split_profiles)):
-        for profile in found:
+    for name, given in (("profiles", profiles), ("split_profiles", split_profiles)):
+        for profile in given:
             check_kind(call, name, profile, Profile, "recollect.Profile")
-    return Pipeline(schedule_of(schedule), profiles, split_profiles)
+    found = schedule_of(schedule)
+    for name, given in (("profiles", profiles), ("split_profiles", split_profiles)):
+        if len(given) != found.num_stages and (given or name == "profiles"):
+            raise ScheduleError(
+                f"got {len(given)} {name} for a schedule of {found.num_stages} stages, expected one for each"
+            )
+    return Pipeline(found, RecordedPieces(profiles, split_profiles))
 
 
 def _planners(pipeline: Pipeline) -> list[Planner]:

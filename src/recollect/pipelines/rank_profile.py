@@ -30,6 +30,7 @@ class RankStage:
         output_bytes: what a micro-batch makes: what the next stage receives, or the output of the last one.
         is_first, is_last: whether it is the first or the last of the pipeline.
         next_is_here, previous_is_here: whether the stage after or before it runs on the same rank.
+        next_is_inside, previous_is_inside: whether it is a part of a stage, as the next or the previous one is.
     """
 
     recorded: RecordedStage
@@ -38,14 +39,15 @@ class RankStage:
     is_last: bool
     next_is_here: bool
     previous_is_here: bool
+    next_is_inside: bool = False
+    previous_is_inside: bool = False
 
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for stages that do alike."""
-        profiles = [None if parts is None else id(parts) for parts in (self.recorded.whole, self.recorded.halves)]
-        return (
-            *profiles, self.output_bytes, self.is_first, self.is_last, self.next_is_here, self.previous_is_here
-        )  # fmt: skip
+        parts = [None if found is None else id(found) for found in (self.recorded.whole, self.recorded.halves)]
+        others = (self.next_is_here, self.previous_is_here, self.next_is_inside, self.previous_is_inside)
+        return *parts, self.output_bytes, self.is_first, self.is_last, *others
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +106,7 @@ def rank_step(rank: Rank) -> RankStep:
     writer = _Writer(rank)
     for action in rank.actions:
         writer.add(action)
-    first = rank.stages[0].recorded.any.profile
+    first = rank.stages[0].recorded.whole.profile
     numbers = [stage.recorded.number for stage in rank.stages]
     profile = replace(
         first,
@@ -113,7 +115,7 @@ def rank_step(rank: Rank) -> RankStep:
         log=StepLog(blocks=((*writer.log, *writer.optimizer_steps()),), sequence=((0, -1),)),
         step_s=sum(recorded.step_s for _, _, recorded in writer.forwards),
         persistent=persistent,
-        calibration_bytes=max(stage.recorded.any.profile.calibration_bytes for stage in rank.stages),
+        calibration_bytes=max(stage.recorded.whole.profile.calibration_bytes for stage in rank.stages),
         model_class=f"stages {', '.join(map(str, numbers))} of a pipeline",
         batch=f"{rank.num_micro_batches} micro-batches",
     )
@@ -171,9 +173,12 @@ def unit_path(number: int, path: str) -> str:
 
 
 def _persistent(stage: RankStage, num_micro_batches: int) -> dict[str, int]:
-    parts = stage.recorded.any
+    parts = stage.recorded.whole
     found = dict(parts.profile.persistent)
-    found["batch"] = num_micro_batches * (parts.input_bytes + (0 if stage.is_last else stage.output_bytes))
+    received_bytes = 0 if stage.previous_is_inside else parts.input_bytes
+    if not stage.is_last and not stage.next_is_inside:
+        received_bytes += stage.output_bytes
+    found["batch"] = num_micro_batches * received_bytes
     return found
 
 
@@ -215,17 +220,22 @@ class _Writer:
         # Of each stage: events that free the gradient that it sent last.
         self._sent: dict[int, list[Event]] = {}
         self._open: dict[tuple[int, int], _InFlight] = {}
+        # Of each part of a stage and micro-batch: events that free the gradient that it handed to the part before.
+        self._handed: dict[tuple[int, int], list[Event]] = {}
         if rank.holds_sent:
             # What was sent for micro-batches that are left out: as if they had run before.
             left_out = rank.num_micro_batches - len({action.micro_batch for action in rank.actions})
             for stage in rank.stages:
                 output_bytes = stage.output_bytes if self._holds_output_sent(stage) else 0
-                input_bytes = 0 if stage.is_first or stage.previous_is_here else stage.recorded.any.input_bytes
+                is_sent = not (stage.is_first or stage.previous_is_here or stage.previous_is_inside)
+                input_bytes = stage.recorded.whole.input_bytes if is_sent else 0
                 self._allocate(left_out * (output_bytes + input_bytes))
 
     def _add_graphs(self, recorded: RecordedStage) -> None:
         """Add the graphs of a stage once, so that one decision holds for its micro-batches with either backward."""
         found = [parts for parts in (recorded.whole, recorded.halves) if parts is not None]
+        if id(found[0]) in self._first_graph:
+            return
         for parts in found:
             self._first_graph[id(parts)] = len(self.graphs)
         forms = [
@@ -240,7 +250,7 @@ class _Writer:
         self.graphs += found[0].profile.graphs
 
     def _holds_output_sent(self, stage: RankStage) -> bool:
-        return self._rank.holds_sent and not stage.is_last and not stage.next_is_here
+        return self._rank.holds_sent and not (stage.is_last or stage.next_is_here or stage.next_is_inside)
 
     def add(self, action: PipelineAction) -> None:
         """Add a forward, with calls of its own, or the backward of one, or half of it."""
@@ -250,10 +260,14 @@ class _Writer:
             self._add_forward(action, stage)
             return
         found = self._open[key]
+        if stage.next_is_inside and action.kind != INPUT and found.output is not None:
+            # The next part has let go of its input.
+            self.log.append((events.FREE, found.output))
+            found = self._open[key] = replace(found, output=None)
         self._write(found.parts.parts[action.kind], found)
-        # The first stage finds all of its gradients in the second half, as torch does.
-        if action.kind in (BACKWARD, WEIGHT if stage.is_first else INPUT):
-            self._send_gradient(action.stage, stage, found)
+        self.log += self._handed.pop((action.stage + 1, action.micro_batch), ())
+        if action.kind != WEIGHT:
+            self._send_gradient(key, stage, found)
         # torch holds a stage's output for the second half, but not the last one's.
         if action.kind == INPUT and not stage.is_last:
             return
@@ -276,10 +290,13 @@ class _Writer:
             self._allocate(stage.output_bytes)
         self._open[action.stage, action.micro_batch] = found
 
-    def _send_gradient(self, number: int, stage: RankStage, found: _InFlight) -> None:
+    def _send_gradient(self, key: tuple[int, int], stage: RankStage, found: _InFlight) -> None:
         """Let go of the gradient of a stage's input when its loop does."""
         frees = self._renumbered(found.parts.left_behind, found)
-        if stage.previous_is_here:
+        number = key[0]
+        if stage.previous_is_inside:
+            self._handed[key] = frees
+        elif stage.previous_is_here:
             self.log += frees
         elif not self._rank.holds_sent:
             self.log += self._sent.get(number, ())
@@ -293,7 +310,7 @@ class _Writer:
         """Return the events of the stages' optimizer steps, one after the other."""
         steps: list[Event] = []
         for stage in self._rank.stages:
-            parts = stage.recorded.any
+            parts = stage.recorded.whole
             steps += self._renumbered(parts.optimizer, _InFlight(parts, 0, self._num_storages, 0, None))
             self._num_storages += parts.num_storages
         return steps

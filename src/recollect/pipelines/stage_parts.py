@@ -21,24 +21,17 @@ _ENDS: Final = (events.DIES, events.FREE, events.LET_GO, events.RELEASE)
 
 @dataclass(frozen=True, eq=False)
 class RecordedStage:
-    """A stage as it was recorded on one micro-batch: with a whole backward, with one in two halves, or both.
+    """A stage, or a part of one, as it was recorded on one micro-batch.
 
     Attributes:
         number: of the stage, for errors.
-        whole: for schedules that run its backward as one.
-        halves: for those that split it.
+        whole: with a whole backward.
+        halves: with one in two halves; None if no schedule splits it.
     """
 
     number: int
-    whole: StageParts | None
+    whole: StageParts
     halves: StageParts | None
-
-    @property
-    def any(self) -> StageParts:
-        """The parts of either."""
-        found = self.whole or self.halves
-        assert found is not None
-        return found
 
     def parts_of(self, kind: str) -> StageParts:
         """Return the parts with a backward of this kind."""

@@ -147,21 +147,20 @@ def test_wrong_numbers_of_profiles_and_plans(profiles: list[Profile]) -> None:
 
 
 def test_split_backwards_need_profiles_of_their_own(profiles: list[Profile]) -> None:
-    zero_bubble = [["0F0", "0I0", "0W0"]]
+    zero_bubble = [["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]]
     with pytest.raises(
-        ScheduleError, match="splits the backward of stage 0 in two .*expected split_profiles: record each"
+        ScheduleError, match="splits the backward of stage 1 in two .*expected split_profiles: record each"
     ):
-        recollect.plan_pipeline(profiles[:1], zero_bubble, "70%")
-    with pytest.raises(ScheduleError, match="got 2 split_profiles for a schedule of 1 stages, expected one for each"):
-        recollect.plan_pipeline(profiles[:1], zero_bubble, "70%", split_profiles=profiles[:2])
+        recollect.plan_pipeline(profiles[:2], zero_bubble, "70%")
+    with pytest.raises(ScheduleError, match="got 1 split_profiles for a schedule of 2 stages, expected one for each"):
+        recollect.plan_pipeline(profiles[:2], zero_bubble, "70%", split_profiles=profiles[:1])
     other = nn.Sequential(*list(module())[:2])
     x = torch.randn(SHAPE, requires_grad=True)
     split = recollect.record(
         other, x, loss_fn=torch.sum, gradients="accumulated", holds_output=False, split_backward=True
     )
-    both = [["0F0", "0F1", "0B0", "0I1", "0W1"]]
-    with pytest.raises(ProfileFormatError, match="stage 0: got other ops with split_backward=True than without it"):
-        recollect.plan_pipeline(profiles[1:2], both, "70%", split_profiles=[split])
+    with pytest.raises(ProfileFormatError, match="stage 1: got other ops with split_backward=True than without it"):
+        recollect.plan_pipeline(profiles[:2], zero_bubble, "70%", split_profiles=[split] * 2)
 
 
 def test_ranks_that_do_alike_are_planned_once(profiles: list[Profile], monkeypatch: pytest.MonkeyPatch) -> None:

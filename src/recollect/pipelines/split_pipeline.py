@@ -1,0 +1,276 @@
+"""`split_pipeline`: which layers go to which stage, chosen together with the plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+from recollect.arguments import check_kind
+from recollect.byte_format import format_bytes
+from recollect.errors import BudgetTooSmallError, ScheduleError
+from recollect.pipelines.pipeline import Pipeline, RecordedPieces
+from recollect.pipelines.pipeline_plan import PipelinePlan
+from recollect.pipelines.rank_profile import rank_step, stage_plan
+from recollect.pipelines.schedule import PipelineSchedule, schedule_of
+from recollect.planning.choose import Planner
+from recollect.plans.plan import Plan
+from recollect.profile.profile import Profile
+from recollect.progress.stage import stage as progress_stage
+from recollect.quantities import parse_budget
+
+__all__ = ["PipelineSplit", "split_pipeline"]
+
+
+@dataclass(frozen=True, repr=False)
+class PipelineSplit:
+    """Layers divided among the stages of a pipeline, with plans.
+
+    Attributes:
+        layers: of each stage, in order.
+        pipeline: what is predicted; a stage's units are named as in an `nn.Sequential` of its layers: `<number>.<path>`.
+    """
+
+    layers: tuple[range, ...]
+    pipeline: PipelinePlan
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many layers each stage has."""
+        return tuple(len(own) for own in self.layers)
+
+    def __repr__(self) -> str:
+        return f"layers by stage: {', '.join(map(str, self.sizes))}\n{self.pipeline!r}"
+
+
+def split_pipeline(
+    layers: Sequence[Profile],
+    schedule: Any,
+    budget: int | str,
+    *,
+    split_layers: Sequence[Profile] = (),
+    send_s: float = 0.0,
+) -> PipelineSplit:
+    """Divide layers among stages so that the step, planned within the budget, is as short as can be found.
+
+    An early stage holds more micro-batches and has to recompute more: with fewer layers it is no slower than the others. The
+    embedding and the head count for what they take, too. From the even split, and from the one that is fastest without
+    recompute, layers move one by one from any stage to any other as long as the step gets shorter, each time with plans of
+    its own for every rank. It ends where no single move helps; on pipelines small enough to try all splits that was within
+    1 % of the shortest (docs/pipelines.md).
+
+    Args:
+        layers: in the order of the model, such as embedding, layers and head, each recorded on one micro-batch as a stage
+            is for `plan_pipeline`: `record(layer, x, loss_fn=torch.sum, gradients="accumulated", holds_output=False)`, where
+            the input of all but the first requires grad. Layers that are alike may share one.
+        schedule: see `plan_pipeline`.
+        budget: of each device; a percentage is of what the fullest rank of the even split needs without recompute.
+        split_layers: for a schedule that splits backward in two: the same layers recorded with `split_backward=True`.
+        send_s: see `plan_pipeline`.
+
+    Returns:
+        The layers of each stage, and the plans.
+
+    Raises:
+        BudgetTooSmallError: no split that was tried fits.
+        ScheduleError: fewer layers than stages, or as `plan_pipeline`.
+        ProfileFormatError, ArgumentError, QuantityError: as `plan_pipeline`.
+
+    Complexity: planning one rank for each split that differs in it; some hundred plans for 16 layers on 4 stages.
+
+    Example:
+        >>> import torch, recollect
+        >>> from torch import nn
+        >>> def recorded(needs_grad):
+        ...     layer = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        ...     x = torch.randn(16, 32, requires_grad=needs_grad)
+        ...     return recollect.record(
+        ...         layer, x, loss_fn=torch.sum, gradients="accumulated", holds_output=False, fake=True, units=[""]
+        ...     )
+        >>> first, middle = recorded(False), recorded(True)
+        >>> schedule = recollect.PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=4)
+        >>> found = split_pipeline([first, *[middle] * 5], schedule, "90%")
+        >>> sum(found.sizes), found.pipeline.peak_bytes <= found.pipeline.budget_bytes
+        (6, True)
+    """
+    for name, given in (("layers", layers), ("split_layers", split_layers)):
+        for profile in given:
+            check_kind("split_pipeline(layers, schedule, budget)", name, profile, Profile, "recollect.Profile")
+    found = schedule_of(schedule)
+    if len(layers) < found.num_stages:
+        raise ScheduleError(
+            f"got {len(layers)} layers for a schedule of {found.num_stages} stages, expected one or more each"
+        )
+    if split_layers and len(split_layers) != len(layers):
+        raise ScheduleError(f"got {len(split_layers)} split_layers for {len(layers)} layers, expected one for each")
+    with progress_stage("dividing the layers"):
+        return _Search(layers, split_layers, found, budget, send_s).result()
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A split under plans: by how many bytes the fullest rank exceeds the budget, and the step."""
+
+    sizes: tuple[int, ...]
+    shortfall_bytes: int
+    step_s: float
+    plans: tuple[Plan, ...] = ()
+    peaks_bytes: tuple[int, ...] = ()
+
+    @property
+    def order(self) -> tuple[int, float, tuple[int, ...]]:
+        """Lower is better."""
+        return self.shortfall_bytes, self.step_s, self.sizes
+
+
+class _Search:
+    """Descends from a split to its neighbours, and remembers every rank that it planned."""
+
+    def __init__(
+        self,
+        layers: Sequence[Profile],
+        split_layers: Sequence[Profile],
+        schedule: PipelineSchedule,
+        budget: int | str,
+        send_s: float,
+    ) -> None:
+        self._layers = layers
+        self._recorded = RecordedPieces(layers, split_layers)
+        self._schedule = schedule
+        self._send_s = send_s
+        self._planners: dict[object, Planner] = {}
+        self._planned: dict[object, Plan | BudgetTooSmallError] = {}
+        self._known: dict[tuple[int, ...], _Found] = {}
+        self._plain_s: dict[tuple[int, ...], float] = {}
+        num_stages = schedule.num_stages
+        share, rest = divmod(len(layers), num_stages)
+        self._even = tuple(share + (stage < rest) for stage in range(num_stages))
+        even = self._pipeline(self._even)
+        self._plain_peak_bytes = max(self._planner(key).plain_peak_bytes for key in self._ranks(even))
+        self._budget_bytes = parse_budget(
+            budget,
+            reference_bytes=self._plain_peak_bytes,
+            device_bytes=min(profile.device_memory_bytes for profile in layers),
+        )
+
+    def result(self) -> PipelineSplit:
+        """Return the best split of all descents."""
+        starts = [self._even, self._fastest_plain()]
+        best = min((self._descend(start) for start in dict.fromkeys(starts)), key=lambda found: found.order)
+        if best.shortfall_bytes:
+            raise self._too_small(best)
+        return self._split(best)
+
+    def exhaustive(self) -> PipelineSplit:
+        """Return the best of all splits: for tests of small cases."""
+        return self._split(min((self._at(sizes) for sizes in self._all()), key=lambda found: found.order))
+
+    def _all(self) -> Iterator[tuple[int, ...]]:
+        def divided(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+            if num_stages == 1:
+                yield (num_layers,)
+                return
+            for size in range(1, num_layers - num_stages + 2):
+                for rest in divided(num_layers - size, num_stages - 1):
+                    yield (size, *rest)
+
+        return divided(len(self._layers), self._schedule.num_stages)
+
+    def _split(self, found: _Found) -> PipelineSplit:
+        pipeline = self._pipeline(found.sizes)
+        predicted = pipeline.predicted(
+            found.plans, found.peaks_bytes, send_s=self._send_s, budget_bytes=self._budget_bytes
+        )
+        return PipelineSplit(tuple(pipeline.pieces_of), predicted)
+
+    def _pipeline(self, sizes: tuple[int, ...]) -> Pipeline:
+        return Pipeline(self._schedule, self._recorded, sizes)
+
+    def _ranks(self, pipeline: Pipeline) -> list[object]:
+        """Return the keys of the ranks, which have planners from then on."""
+        for rank in pipeline.ranks:
+            if rank.key not in self._planners:
+                self._planners[rank.key] = Planner(rank_step(rank).profile)
+        return [rank.key for rank in pipeline.ranks]
+
+    def _planner(self, key: object) -> Planner:
+        return self._planners[key]
+
+    def _plan(self, key: object) -> Plan | BudgetTooSmallError:
+        if key not in self._planned:
+            try:
+                self._planned[key] = self._planner(key).plan(self._budget_bytes)
+            except BudgetTooSmallError as error:
+                self._planned[key] = error
+        return self._planned[key]
+
+    def _fastest_plain(self) -> tuple[int, ...]:
+        """Return a split whose step without recompute no single move shortens."""
+        best = self._even
+        while True:
+            found = min(_neighbours(best), key=lambda sizes: (self._plain(sizes), sizes), default=best)
+            if self._plain(found) >= self._plain(best):
+                return best
+            best = found
+
+    def _plain(self, sizes: tuple[int, ...]) -> float:
+        if sizes not in self._plain_s:
+            plain = [Plan({})] * len(self._layers)
+            self._plain_s[sizes] = self._pipeline(sizes).step_s(plain, send_s=self._send_s)
+        return self._plain_s[sizes]
+
+    def _descend(self, start: tuple[int, ...]) -> _Found:
+        best = self._at(start)
+        while True:
+            before = best
+            # No plan makes a split faster than it is without recompute.
+            for sizes in sorted(_neighbours(best.sizes), key=lambda sizes: (self._plain(sizes), sizes)):
+                if best.shortfall_bytes or self._plain(sizes) < best.step_s:
+                    best = min(best, self._at(sizes), key=lambda found: found.order)
+            if best is before:
+                return best
+
+    def _at(self, sizes: tuple[int, ...]) -> _Found:
+        if sizes not in self._known:
+            self._known[sizes] = self._planned_at(sizes)
+        return self._known[sizes]
+
+    def _planned_at(self, sizes: tuple[int, ...]) -> _Found:
+        pipeline = self._pipeline(sizes)
+        chosen = [self._plan(key) for key in self._ranks(pipeline)]
+        shortfall_bytes = max(
+            plan.least_peak_bytes - self._budget_bytes if isinstance(plan, BudgetTooSmallError) else 0
+            for plan in chosen
+        )
+        made: dict[int, Plan] = {}
+        for rank, plan in enumerate(chosen):
+            if isinstance(plan, BudgetTooSmallError):
+                return _Found(sizes, shortfall_bytes, self._plain(sizes))
+            for number, piece in enumerate(pipeline.pieces_of_rank(rank)):
+                made[piece] = stage_plan(plan, number, self._layers[piece])
+        plans = tuple(made[piece] for piece in range(len(made)))
+        peaks_bytes = tuple(plan.predicted_peak_bytes or 0 for plan in chosen if isinstance(plan, Plan))
+        return _Found(sizes, 0, pipeline.step_s(plans, send_s=self._send_s), plans, peaks_bytes)
+
+    def _too_small(self, best: _Found) -> BudgetTooSmallError:
+        least_bytes = self._budget_bytes + best.shortfall_bytes
+        return BudgetTooSmallError(
+            budget_bytes=self._budget_bytes,
+            least_peak_bytes=least_bytes,
+            unit=f"the fullest rank of the leanest split that was found ({', '.join(map(str, best.sizes))} layers by stage)",
+            advice=(f"Raise the budget to {format_bytes(least_bytes)}, or use more ranks or smaller micro-batches.",),
+            plain_peak_bytes=self._plain_peak_bytes,
+        )
+
+
+def _neighbours(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the splits in which one stage has a layer less and another one more."""
+    found = []
+    for giver, taker in permutations(range(len(sizes)), 2):
+        if sizes[giver] > 1:
+            moved = list(sizes)
+            moved[giver] -= 1
+            moved[taker] += 1
+            found.append(tuple(moved))
+    return found
