@@ -15,7 +15,7 @@ class Doctor:
     """Name what went wrong in a training run, why, and what to do, from its log, its settings, or a memory snapshot."""
 
     files: Positional[tuple[Path, ...]] = ()
-    """Logs or tracebacks, configurations (YAML, JSON, scripts with flags), snapshots of torch.cuda.memory._dump_snapshot;
+    """Logs or tracebacks, configurations (YAML, JSON, TOML, scripts with flags), snapshots of torch.cuda.memory._dump_snapshot;
     files of one run are judged together. - or nothing: standard input."""
     json: bool = False
     """Print JSON instead of text."""

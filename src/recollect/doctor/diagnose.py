@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
 import dataclasses
 import gzip
 import json
+import lzma
 import re
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +17,18 @@ from typing import Any
 
 import yaml
 
-from recollect.doctor import hugging_face_settings, megatron_settings, out_of_memory, snapshot_findings
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from recollect.doctor import (
+    hugging_face_settings,
+    megatron_settings,
+    out_of_memory,
+    snapshot_findings,
+    torchtitan_settings,
+)
 from recollect.doctor.finding import CERTAINTIES, Finding
 from recollect.doctor.scan import TextScan
 from recollect.doctor.settings import KNOWN, Settings, settings_in_data
@@ -28,6 +42,9 @@ _LARGEST_CONFIGURATION = 4 * 2**20
 _START_BYTES = 8192
 _MOST_EVIDENCE = 4
 _LOOKS_LIKE_YAML = re.compile(r"^[\w.-]+:(?: |$)", re.MULTILINE)
+_LOOKS_LIKE_TOML = re.compile(r"^\[[\w.-]+\]\s*(?:#.*)?$", re.MULTILINE)
+# By what compressed files begin with.
+_UNPACK: Mapping[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 
 
 def diagnose(*sources: str | Path) -> list[Finding]:
@@ -35,9 +52,9 @@ def diagnose(*sources: str | Path) -> list[Finding]:
 
     Args:
         *sources: each a path, or a text with a space or a line break in it: a log with its traceback, a configuration
-            (YAML, JSON, a command line or script with flags), or a snapshot of `torch.cuda.memory._dump_snapshot` (pickle
+            (YAML, JSON, TOML, a command line or script with flags), or a snapshot of `torch.cuda.memory._dump_snapshot` (pickle
             or JSON). Several of one run are judged together. Logs are read line by line, so they may have any size, and
-            may be compressed by gzip.
+            may be compressed by gzip, bzip2 or xz.
 
     Returns:
         What was recognised, the most certain first; empty if nothing was.
@@ -104,37 +121,37 @@ class Case:
             size = path.stat().st_size
             if start[:1] == b"\x80":
                 self._add_snapshot(read_pickle(path), name)
-            elif start[:2] == b"\x1f\x8b":
-                self._add_compressed(path, name)
+            elif unpack := next((unpack for begin, unpack in _UNPACK.items() if start.startswith(begin)), None):
+                self._add_compressed(path, name, unpack)
             elif b"\x00" in start:
                 raise DiagnosisError(
                     f"{name}: got a binary file, expected text, a configuration, or a snapshot of CUDA memory (a pickle). "
-                    "Unpack it first if it is compressed in another way than by gzip."
+                    "Unpack it first if it is compressed in another way than by gzip, bzip2 or xz."
                 )
             elif path.suffix == ".json" or (start.lstrip()[:1] == b"{" and size <= _LARGEST_CONFIGURATION):
                 self._add_json(path, name)
             elif size <= _LARGEST_CONFIGURATION:
                 text = path.read_text(encoding="utf-8", errors="replace")
-                self.add_text(text.splitlines(), name, text, is_yaml=path.suffix in (".yaml", ".yml"))
+                self.add_text(text.splitlines(), name, text, suffix=path.suffix)
             else:
                 with path.open(encoding="utf-8", errors="replace") as lines:
                     self.add_text(iter(lambda: lines.readline(_LONGEST_LINE), ""), name)
         except OSError as problem:
             raise DiagnosisError(f"{name}: cannot be read ({problem.strerror}), expected a file.") from None
 
-    def add_text(self, lines: Iterable[str], name: str, whole: str = "", *, is_yaml: bool = False) -> None:
-        """Read a text, or the YAML or JSON that it turns out to be.
+    def add_text(self, lines: Iterable[str], name: str, whole: str = "", *, suffix: str = "") -> None:
+        """Read a text, or the YAML, TOML or JSON that it turns out to be.
 
         Args:
             lines: of the text.
             name: to call it by in the evidence.
             whole: the text, if it is short enough to be a configuration.
-            is_yaml: whether it must be one.
+            suffix: of the file, which may say that it must be one.
 
         Raises:
-            DiagnosisError: it must be YAML and is not.
+            DiagnosisError: it must be YAML or TOML and is not.
         """
-        data = _configuration(whole, name, is_yaml=is_yaml)
+        data = _configuration(whole, name, suffix)
         if data is not None:
             self.scopes += settings_in_data(data, name)
             self.read.append(f"{name}: a configuration")
@@ -143,18 +160,18 @@ class Case:
         self.texts.append(scan)
         self.read.append(f"{name}: a text of {scan.num_lines} line{'' if scan.num_lines == 1 else 's'}")
 
-    def _add_compressed(self, path: Path, name: str) -> None:
-        """Read a log that gzip compressed, line by line: unpacked it may have any size."""
+    def _add_compressed(self, path: Path, name: str, unpack: Any) -> None:
+        """Read a compressed log line by line: unpacked it may have any size."""
         try:
-            with gzip.open(path) as file:
+            with unpack(path) as file:
                 start = file.read(_START_BYTES)
             if start[:1] == b"\x80" or b"\x00" in start:
                 raise DiagnosisError(f"{name}: got a compressed binary file, expected a log. Unpack it first.")
-            with gzip.open(path, "rt", encoding="utf-8", errors="replace") as lines:
+            with unpack(path, "rt", encoding="utf-8", errors="replace") as lines:
                 self.add_text(iter(lambda: lines.readline(_LONGEST_LINE), ""), name)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as problem:
             raise DiagnosisError(
-                f"{name}: cannot be unpacked ({problem}), expected a whole file of gzip. Copy it again."
+                f"{name}: cannot be unpacked ({problem}), expected a whole file of gzip, bzip2 or xz. Copy it again."
             ) from None
 
     def _add_json(self, path: Path, name: str) -> None:
@@ -212,6 +229,7 @@ class Case:
             if megatron_settings.is_megatron(scope):
                 yield from megatron_settings.findings(scope, log)
         yield from hugging_face_settings.findings(together)
+        yield from torchtitan_settings.findings(together)
         for snapshot in self.snapshots:
             yield from snapshot_findings.findings(snapshot)
 
@@ -224,8 +242,18 @@ def _merged(scopes: list[Settings]) -> Settings:
     return Settings(", ".join(dict.fromkeys(scope.place.partition(": ")[0] for scope in scopes)), values)
 
 
-def _configuration(text: str, name: str, *, is_yaml: bool) -> Mapping[Any, Any] | None:
-    """Return the mapping that a text is, in YAML or JSON; None if it is a log or a script."""
+def _configuration(text: str, name: str, suffix: str) -> Mapping[Any, Any] | None:
+    """Return the mapping that a text is, in YAML, TOML or JSON; None if it is a log or a script."""
+    if suffix == ".toml" or _LOOKS_LIKE_TOML.search(text):
+        try:
+            found: Mapping[str, Any] = tomllib.loads(text)
+            return found
+        except tomllib.TOMLDecodeError as problem:
+            if suffix == ".toml":
+                raise DiagnosisError(
+                    f"{name}: got malformed TOML ({problem}), expected sections of settings."
+                ) from None
+    is_yaml = suffix in (".yaml", ".yml")
     is_json = text.lstrip().startswith("{")
     if not is_yaml and not is_json and not _LOOKS_LIKE_YAML.search(text):
         return None

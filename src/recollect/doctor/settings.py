@@ -32,6 +32,7 @@ _OTHER_NAMES = frozenset(
         *("lora_r", "lora_rank", "lora_target_modules", "lora_target", "use_peft", "adapter", "finetuning_type"),
         *("peft_type", "per_device_train_batch_size", "max_length", "max_seq_length", "cutoff_len", "sequence_len"),
         *("activation_memory_budget", "disable_gradient_checkpointing", "num_local_experts", "num_experts_per_tok"),
+        *("activation_checkpoint", "selective_ac_option"),
         *("n_routed_experts", "num_experts", "n_experts", "moe_num_experts", "train_micro_batch_size_per_gpu"),
     )
 )

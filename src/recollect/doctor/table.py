@@ -11,6 +11,7 @@ from recollect.doctor.rules_libraries import LIBRARY_RULES
 from recollect.doctor.rules_megatron import MEGATRON_TEXT_RULES
 from recollect.doctor.settings_rules import MEGATRON_RULES
 from recollect.doctor.snapshot_findings import SNAPSHOT_RULES
+from recollect.doctor.torchtitan_settings import TORCHTITAN_RULES
 from recollect.doctor.training_log import LOG_RULES
 from recollect.integrations.megatron.rules import RULES as CLASHES
 
@@ -20,7 +21,7 @@ TOPICS: dict[str, tuple[Rule, ...]] = {
     "Out of memory": (*MEMORY_RULES, *LOG_RULES),
     "Memory snapshots": SNAPSHOT_RULES,
     "Checkpointing, autograd and DDP": (*METADATA_RULES, *CHECKPOINT_RULES),
-    "transformers, FSDP, DeepSpeed and offload": (*LIBRARY_RULES, *HUGGING_FACE_RULES),
+    "transformers, FSDP, DeepSpeed, torchtitan and offload": (*LIBRARY_RULES, *HUGGING_FACE_RULES, *TORCHTITAN_RULES),
     "Megatron's errors": MEGATRON_TEXT_RULES,
     "Megatron's settings": MEGATRON_RULES,
 }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +47,7 @@ def test_a_text_a_path_and_several() -> None:
         (
             "x.log.gz",
             gzip.compress(b"a log")[:-9],
-            r"x\.log\.gz: cannot be unpacked \(.*\), expected a whole file of gzip",
+            r"x\.log\.gz: cannot be unpacked \(.*\), expected a whole file of gzip, bzip2 or xz",
         ),
         ("x.pickle.gz", gzip.compress(b"\x80\x04."), r"got a compressed binary file, expected a log\. Unpack it first"),
         ("model.bin", b"ab\x00cd", "got a binary file, expected text, a configuration, or a snapshot"),
@@ -61,9 +64,10 @@ def test_unreadable(name: str, content: bytes | None, message: str, tmp_path: Pa
         recollect.diagnose(path)
 
 
-def test_a_compressed_log_is_read_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "train.log.gz"
-    path.write_bytes(gzip.compress(f"step 1\n{GRAPHS}\n".encode()))
+@pytest.mark.parametrize("module", [gzip, bz2, lzma], ids=lambda module: module.__name__)
+def test_a_compressed_log_is_read_as_it_is(module: Any, tmp_path: Path) -> None:
+    path = tmp_path / "train.log.packed"
+    path.write_bytes(module.compress(f"step 1\n{GRAPHS}\n".encode()))
     (found,) = recollect.diagnose(path)
     (expected,) = recollect.diagnose(f"step 1\n{GRAPHS}\n")
     assert (found.rule, found.problem) == (expected.rule, expected.problem)

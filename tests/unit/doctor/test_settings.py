@@ -9,6 +9,7 @@ import pytest
 
 import recollect
 from recollect.doctor.finding import Finding
+from recollect.errors import DiagnosisError
 
 FUSED = "--transformer-impl transformer_engine --num-layers 32 --hidden-size 4096"
 MEMORY = (
@@ -228,3 +229,32 @@ def test_deepspeed(section: dict[str, object], expected: list[str], tmp_path: Pa
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "activation_checkpointing": section}))
     assert rules(path) == expected
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        ({"activation_checkpoint": "memory_budget"}, ["torchtitan-budget-needs-compile"]),
+        ({"activation_checkpoint": "memory_budget", "components": '["loss"]'}, ["torchtitan-budget-needs-compile"]),
+        ({"activation_checkpoint": "memory_budget", "components": '["model"]'}, ["compile-budget"]),
+        (
+            {"activation_checkpoint": "selective", "components": '["model", "loss"]'},
+            ["torchtitan-selective-and-compile"],
+        ),
+        ({"activation_checkpoint": "selective", "training": "true"}, ["torchtitan-selective-and-compile"]),
+        ({"activation_checkpoint": "selective"}, []),
+        ({"activation_checkpoint": "full", "components": '["model"]'}, []),
+    ],
+)
+def test_torchtitan(job: dict[str, str], expected: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "llama3_8b.toml"
+    compiles = f"enable = true\ncomponents = {job['components']}" if "components" in job else "enable = false"
+    path.write_text(
+        f"# a job\n[training]\nseq_len = 8192\ncompile = {job.get('training', 'false')}\n\n[compile]\n{compiles}\n"
+        f"[activation_checkpoint]\nmode = '{job['activation_checkpoint']}' # of the blocks\n"
+    )
+    assert rules(path) == expected
+    assert rules(path.read_text()) == expected, "without its name"
+    path.write_text("[activation_checkpoint\n")
+    with pytest.raises(DiagnosisError, match=r"llama3_8b\.toml: got malformed TOML \(.+\), expected sections"):
+        recollect.diagnose(path)
