@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from tyro.conf import OmitArgPrefixes
+from tyro.conf import OmitArgPrefixes, arg
 
 __all__ = ["ClusterFlags", "NodeFlags"]
 
@@ -49,7 +49,7 @@ class ClusterFlags:
     """Sequences of a step on all devices; default: four micro-batches a rank of the pipeline, or one without a pipeline."""
     pipeline_engine: Literal["torch", "megatron"] = "torch"
     """Whose pipelines: torch's hold receive buffers for all micro-batches, Megatron's free what they received and sent."""
-    node: OmitArgPrefixes[NodeFlags] = field(default_factory=NodeFlags)
+    node: Annotated[OmitArgPrefixes[NodeFlags], arg(name="node", prefix_name=False)] = field(default_factory=NodeFlags)
     """How devices are connected."""
 
     def __post_init__(self) -> None:

@@ -13,6 +13,10 @@ from recollect.cli.recompute_flags import RecomputeFlags
 from recollect.lab.train.checks import at_least
 from recollect.lab.train.config import ModelFlags, OptimFlags, TrainConfig
 
+# The names are headings of --help.
+_Recompute = Annotated[OmitArgPrefixes[RecomputeFlags], arg(name="recompute", prefix_name=False)]
+_Model = Annotated[OmitArgPrefixes[ModelFlags], arg(name="model", prefix_name=False)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
@@ -22,7 +26,7 @@ class Train:
     """Use the settings of the demo (about three minutes on two CPU cores); other flags override them."""
     config: OmitArgPrefixes[TrainConfig] = field(default_factory=TrainConfig)
     """Model, data, optimizer and run."""
-    recompute: OmitArgPrefixes[RecomputeFlags] = field(default_factory=RecomputeFlags)
+    recompute: _Recompute = field(default_factory=RecomputeFlags)
     """What to recompute, as Megatron's flags, instead of --memory-budget."""
     debug: bool = False
     """Show the traceback of an error."""
@@ -32,7 +36,7 @@ class Train:
 class ModelStep:
     """A training step: AdamW on one micro-batch of a language model."""
 
-    model: OmitArgPrefixes[ModelFlags] = field(default_factory=ModelFlags)
+    model: _Model = field(default_factory=ModelFlags)
     """One of recollect's own models."""
     hf_config: Path | None = None
     """Use the causal language model of a Hugging Face config.json instead; needs transformers."""

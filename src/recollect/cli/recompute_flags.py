@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from tyro.conf import OmitArgPrefixes
+from tyro.conf import OmitArgPrefixes, arg
 
 __all__ = ["OffloadFlags", "RecomputeFlags"]
 
@@ -37,6 +37,10 @@ class OffloadFlags:
     """Most copies to the host in flight at once."""
 
 
+# The names are headings of --help.
+_Offload = Annotated[OmitArgPrefixes[OffloadFlags], arg(name="offload", prefix_name=False)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecomputeFlags:
     """Which activations to recompute, as Megatron's flags.
@@ -62,7 +66,7 @@ class RecomputeFlags:
     """Split the kept inputs of layers among the ranks of tensor parallelism."""
     moe_layer_recompute: bool = False
     """Old spelling of --recompute-modules moe."""
-    offload: OmitArgPrefixes[OffloadFlags] = field(default_factory=OffloadFlags)
+    offload: _Offload = field(default_factory=OffloadFlags)
     """What to offload to host memory."""
 
     def __post_init__(self) -> None:

@@ -179,12 +179,13 @@ class RunFlags:
 class TrainConfig:
     """A whole training run."""
 
-    model: ModelFlags = field(default_factory=ModelFlags)
-    data: DataFlags = field(default_factory=DataFlags)
-    optim: OptimFlags = field(default_factory=OptimFlags)
-    step: StepFlags = field(default_factory=StepFlags)
-    run: RunFlags = field(default_factory=RunFlags)
-    profile: ProfileFlags = field(default_factory=ProfileFlags)
+    # The names are headings of --help.
+    model: Annotated[ModelFlags, arg(name="model", prefix_name=False)] = field(default_factory=ModelFlags)
+    data: Annotated[DataFlags, arg(name="data", prefix_name=False)] = field(default_factory=DataFlags)
+    optim: Annotated[OptimFlags, arg(name="optimizer", prefix_name=False)] = field(default_factory=OptimFlags)
+    step: Annotated[StepFlags, arg(name="step", prefix_name=False)] = field(default_factory=StepFlags)
+    run: Annotated[RunFlags, arg(name="run", prefix_name=False)] = field(default_factory=RunFlags)
+    profile: Annotated[ProfileFlags, arg(name="profiler", prefix_name=False)] = field(default_factory=ProfileFlags)
 
     @property
     def num_validation_batches(self) -> int:

@@ -93,6 +93,11 @@ class LatentFlags:
     """Weight of the mean of their losses."""
 
 
+# The names are headings of --help.
+_Experts = Annotated[OmitArgPrefixes[ExpertFlags], arg(name="experts", prefix_name=False)]
+_Latent = Annotated[OmitArgPrefixes[LatentFlags], arg(name="latent attention", prefix_name=False)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
     """The model: a named one with changes, or with --num-layers and --hidden-size one as Megatron's pretrain_gpt builds it.
@@ -166,9 +171,9 @@ class ModelFlags:
     """Old spelling of --attention-backend flash."""
     transformer_impl: Literal["local", "transformer_engine"] | None = None
     """local: --attention-backend unfused, unless one is given; all kernels are PyTorch's in any case."""
-    experts: OmitArgPrefixes[ExpertFlags] = field(default_factory=ExpertFlags)
+    experts: _Experts = field(default_factory=ExpertFlags)
     """A mixture of experts."""
-    latent: OmitArgPrefixes[LatentFlags] = field(default_factory=LatentFlags)
+    latent: _Latent = field(default_factory=LatentFlags)
     """Latent attention and multi-token prediction."""
 
     def __post_init__(self) -> None:
