@@ -20,6 +20,12 @@ _EXPLAIN = (
     "recollect explain --size 70b --fake --hardware H100 --dtype bf16 --seq-length 4096"
     " --recompute-granularity selective --recompute-modules mlp"
 )
+_CLUSTER = (
+    "recollect plan --size 70b --num-layers 16 --seq-length 4096 --dtype bf16 --fake --hardware H100"
+    " --tensor-model-parallel-size 4 --sequence-parallel --data-parallel-size 4 --use-distributed-optimizer"
+    f" --memory-budget 34GiB --out {os.devnull}"
+)
+_HELD_OUT = "python benchmarks/held_out_70b.py"
 _PLAN = (
     "recollect plan --size 1b --fake --hardware H100 --dtype bf16 --seq-length 2048 --batch-size 4 --memory-budget 44%"
     f" --out {os.devnull}"
@@ -92,6 +98,8 @@ FIGURES: tuple[Figure, ...] = (
     _part("docs/megatron_flags.md", "PYTHONPATH=src:tests/support python -m flag_table", _megatron_flags),
     _part("docs/explain.md", _EXPLAIN, _printed(_EXPLAIN), seconds=15),
     _part("docs/how_to_read_a_plan.md", _PLAN, lambda: output_of(_PLAN).partition("Written")[0], seconds=6),
+    _part("docs/parallel.md", _CLUSTER, lambda: output_of(_CLUSTER).partition("Written")[0], seconds=20),
+    _part("docs/parallel.md", _HELD_OUT, _printed(_HELD_OUT), seconds=30),
     Dated("docs/frontier.png", f"{_FRONTIER} --png docs/frontier.png", prints=_FRONTIER, renews=True, seconds=15),
     Dated(
         "docs/memory.png",
