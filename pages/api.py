@@ -53,6 +53,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "recollect.measure_peak",
         "recollect.PeakMeasurement",
     ),
+    "More than one device": ("recollect.distribute_saved_activations",),
     "Pipelines": (
         "recollect.plan_pipeline",
         "recollect.predict_pipeline",

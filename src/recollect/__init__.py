@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from recollect.doctor.diagnose import diagnose
     from recollect.doctor.finding import Finding
     from recollect.engine.placed_forward import Applied
+    from recollect.engine.sharded_keep import distribute_saved_activations
     from recollect.fitting import fit
     from recollect.integrations.megatron.compile import megatron_plan
     from recollect.integrations.megatron.config import RecomputeConfig
@@ -68,6 +69,7 @@ __all__ = [
     "chunked_cross_entropy",
     "classic_plan",
     "diagnose",
+    "distribute_saved_activations",
     "explain_peak",
     "fit",
     "frontier",
@@ -114,6 +116,7 @@ _HOME_OF_NAME = {
     "chunked_cross_entropy": "recollect.loss.chunked",
     "classic_plan": "recollect.planning.classic",
     "diagnose": "recollect.doctor.diagnose",
+    "distribute_saved_activations": "recollect.engine.sharded_keep",
     "explain_peak": "recollect.simulation.timeline",
     "fit": "recollect.fitting",
     "frontier": "recollect.planning.frontier",

@@ -24,6 +24,7 @@ __all__ = [
     "group_ranks",
     "is_checkpoint_wrapper",
     "is_data_parallel",
+    "gathered",
     "is_fully_sharded",
     "name_of_group",
     "notes_of_group",
@@ -183,6 +184,11 @@ def notes_of_group(group: str, key: str) -> RankNotes:
         return RankNotes(key, [torch.distributed.get_rank()], torch.distributed.HashStore())  # type: ignore[attr-defined]
     ranks = torch.distributed.get_process_group_ranks(process_group)
     return RankNotes(key, ranks, distributed_c10d._get_default_store())
+
+
+def gathered(part: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
+    """Return the parts of all ranks of a group, one after the other, along the first dimension."""
+    return waited_for(torch.ops._c10d_functional.all_gather_into_tensor(part, num_ranks, group))
 
 
 def waited_for(result: torch.Tensor) -> torch.Tensor:

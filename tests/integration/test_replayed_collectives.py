@@ -241,4 +241,4 @@ def test_ranks_with_two_plans_all_say_so_before_they_wait_for_each_other(ranks: 
     for number, rank in enumerate(ranks):
         assert f"this rank ({number}) has plan " in rank["two plans"]
         assert f"rank {1 - number} has " in rank["two plans"]
-        assert "of ranks 0, 1, which have to run it again together" in rank["two plans"]
+        assert "of ranks 0, 1, which have to do so together" in rank["two plans"]

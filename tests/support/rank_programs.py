@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -26,22 +27,25 @@ from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
+from recollect.profile.profile import Profile
+from recollect.simulation.decisions import decide, simulated_plan
+from recollect.simulation.simulate import simulate
 from watch import Watch
 
 RANKS = 2
 Program = Callable[[], dict[str, Any]]
 
 
-def run_on_ranks(program: Program, directory: Path) -> list[dict[str, Any]]:
-    """Run `program` in two processes and return what each of them returned."""
-    torch.multiprocessing.spawn(_rank, (program, str(directory)), nprocs=RANKS)
-    return [torch.load(directory / f"rank{rank}", weights_only=False) for rank in range(RANKS)]
+def run_on_ranks(program: Program, directory: Path, ranks: int = RANKS) -> list[dict[str, Any]]:
+    """Run `program` in two or more processes and return what each of them returned."""
+    torch.multiprocessing.spawn(_rank, (program, str(directory), ranks), nprocs=ranks)
+    return [torch.load(directory / f"rank{rank}", weights_only=False) for rank in range(ranks)]
 
 
-def _rank(rank: int, program: Program, directory: str) -> None:
+def _rank(rank: int, program: Program, directory: str, ranks: int) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
     result = program()
     dist.barrier()
     dist.destroy_process_group()
@@ -186,6 +190,57 @@ def replayed_collectives() -> dict[str, Any]:
                 break
         outcome[name] = {"gradients": _gradients(model), "all-reduces": watch.ops["_c10d_functional::all_reduce"]}
     return outcome
+
+
+def sharded_values() -> dict[str, Any]:
+    """Gradients where all ranks compute the same and hold parts of it; errors where they do not."""
+    model = built(lambda: Stack(dropout=0.1))
+    recollect.distribute_saved_activations(model)
+    torch.manual_seed(100)
+    data = torch.randn(5, 16)
+    profile = recollect.record(model, data, loss_fn=lambda out: out.square().mean())
+    sent: list[Any] = [{name: planned_parts(profile, seed) for name, seed in (("random", 1), ("all", None))}]
+    dist.broadcast_object_list(sent)
+    plans: dict[str, Plan] = {"plain": Plan({}), **sent[0]}
+    outcome: dict[str, Any] = {}
+    for name, plan in plans.items():
+        outcome[name] = _shared_step(model, plan, data)
+    outcome["other data"] = _shared_step(model, plans["all"], data + dist.get_rank())
+    another = plans["random"] if dist.get_rank() else plans["all"]
+    outcome["other plans"] = _shared_step(model, another, data)
+    return outcome
+
+
+def _shared_step(model: nn.Module, plan: Plan, data: torch.Tensor) -> dict[str, Any]:
+    model.zero_grad()
+    try:
+        with recollect.apply(model, plan), Watch() as watch:
+            torch.manual_seed(7)
+            output = model(data)
+            kept_bytes = watch.live_bytes()
+            output.square().mean().backward()
+    except RecollectError as error:
+        return {"error": str(error)}
+    return {"gradients": _gradients(model), "kept bytes": kept_bytes, "all-gathers": _all_gathers(watch)}
+
+
+def planned_parts(profile: Profile, seed: int | None) -> Plan:
+    """Hold all values as parts that a plan may, or with a seed toss a coin for each value."""
+    coin = random.Random(seed)
+    units = {}
+    for call in profile.calls:
+        graph = profile.graph_of(call)
+        actions = {}
+        for value in graph.values:
+            if value.producer is None or value.must_keep:
+                continue
+            words = ["recompute"] if seed is None else ["keep", "recompute"]
+            if not value.mutated_later and not graph.ops[value.producer].mutates:
+                words = ["shard"] if seed is None else [*words, "shard"]
+            actions[value.name] = coin.choice(words)
+        units[call.path] = UnitPlan(actions)
+    plan = Plan(units)
+    return simulated_plan(profile, plan, simulate(profile, decide(profile, plan)))
 
 
 def loss_in_chunks() -> dict[str, Any]:

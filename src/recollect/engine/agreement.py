@@ -61,8 +61,8 @@ class Agreement:
             notes = self._met[group] = notes_of_group(group, f"recollect/{group}/{_num_met[group]}")
             notes.leave(self.digest)
 
-    def check(self, group: str, op: str) -> None:
-        """Check, the first time, that all ranks of a group drop what this one drops, before it runs `op` again.
+    def check(self, group: str, what: str) -> None:
+        """Check, the first time, that all ranks of a group drop what this one drops, before it begins to do `what`.
 
         Raises:
             PlanError: a rank drops something else, or does not tell.
@@ -74,8 +74,9 @@ class Agreement:
             if found != self.digest:
                 said = f"rank {rank} has none" if found is None else f"rank {rank} has {found}"
                 raise PlanError(
-                    f"cannot run {op} again in backward: this rank ({notes.rank}) has plan {self.digest}, {said}, of ranks "
-                    f"{', '.join(map(str, notes.ranks))}, which have to run it again together. Make the plan on one rank "
-                    'and send it to the others, or record with collectives="keep", which lets each have its own.'
+                    f"cannot {what}: this rank ({notes.rank}) has plan {self.digest}, {said}, of ranks "
+                    f"{', '.join(map(str, notes.ranks))}, which have to do so together. Make the plan on one rank and send "
+                    "it to the others. Ranks may have plans of their own if these run no collective again "
+                    '(collectives="keep") and hold no value as parts.'
                 )
         self._agreed.add(group)

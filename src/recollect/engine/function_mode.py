@@ -103,7 +103,10 @@ class FunctionMode(TapeMode):
         outputs: list[TapeValue | None] = [None] * run.num_slots
         records: dict[int, StorageRecord] = {}
         for made in run.made:
-            if (actions[made.storage] if len(actions) > 1 else actions[0]) is not Action.RECOMPUTE:
+            action = actions[made.storage] if len(actions) > 1 else actions[0]
+            if action is Action.SHARD:
+                self.hold_part(made.tensor, OpFacts(name=run.name), made.storage)
+            if action is not Action.RECOMPUTE:
                 continue
             saved = run.saved_in(made)
             record = records.get(made.storage)

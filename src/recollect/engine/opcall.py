@@ -129,7 +129,7 @@ class CollectiveCall(OpCall):
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Any:
         """Run the collective once more, as all ranks of its group do, and return its results."""
-        self.agreement.check(name_of_group(self.args, self.kwargs), str(self.func))
+        self.agreement.check(name_of_group(self.args, self.kwargs), f"run {self.func} again in backward")
         return [waited_for(result) for result in super().__call__(tensors, may_overwrite_first)]
 
 

@@ -52,6 +52,7 @@ from recollect.engine.agreement import Agreement
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.policy import Policy
 from recollect.engine.settings import Replaying
+from recollect.engine.sharded_keep import Shards
 from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape_mode import TapeMode
 from recollect.engine.tape_state import RUNS_TO_SETTLE, TapeState
@@ -91,9 +92,14 @@ class Tape(TapeState):
     """Runs the units of one applied model, and knows which one is running on this thread."""
 
     def __init__(
-        self, policy: Policy, *, runs_to_settle: int = RUNS_TO_SETTLE, agreement: Agreement | None = None
+        self,
+        policy: Policy,
+        *,
+        runs_to_settle: int = RUNS_TO_SETTLE,
+        agreement: Agreement | None = None,
+        shards: Shards | None = None,
     ) -> None:
-        super().__init__(policy, runs_to_settle=runs_to_settle, agreement=agreement)
+        super().__init__(policy, runs_to_settle=runs_to_settle, agreement=agreement, shards=shards)
         self._local = threading.local()
         # Of each backward that keeps its graph, held by that backward alone: if it fails, nothing stays behind.
         self._passes: weakref.WeakValueDictionary[int, KeptPass] = weakref.WeakValueDictionary()
@@ -140,7 +146,7 @@ class Tape(TapeState):
         for tensor in strided_tensors(output):
             storage = tensor.untyped_storage()
             record = record_of(storage)
-            if record is None or record.call is not call:
+            if record is None or record.call is not call or record.is_part:
                 continue
             forget_record(storage)
             if record.is_current(tensor._version) and record.base.tensor is None:

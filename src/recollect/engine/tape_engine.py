@@ -11,9 +11,12 @@ from recollect._torch_private import uncompiled
 from recollect.engine.agreement import Agreement, digest_of
 from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.plan_policy import PlanPolicy
+from recollect.engine.sharded_keep import Shards, shards_of
 from recollect.engine.tape import Tape
 from recollect.engine.unit_modules import plain_submodules, unit_module
+from recollect.errors import PlanError
 from recollect.plans.action import Action
+from recollect.plans.paths import unit_words
 
 if TYPE_CHECKING:
     from recollect.plans.unit_plan import UnitPlan
@@ -29,7 +32,20 @@ class TapeEngine:
         # A unit that keeps everything still belongs on the tape if another unit may have dropped its input.
         drops_outputs = any(unit.output is Action.RECOMPUTE for unit in units.values())
         paths = [path for path, unit in units.items() if unit.recomputes_anything or drops_outputs]
-        return tape_forwards(model, paths, Tape(PlanPolicy(units), agreement=Agreement(digest_of(units))))
+        shards = shards_of(model)
+        _check_shards(units, shards)
+        tape = Tape(PlanPolicy(units), agreement=Agreement(digest_of(units)), shards=shards)
+        return tape_forwards(model, paths, tape)
+
+
+def _check_shards(units: Mapping[str, UnitPlan], shards: Shards | None) -> None:
+    for path, unit in units.items():
+        name = next((name for name, action in unit.actions.items() if action is Action.SHARD), None)
+        if name is not None and shards is None:
+            raise PlanError(
+                f"cannot apply the plan: {unit_words(path)} holds {name!r} as parts, one on each rank, and nothing says on "
+                "which ranks. Call recollect.distribute_saved_activations(model, group) first."
+            )
 
 
 def tape_forwards(model: nn.Module, unit_paths: Iterable[str], tape: Tape) -> list[PlacedForward]:

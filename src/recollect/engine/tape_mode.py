@@ -46,12 +46,14 @@ from recollect.engine.values import (
     watch,
 )
 from recollect.plans.action import Action
+from recollect.plans.value_names import value_stem
 from recollect.replay import Node, Recipes
 from recollect.tensors import tensors_in
 
 # Module globals, because they are looked up several times per op.
 _STRIDED = torch.strided
 _RECOMPUTE = Action.RECOMPUTE
+_SHARD = Action.SHARD
 # An index tensor of these types is a mask: it marks elements instead of giving their positions.
 _MASKS = frozenset({torch.bool, torch.uint8})
 
@@ -149,7 +151,7 @@ class TapeMode(OpMode):
         if torch.is_grad_enabled() or self.is_in_collective:
             actions = self._op_actions(facts, not facts.writes or _is_dropped(args))
         if facts.writes:
-            return self._run_write(func, facts, args, kwargs, actions)
+            return self._run_write(func, facts, args, kwargs, ALL_KEPT if _SHARD in actions else actions)
         if not actions:
             return func(*args, **kwargs)
         output, draw = _run_once(facts, func, args, kwargs)
@@ -179,6 +181,8 @@ class TapeMode(OpMode):
         return self.tape.op_actions(key, count, facts, asks)
 
     def _register(self, result: Any, node: Node, facts: OpFacts, action: Action) -> None:
+        if action is _SHARD:
+            self.hold_part(result, facts, len(node.outputs))
         if action is not _RECOMPUTE or not isinstance(result, torch.Tensor) or result.layout is not _STRIDED:
             node.add_output(None)
             return
@@ -192,6 +196,24 @@ class TapeMode(OpMode):
         record = StorageRecord(value, layout_of(result), result._version, facts.creates, self.call)
         attach_record(storage, record)
         self.dropped.append(weakref.ref(storage))
+
+    def hold_part(self, result: Any, facts: OpFacts, index: int) -> None:
+        """Have a result, the `index`-th of its op, gathered from parts; not what is no more than room for something."""
+        shards, agreement = self.tape.shards, self.tape.agreement
+        if shards is None or agreement is None or facts.creates is not None or not isinstance(result, torch.Tensor):
+            return
+        if result.layout is not _STRIDED or is_known(result.untyped_storage()) or result.storage_offset():
+            return
+        count = self.counts[self.unit_path, self.scope, facts.name]
+        stem = value_stem(self.scope, facts.name, count - 1)
+        call, part = shards.call(result, agreement, self.unit_path, f"{stem}.{index}" if index else stem)
+        node = Node(call, [part], recipes=self.call)
+        value = TapeValue(None, node)
+        node.add_output(value)
+        record = StorageRecord(value, layout_of(result), result._version, None, self.call)
+        record.is_part = True
+        attach_record(result.untyped_storage(), record)
+        self.dropped.append(weakref.ref(result.untyped_storage()))
 
     def _run_write(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, actions: OpActions) -> Any:
         targets = facts.written_by(args, kwargs)

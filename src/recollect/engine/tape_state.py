@@ -14,6 +14,7 @@ from recollect._torch_private import is_fake_tensor
 from recollect.engine.agreement import Agreement
 from recollect.engine.facts import OpFacts
 from recollect.engine.policy import Policy
+from recollect.engine.sharded_keep import Shards
 from recollect.engine.values import UNWATCHED, alias_in_hook, alias_in_mode
 from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem
@@ -48,13 +49,20 @@ class TapeState:
         policy: asked once for each value name.
         settled: what to watch in modules that have run often enough to tell.
         agreement: that of all ranks to drop the same, so that a collective may run again in all of them; None if there is none.
+        shards: how values are held as parts; None if they are not.
     """
 
     def __init__(
-        self, policy: Policy, *, runs_to_settle: int = RUNS_TO_SETTLE, agreement: Agreement | None = None
+        self,
+        policy: Policy,
+        *,
+        runs_to_settle: int = RUNS_TO_SETTLE,
+        agreement: Agreement | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.policy = policy
         self.agreement = agreement
+        self.shards = shards
         self.settled: dict[ModuleKey, Watch] = {}
         self._runs_to_settle = runs_to_settle
         self._known: dict[OpKey, list[OpActions]] = {}

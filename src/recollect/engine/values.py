@@ -129,10 +129,11 @@ class StorageRecord:
     `created`: "undefined" or "constant" while the tensor has only its initial content (`torch.empty`, `torch.zeros`).
         It can be made again only after writes that the tape sees, which must cover all of it if it is undefined.
     `filled`: the parts of an undefined buffer written so far.
+    `is_part`: a part of it is held, from which it is gathered.
     `call`: stands for the unit's call that made this storage, which decides whether it is held when it is returned.
     """
 
-    __slots__ = ("base", "call", "created", "filled", "is_bumped", "layout", "version", "views")
+    __slots__ = ("base", "call", "created", "filled", "is_bumped", "is_part", "layout", "version", "views")
 
     def __init__(self, base: TapeValue, layout: Layout, version: int, created: str | None, call: Recipes) -> None:
         self.base = base
@@ -140,6 +141,7 @@ class StorageRecord:
         self.layout = layout
         self.version = version
         self.is_bumped = False
+        self.is_part = False
         self.created = created
         self.filled: list[Box] = []
         self.views: dict[Layout, TapeValue] = {}
@@ -150,6 +152,7 @@ class StorageRecord:
         `is_raised`: the version counter has been raised on account of this op, and will not be again.
         """
         self.base = base
+        self.is_part = False
         self.views = {}
         if self.created == "undefined" and written != self.layout:
             box = self.part(written)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["Action"]
+__all__ = ["OUTPUT_ACTIONS", "Action"]
 
 
 class Action(str, Enum):
@@ -15,6 +15,8 @@ class Action(str, Enum):
     Attributes:
         KEEP: the value stays in memory for as long as something needs it.
         RECOMPUTE: the value is dropped in forward and computed again when backward asks for it.
+        SHARD: each rank of a group keeps a part of the value, which is the same on all of them; it is gathered when backward
+            asks for it. See `recollect.distribute_saved_activations`.
 
     Example:
         >>> Action("recompute") is Action.RECOMPUTE, Action.KEEP == "keep", str(Action.KEEP)
@@ -23,6 +25,11 @@ class Action(str, Enum):
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
+    SHARD = "shard"
 
     def __str__(self) -> str:
         return self.value
+
+
+OUTPUT_ACTIONS = (Action.KEEP, Action.RECOMPUTE)
+"""What can happen to what a unit returns; it is kept as a part if its value's own action says so."""

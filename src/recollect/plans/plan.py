@@ -18,7 +18,7 @@ from typing import Any
 from recollect.byte_format import format_bytes
 from recollect.errors import PlanError, PlanFormatError
 from recollect.fields import Field, read_document, read_file
-from recollect.plans.action import Action
+from recollect.plans.action import OUTPUT_ACTIONS, Action
 from recollect.plans.engines import ENGINE_WORDS, Tape
 from recollect.plans.paths import compress_paths, expand_paths, is_plain
 from recollect.plans.text import changed_units, unit_table
@@ -225,7 +225,7 @@ def _decode_units(place: Field) -> dict[str, UnitPlan]:
         output, engine = entry.find("output"), entry.find("engine")
         unit = UnitPlan(
             {name: _word(values.get(name), tuple(Action)) for name in values.keys()},
-            output=Action.KEEP if output is None else _word(output, tuple(Action)),
+            output=Action.KEEP if output is None else _word(output, OUTPUT_ACTIONS),
             engine=Tape() if engine is None else _word(engine, ENGINE_WORDS),
         )
         for where, path in _decode_paths(entry):

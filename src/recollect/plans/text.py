@@ -107,10 +107,14 @@ def _unit_items(unit: UnitPlan) -> list[str]:
         return ["recompute all" + and_output if summary else "recompute the output"]
     if set(summary) == {Action.KEEP}:
         return ["keep all but the output"]
-    keep, recompute = (" ".join(summary[action]) for action in (Action.KEEP, Action.RECOMPUTE))
+    shard = [f"shard      \t{' '.join(summary.pop(Action.SHARD))}"] if Action.SHARD in summary else []
+    keep, recompute = (" ".join(summary.get(action, ())) for action in (Action.KEEP, Action.RECOMPUTE))
+    if not (keep and recompute):
+        verb, names = ("keep       ", keep) if keep else ("recompute  ", recompute)
+        return [*([f"{verb}\tall else"] if names else []), *shard]
     # The shorter list says it all.
     keep, recompute = (keep, "all else") if len(keep) <= len(recompute) else ("all else", recompute)
-    return [f"keep       \t{keep}", f"recompute  \t{recompute}{and_output}"]
+    return [f"keep       \t{keep}", f"recompute  \t{recompute}{and_output}", *shard]
 
 
 def _unit_changes(old: UnitPlan | None, new: UnitPlan | None) -> list[str]:

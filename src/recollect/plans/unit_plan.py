@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from recollect.errors import PlanError
-from recollect.plans.action import Action
+from recollect.plans.action import OUTPUT_ACTIONS, Action
 from recollect.plans.engines import EngineChoice, Tape, engine_choice
 
 __all__ = ["UnitPlan"]
@@ -20,7 +20,8 @@ class UnitPlan:
 
     Attributes:
         actions: what happens to each value, by name, in forward order. May be given as actions or their words.
-        output: `Action.RECOMPUTE` if the unit's output is dropped too, and recomputed from an earlier unit's input.
+        output: `Action.RECOMPUTE` if the unit's output is dropped too, and recomputed from an earlier unit's input; else
+            `Action.KEEP`: as a part, if the action of its value is `Action.SHARD`.
         engine: `Tape()` follows `actions`; `Region()` re-runs the whole module, for modules that the tape cannot see
             into, and keeps its output. May be given as an engine or its word, "tape" or "region".
 
@@ -48,7 +49,7 @@ class UnitPlan:
         # Fast path for values that are already actions: the planner makes many unit plans.
         checked = {n: a if type(a) is Action else _action(f"value {n!r}", a) for n, a in actions.items()}
         object.__setattr__(self, "actions", MappingProxyType(checked))
-        object.__setattr__(self, "output", _action("output", output))
+        object.__setattr__(self, "output", _action("output", output, OUTPUT_ACTIONS))
         object.__setattr__(self, "engine", engine_choice(engine))
 
     def __hash__(self) -> int:
@@ -64,8 +65,8 @@ class UnitPlan:
         return self.engine != Tape() or {self.output, *self.actions.values()} != {Action.KEEP}
 
 
-def _action(what: str, word: str) -> Action:
-    _check_word(what, word, tuple(Action))
+def _action(what: str, word: str, allowed: Iterable[Action] = tuple(Action)) -> Action:
+    _check_word(what, word, allowed)
     return Action(word)
 
 

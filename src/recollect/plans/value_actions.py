@@ -17,6 +17,7 @@ class ValueActions(NamedTuple):
 
     Attributes:
         recomputed: the values with `Action.RECOMPUTE`.
+        sharded: the values with `Action.SHARD`.
 
     Example:
         >>> actions = ValueActions.of({2: Action.RECOMPUTE, 4: Action.KEEP})
@@ -27,11 +28,16 @@ class ValueActions(NamedTuple):
     """
 
     recomputed: frozenset[int] = frozenset()
+    sharded: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, actions: Mapping[int, Action]) -> ValueActions:
         """Return the actions in a mapping; naming a value with `Action.KEEP` is the same as not naming it."""
-        return cls(recomputed=frozenset(value for value, action in actions.items() if action is Action.RECOMPUTE))
+        recomputed, sharded = (
+            frozenset(value for value, action in actions.items() if action is wanted)
+            for wanted in (Action.RECOMPUTE, Action.SHARD)
+        )
+        return cls(recomputed, sharded)
 
     @classmethod
     def recomputing(cls, values: Iterable[int]) -> ValueActions:
@@ -40,7 +46,14 @@ class ValueActions(NamedTuple):
 
     def action(self, value: int) -> Action:
         """Return what happens to a value."""
+        if value in self.sharded:
+            return Action.SHARD
         return Action.RECOMPUTE if value in self.recomputed else Action.KEEP
+
+    @property
+    def dropped(self) -> frozenset[int]:
+        """The values that are not in memory as a whole, whichever way they come back."""
+        return self.recomputed | self.sharded if self.sharded else self.recomputed
 
     @property
     def keeps_all(self) -> bool:

@@ -58,6 +58,8 @@ class Profile:
         torch_version, model_class, batch: what was recorded, in words.
         loss_chunks: parts in which LM head and loss were computed; see `Plan.loss_chunks`.
         device_memory_bytes: size of the device's memory; 0 if unknown.
+        shard_ranks: ranks on each of which a plan may hold a part of a value, in place of all of it; 1 if it may not.
+        gather_latency_s, gather_s_per_byte: what it takes to gather such a value: seconds, and seconds more for each byte.
 
     Raises:
         ValueError: a call or an event that refers to something missing, or a negative or non-finite number.
@@ -77,6 +79,9 @@ class Profile:
     batch: str = ""
     loss_chunks: int = 1
     device_memory_bytes: int = 0
+    shard_ranks: int = 1
+    gather_latency_s: float = 0.0
+    gather_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "persistent", MappingProxyType(dict(self.persistent)))
@@ -86,6 +91,12 @@ class Profile:
             raise ValueError(f"loss_chunks: got {self.loss_chunks}, expected 1 or more")
         if self.device_memory_bytes < 0:
             raise ValueError(f"device_memory_bytes: got {self.device_memory_bytes} bytes, expected 0 or more")
+        if self.shard_ranks < 1:
+            raise ValueError(f"shard_ranks: got {self.shard_ranks}, expected 1 or more")
+        for name in ("gather_latency_s", "gather_s_per_byte"):
+            seconds = getattr(self, name)
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise ValueError(f"{name}: got {seconds}, expected a finite number of seconds, 0 or more")
         for kind, nbytes in self.persistent.items():
             if nbytes < 0:
                 raise ValueError(f"persistent[{kind!r}]: got {nbytes} bytes, expected 0 or more")
@@ -147,6 +158,9 @@ class Profile:
             "calibration_bytes": self.calibration_bytes,
             "loss_chunks": self.loss_chunks,
             "device_memory_bytes": self.device_memory_bytes,
+            "shard_ranks": self.shard_ranks,
+            "gather_latency_s": self.gather_latency_s,
+            "gather_s_per_byte": self.gather_s_per_byte,
             "calls": [encode_call(call) for call in self.calls],
             "graphs": [encode_graph(graph) for graph in self.graphs],
             "log": encode_log(self.log),
@@ -225,5 +239,8 @@ def _decode_optional(root: Field) -> dict[str, Any]:
         "calibration_bytes": Field.integer,
         "loss_chunks": partial(Field.integer, least=1),
         "device_memory_bytes": partial(Field.integer, least=0),
+        "shard_ranks": partial(Field.integer, least=1),
+        "gather_latency_s": Field.number,
+        "gather_s_per_byte": Field.number,
     }
     return {name: read(found) for name, read in readers.items() if (found := root.find(name)) is not None}

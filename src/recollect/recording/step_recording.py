@@ -29,6 +29,7 @@ from recollect.quantities import parse_budget
 from recollect.recording.assemble import Costs, assemble
 from recollect.recording.bystanders import Bystanders
 from recollect.recording.find_units import Unit
+from recollect.recording.gather_times import gather_facts
 from recollect.recording.next_step import Leftovers, Phases, leftovers, with_last_step
 from recollect.recording.optimizer_step import OptimizerStep
 from recollect.recording.recording_tape import RecordingTape, StepMode
@@ -249,6 +250,7 @@ class StepRecording:
             model_class=type(self.model).__name__,
             batch=batch,
             loss_chunks=loss_chunks,
+            **gather_facts(self.model, self.device, fake=modelled is not None),
         )
         return fold(self._timed(made, budget) if modelled is None else made)
 

@@ -94,7 +94,7 @@ class Division:
         """Return the calls that read values this call dropped; a kept output can be read once the call has returned."""
         key = (call, decision.values, decision.output)
         if key not in self._links:
-            dropped = decision.values.recomputed
+            dropped, sharded = decision.values.dropped, decision.values.sharded
             keeps_output = decision.output is Action.KEEP
             values = self.program.profile.graph_of(self.program.profile.calls[call]).values
             self._links[key] = tuple(
@@ -102,7 +102,8 @@ class Division:
                     {
                         reader
                         for reader, value, is_early in self._readers[call]
-                        if value in dropped and (is_early or not (keeps_output and values[value].is_output))
+                        if value in dropped
+                        and (is_early or not (keeps_output and values[value].is_output and value not in sharded))
                     }
                 )
             )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from recollect.errors import PlanError
 from recollect.plans.action import Action
 from recollect.plans.engines import Region, Tape
+from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_actions import ValueActions
 from recollect.plans.value_names import collective_kind
-from recollect.profile.graph import UnitGraph
+from recollect.profile.graph import UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.call_actions import CallActions
 from recollect.simulation.simulate import Simulation
@@ -59,9 +61,22 @@ def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallActions:
         return CallActions(is_planned=False)
     if type(unit.engine) is not Tape:
         return CallActions(engine=unit.engine)
-    droppable = ((i, v.name) for i, v in enumerate(graph.values) if v.producer is not None and not v.must_keep)
-    actions = {index: unit.actions.get(name, Action.KEEP) for index, name in droppable}
+    actions = {
+        index: _played_action(graph, value, unit.actions.get(value.name, Action.KEEP))
+        for index, value in enumerate(graph.values)
+        if value.producer is not None
+    }
     return CallActions(ValueActions.of(actions), unit.output)
+
+
+def _played_action(graph: UnitGraph, value: ValueRecord, action: Action) -> Action:
+    """Return what the tape does with a value for which a plan says something: what it cannot do otherwise, it keeps."""
+    if action is Action.SHARD:
+        # What a collective made can be held as a part, though it does not run again.
+        is_there = not value.must_keep or collective_kind(value.name)
+        is_written = value.mutated_later or (value.producer is not None and graph.ops[value.producer].mutates)
+        return Action.SHARD if is_there and not is_written else Action.KEEP
+    return Action.KEEP if value.must_keep else action
 
 
 def drop_all(graph: UnitGraph) -> CallActions:
@@ -71,7 +86,13 @@ def drop_all(graph: UnitGraph) -> CallActions:
 
 
 def decide(profile: Profile, plan: Plan) -> list[CallActions]:
-    """Return a plan's decision for each of the profile's calls."""
+    """Return a plan's decision for each of the profile's calls.
+
+    Raises:
+        PlanError: the plan holds values as parts, and the profile does not know of ranks that hold them.
+    """
+    if profile.shard_ranks == 1:
+        _check_no_shards(plan)
     known: dict[tuple[int, int], CallActions] = {}
     decisions = []
     for call in profile.calls:
@@ -81,6 +102,16 @@ def decide(profile: Profile, plan: Plan) -> list[CallActions]:
             known[key] = decide_call(profile.graphs[call.graph], unit)
         decisions.append(known[key])
     return decisions
+
+
+def _check_no_shards(plan: Plan) -> None:
+    for path, unit in plan.units.items():
+        name = next((name for name, action in unit.actions.items() if action is Action.SHARD), None)
+        if name is not None:
+            raise PlanError(
+                f"cannot predict the plan: {unit_words(path)} holds {name!r} as parts, one on each rank, and the profile was "
+                "recorded without. Call recollect.distribute_saved_activations(model, group) before recollect.record."
+            )
 
 
 def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan:

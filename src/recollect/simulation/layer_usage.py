@@ -89,7 +89,7 @@ def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
     accounts = []
     for index, call in enumerate(profile.calls):
         graph, count = profile.graph_of(call), playback.counts[index]
-        dropped = playback.recomputed[index]
+        dropped = playback.decisions[index].values.dropped
         tape_s = graph.watched_s(dropped) if index in playback.on_tape else 0.0
         names = _names(graph)
         accounts.append(

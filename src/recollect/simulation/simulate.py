@@ -39,6 +39,7 @@ from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.replay import KeptPass, Node, Recipes, Value
 from recollect.simulation.call_actions import CallActions
+from recollect.simulation.parts import gather_of_part
 from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp, rounded_bytes
 from recollect.simulation.rerun import Rerun
 from recollect.simulation.schedule import Actions, Saved
@@ -49,7 +50,6 @@ Owner: TypeAlias = tuple[int, int]
 """Who owns bytes: the `Key` of a value, or one of the following constants with the number of the storage or call."""
 OUTSIDE = -1
 GENERATOR = -2
-
 
 _Decisions: TypeAlias = Mapping[int, CallActions] | Sequence[CallActions]
 
@@ -119,7 +119,7 @@ def calls_on_tape(decisions: Sequence[CallActions]) -> frozenset[int]:
 
 def added_s(program: Program, decisions: _Decisions, on_tape: Collection[int], rerun_s: Iterable[float]) -> float:
     """Return the seconds that a plan adds: the tape's overhead plus the ops that run again, in any order."""
-    return math.fsum(chain((program.tape_s(call, decisions[call].values.recomputed) for call in on_tape), rerun_s))
+    return math.fsum(chain((program.tape_s(call, decisions[call].values.dropped) for call in on_tape), rerun_s))
 
 
 class Token:
@@ -153,7 +153,7 @@ class Playback:
         self.decisions = decisions
         self.on_tape = on_tape
         self.recomputed = {call: decision.values.recomputed for call, decision in decisions.items()}
-        self.counted = {call: program.counted(call, dropped) for call, dropped in self.recomputed.items()}
+        self.counted = {call: program.counted(call, d.values.dropped) for call, d in decisions.items()}
         self.alive_bytes = profile.persistent_bytes
         # Never below the alive bytes at the window's start, so that an allocation compares with one number only.
         self.window_peak_bytes = self.alive_bytes
@@ -283,6 +283,9 @@ class Playback:
                 self._bulk(nbytes, nbytes)
             else:
                 self.tensors[key] = self.token_type(self, nbytes, key)
+        for value in self.decisions[call].values.sharded.intersection(op.outputs):
+            gather = Node(*gather_of_part(self, run, value), recipes=self.recipes[call])
+            self._record(call, value, gather, gather)
         if drops.isdisjoint(op.outputs):
             return
         node = Node(Rerun(self, run, run.sizes), self._values(run.inputs), recipes=self.recipes[call])
@@ -363,8 +366,9 @@ class Playback:
     def _return(self, call: int) -> None:
         graph = self.profile.graphs[self.profile.calls[call].graph]
         if self.decisions[call].output is Action.KEEP:
+            parts = self.decisions[call].values.sharded
             for index, value in enumerate(graph.values):
-                recorded = self.dropped.pop((call, index), None) if value.is_output else None
+                recorded = self.dropped.pop((call, index), None) if value.is_output and index not in parts else None
                 if recorded is not None:
                     recorded.tensor, recorded.node, recorded.is_viewed = self.tensors[call, index], None, True
         self.call = -1
@@ -383,9 +387,7 @@ class Playback:
         call, op = self.peaks_at[phase]
         during = PHASE_NAMES[phase]
         if call < 0:
-            where = (
-                "the optimizer step" if phase not in (FORWARD, BACKWARD) else "the loss and what surrounds the units"
-            )
+            where = "the loss and what surrounds the units" if phase in (FORWARD, BACKWARD) else "the optimizer step"
             return where, f"{during}, outside of the units"
         path = self.profile.calls[call].path
         return path, f"{during} of {path}" + (f", while {op} runs again" if op else "")

@@ -1,0 +1,118 @@
+"""Values that each rank of a group holds a part of: gradients, peaks, gathers, and what is no such value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import recollect
+from blocks import Stack, built
+from gradients import assert_same_gradients
+from rank_programs import planned_parts, run_on_ranks, sharded_values
+from recollect.errors import PlanError
+from watch import Watch
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed"),
+]
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What three processes saw over gloo; nothing that the model computes can be divided by three."""
+    if not dist.is_gloo_available():
+        pytest.skip("needs PyTorch with the gloo backend")
+    return run_on_ranks(sharded_values, tmp_path_factory.mktemp("shards"), RANKS)
+
+
+@pytest.mark.parametrize("plan", ["random", "all"])
+def test_gradients_are_those_without_a_plan(ranks: list[dict[str, Any]], plan: str) -> None:
+    for rank in ranks:
+        assert_same_gradients(rank["plain"]["gradients"], rank[plan]["gradients"])
+        assert rank[plan]["all-gathers"] > 0
+
+
+def test_less_is_kept(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["all"]["kept bytes"] < rank["plain"]["kept bytes"] / 2
+
+
+def test_a_value_that_differs_between_ranks_is_an_error_on_all_of_them(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "as parts: it is not the same on the 3 ranks of the group" in rank["other data"]["error"]
+
+
+def test_other_plans_are_an_error_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "cannot hold values as parts: this rank" in rank["other plans"]["error"]
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """The first of three ranks; the fake group has nobody to wait for, and gathers this rank's part three times."""
+    dist.init_process_group("fake", rank=0, world_size=RANKS)
+    yield
+    dist.destroy_process_group()
+
+
+def shared_stack() -> tuple[Stack, torch.Tensor]:
+    model = built(lambda: Stack(dropout=0.1))
+    recollect.distribute_saved_activations(model)
+    torch.manual_seed(0)
+    return model, torch.randn(5, 16)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_peaks_and_gathers_are_predicted(seed: int | None) -> None:
+    model, data = shared_stack()
+    profile = recollect.record(model, data, loss_fn=torch.sum)
+    assert profile.shard_ranks == RANKS
+    assert recollect.Profile.from_json(profile.to_json()) == profile
+    plan = planned_parts(profile, seed)
+    report = recollect.verify(model, data, plan, loss_fn=torch.sum, compare="step")
+    assert 0 <= (plan.predicted_peak_bytes or 0) - report.plan_peak_bytes <= 1024
+    with recollect.apply(model, plan):
+        model(data).sum().backward()
+        with Watch() as watch:
+            model(data).sum().backward()
+    gathers = sum(
+        usage.replayed_collectives.get("all_gather_into_tensor", 0) for usage in recollect.layer_usage(profile, plan)
+    )
+    assert watch.ops["_c10d_functional::all_gather_into_tensor"] == gathers > 0
+
+
+@pytest.mark.usefixtures("group")
+def test_a_plan_with_parts_survives_json_and_prints_them() -> None:
+    model, data = shared_stack()
+    plan = planned_parts(recollect.record(model, data, loss_fn=torch.sum), None)
+    assert recollect.Plan.from_json(plan.to_json()) == plan
+    assert "shard" in str(plan)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_plan_with_parts_needs_to_know_of_the_ranks() -> None:
+    model, data = shared_stack()
+    plan = planned_parts(recollect.record(model, data, loss_fn=torch.sum), None)
+    another = built(lambda: Stack(dropout=0.1))
+    with pytest.raises(PlanError, match=r"holds '.*' as parts.*Call recollect.distribute_saved_activations"):
+        recollect.apply(another, plan)
+    profile = recollect.record(another, data, loss_fn=torch.sum)
+    with pytest.raises(PlanError, match=r"cannot predict the plan: .* before recollect.record"):
+        recollect.layer_usage(profile, plan)
+
+
+def test_without_ranks_there_are_no_parts() -> None:
+    with pytest.raises(PlanError, match="got no process group"):
+        recollect.distribute_saved_activations(built(Stack))
+
+
+def test_a_unit_does_not_return_parts() -> None:
+    with pytest.raises(PlanError, match="output: got 'shard', expected 'keep' or 'recompute'"):
+        recollect.UnitPlan({}, output="shard")
