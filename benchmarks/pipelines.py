@@ -2,19 +2,22 @@
 
     python benchmarks/pipelines.py                                # all schedules: about ten minutes on two cores
     python benchmarks/pipelines.py --schedules ZBV DualPipeV      # some of them
+    python benchmarks/pipelines.py --no-measure                   # what is predicted only
 
-Each process runs one rank over gloo with the schedules of `torch.distributed.pipelining`. Peaks are of the fullest rank, as
-`measure_peak` sees them, in the third step, when torch has all its buffers; gradients are compared with those without
-recompute, bit for bit. Where backward is split in two, full recompute runs in three ways: as recollect does it, with recipes
-that are used up by the first half, and by `torch.utils.checkpoint`. Times are predicted: four processes on two cores tell
-nothing about four devices.
+For each budget: the best of Megatron's settings that is the same for all stages and fits, a plan for each stage, and the same
+with the split of layers chosen, too (named by its numbers of layers). Each process runs one rank over gloo with the schedules
+of `torch.distributed.pipelining`. Peaks are of the fullest rank, as `measure_peak` sees them, in the third step, when torch has
+all its buffers; gradients are compared with those without recompute of the same split, bit for bit. Where backward is split in
+two, full recompute runs in three ways: as recollect does it, with recipes that are used up by the first half, and by
+`torch.utils.checkpoint`. Times are modelled for an H100: four processes on two cores tell nothing about four devices, and
+times that are measured one after the other on a busy machine do not compare splits.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -22,10 +25,11 @@ from torch import nn
 
 import recollect
 from flags import RESULTS, parse
+from recollect.integrations.megatron import megatron_stage_plans
 from results_csv import Number, append
 
 sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
-from pipeline_programs import SCHEDULES, SPLIT, Job, Program, Ran, run
+from pipeline_programs import SCHEDULES, SPLIT, Job, Program, Ran, loss_of, run
 
 _WIDTH = 64
 _LAYERS = 16
@@ -38,6 +42,8 @@ class Flags:
 
     schedules: list[str] = field(default_factory=lambda: list(SCHEDULES))
     """Names of schedules, such as "1F1B" or "ZBV"."""
+    measure: bool = True
+    """Run the pipelines, too; otherwise only what is predicted is printed, and nothing is appended."""
     out: Path = RESULTS
     """Folder of `pipelines.csv`."""
 
@@ -51,17 +57,23 @@ class Row:
     pipeline: recollect.PipelinePlan | None
 
 
-def stage_module(number: int, num_stages: int) -> nn.Module:
-    """Return a stage: its share of the layers, with weights that depend on its number only."""
-    torch.manual_seed(number)
-    layers = (
-        nn.TransformerEncoderLayer(_WIDTH, 4, 4 * _WIDTH, dropout=0.1, batch_first=True, norm_first=True)
-        for _ in range(_LAYERS // num_stages)
-    )
-    return nn.Sequential(*layers)
+@dataclass(frozen=True)
+class Stages:
+    """Makes stages with these numbers of layers, or with equal ones; weights depend on the number of the stage only."""
+
+    sizes: tuple[int, ...] = ()
+
+    def __call__(self, number: int, num_stages: int) -> nn.Module:
+        """Return a stage."""
+        torch.manual_seed(number)
+        layers = (
+            nn.TransformerEncoderLayer(_WIDTH, 4, 4 * _WIDTH, dropout=0.1, batch_first=True, norm_first=True)
+            for _ in range(self.sizes[number] if self.sizes else _LAYERS // num_stages)
+        )
+        return nn.Sequential(*layers)
 
 
-PROGRAM = Program(num_ranks=4, num_micro_batches=8, shape=(8, 64, _WIDTH), stage_module=stage_module)
+PROGRAM = Program(num_ranks=4, num_micro_batches=8, shape=(8, 64, _WIDTH), stage_module=Stages(), hardware="H100")
 
 
 def rows(name: str) -> list[Row]:
@@ -79,8 +91,69 @@ def rows(name: str) -> list[Row]:
         found.append(Row("torch.utils.checkpoint", Job(name, full, "torch.utils.checkpoint"), None))
     for budget in _BUDGETS:
         made = recollect.plan_pipeline(profiles, schedule, budget, split_profiles=split)
+        assert made.budget_bytes is not None
+        uniform = _best_uniform(profiles, split, schedule, made.budget_bytes)
+        if uniform is not None:
+            found.append(Row(f"Megatron for {budget}", Job(name, uniform.plans), uniform))
         found.append(Row(f"planned for {budget}", Job(name, made.plans), made))
+        found.append(_with_split(name, schedule, budget, made.budget_bytes))
     return found
+
+
+def _best_uniform(
+    profiles: list[recollect.Profile],
+    split: list[recollect.Profile],
+    schedule: recollect.PipelineSchedule,
+    budget_bytes: int,
+) -> recollect.PipelinePlan | None:
+    """Return the fastest of Megatron's settings that fits, the same for all stages; None if none does."""
+    most = len(profiles[0].calls)
+    configs = [
+        recollect.RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=n)
+        for method in ("block", "uniform")
+        for n in range(1, most + 1)
+    ]
+    found = []
+    for config in (recollect.RecomputeConfig(), *configs):
+        plans = megatron_stage_plans(profiles, schedule, config)
+        made = recollect.predict_pipeline(profiles, schedule, plans, split_profiles=split)
+        if made.peak_bytes <= budget_bytes:
+            found.append(made)
+    return min(found, key=lambda made: made.step_s, default=None)
+
+
+def _layer_profiles(*, split_backward: bool) -> list[recollect.Profile]:
+    """Record a first, a middle and a last layer; return them as all layers of the model."""
+    made = []
+    for number in range(3):
+        made.append(
+            recollect.record(
+                Stages((1,))(0, 1),
+                torch.randn(PROGRAM.shape, requires_grad=number > 0),
+                loss_fn=loss_of if number == 2 else torch.sum,
+                gradients="accumulated",
+                holds_output=False,
+                units=["0"],
+                split_backward=split_backward,
+                fake=True,
+                hardware=PROGRAM.hardware,
+            )
+        )
+    return [made[0], *[made[1]] * (_LAYERS - 2), made[2]]
+
+
+def _with_split(name: str, schedule: recollect.PipelineSchedule, budget: str, budget_bytes: int) -> Row:
+    """Choose the split, record its stages, and plan them."""
+    split_layers = _layer_profiles(split_backward=True) if name in SPLIT else []
+    chosen = recollect.split_pipeline(
+        _layer_profiles(split_backward=False), schedule, budget_bytes, split_layers=split_layers
+    )
+    stages = Stages(chosen.sizes)
+    program = replace(PROGRAM, stage_module=stages)
+    split = program.profiles(name, split_backward=True) if name in SPLIT else []
+    made = recollect.plan_pipeline(program.profiles(name), schedule, budget_bytes, split_profiles=split)
+    sizes = "-".join(map(str, chosen.sizes))
+    return Row(f"{sizes} for {budget}", Job(name, made.plans, stage_module=stages), made)
 
 
 def _reported(row: Row, ranks: list[Ran]) -> list[Number]:
@@ -102,6 +175,7 @@ def _reported(row: Row, ranks: list[Ran]) -> list[Number]:
             Number("predicted_peak", "bytes", what, row.pipeline.peak_bytes),
             Number("most_above_prediction", "fraction", what, off),
             Number("predicted_slowdown", "fraction", what, row.pipeline.slowdown),
+            Number("predicted_step", "s", what, row.pipeline.step_s),
         ]
     print(
         f"{row.job.schedule:<24}{row.name:<24}{fullest:>12,}{predicted}  {'equal' if is_equal else 'DIFFERENT'}",
@@ -118,11 +192,19 @@ def main() -> None:
     print(f"{'schedule':<24}{'plans':<24}{'measured':>12}{'predicted':>12}{'off':>8}{'step':>8}  gradients")
     for name in flags.schedules:
         made = rows(name)
+        if not flags.measure:
+            for row in (row for row in made if row.pipeline is not None):
+                print(
+                    f"{name:<24}{row.name:<24}{row.pipeline.peak_bytes:>24,}{row.pipeline.step_s * 1e3:>12.1f} ms",
+                    flush=True,
+                )
+            continue
         with tempfile.TemporaryDirectory() as folder:
             ranks = run(PROGRAM, [row.job for row in made], Path(folder), num_steps=3)
         for index, row in enumerate(made):
             numbers += _reported(row, [rank[index] for rank in ranks])
-    append(flags.out / "pipelines.csv", numbers, {"device": "cpu"})
+    if numbers:
+        append(flags.out / "pipelines.csv", numbers, {"device": "cpu"})
 
 
 if __name__ == "__main__":

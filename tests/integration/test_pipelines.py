@@ -16,8 +16,8 @@ SHAPE = (16, 64)
 BUFFER_BYTES = 4 * SHAPE[0] * SHAPE[1]
 # gloo's threads let go of what they sent some time after the send has ended, and here that is up to two tensors.
 LATE = 2 * BUFFER_BYTES + 1024
-# The first backward of all makes the gradients bit by bit; here the fullest moment comes before the last of them.
-FULLEST_EARLY = ("GPipe", "DualPipeV")
+# The first backward of all makes the gradients bit by bit; here the fullest moment may come before the last of them.
+FULLEST_EARLY = ("GPipe", *SPLIT)
 
 
 def stage_module(number: int, _num_stages: int) -> nn.Module:
