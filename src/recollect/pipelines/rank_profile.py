@@ -234,10 +234,6 @@ class _Writer:
     def _add_graphs(self, recorded: RecordedStage) -> None:
         """Add the graphs of a stage once, so that one decision holds for its micro-batches with either backward."""
         found = [parts for parts in (recorded.whole, recorded.halves) if parts is not None]
-        if id(found[0]) in self._first_graph:
-            return
-        for parts in found:
-            self._first_graph[id(parts)] = len(self.graphs)
         forms = [
             ([_form(graph) for graph in parts.profile.graphs], [call.graph for call in parts.profile.calls])
             for parts in found
@@ -247,7 +243,10 @@ class _Writer:
                 f"stage {recorded.number}: got other ops with split_backward=True than without it, expected the same forward "
                 "in both; record both on the same module and micro-batch"
             )
-        self.graphs += found[0].profile.graphs
+        first = self._first_graph.get(id(found[0]), len(self.graphs))
+        if first == len(self.graphs):
+            self.graphs += found[0].profile.graphs
+        self._first_graph.update((id(parts), first) for parts in found)
 
     def _holds_output_sent(self, stage: RankStage) -> bool:
         return self._rank.holds_sent and not (stage.is_last or stage.next_is_here or stage.next_is_inside)

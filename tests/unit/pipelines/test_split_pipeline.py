@@ -107,6 +107,14 @@ def test_backwards_in_halves() -> None:
     assert found.pipeline.budget_bytes is not None and found.pipeline.peak_bytes <= found.pipeline.budget_bytes
 
 
+def test_first_and_last_stage_on_one_rank_share_layers() -> None:
+    # The first stage runs its backward as one, whatever the schedule says, and the other one in halves.
+    layer_of_all, split = layers(1)[1], layers(1, split_backward=True)[1]
+    schedule = [["0F0", "1F0", "1I0", "0I0", "0W0", "1W0"]]
+    found = recollect.split_pipeline([layer_of_all] * 4, schedule, "100%", split_layers=[split] * 4)
+    assert sum(found.sizes) == 4
+
+
 def test_what_cannot_be_divided_is_an_error(six: list[Profile]) -> None:
     with pytest.raises(ScheduleError, match="got 6 layers for a schedule of 7 stages, expected one or more each"):
         recollect.split_pipeline(six, one_f_one_b(7), "90%")
