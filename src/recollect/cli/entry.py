@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import operator
 import signal
@@ -84,12 +85,21 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _parse(args: list[str]) -> Command:
-    """Return the command with its flags, parsed without the others: for a union, tyro's errors name its internals."""
+    """Return the command with its flags, parsed without the others: for a union, tyro's errors name its internals.
+
+    Raises:
+        RecollectError: there is no such command, or its flags cannot be used.
+        SystemExit: the flags do not parse, or it is help that is asked for, as by no word at all.
+    """
     name = args[0] if args else ""
     parsed: Command
+    if name and not name.startswith("-") and name not in _COMMANDS:
+        close = difflib.get_close_matches(name, _COMMANDS, n=1)
+        meant = f" Did you mean recollect {close[0]}?" if close else ""
+        raise RecollectError(f"recollect {name}: no such command, expected one of {', '.join(_COMMANDS)}.{meant}")
     if name not in _COMMANDS:
         # Prints help or an error, and exits.
-        parsed = tyro.cli(_EVERY_COMMAND, prog="recollect", description=_DESCRIPTION, args=args)
+        parsed = tyro.cli(_EVERY_COMMAND, prog="recollect", description=_DESCRIPTION, args=args or ["--help"])
     elif name == "train":
         parsed = parse_train(args[1:])
     else:

@@ -163,6 +163,8 @@ class RunFlags:
             at_least(self, 0, "eval_iters")
         if self.log_interval is not None:
             at_least(self, 1, "log_interval")
+        if self.resume and self.run_dir is None:
+            raise ValueError("resume: got it without --run-dir, expected the folder of the run to go on with.")
         if self.load is not None and (self.run_dir is None or self.load.resolve() != self.run_dir.resolve()):
             raise ValueError(
                 f"load: got {self.load} with the run folder {self.run_dir}, expected the same folder: a run resumes where its "
