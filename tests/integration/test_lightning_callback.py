@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("lightning", reason="needs lightning")
 import lightning.pytorch as pl  # noqa: E402
+import torch  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 
 import recollect.integrations.lightning as integration  # noqa: E402
@@ -118,6 +119,20 @@ def test_an_error_leaves_the_model_as_it_was(tmp_path: Path) -> None:
         fit(tmp_path, MemoryBudget("75%"), Failing(), module=module)
     assert not any("recollect" in str(vars(part).get("forward")) for part in module.modules())
     assert "training_step" not in vars(module)
+
+
+def test_a_model_of_hugging_face_makes_no_cache_until_the_end(tmp_path: Path) -> None:
+    caches: list[Any] = []
+
+    class Asking(Automatic):
+        def training_step(self, batch: dict[str, torch.Tensor], number: int) -> torch.Tensor:
+            out = self.model(**batch)
+            caches.append(out.past_key_values)
+            return out.loss
+
+    module = fit(tmp_path, MemoryBudget("75%"), module=Asking(), max_epochs=1)
+    assert caches == [None] * 6
+    assert module.model.config.use_cache is True
 
 
 def test_layers_that_recompute_by_themselves_are_refused(tmp_path: Path) -> None:

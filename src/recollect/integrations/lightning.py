@@ -23,6 +23,7 @@ from recollect.attaching.report import numbers_of
 from recollect.errors import ConfigError, NotYetError
 from recollect.extras import needed
 from recollect.fitting import DEFAULT_BUDGET
+from recollect.integrations.key_value_cache import CacheOff
 
 __all__ = ["BudgetHooks", "MemoryBudget"]  # noqa: F822, the second is made when it is asked for
 
@@ -34,7 +35,9 @@ class BudgetHooks:
     """What `MemoryBudget` does: keeps every training step within a memory budget; see `recollect.attach`.
 
     The first step is recorded as `training_step` runs it, in its precision, and planned; the line about the plan goes to
-    Lightning's log, and its numbers to the trainer's loggers. At the end of training the model is as it was.
+    Lightning's log, and its numbers to the trainer's loggers. Models of Hugging Face in the module make no cache of keys and
+    values meanwhile; see `recollect.integrations.transformers.enable_memory_budget`. At the end of training the model is as it
+    was.
 
     Args:
         budget: bytes of the whole step, as an int or text: "22GiB", "90% of the device", "60%" of what the first step needs
@@ -78,6 +81,7 @@ class BudgetHooks:
         self.attached = attach(
             pl_module, trainer.optimizers, self.budget, on_larger=self.on_larger, units=self.units, log=log
         )
+        self.attached.remove_too(CacheOff(pl_module))
         if pl_module.automatic_optimization:
             # It is all of forward, and may call the layers one by one. Otherwise it runs backward, too.
             pl_module.training_step = _TrainingStep(pl_module, self.attached)
