@@ -25,6 +25,7 @@ pytestmark = [
 # it has reduced a moment late, so that now and then the recorded step seems to need a bucket more than it does.
 ONE = ("0 fp32", "1 bf16", "2 fp32", "3 bf16")
 TWO = ("1 fp32",)
+TRAINERS = ("ZeRO-2", "ZeRO-3 in bf16")
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,12 @@ def one_process() -> dict[str, Row]:
 @pytest.fixture(scope="module")
 def two_processes() -> list[dict[str, Row]]:
     return metered_ranks("deepspeed_engines", *TWO, "3 lengths", num_ranks=2)
+
+
+@pytest.fixture(scope="module")
+def trainers() -> dict[str, Row]:
+    pytest.importorskip("accelerate", reason="Hugging Face's Trainer needs accelerate")
+    return metered("deepspeed_trainers", *TRAINERS)
 
 
 EXPECTED = {
@@ -61,6 +68,11 @@ EXPECTED = {
     "unknown argument": r"TypeError: .*memory_bugdet",
     "in the file": r"fine: 1 GiB budget|fine: 1.0 GiB budget",
     "removed": r"fine: True True",
+    "trainer: partition": r"ConfigError: got activation_checkpointing.partition_activations=True: .* Drop it",
+    "trainer: said twice": r"ConfigError: got recollect.memory_budget='1GiB', memory_budget='2GiB': .* Drop one of them",
+    "trainer: said once": r"fine: Trainer",
+    "trainer: by hand": r"NotYetError: got deepspeed='...': not yet: a trainer other than Hugging Face's.* Make the engine by",
+    "trainer: interrupted": r"fine: True",
 }
 
 
@@ -84,6 +96,17 @@ def test_every_step_of_an_engine_is_within_the_budget(name: str, one_process: di
 def test_every_step_of_two_processes_is_within_the_budget(name: str, two_processes: list[dict[str, Row]]) -> None:
     for rows in two_processes:
         check_row(rows[name])
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_step_of_a_trainer_with_deepspeed_is_within_the_budget(name: str, trainers: dict[str, Row]) -> None:
+    check_row(trainers[name])
+
+
+def test_a_trainer_with_deepspeed_in_two_processes_is_within_the_budget() -> None:
+    pytest.importorskip("accelerate", reason="Hugging Face's Trainer needs accelerate")
+    for rows in metered_ranks("deepspeed_trainers", "ZeRO-1", num_ranks=2):
+        check_row(rows["ZeRO-1"])
 
 
 def test_what_is_asked_for_twice_or_not_there_is_refused_by_name(refusals: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from metered_processes import Row, check_row, metered, needs_meter  # noqa: E402
 from recollect.attaching.attached import Attached  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
 from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError, QuantityError  # noqa: E402
+from recollect.integrations.running_trainer import RemovingTrain  # noqa: E402
 from recollect.integrations.transformers import MemoryBudget  # noqa: E402
 
 pytestmark = pytest.mark.integration
@@ -141,12 +143,13 @@ class _Ending(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def test_a_training_after_one_that_was_interrupted(tmp_path: Path) -> None:
+def test_an_interrupted_training_leaves_a_plain_model_and_can_begin_anew(tmp_path: Path) -> None:
     plain = train(options(tmp_path))
     budget = MemoryBudget("75%")
     trainer = Trainer(llama(), options(tmp_path), train_dataset=texts(), callbacks=[budget, _Ending()])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
+    assert not any("recollect" in str(vars(module).get("forward")) for module in trainer.model.modules())
     trainer.remove_callback(_Ending)
     trainer.model.load_state_dict(llama().state_dict())
     trainer.optimizer = None
@@ -155,6 +158,13 @@ def test_a_training_after_one_that_was_interrupted(tmp_path: Path) -> None:
     trainer.train()
     assert_same_weights(plain, trainer)
     assert budget.attached is not None and budget.attached.num_steps == 12
+
+
+def test_a_trainer_with_the_callback_pickles_as_without_it() -> None:
+    trainer = Trainer.__new__(Trainer)
+    vars(trainer)["train"] = RemovingTrain(trainer, lambda: None)
+    copy = pickle.loads(pickle.dumps(trainer))
+    assert copy.train == Trainer.train.__get__(copy)
 
 
 def refused(folder: Path, error: type[Exception], text: str, **changes: Any) -> None:

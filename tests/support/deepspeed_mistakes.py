@@ -1,7 +1,8 @@
-"""What `initialize` says to mistakes, as one line of JSON: the error of each, by name."""
+"""What `initialize` and a trainer with DeepSpeed say to mistakes, as one line of JSON: the error of each, by name."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -13,11 +14,13 @@ import deepspeed_engines  # isort: skip, sets the variables that DeepSpeed reads
 import deepspeed
 import torch
 from torch import nn
+from transformers import Trainer, TrainerCallback
 
 import hugging_face_flag
 import recollect
-from hugging_face_trainers import llama, texts
+from hugging_face_trainers import arguments, llama, texts
 from recollect.integrations.deepspeed import checkpointing, initialize
+from recollect.integrations.transformers import MemoryBudget
 
 SAID: dict[str, str] = {}
 
@@ -95,6 +98,34 @@ def _pipeline() -> object:
     return _engine(deepspeed.PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=1))
 
 
+def _trainer(budget: Any, *callbacks: Any, stage: int = 3, config: Any = None) -> Trainer:
+    with tempfile.TemporaryDirectory() as folder:
+        whole = deepspeed_engines.config(stage, **(config or {}))
+        args = arguments(folder, deepspeed=whole, gradient_accumulation_steps=1, max_steps=3, log_level="error")
+    return Trainer(llama(), args, train_dataset=texts(), callbacks=[budget, *callbacks])
+
+
+def _begin_by_hand() -> None:
+    args = _trainer(MemoryBudget("1GiB")).args
+    MemoryBudget("1GiB").on_train_begin(args, None, None, model=llama())
+
+
+class _Ending(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def _interrupted() -> bool:
+    """Whether a trainer's model and engine are plain after an interrupt."""
+    trainer = _trainer(MemoryBudget("75%"), _Ending(), stage=2)
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.train()
+    engine: Any = trainer.model_wrapped
+    forwards = [vars(module).get("forward") for module in engine.module.modules()]
+    return engine.global_steps == 2 and "step" not in vars(engine) and not any("recollect" in str(f) for f in forwards)
+
+
 def _section(**settings: Any) -> dict[str, Any]:
     return {"activation_checkpointing": settings}
 
@@ -122,6 +153,13 @@ def main() -> None:
     _try("old", _old)
     _try("in the file", _from_a_file)
     _try("removed", _removed)
+    partitioned = _section(partition_activations=True)
+    _try("trainer: partition", lambda: _trainer(MemoryBudget("1GiB"), config=partitioned))
+    said = {"recollect": {"memory_budget": "1GiB"}}
+    _try("trainer: said twice", lambda: _trainer(MemoryBudget("2GiB"), config=said))
+    _try("trainer: said once", lambda: type(_trainer(MemoryBudget(), config=said)).__name__)
+    _try("trainer: by hand", _begin_by_hand)
+    _try("trainer: interrupted", _interrupted)
     # Both stay so for the rest of the process.
     checkpointing.configure(None)
     _try("ours configured", _engine)

@@ -4,10 +4,12 @@
 |---|---|
 | `gradient_checkpointing`, in later versions `activation_checkpointing` | refused: the plan decides what is recomputed |
 | `activation_offloading` (TRL) | refused, for the same reason |
-| several processes or GPUs, `fsdp`, `deepspeed` | not yet |
+| `deepspeed` | ZeRO 0 to 3, one process or several; see `recollect.integrations.deepspeed` |
+| several processes or GPUs without it, `fsdp` | not yet |
 | optimizers that step in backward (`optim="lomo"`, `"adalomo"`, `"..._layerwise"`) | not yet |
 
-Run with transformers 4.50.3, 4.57.6, 5.0.0 and 5.23.0, accelerate 1.15.0, peft 0.21.2 and trl 1.16.0.
+Run with transformers 4.50.3, 4.57.6, 5.0.0 and 5.23.0, accelerate 1.15.0, peft 0.21.2, trl 1.16.0 and
+deepspeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from recollect.attaching.report import numbers_of
 from recollect.errors import ConfigError, NotYetError
 from recollect.extras import needed
 from recollect.fitting import DEFAULT_BUDGET
+from recollect.integrations.deepspeed.engine import AttachedEngine, check_before
+from recollect.integrations.deepspeed.json_file import BudgetSection
 from recollect.integrations.key_value_cache import CacheOff
+from recollect.integrations.running_trainer import RemovingTrain, calling_trainer
 
 with needed("transformers", by="recollect.integrations.transformers"):
     import transformers
@@ -123,9 +128,14 @@ class MemoryBudget(TrainerCallback):
         self.attached: Attached | None = None
         self._num_logged = 0
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse arguments that clash with a plan, before any data is read."""
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Refuse arguments that clash with a plan, before any data is read; have a training that fails leave a plain model."""
         _check_arguments(args)
+        if args.deepspeed:
+            check_before(model, _config_of(args), self._section(args))
+        trainer = calling_trainer()
+        if trainer is not None:
+            vars(trainer)["train"] = RemovingTrain(trainer, self._remove)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
@@ -136,11 +146,15 @@ class MemoryBudget(TrainerCallback):
         # A training that an error ended does not say so; `auto_find_batch_size` begins anew after one.
         self._remove()
         self._num_logged = 0
-        log = logging.get_logger("transformers.trainer")
         # The level of what a trainer says without being asked for more.
-        self.attached = enable_memory_budget(
-            model, optimizer, self.budget, on_larger=self.on_larger, units=self.units, log=log.warning
-        )
+        log = logging.get_logger("transformers.trainer").warning
+        if args.deepspeed:
+            self.attached = AttachedEngine(_engine_of(calling_trainer()), self._section(args), log)
+            self.attached.remove_too(CacheOff(model))
+        else:
+            self.attached = enable_memory_budget(
+                model, optimizer, self.budget, on_larger=self.on_larger, units=self.units, log=log
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the numbers of a new plan into the trainer's history."""
@@ -155,9 +169,32 @@ class MemoryBudget(TrainerCallback):
         """Leave the model as it was."""
         self._remove()
 
+    def _section(self, args: Any) -> BudgetSection:
+        """Return what the callback and DeepSpeed's configuration say together; the callback's defaults say nothing."""
+        budget = None if self.budget == DEFAULT_BUDGET else self.budget
+        on_larger: OnLarger | None = None if self.on_larger == "replan" else self.on_larger
+        return BudgetSection.of(_config_of(args)).with_arguments(budget, on_larger, self.units)
+
     def _remove(self) -> None:
         if self.attached is not None:
             self.attached.remove()
+
+
+def _engine_of(trainer: Any) -> Any:
+    """Return DeepSpeed's engine, into which a trainer has wrapped its model."""
+    if trainer is None:
+        raise NotYetError(
+            settings={"deepspeed": "..."},
+            needs="a trainer other than Hugging Face's, whose engine is not known",
+            advice="Make the engine by recollect.integrations.deepspeed.initialize, without MemoryBudget.",
+        )
+    return trainer.model_wrapped
+
+
+def _config_of(args: Any) -> dict[str, Any]:
+    """Return DeepSpeed's configuration, in which the trainer replaces "auto" by its arguments."""
+    config: dict[str, Any] = args.hf_deepspeed_config.config
+    return config
 
 
 def _check_version(version: str) -> None:
@@ -185,9 +222,10 @@ def _check_arguments(args: Any) -> None:
             reason="the trainer would move to the host what the plan counts on the device",
             advice="Drop it, and MemoryBudget decides what to keep.",
         )
-    several: dict[str, Any] = {"world_size": args.world_size, "n_gpu": args.n_gpu}
+    several: dict[str, Any] = {} if args.deepspeed else {"world_size": args.world_size, "n_gpu": args.n_gpu}
     settings = {name: number for name, number in several.items() if number > 1}
-    settings |= {name: value for name in ("fsdp", "deepspeed") if (value := getattr(args, name, None))}
+    if args.fsdp:
+        settings["fsdp"] = args.fsdp
     if settings:
         raise NotYetError(
             settings=settings,

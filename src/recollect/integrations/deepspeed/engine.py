@@ -38,7 +38,7 @@ from recollect.recording.leanest_policy import DropAll
 from recollect.recording.model_step import device_of
 from recollect.recording.optimizers import optimizers_in
 
-__all__ = ["AttachedEngine", "initialize"]
+__all__ = ["AttachedEngine", "check_before", "initialize"]
 
 _LEAST_VERSION: Final = "0.16"
 
@@ -80,19 +80,35 @@ def initialize(
     """
     with needed("deepspeed", by="recollect.integrations.deepspeed.initialize"):
         deepspeed = importlib.import_module("deepspeed")
-    _check_version(deepspeed.__version__)
     given = inspect.signature(deepspeed.initialize).bind(*args, **kwargs).arguments
     config = read_config(given)
     section = BudgetSection.of(config).with_arguments(memory_budget, on_larger, units)
-    model = given.get("model")
-    if isinstance(model, nn.Module):
-        _check_config(config, given.get("mpu"))
-        _check_model(deepspeed, model, section.units)
-        device = torch.device(deepspeed.accelerator.get_accelerator().device_name())
-        check_budget(section.budget, device_bytes=memory_bytes(device))
+    check_before(given.get("model"), config, section, mpu=given.get("mpu"))
     made: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
     made[0].memory_budget = AttachedEngine(made[0], section, deepspeed.utils.logger.warning)
     return made
+
+
+def check_before(model: Any, config: Mapping[str, Any], section: BudgetSection, *, mpu: Any = None) -> None:
+    """Raise if an engine could not be kept within a budget, before it takes the model, whose parameters ZeRO-3 partitions.
+
+    Args:
+        model: which it will get; anything that is no module is left for DeepSpeed to refuse.
+        config: its configuration.
+        section: what the configuration and the arguments say about the budget.
+        mpu: the groups of model parallelism.
+
+    Raises:
+        ConfigError, NotYetError, AlreadyAppliedError, QuantityError: see `initialize`.
+    """
+    with needed("deepspeed", by="recollect.integrations.deepspeed"):
+        deepspeed = importlib.import_module("deepspeed")
+    _check_version(deepspeed.__version__)
+    if isinstance(model, nn.Module):
+        _check_config(config, mpu)
+        _check_model(deepspeed, model, section.units)
+        device = torch.device(deepspeed.accelerator.get_accelerator().device_name())
+        check_budget(section.budget, device_bytes=memory_bytes(device))
 
 
 class AttachedEngine(Attached):
@@ -188,7 +204,7 @@ def _at(config: Mapping[str, Any], part: str, name: str) -> Any:
 
 
 def _check_model(deepspeed: Any, model: nn.Module, units: Iterable[str] | None) -> None:
-    """Raise before the engine takes the model, whose parameters ZeRO-3 partitions."""
+    """Raise if a model cannot be planned."""
     kind = type(model).__name__
     if isinstance(model, deepspeed.PipelineModule):
         raise NotYetError(
