@@ -37,7 +37,7 @@ class RemovingTrain:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Train."""
-        trainer = self._trainer()
+        trainer: Any = self._trainer()
         try:
             return type(trainer).train(trainer, *args, **kwargs)
         except BaseException:

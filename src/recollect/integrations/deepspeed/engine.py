@@ -101,8 +101,7 @@ def check_before(model: Any, config: Mapping[str, Any], section: BudgetSection, 
     Raises:
         ConfigError, NotYetError, AlreadyAppliedError, QuantityError: see `initialize`.
     """
-    with needed("deepspeed", by="recollect.integrations.deepspeed"):
-        deepspeed = importlib.import_module("deepspeed")
+    deepspeed = importlib.import_module("deepspeed")
     _check_version(deepspeed.__version__)
     if isinstance(model, nn.Module):
         _check_config(config, mpu)
