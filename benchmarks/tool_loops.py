@@ -91,6 +91,38 @@ def _accelerate(way: Way, peaks: StepPeaks) -> nn.Module:
     return model
 
 
+def _deepspeed(way: Way, peaks: StepPeaks) -> nn.Module:
+    """ZeRO-2, and as its own the checkpoint that DeepSpeed has for layers that are called with keyword arguments."""
+    import deepspeed_engines  # isort: skip, sets the variables that DeepSpeed reads
+    import deepspeed
+
+    from hugging_face_trainers import texts
+    from recollect.integrations.deepspeed import initialize
+
+    model = _llama().train()
+    if way == "own":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in model.model.layers:
+            layer._gradient_checkpointing_func = deepspeed.checkpointing.non_reentrant_checkpoint
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    given = {"model": model, "optimizer": optimizer, "config": deepspeed_engines.config(2)}
+    if isinstance(way, int):
+        engine, *_ = initialize(**given, memory_budget=way)
+    else:
+        engine, *_ = deepspeed.initialize(**given)
+    rows = texts(BATCH * NUM_STEPS, LENGTH)
+    peaks.begin()
+    for step in range(NUM_STEPS):
+        batch = torch.stack([row["input_ids"] for row in rows[BATCH * step : BATCH * (step + 1)]])
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
+        peaks.end()
+    if isinstance(way, int):
+        engine.memory_budget.remove()
+    engine.destroy()
+    return model
+
+
 def _trainer(build: Callable[[], Any], kind: str = "") -> Callable[[Way, StepPeaks], nn.Module]:
     def train(way: Way, peaks: StepPeaks) -> nn.Module:
         from transformers import Trainer, TrainingArguments
@@ -185,6 +217,7 @@ TOOLS = {
     "PEFT LoRA": Tool("peft", _trainer(_lora)),
     "TRL SFT": Tool("trl", _trainer(lambda: _llama(pad_token_id=0, bos_token_id=1, eos_token_id=2), "SFT")),
     "Lightning": Tool("lightning", _lightning),
+    "DeepSpeed": Tool("deepspeed", _deepspeed),
     "diffusers UNet": Tool("diffusers", _diffusers("unet")),
     "diffusers DiT": Tool("diffusers", _diffusers("transformer")),
     "torchtitan full": Tool("torchtitan", _torchtitan("full")),

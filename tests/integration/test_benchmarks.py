@@ -242,7 +242,9 @@ def test_every_tool_of_the_table_has_a_loop(monkeypatch: pytest.MonkeyPatch) -> 
         "steps_over": 0,
     }
     row |= {"own_slowdown": 0.3, "ours_slowdown": 0.1, "ours_to_own": 0.85, "weights_equal": 1}
+    row |= {"ours_to_own_least": 0.85, "ours_to_own_most": 0.85}
     assert tools._line(row) == "| a | 1 | 3.0 MiB | 1.0 MiB | +30.0% | 1.0 MiB | +10.0% | -15.0% | 0 | equal |"
+    assert "| -15.0% (-20.0% to -15.0%) |" in tools._line({**row, "ours_to_own_least": 0.8})
 
 
 def test_results_are_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
