@@ -101,10 +101,16 @@ def sharded() -> Names:
 
 
 def stages() -> Names:
-    """Two stages of a pipeline, and the schedule of one rank."""
+    """Two stages of a pipeline, its schedule, and the profile of a single layer."""
     modules = [nn.Sequential(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))) for _ in range(2)]
-    inputs = [torch.randn(4, 16), torch.randn(4, 16, requires_grad=True)]
+    inputs = [torch.randn(256, 16), torch.randn(256, 16, requires_grad=True)]
+    layer = recollect.record(
+        modules[1], inputs[1], loss_fn=torch.sum, gradients="accumulated", holds_output=False, fake=True
+    )
     return {
+        "embedding": layer,
+        "layer": layer,
+        "head": layer,
         "stages": [(modules[0], inputs[0], False), (modules[1], inputs[1], True)],
         "stage": modules[0],
         "stage_index": 0,
