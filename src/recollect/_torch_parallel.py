@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +20,8 @@ __all__ = [
     "RankNotes",
     "all_gather_rows",
     "fake_process_group",
+    "GradientBuckets",
+    "allows_uneven_inputs",
     "filled_storages",
     "fully_sharded_parameters",
     "group_ranks",
@@ -32,6 +35,8 @@ __all__ = [
     "waited_for",
     "other_sharded_parameters",
     "split_backward",
+    "meeting_place",
+    "processes_of",
 ]
 
 
@@ -115,8 +120,8 @@ def freed_after_forward(model: nn.Module) -> set[int]:
         # Before the first forward the outermost one does not know yet that it will keep its parameters.
         will_keep = is_first and state._is_root is None and state._auto_reshard_after_forward
         is_first = False
-        for group in state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]:
-            if group is None or group.post_forward_mesh_info is None or will_keep:
+        for group in _parameter_groups(module):
+            if group.post_forward_mesh_info is None or will_keep:
                 continue
             for parameter in group.fsdp_params:
                 info = parameter._module_info
@@ -250,6 +255,90 @@ def split_backward(loss: torch.Tensor, inputs: Sequence[torch.Tensor], model: nn
         return
     _, groups = stage_backward_input([loss], None, list(inputs), model.parameters())
     stage_backward_weight(model.parameters(), groups)
+
+
+def _parameter_groups(module: nn.Module) -> list[Any]:
+    """Return the parameters that FSDP2 gathers together, for a module that it shards."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def processes_of(model: nn.Module) -> list[Sequence[int]]:
+    """Return the groups of processes, by their numbers, that a model's modules and parameters are spread over."""
+    found: list[Sequence[int]] = [
+        torch.distributed.get_process_group_ranks(module.process_group)
+        for module in model.modules()
+        if isinstance(module, DistributedDataParallel)
+    ]
+    meshes = {id(mesh): mesh for p in model.parameters() if (mesh := getattr(p, "device_mesh", None)) is not None}
+    for module in model.modules():
+        if is_fully_sharded(module):
+            # While parameters are gathered they are no DTensors.
+            sharded = (p.sharded_param for group in _parameter_groups(module) for p in group.fsdp_params)
+            meshes.update((id(p.device_mesh), p.device_mesh) for p in sharded)
+    return [*found, *(mesh.mesh.flatten().tolist() for mesh in meshes.values())]
+
+
+def meeting_place() -> Any:
+    """Return the store at which all processes met when they initialised PyTorch's groups."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def allows_uneven_inputs(module: nn.Module) -> bool:
+    """Whether the loop runs in `model.join()`, in which some processes have more batches than others."""
+    return isinstance(module, DistributedDataParallel) and bool(module._join_config.enable)
+
+
+class GradientBuckets:
+    """The flat tensors in which `DistributedDataParallel` reduces gradients; it has them for as long as it lives.
+
+    Args:
+        model: with any number of `DistributedDataParallel` in it.
+        may_communicate: the processes may agree now in which order gradients are reduced, as the forward after the first
+            backward has them do, so that none of this happens in a step that is recorded or measured.
+
+    Attributes:
+        sizes_bytes: of each of them.
+    """
+
+    def __init__(self, model: nn.Module, *, may_communicate: bool) -> None:
+        replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        for replica in replicas if may_communicate else ():
+            replica.reducer._rebuild_buckets()
+        self.sizes_bytes = [size for replica in replicas for size in _bucket_sizes(replica)]
+        self._unseen_bytes = Counter(self.sizes_bytes)
+        self._replicas = replicas
+
+    def views(self) -> list[torch.Tensor]:
+        """Return the gradients that are parts of the buckets now."""
+        found = [p.grad for replica in self._replicas for p in replica.parameters() if replica.gradient_as_bucket_view]
+        views = [gradient for gradient in found if gradient is not None and gradient._is_view()]
+        for storage in {id(view.untyped_storage()): view.untyped_storage() for view in views}.values():
+            self.claims(storage)
+        return views
+
+    def claims(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage that an op reads is a bucket, by its size: none can be asked for; each is read after backward."""
+        is_one = self._unseen_bytes[storage.nbytes()] > 0
+        self._unseen_bytes[storage.nbytes()] -= is_one
+        return is_one
+
+
+def _bucket_sizes(module: DistributedDataParallel) -> list[int]:
+    parameters, are_sparse = module._build_params_for_reducer()
+    logged = module._get_ddp_logging_data()
+    sizes = [int(size) for size in (logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]).split(", ")]
+    for parameter, is_sparse in zip(parameters, are_sparse, strict=True):
+        # It is reduced as it is, in a bucket of its own, which is none.
+        if is_sparse:
+            sizes.remove(parameter.nbytes)
+    if module.find_unused_parameters or module.static_graph:
+        # Which were used, here and in any process: an int32 each.
+        sizes += [4 * len(parameters)] * 2
+    return sizes
 
 
 @contextmanager

@@ -30,14 +30,19 @@ from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import module_of
+from recollect.ranks.common_plan import check_same_plan
+from recollect.ranks.group import ALONE, Place
+from recollect.ranks.members import GroupChoice, ranks_of
 
 
-def apply(model: nn.Module, plan: Plan) -> Applied:
+def apply(model: nn.Module, plan: Plan, *, group: GroupChoice = None) -> Applied:
     """Make the model's units keep and recompute what the plan says, starting with the next forward.
 
     Args:
         model: the model that the plan was made for, or one with the same modules. It is not copied.
         plan: the plan to apply. Units that it does not name, or that recompute nothing, run exactly as before.
+        group: processes that all apply it, a process group or a device mesh: they compare their plans. By default nothing is
+            compared, and each may run a plan of its own.
 
     Returns:
         A handle that removes the plan again; also a context manager.
@@ -47,7 +52,9 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
         UnknownNameError: the plan names a unit, or a module in a unit, that the model does not have.
         AlreadyAppliedError: the model already has a plan, `CheckpointWrapper` or Hugging Face's gradient checkpointing.
         ChunkedLossError: the plan computes the loss in chunks, which this model does not support.
-        PlanError: the plan drops the output of a unit whose parameters FSDP2 frees after forward.
+        PlanError: the plan drops the output of a unit whose parameters FSDP2 frees after forward; or the processes of the group
+            have different plans.
+        RecordError: a process of the group does not apply a plan.
 
     Warns:
         PlanMismatchWarning: the plan was made for a model with fewer layers; or once, if a unit runs other ops than the
@@ -66,8 +73,14 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
     check_kind("apply(model, plan)", "model", model, nn.Module, "torch.nn.Module")
     check_kind("apply(model, plan)", "plan", plan, Plan, "recollect.Plan")
     warn_if_recorded_elsewhere(model, plan)
-    check_depth(model, plan)
-    return apply_own(model, plan)
+    ranks = ALONE if group is None else ranks_of(model, group, "apply(model, plan)")
+    check_same_plan(plan, ranks)
+
+    def applied() -> Applied:
+        check_depth(model, plan)
+        return apply_own(model, plan)
+
+    return ranks.together(applied, Place.START, undo=Applied.remove)
 
 
 def apply_own(model: nn.Module, plan: Plan) -> Applied:

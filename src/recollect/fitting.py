@@ -15,6 +15,9 @@ from recollect.planning.loss_chunks import LossChunks, plan_with_chunks
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.quantities import check_budget
+from recollect.ranks.common_plan import common_plan
+from recollect.ranks.group import ALONE, Place
+from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.model_step import LossFunction, check_step, device_of
 from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.record import record
@@ -36,6 +39,7 @@ def fit(
     holds_output: bool = True,
     gradients: Gradients = "held",
     loss_chunks: LossChunks = 1,
+    group: GroupChoice = None,
 ) -> Plan:
     """Fit the model's training step into a memory budget with the least recompute: record, plan and apply.
 
@@ -57,6 +61,7 @@ def fit(
         loss_chunks: parts in which LM head and loss are computed, so that only one part's logits are alive; see
             `chunked_cross_entropy`. 1: as the model does, so that gradients keep their bits. "auto": as many as the fastest
             plan needs, and 1 if that is as fast; records up to four times, and needs a batch.
+        group: the processes that record together and run one plan; see `record`.
 
     Returns:
         The plan, now applied to the model. `recollect.applied_to(model)` returns the handle that removes it.
@@ -64,6 +69,7 @@ def fit(
     Raises:
         BudgetTooSmallError: no plan fits; names the least possible peak and its unit.
         ChunkedLossError: the model's loss cannot be computed in chunks.
+        ConfigError: two processes of the group have different budgets.
         ArgumentError, QuantityError, UnsupportedModelError, AlreadyAppliedError, RecordError: see `plan` and `record`.
 
     Example:
@@ -83,8 +89,14 @@ def fit(
         )
 
     check_step(model, batch, step, "fit(model, batch, budget)")
-    check_optimizers(model, optimizer)
-    check_budget(budget, device_bytes=1 if fake else memory_bytes(device_of(model, batch)))
+    ranks = ALONE if fake else ranks_of(model, group, "fit(model, batch, budget)")
+
+    def check() -> None:
+        check_optimizers(model, optimizer)
+        check_budget(budget, device_bytes=1 if fake else memory_bytes(device_of(model, batch)))
+
+    ranks.together(check, Place.START)
+    check_alike(ranks, model, {"budget": budget})
 
     def record_with(num_chunks: int) -> Profile:
         return record(
@@ -98,13 +110,22 @@ def fit(
             holds_output=holds_output,
             gradients=gradients,
             loss_chunks=num_chunks,
+            group=group,
         )
 
     before = applied_to(model)
     with ExitStack() as stack:
         for applied in before:
             stack.enter_context(applied.suspended())
-        chosen = plan_with_chunks(record_with, budget, loss_chunks).plan
+        made = ranks.together(lambda: plan_with_chunks(record_with, budget, loss_chunks), Place.PLANNED)
+    check_alike(ranks, model, {"loss_chunks": made.plan.loss_chunks})
+    chosen, _ = common_plan(
+        made.profile,
+        made.plan,
+        plain_bytes=made.plain_peak_bytes,
+        budget_bytes=made.plan.budget_bytes or 0,
+        ranks=ranks,
+    )
     for applied in before:
         applied.remove()
     apply_own(model, chosen)

@@ -28,6 +28,7 @@ LAYERS = (
     "planning",
     "pipelines",
     "measuring",
+    "ranks",
     "engine",
     "loss",
     "applying",

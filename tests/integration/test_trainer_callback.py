@@ -17,7 +17,7 @@ import transformers  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 import hugging_face_flag  # noqa: E402
-from hugging_face_trainers import CASES, arguments, llama, texts  # noqa: E402
+from hugging_face_trainers import arguments, llama, texts  # noqa: E402
 from metered_processes import Row, check_row, metered, needs_meter  # noqa: E402
 from recollect.attaching.attached import Attached  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
@@ -27,26 +27,38 @@ from recollect.integrations.transformers import MemoryBudget  # noqa: E402
 
 pytestmark = pytest.mark.integration
 
+PLAIN_CASES = ("llama", "gpt2 in bf16")
 TRL_CASES = ("SFT in bf16", "SFT of lora", "DPO", "DPO of lora", "Reward")
 
 
 @pytest.fixture(scope="module")
 def plain_trainers() -> dict[str, Row]:
-    return metered("hugging_face_trainers", *(name for name in CASES if "lora" not in name))
+    return metered("hugging_face_trainers", *PLAIN_CASES)
 
 
 @pytest.mark.slow
 @needs_meter
-@pytest.mark.parametrize("name", [name for name in CASES if "lora" not in name])
+@pytest.mark.parametrize("name", PLAIN_CASES)
 def test_every_step_of_a_trainer_is_within_the_budget(name: str, plain_trainers: dict[str, Row]) -> None:
     check_row(plain_trainers[name])
 
 
 @pytest.mark.slow
 @needs_meter
-def test_every_step_of_a_lora_is_within_the_budget() -> None:
+def test_every_step_with_adapters_is_within_the_budget() -> None:
     pytest.importorskip("peft", reason="needs peft")
-    check_row(metered("hugging_face_trainers", "lora in bf16")["lora in bf16"])
+    rows = metered("hugging_face_trainers", "LoRA in bf16", "DoRA")
+    for row in rows.values():
+        check_row(row)
+    assert len(rows) == 2
+
+
+@pytest.mark.slow
+@needs_meter
+def test_every_step_with_adapters_on_four_bits_is_within_the_budget() -> None:
+    pytest.importorskip("peft", reason="needs peft")
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    check_row(metered("hugging_face_trainers", "QLoRA")["QLoRA"])
 
 
 @pytest.fixture(scope="module")

@@ -31,11 +31,26 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
-def lora() -> Any:
+def lora(base: Any = None, **changes: Any) -> Any:
     import peft
 
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1)
-    return peft.get_peft_model(llama(), config)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1, **changes)
+    return peft.get_peft_model(base or llama(), config)
+
+
+def dora() -> Any:
+    return lora(use_dora=True)
+
+
+def qlora() -> Any:
+    """Adapters on a model in 4 bits, made as `from_pretrained` makes it."""
+    import peft
+
+    how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    with tempfile.TemporaryDirectory() as folder:
+        llama().save_pretrained(folder)
+        quantized = transformers.LlamaForCausalLM.from_pretrained(folder, quantization_config=how, device_map="cpu")
+    return lora(peft.prepare_model_for_kbit_training(quantized, use_gradient_checkpointing=False))
 
 
 def texts(count: int = 240, length: int = 64) -> list[dict[str, torch.Tensor]]:
@@ -96,5 +111,7 @@ def _case(build: Callable[[], Any], **changes: Any) -> Case:
 CASES: dict[str, Case] = {
     "llama": _case(llama),
     "gpt2 in bf16": _case(gpt2, bf16=True),
-    "lora in bf16": _case(lora, bf16=True),
+    "LoRA in bf16": _case(lora, bf16=True),
+    "DoRA": _case(dora),
+    "QLoRA": _case(qlora),
 }

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from recollect.errors import BudgetTooSmallError, BudgetWarning
@@ -84,7 +85,7 @@ def row_of(name: str, case: Case, meter: AllocatorMeter) -> Row:
         least_bytes = int(error.least_peak_bytes * _ROOM)
     else:
         raise AssertionError(f"{name}: a budget of one byte was not refused")
-    budget_bytes = int(least_bytes + _PART * (max(plain.bytes) - least_bytes))
+    budget_bytes = _largest(int(least_bytes + _PART * (max(plain.bytes) - least_bytes)))
     peaks = StepPeaks(meter)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -92,6 +93,15 @@ def row_of(name: str, case: Case, meter: AllocatorMeter) -> Row:
     said = [str(warning.message) for warning in caught if issubclass(warning.category, BudgetWarning)]
     is_equal = digest_of(model) == expected
     return Row(name, budget_bytes, max(plain.bytes), least_bytes, peaks.bytes, recorded_steps, is_equal, said)
+
+
+def _largest(nbytes: int) -> int:
+    """Return the largest number of all processes that train together, which share one budget."""
+    if not dist.is_initialized():
+        return nbytes
+    largest = torch.tensor(nbytes)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def digest_of(model: nn.Module) -> str:

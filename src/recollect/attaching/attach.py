@@ -11,10 +11,12 @@ from torch import nn
 from recollect.applying import applied_to
 from recollect.arguments import check_kind
 from recollect.attaching.attached import Attached, OnLarger
-from recollect.errors import AlreadyAppliedError, RecordError
+from recollect.errors import AlreadyAppliedError, RecollectError, RecordError
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.measuring.device_memory import memory_bytes
 from recollect.quantities import check_budget
+from recollect.ranks.group import Place, Ranks
+from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.find_units import find_units
 from recollect.recording.model_step import device_of
 from recollect.recording.optimizers import check_optimizers, optimizers_in
@@ -30,6 +32,7 @@ def attach(
     on_larger: OnLarger = "replan",
     units: Iterable[str] | None = None,
     log: Callable[[str], object] | None = None,
+    group: GroupChoice = None,
 ) -> Attached:
     """Keep a training loop within a memory budget, whatever it does; nothing else in the loop changes.
 
@@ -47,14 +50,18 @@ def attach(
         on_larger: what to do at a step that no plan was made for: "replan", "warn" (once, and go on with the plan that there
             is), or "raise".
         units: module paths of the layers to plan, where they are not found.
-        log: takes the line; by default it goes to standard error.
+        log: takes the line; by default it goes to standard error, in the first process of a group.
+        group: the processes that record together and run one plan: a process group or a device mesh; by default those that
+            the model is spread over (by DistributedDataParallel, FSDP2, tensor parallelism); "alone" for a plan of its own.
 
     Returns:
         A handle with `plan`, `report()` and `remove()`.
 
     Raises:
-        ArgumentError: the model is no module.
-        RecordError: the optimizer trains another model; or, in the first step, it never steps, or steps without a backward.
+        ArgumentError: the model is no module, or the group none.
+        RecordError: the optimizer trains another model; or, in the first step, it never steps, or steps without a backward; or
+            a process of the group fails, does not call, has another model, or calls the model less often in a step.
+        ConfigError: two processes of the group have different budgets, units or `on_larger`.
         QuantityError: the budget is no amount of bytes, or a percentage of a device whose memory is not known.
         AlreadyAppliedError: the model already recomputes.
         UnsupportedModelError, UnknownNameError: see `record`.
@@ -84,25 +91,51 @@ def attach(
     if on_larger not in ("replan", "warn", "raise"):
         raise RecordError(f"on_larger: got {on_larger!r}, expected 'replan', 'warn' or 'raise'.")
     whole = model if isinstance(model, nn.Module) else _together(model)
+    ranks = ranks_of(whole, group, "attach(model, optimizer, budget)")
+    names = None if units is None else list(units)
+    attached = ranks.together(
+        lambda: _attached(whole, optimizer, budget, on_larger=on_larger, units=names, log=log, ranks=ranks),
+        Place.START,
+        undo=Attached.remove,
+    )
+    try:
+        check_alike(ranks, whole, {"budget": budget, "on_larger": on_larger, "units": attached.unit_paths})
+    except RecollectError:
+        attached.remove()
+        raise
+    return attached
+
+
+def _attached(
+    model: nn.Module,
+    optimizer: Any,
+    budget: int | str,
+    *,
+    on_larger: OnLarger,
+    units: Sequence[str] | None,
+    log: Callable[[str], object] | None,
+    ranks: Ranks,
+) -> Attached:
     optimizers = optimizers_in(optimizer)
     if not optimizers:
         raise RecordError("attach: got no optimizer, expected the one whose step ends a training step.")
-    check_optimizers(whole, optimizers)
-    if applied_to(whole):
+    check_optimizers(model, optimizers)
+    if applied_to(model):
         raise AlreadyAppliedError(
-            f"cannot attach to {type(whole).__name__}: it has a plan already. Remove it first: "
+            f"cannot attach to {type(model).__name__}: it has a plan already. Remove it first: "
             "for applied in recollect.applied_to(model): applied.remove()."
         )
-    device = device_of(whole, None)
+    device = device_of(model, None)
     check_budget(budget, device_bytes=memory_bytes(device))
     return Attached(
-        whole,
-        find_units(whole, units),
+        model,
+        find_units(model, units),
         optimizers,
         budget,
         device=device,
         on_larger=on_larger,
-        log=log or _to_standard_error,
+        log=log or (_to_standard_error if ranks.is_first else _to_nobody),
+        ranks=ranks,
     )
 
 
@@ -120,6 +153,10 @@ def _together(models: Sequence[nn.Module] | Mapping[str, nn.Module]) -> nn.Modul
             raise RecordError(f"attach: model {name!r} is a {type(model).__name__}, expected a torch.nn.Module.")
         whole.add_module(name, model)
     return whole
+
+
+def _to_nobody(_line: str) -> None:
+    pass
 
 
 def _to_standard_error(line: str) -> None:

@@ -15,13 +15,14 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import nn
 
-from recollect._torch_private import num_dispatch_modes, profiler_is_active, tree_leaves
+from recollect._torch_private import num_dispatch_modes, profiler_is_active
 from recollect.applying import apply_own, apply_policy
 from recollect.attaching.entries import Removable, Watcher, entry_forwards
+from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.other_mechanisms import OtherMechanisms
-from recollect.attaching.planned_step import PlannedStep, common_steps, plan_step
-from recollect.attaching.ranks import ALONE, Ranks
+from recollect.attaching.planned_step import PlannedStep, plan_step, profile_of
 from recollect.attaching.report import line_of, report_of
+from recollect.attaching.seen_call import describe_call
 from recollect.attaching.step_end import StepEnd, without_backward
 from recollect.attaching.step_shape import Call, covers
 from recollect.byte_format import format_bytes
@@ -30,22 +31,21 @@ from recollect.engine.placed_forward import Applied
 from recollect.errors import BudgetWarning, LargerStepError
 from recollect.plans.plan import Plan
 from recollect.progress.stage import stage
+from recollect.ranks.group import ALONE, Ranks
 from recollect.recording.find_units import Unit
 from recollect.recording.leanest_policy import DropAll
 from recollect.recording.model_step import step_tensors
-from recollect.recording.optimizers import state_tensors
 from recollect.recording.step_recording import StepRecording
 
 __all__ = ["Attached", "OnLarger"]
 
 OnLarger: TypeAlias = Literal["replan", "warn", "raise"]
 
-
 # A plan for a step of less than this part of the elements is worth one more recording, if recompute costs more than this.
 _MUCH_SMALLER: Final = 0.5
 _WORTH_SLOWDOWN: Final = 0.01
 _MOST_PLANS: Final = 16
-# Where steps alternate, a few begin like the one that was missed, and go on otherwise.
+# Where steps alternate, a few begin like the one that was missed.
 _MOST_ATTEMPTS: Final = 4
 
 
@@ -83,13 +83,13 @@ class Attached:
         self._device = device
         self._on_larger: OnLarger = on_larger
         self._log = log
-        self._ranks = ranks
+        self._lockstep = Lockstep(model, ranks)
         self._parameters = list(model.parameters())
         self._others = OtherMechanisms(model)
         # Raises if the model recomputes already.
-        apply_policy(model, [unit.path for unit in units], DropAll()).remove()
+        apply_policy(model, self.unit_paths, DropAll()).remove()
         self._watcher = Watcher(self._begin_call, self._abandon_step)
-        self._entries = Applied(model, entry_forwards(model, [unit.path for unit in units], self._watcher), None)
+        self._entries = Applied(model, entry_forwards(model, self.unit_paths, self._watcher), None)
         # An engine that steps over parts of the parameters has several steps of an optimizer in one of its own.
         watched = [] if ends_by_hand else self._optimizers
         self._hooks: list[Removable] = [o.register_step_post_hook(self._after_optimizer) for o in watched]
@@ -105,6 +105,11 @@ class Attached:
         self._calls: list[Call] = []
         self._group: list[Call] = []
         self._end = StepEnd(model, watched)
+
+    @property
+    def unit_paths(self) -> list[str]:
+        """Paths of the units that are planned."""
+        return [unit.path for unit in self._units]
 
     @property
     def plan(self) -> Plan | None:
@@ -156,23 +161,26 @@ class Attached:
         if not self.num_steps:
             self._end.note_call()
         is_disturbed = self._notices_others()
-        call = self._call_of(path, module, args, kwargs)
+        call = describe_call(path, module, args, kwargs, self._parameters, self._device.type, is_open=self._is_open())
         if not call.is_open:
             self._group = []
         self._calls.append(call)
         self._group.append(call)
-        if is_disturbed:
-            return
         if self._recording is not None:
             return
-        chosen = self._choice(call) if self._ranks.is_alone else self._common_choice()
+        if self._lockstep.is_alone:
+            chosen = None if is_disturbed else self._choice(call)
+        else:
+            is_disturbed, chosen = self._common_choice(is_disturbed=is_disturbed)
+        if is_disturbed:
+            return
         if chosen is not None and not (self._is_first and self._attempts_left and self._all_can_record()):
             if chosen is not self._active:
                 self._put(chosen)
         elif chosen is None and self.planned and self._on_larger != "replan":
             self._refuse(call)
         elif self._is_first and self._all_can_record():
-            self._start_recording()
+            self._lockstep.together(self._start_recording)
         else:
             self._missed, self._attempts_left = list(self._calls), _MOST_ATTEMPTS
             self._run_leanest()
@@ -186,7 +194,7 @@ class Attached:
         if self._active is not None and self._active.follows(self._calls):
             # The order of calls is the recorded one, so what is open is known from there.
             return self._active if not self._is_first else self._smallest(self._active, call)
-        candidates = [step for step in self.planned if step.follows(self._calls) or covers(step.calls, self._group)]
+        candidates = self._covering()
         if not candidates:
             return None
         if len(self._group) > 1 and self._active in candidates:
@@ -194,12 +202,17 @@ class Attached:
         best = min(candidates, key=lambda step: step.calls[0].numel)
         return self._smallest(best, call) if self._is_first else best
 
-    def _common_choice(self) -> PlannedStep | None:
-        """Return the fastest planned step that covers the calls so far in all processes."""
-        own = [step for step in self.planned if step.follows(self._calls) or covers(step.calls, self._group)]
-        common = common_steps(own, len(self.recorded_steps), self._ranks)
+    def _covering(self) -> list[PlannedStep]:
+        return [step for step in self.planned if step.follows(self._calls) or covers(step.calls, self._group)]
+
+    def _common_choice(self, *, is_disturbed: bool) -> tuple[bool, PlannedStep | None]:
+        """Return whether some process is disturbed; and the fastest planned step that covers the calls so far in all."""
+        own = self._covering()
+        is_calm, common = self._lockstep.at_call(
+            own, len(self.recorded_steps), is_first=self._is_first, is_calm=not is_disturbed
+        )
         stays = self._active in common and not self._is_first
-        return self._active if stays else next(iter(common), None)
+        return not is_calm, self._active if stays else next(iter(common), None)
 
     def _smallest(self, chosen: PlannedStep, call: Call) -> PlannedStep | None:
         """Return the covering step that is smallest; None to record this one, if it is much smaller still."""
@@ -212,30 +225,16 @@ class Attached:
             return None
         return best
 
-    def _call_of(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Call:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        device = self._device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        trained = 0
-        has_gradients = False
-        for number, parameter in enumerate(self._parameters):
-            trained |= parameter.requires_grad << number
-            has_gradients |= parameter.grad is not None
+    def _is_open(self) -> bool:
+        """Whether an earlier call of this step still waits for its backward."""
         # After a backward, a graph may still be open (a gradient penalty); the recorder knows, a later step goes by its order.
         is_open = not self._watcher.saw_backward
         if self._recording is not None:
             is_open = self._recording.recorder.num_open_handles > 0
-        return Call(
-            entry=path,
-            shapes=tuple(tuple(tensor.shape) for tensor in tensors),
-            context=(tuple(tensor.dtype for tensor in tensors), module.training, autocast),
-            trained=trained,
-            has_gradients=has_gradients,
-            is_open=is_open and len(self._calls) > 0,
-        )
+        return is_open and len(self._calls) > 0
 
     def _all_can_record(self) -> bool:
-        return bool(self._ranks.least([self._can_record()])[0])
+        return self._lockstep.all_can(self._can_record())
 
     def _can_record(self) -> bool:
         if profiler_is_active() and self._device.type == "cpu":
@@ -294,7 +293,7 @@ class Attached:
         calls, recorded = self._calls, self._recording
         if not calls:
             return
-        if recorded is not None and not recorded.recorder.has_run_backward:
+        if recorded is not None and not self._lockstep.all_end(recorded.recorder.has_run_backward):
             self._abandon_step()
             text = without_backward(self.model, stepped, len(calls), is_first=not self.planned)
             self._warn_once(text, key="no backward")
@@ -312,16 +311,12 @@ class Attached:
         budget = self.budget if self.budget_bytes is None else self.budget_bytes
         with stage("planning"):
             with self._entries.suspended():
-                recording.stop(state_tensors(self._optimizers))
-                profile = recording.profile(
-                    optimizer_step=None,
-                    gradients="freed",
-                    batch=f"{calls[0]}, {len(calls)} calls" if len(calls) > 1 else str(calls[0]),
-                    budget=budget,
+                profile = self._lockstep.together(
+                    lambda: profile_of(recording, calls, self._optimizers, budget), is_end=True
                 )
             index = len(self.recorded_steps)
             self.recorded_steps.append(number)
-            planned = plan_step(profile, calls, budget, self.planned, number=index, ranks=self._ranks)
+            planned = plan_step(profile, calls, budget, self.planned, number=index, ranks=self._lockstep.ranks)
         self.budget_bytes = planned.budget_bytes
         if not planned.fits:
             self._warn_once(
@@ -329,7 +324,7 @@ class Attached:
                 f"{format_bytes(planned.peak_bytes)} at its leanest, which is how it will run",
                 key=str(calls[0]),
             )
-        has_missed = not self._ranks.least([planned.follows(self._missed)])[0]
+        has_missed = not self._lockstep.all_end(planned.follows(self._missed))
         self._attempts_left = max(0, self._attempts_left - 1) if has_missed else 0
         self.planned = [step for step in self.planned if not planned.replaces(step)]
         self.planned.append(planned)
@@ -352,14 +347,13 @@ class Attached:
     def _run_leanest(self) -> None:
         self._put(None)
         with self._entries.suspended():
-            self._applied = apply_policy(self.model, [unit.path for unit in self._units], DropAll())
+            self._applied = apply_policy(self.model, self.unit_paths, DropAll())
 
     def _refuse(self, call: Call) -> None:
         """Raise, or warn, at a step that no plan was made for."""
-        text = (
-            f"a step of {call} is not covered by the plan, which was made for "
-            f"{', '.join(str(step.calls[0]) for step in self.planned)}"
-        )
+        sizes = ", ".join(str(step.calls[0]) for step in self.planned)
+        own = f"a step of {call} is not covered by the plan, which was made for {sizes}"
+        text = self._lockstep.first_text(None if self._covering() else own)
         if self._on_larger == "raise":
             raise LargerStepError(f"{text}. Pass on_larger='replan', or a first step that is as large as any.")
         self._warn_once(f"{text}; its peak may exceed the budget", key="larger")

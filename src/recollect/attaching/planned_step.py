@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
 
-from recollect.attaching.ranks import ALONE, Ranks
+import torch
+
 from recollect.attaching.step_shape import Call
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
@@ -14,13 +14,13 @@ from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.quantities import parse_budget
-from recollect.simulation.decisions import decide, simulated_plan
-from recollect.simulation.simulate import simulate
+from recollect.ranks.common_plan import common_plan
+from recollect.ranks.common_times import with_common_times
+from recollect.ranks.group import ALONE, Place, Ranks
+from recollect.recording.optimizers import state_tensors
+from recollect.recording.step_recording import StepRecording
 
-__all__ = ["PlannedStep", "common_steps", "plan_step"]
-
-# Of how many processes the plans are tried by all the others, those that need the most memory.
-_MOST_TRIED: Final = 4
+__all__ = ["PlannedStep", "common_steps", "plan_step", "profile_of"]
 
 
 @dataclass
@@ -68,6 +68,26 @@ class PlannedStep:
         return self.calls == other.calls
 
 
+def profile_of(
+    recording: StepRecording, calls: Sequence[Call], optimizers: Sequence[torch.optim.Optimizer], budget: int | str
+) -> Profile:
+    """Stop recording a step, and return its profile.
+
+    Args:
+        recording: that is under way.
+        calls: of the model, since it began.
+        optimizers: that have stepped.
+        budget: see `StepRecording.profile`.
+    """
+    recording.stop(state_tensors(optimizers))
+    return recording.profile(
+        optimizer_step=None,
+        gradients="freed",
+        batch=f"{calls[0]}, {len(calls)} calls" if len(calls) > 1 else str(calls[0]),
+        budget=budget,
+    )
+
+
 def plan_step(
     profile: Profile,
     calls: list[Call],
@@ -82,7 +102,7 @@ def plan_step(
     Args:
         profile: the step, as this process recorded it.
         calls: of the model in it.
-        budget: bytes, or a text; percentages are of the process that needs the most.
+        budget: bytes, or a text; percentages are of the process that needs the most, or of each one's own device.
         earlier: what was planned before.
         number: of recordings before it.
         ranks: the processes that have recorded it, too, and get the same plan.
@@ -90,33 +110,42 @@ def plan_step(
     Raises:
         BudgetTooSmallError: no plan fits, in some process, and there is no earlier step.
     """
+    profile = with_common_times(profile, ranks, Place.STEP_END)
     planner = Planner(profile)
-    plain_bytes = max(ranks.gather(planner.plain_peak_bytes))
+    plain_bytes = max(ranks.gather(planner.plain_peak_bytes, Place.STEP_END))
     budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
-    budget_bytes = max(ranks.gather(budget_bytes))
-    chosen, problem = _own_plan(planner, budget_bytes)
-    problems = [found for found in ranks.gather(problem) if found is not None]
+    own, problem = _own_plan(planner, budget_bytes)
+    problems = [found for found in ranks.gather(problem, Place.STEP_END) if found is not None]
     if problems and not earlier:
         raise max(problems, key=lambda error: error.least_peak_bytes)
-    worst_slowdown = chosen.predicted_slowdown or 0.0
-    if not ranks.is_alone:
-        chosen, worst_slowdown = _common_plan(profile, chosen, planner.plain_peak_bytes, budget_bytes, ranks)
+    chosen, worst_slowdown = common_plan(
+        profile,
+        own,
+        plain_bytes=planner.plain_peak_bytes,
+        budget_bytes=budget_bytes,
+        ranks=ranks,
+        place=Place.STEP_END,
+    )
     full = classic_plan(profile, "full").predicted_slowdown or 0.0
     return PlannedStep(calls, profile, chosen, budget_bytes, planner.plain_peak_bytes, full, number, worst_slowdown)
 
 
-def common_steps(covering: Sequence[PlannedStep], num_recorded: int, ranks: Ranks) -> list[PlannedStep]:
-    """Return the steps that cover the calls so far in all processes, those with the least recompute first.
+def common_steps(
+    covering: Sequence[PlannedStep], num_recorded: int, ranks: Ranks, place: Place, *, is_calm: bool
+) -> tuple[bool, list[PlannedStep]]:
+    """Return whether all processes are calm, and the steps that cover the calls so far in all, the least recompute first.
 
     Args:
         covering: those that cover the calls of this process.
         num_recorded: recordings so far.
         ranks: the processes, which all ask at the same call.
+        place: where they are.
+        is_calm: nothing disturbs the plan in this process.
     """
     own = {step.number: step for step in covering}
-    is_common = ranks.least([number in own for number in range(num_recorded)])
+    *is_common, all_calm = ranks.all_of([*(number in own for number in range(num_recorded)), is_calm], place)
     common = [own[number] for number in range(num_recorded) if is_common[number]]
-    return sorted(common, key=lambda step: (step.worst_slowdown, step.number))
+    return all_calm, sorted(common, key=lambda step: (step.worst_slowdown, step.number))
 
 
 def _own_plan(planner: Planner, budget_bytes: int) -> tuple[Plan, BudgetTooSmallError | None]:
@@ -125,23 +154,3 @@ def _own_plan(planner: Planner, budget_bytes: int) -> tuple[Plan, BudgetTooSmall
         return planner.plan(budget_bytes), None
     except BudgetTooSmallError as error:
         return planner.plan(error.least_peak_bytes), error
-
-
-def _common_plan(profile: Profile, own: Plan, plain_bytes: int, budget_bytes: int, ranks: Ranks) -> tuple[Plan, float]:
-    """Return the plan that all processes run, with the predictions for this one; and the slowdown in the slowest.
-
-    Of the plans that keep all of them within the budget, the one under which the slowest is fastest; if none does, the one that
-    exceeds it least.
-    """
-    offered = ranks.gather((plain_bytes, own))
-    hungriest = sorted(range(len(offered)), key=lambda rank: (-offered[rank][0], rank))[:_MOST_TRIED]
-    tried = [offered[rank][1] for rank in hungriest]
-    mine = [simulated_plan(profile, plan, simulate(profile, decide(profile, plan))) for plan in tried]
-    results = ranks.gather([(plan.predicted_peak_bytes or 0, plan.predicted_slowdown or 0.0) for plan in mine])
-
-    def cost(index: int) -> tuple[int, float, int]:
-        peaks_bytes, slowdowns = zip(*(result[index] for result in results), strict=True)
-        return max(0, *(peak - budget_bytes for peak in peaks_bytes)), max(slowdowns), index
-
-    best = min(range(len(tried)), key=cost)
-    return replace(mine[best], bound_slowdown=own.bound_slowdown), cost(best)[1]

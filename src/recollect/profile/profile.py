@@ -50,7 +50,7 @@ class Profile:
         log: the step's memory events.
         step_s: predicted seconds of forward and backward without recompute.
         persistent: bytes alive through the whole step, by kind ("parameters", "gradients", "buffers", "batch",
-            "optimizer_state", "other_allocations"); `kind_text` has them in words.
+            "optimizer_state", "communication_buckets", "other_allocations"); `kind_text` has them in words.
         device: "cpu", "cuda:0", ...
         device_name: model of the device that the times are for.
         fake: recorded on fake tensors, so times come from a cost model.

@@ -21,6 +21,9 @@ from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import other_bytes
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
+from recollect.ranks.common_times import with_common_times
+from recollect.ranks.group import ALONE, Place
+from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.assemble import Costs
 from recollect.recording.fake_model import fake_run
 from recollect.recording.find_units import find_units
@@ -58,6 +61,7 @@ def record(
     split_backward: bool = False,
     loss_chunks: int = 1,
     collectives: Collectives = "keep",
+    group: GroupChoice = None,
 ) -> Profile:
     """Run one training step and record all that a planner needs to know.
 
@@ -93,6 +97,9 @@ def record(
         collectives: what plans may do with the results of collectives inside units. "keep": they stay, so that each rank may
             have a plan of its own. "replay": they may be dropped, and the collective runs again in backward; then all ranks
             have to record, to apply the same plan, and to run the same ops in the same order.
+        group: the processes that record together, whose profiles get the median of their times, so that they make the same plan
+            of the same step: a process group or a device mesh; by default those that the model is spread over (by
+            DistributedDataParallel, FSDP2, tensor parallelism); "alone" for times of its own. Not with `fake`.
 
     Returns:
         The profile: frozen, torch-free, saved with `profile.save(path)`.
@@ -104,7 +111,7 @@ def record(
         ChunkedLossError: the model's loss cannot be computed in chunks.
         RecordError: both or neither of `batch` and `step`; the model rejected the batch; the loss is not a scalar or does
             not require grad; an unknown word; with `fake`, the step depends on data; the parameters are not there yet, or are
-            partitioned.
+            partitioned; a process of the group failed, or has another model.
 
     Example:
         >>> import torch, recollect
@@ -118,20 +125,29 @@ def record(
     """
     modelled = _modelled_costs(hardware, fake=fake)
     check_step(model, batch, step)
-    check_optimizers(model, optimizer)
     if collectives not in get_args(Collectives):
         raise RecordError(f"collectives: got {collectives!r}, expected {' or '.join(map(repr, get_args(Collectives)))}")
-    device = device_of(model, batch)
-    recording = StepRecording(
-        model,
-        find_units(model, units),
-        modelled or MeasuredCosts(device),
-        device,
-        replays_collectives=collectives == "replay",
-    )
-    loop = _Loop(model, batch, step, device, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)
+    ranks = ALONE if fake else ranks_of(model, group, "record(model, batch)")
+
+    def prepared() -> tuple[_Loop, StepRecording, OptimizerStep]:
+        check_optimizers(model, optimizer)
+        device = device_of(model, batch)
+        recording = StepRecording(
+            model,
+            find_units(model, units),
+            modelled or MeasuredCosts(device),
+            device,
+            replays_collectives=collectives == "replay",
+        )
+        loop = _Loop(
+            model, batch, step, device, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward
+        )
+        return loop, recording, record_optimizer_step(optimizer, device)
+
     with stage("recording the step"):
-        return loop.recorded(recording, record_optimizer_step(optimizer, device))
+        loop, recording, optimizer_step = ranks.together(prepared, Place.START)
+        check_alike(ranks, model, {"loss_chunks": loss_chunks, "collectives": collectives})
+        return with_common_times(ranks.together(lambda: loop.recorded(recording, optimizer_step), Place.START), ranks)
 
 
 def record_with(

@@ -7,7 +7,7 @@ and drops them; then, around the whole step, `StepMode`, which measures ops. An 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -71,6 +71,8 @@ class StepRecorder:
         self.backward_of: list[int] = []
         # Bytes that the step read and that were there before it, of which nobody told the recorder: other models, inputs.
         self.read_bytes = 0
+        # Whether a storage that is read is counted already: a bucket of gradients.
+        self.is_counted: Callable[[torch.UntypedStorage], bool] = lambda _: False
         self.current: int | None = None
         self.pending_stem = ""
         self.is_recomputing = False
@@ -200,7 +202,8 @@ class StepRecorder:
             storage = tensor.untyped_storage()
             if tracker_of(storage) is None and tensor.device == self._device and tensor.dim():
                 self.trackers.mark_persistent([tensor])
-                self.read_bytes += storage.nbytes()
+                if not (self.has_run_backward and self.is_counted(storage)):
+                    self.read_bytes += storage.nbytes()
 
     def note_present(self, tensor: torch.Tensor) -> None:
         """Log a storage that is there when the step begins, and may die in it."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from recollect._torch_parallel import filled_storages, freed_after_forward
+from recollect._torch_parallel import GradientBuckets, filled_storages, freed_after_forward
 from recollect.applying import apply_policy
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.engine.recorded_on import device_name
@@ -23,6 +23,7 @@ from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.meter import storage_bytes
 from recollect.measuring.timing import waits_for_others
 from recollect.profile import events
+from recollect.profile.allocator_blocks import block_bytes
 from recollect.profile.profile import Profile
 from recollect.profile.repeated_steps import fold
 from recollect.quantities import parse_budget
@@ -132,13 +133,14 @@ class StepRecording:
             recorder.trackers.mark_persistent(present)
             known += present
         recorder.note_gathered(self.model.parameters())
-        last_gradients = self._present(gradients)
+        in_buckets, buckets_bytes = self._note_buckets()
+        last_gradients = [gradient for gradient in self._present(gradients) if id(gradient) not in in_buckets]
         # Gradients that are there are logged, as if the step made them.
         self._bystanders = Bystanders(
             self.device,
             known if self.device.type == "cuda" else [*known, *last_gradients],
             looks_on_cpu=self._counts_all_tensors,
-            set_aside_bytes=set_aside_bytes,
+            set_aside_bytes=set_aside_bytes + buckets_bytes,
         )
         enter = self._stack.enter_context
         try:
@@ -155,6 +157,17 @@ class StepRecording:
         recorder.begin_phase(events.FORWARD)
         for gradient in last_gradients:
             recorder.note_present(gradient)
+
+    def _note_buckets(self) -> tuple[set[int], int]:
+        """Count DDP's buckets; return the `id` of gradients that are parts of them, and their bytes."""
+        buckets = GradientBuckets(self.model, may_communicate=not self.is_on_fake_tensors)
+        nbytes = sum(block_bytes(size, self.device.type) for size in buckets.sizes_bytes)
+        if nbytes:
+            self._persistent["communication_buckets"] = nbytes
+        views = buckets.views()
+        self.recorder.trackers.mark_persistent(views)
+        self.recorder.is_counted = buckets.claims
+        return set(map(id, views)), nbytes
 
     def _present(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return those that are on the device; sparse ones (gradients of an embedding) have no storage to count."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from recollect._torch_parallel import GradientBuckets
 from recollect.applying import applied_to, apply
 from recollect.arguments import check_kind
 from recollect.byte_format import format_bytes
@@ -202,6 +203,9 @@ class _Check:
         self.device = step.device
         self.optimizer_bytes = record_optimizer_step(optimizer, self.device).state_bytes
         self.others = others
+        # On CUDA they are among the others.
+        buckets = GradientBuckets(step.model, may_communicate=True)
+        self.buckets_bytes = sum(buckets.sizes_bytes) if self.device.type == "cpu" else 0
 
     def by_step(self, plan: Plan) -> Report:
         # Peaks first: gradients to compare with would count on CUDA.
@@ -270,7 +274,7 @@ class _Check:
         """Measure two steps of the loop, with a baseline that includes the optimizer's state, as in a budget."""
         self.step.prepare_loop()
         resident = (t for t in resident_tensors(self.model, self.batch) if t.device == self.device)
-        baseline_bytes = storage_bytes(resident) + self.optimizer_bytes + self.others.before_step()
+        baseline_bytes = storage_bytes(resident) + self.optimizer_bytes + self.others.before_step() + self.buckets_bytes
         empty_cache(self.device)
         with stage("measuring the peak"):
             measured = measure_peak(self.step.loop, device=self.device, baseline_bytes=baseline_bytes)

@@ -25,7 +25,6 @@ from torch import nn
 
 from recollect.applying import applied_to, apply_policy
 from recollect.attaching.attached import Attached, OnLarger
-from recollect.attaching.ranks import ALONE, Group
 from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError
 from recollect.extras import needed
 from recollect.integrations.deepspeed import checkpointing
@@ -33,6 +32,8 @@ from recollect.integrations.deepspeed.json_file import BudgetSection, read_confi
 from recollect.integrations.deepspeed.section import ActivationCheckpointing
 from recollect.measuring.device_memory import memory_bytes
 from recollect.quantities import check_budget
+from recollect.ranks.group import group_of
+from recollect.ranks.members import check_alike
 from recollect.recording.find_units import find_units
 from recollect.recording.leanest_policy import DropAll
 from recollect.recording.model_step import device_of
@@ -126,7 +127,9 @@ class AttachedEngine(Attached):
             )
         model = engine.module
         self._engine = engine
-        is_alone = torch.distributed.get_world_size() == 1
+        ranks = group_of(
+            range(torch.distributed.get_world_size()), "integrations.deepspeed.initialize(model=model, ...)"
+        )
         super().__init__(
             model,
             find_units(model, section.units),
@@ -134,9 +137,14 @@ class AttachedEngine(Attached):
             section.budget,
             device=device_of(model, None),
             on_larger=section.on_larger,
-            log=log if torch.distributed.get_rank() == 0 else _say_nothing,
+            log=log if ranks.is_first else _say_nothing,
             ends_by_hand=True,
-            ranks=ALONE if is_alone else Group(),
+            ranks=ranks,
+        )
+        check_alike(
+            ranks,
+            model,
+            {"memory_budget": section.budget, "on_larger": section.on_larger, "units": self.unit_paths},
         )
         self._own_step = engine.step
         engine.step = self._step

@@ -1,0 +1,79 @@
+"""Choose one plan for processes that recorded a step together, of the plans that each of them made."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Final
+
+from recollect.errors import PlanError
+from recollect.plans.plan import Plan
+from recollect.profile.profile import Profile
+from recollect.ranks.group import Place, Ranks
+from recollect.simulation.decisions import decide, simulated_plan
+from recollect.simulation.simulate import simulate
+
+__all__ = ["check_same_plan", "common_plan"]
+
+# Of how many processes the plans are tried by all the others, those that need the most memory.
+_MOST_TRIED: Final = 4
+
+
+def common_plan(
+    profile: Profile, own: Plan, *, plain_bytes: int, budget_bytes: int, ranks: Ranks, place: Place = Place.START
+) -> tuple[Plan, float]:
+    """Return the plan that all processes run, with the predictions for this one; and the slowdown in the slowest.
+
+    Of the plans that keep all of them within their budgets, the one under which the slowest is fastest; if none does, the one
+    that exceeds one least.
+
+    Args:
+        profile: as this process recorded it.
+        own: the plan that this process made.
+        plain_bytes: the peak of this process without recompute.
+        budget_bytes: of this process.
+        ranks: the processes.
+        place: where they are.
+    """
+    if ranks.is_alone:
+        return own, own.predicted_slowdown or 0.0
+    offered = ranks.gather((plain_bytes, own), place)
+    hungriest = sorted(range(len(offered)), key=lambda process: (-offered[process][0], process))
+    # Of the same profile all have made the same plan.
+    tried = list({digest_of(offered[process][1]): offered[process][1] for process in hungriest}.values())[:_MOST_TRIED]
+    mine = [simulated_plan(profile, plan, simulate(profile, decide(profile, plan))) for plan in tried]
+    results = ranks.gather([_excess_and_slowdown(plan, budget_bytes) for plan in mine], place)
+
+    def cost(index: int) -> tuple[int, float, int]:
+        excesses, slowdowns = zip(*(result[index] for result in results), strict=True)
+        return max(excesses), max(slowdowns), index
+
+    best = min(range(len(tried)), key=cost)
+    chosen = replace(mine[best], budget_bytes=budget_bytes, bound_slowdown=own.bound_slowdown)
+    return chosen, cost(best)[1]
+
+
+def check_same_plan(plan: Plan, ranks: Ranks) -> None:
+    """Check that all processes are about to run the same plan.
+
+    Raises:
+        PlanError: they are not.
+    """
+    if ranks.is_alone:
+        return
+    found = ranks.gather(digest_of(plan), Place.START)
+    if len(set(found)) > 1:
+        shown = ", ".join(f"{digest[:8]} in rank {rank}" for rank, digest in zip(ranks.ranks, found, strict=True))
+        raise PlanError(
+            f"cannot apply the plan: the processes of its group have different ones ({shown}), expected one plan. Let one "
+            "process save it and all load it, or record in all with the same group; without group= each runs its own."
+        )
+
+
+def digest_of(plan: Plan) -> str:
+    """Return a digest of what a plan has units do, without its predictions."""
+    return hashlib.sha256(Plan(plan.units, loss_chunks=plan.loss_chunks).to_json().encode()).hexdigest()
+
+
+def _excess_and_slowdown(plan: Plan, budget_bytes: int) -> tuple[int, float]:
+    return max(0, (plan.predicted_peak_bytes or 0) - budget_bytes), plan.predicted_slowdown or 0.0

@@ -1,0 +1,237 @@
+"""Let the processes that train one model together ask each other, and fail together.
+
+Each exchange says at which place of its loop a process is. Where processes are at different places, one waits for an answer
+that the other will never give, so all of them raise an error that says where each is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from enum import Enum
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from recollect._torch_parallel import meeting_place
+from recollect.errors import RecollectError, RecordError
+from recollect.progress.stage import stage
+
+__all__ = ["ALONE", "Group", "Place", "Ranks", "group_of"]
+
+T = TypeVar("T")
+
+# Of one exchange: so many words, of so many bits each.
+_WORDS: Final = 4
+_BITS: Final = 62
+# Building a model, or loading data, may take one process a little longer than another.
+_LONGEST_WAIT_S: Final = 120
+
+
+class Place(Enum):
+    """Where in its loop a process is."""
+
+    START = "is in a call of recollect"
+    PLANNED = "has made its plan"
+    FIRST_CALL = "begins a step"
+    LATER_CALL = "calls the model once more in its step"
+    STEP_END = "ends a step that was recorded"
+
+
+class Ranks:
+    """One process on its own; `Group` is several.
+
+    Attributes:
+        is_first: this process is the first of them.
+        ranks: their numbers among all processes.
+    """
+
+    is_alone = True
+    ranks: tuple[int, ...] = (0,)
+    is_first = True
+
+    def all_of(self, flags: Sequence[bool], place: Place) -> list[bool]:
+        """Return for each flag whether it is set in all processes."""
+        return list(flags)
+
+    def gather(self, value: Any, place: Place) -> list[Any]:
+        """Return what each process gave, which may be anything that pickles."""
+        return [value]
+
+    def together(self, action: Callable[[], T], place: Place, *, undo: Callable[[T], object] | None = None) -> T:
+        """Run something of which no process may go on if another cannot; `undo` it where it succeeded then.
+
+        Raises:
+            Exception: what it raised, if it did so in all of them.
+            RecollectError: what the first process raised in which it failed, in all of them.
+        """
+        return action()
+
+
+ALONE = Ranks()
+
+
+class Group(Ranks):
+    """Several processes, which all ask the same at the same place.
+
+    They talk by gloo, on the CPU: numbers that a GPU had to bring would wait for all that it has to do.
+
+    Args:
+        ranks: their numbers among all processes.
+        group: the same processes, connected by gloo.
+    """
+
+    is_alone = False
+
+    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+        self.ranks = tuple(ranks)
+        self.is_first = dist.get_rank() == self.ranks[0]
+        self._group = group
+
+    def all_of(self, flags: Sequence[bool], place: Place) -> list[bool]:
+        """See `Ranks`; of very many flags, the first ones count as not set."""
+        left_out = max(0, len(flags) - _WORDS * _BITS)
+        asked = [int(flag) for flag in flags[left_out:]]
+        words = [sum(flag << bit for bit, flag in enumerate(asked[i * _BITS : (i + 1) * _BITS])) for i in range(_WORDS)]
+        common = self._common(words, place)
+        return [False] * left_out + [bool(common[i // _BITS] >> i % _BITS & 1) for i in range(len(asked))]
+
+    def gather(self, value: Any, place: Place) -> list[Any]:
+        """See `Ranks`."""
+        self._common([0] * _WORDS, place)
+        return self._gathered(value)
+
+    def together(self, action: Callable[[], T], place: Place, *, undo: Callable[[T], object] | None = None) -> T:
+        """See `Ranks`."""
+        try:
+            result, problem = action(), None
+        except Exception as error:
+            result, problem = None, error
+        found = self.gather(problem if isinstance(problem, RecollectError) else problem and _text(problem), place)
+        failed = [number for number, its in zip(self.ranks, found, strict=True) if its is not None]
+        if not failed:
+            return result  # type: ignore[return-value]
+        if problem is None and undo is not None:
+            undo(result)  # type: ignore[arg-type]
+        first = next(its for its in found if its is not None)
+        if problem is not None and all(str(its) == str(found[0]) for its in found):
+            raise problem
+        where = f"{_ranks(failed)} of {len(self.ranks)} failed, so that none goes on"
+        if isinstance(first, RecollectError):
+            raise first from RecordError(where)
+        raise RecordError(f"{where}: {first}") from problem
+
+    def _common(self, words: list[int], place: Place) -> list[int]:
+        """Return the bits that are set in all processes.
+
+        Raises:
+            RecordError: they are not all at this place.
+        """
+        places = list(Place)
+        numbers = torch.tensor([1 << places.index(place), *words], dtype=torch.int64)
+        self._talk(lambda: dist.all_reduce(numbers, op=dist.ReduceOp.BAND, group=self._group), place)
+        is_same, *common = (int(number) for number in numbers)
+        if is_same:
+            return common
+        found: list[Place] = self._gathered(place)
+        where = {its: [r for r, other in zip(self.ranks, found, strict=True) if other is its] for its in found}
+        raise RecordError(
+            f"{', '.join(f'{_ranks(numbers)} {its.value}' for its, numbers in where.items())}: processes that train a model "
+            "together have to call it equally often in each step, since they run one plan. "
+            'Pass group="alone" to have each plan for itself.'
+        )
+
+    def _gathered(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def _talk(self, exchange: Callable[[], object], place: Place) -> None:
+        try:
+            exchange()
+        except RuntimeError as error:
+            raise RecordError(
+                f"a process that {place.value} got no answer from the others of {_ranks(self.ranks)}: one of them has ended or "
+                f"hangs ({error}). Look for the first error in their output."
+            ) from error
+
+
+def group_of(ranks: Sequence[int], call: str) -> Ranks:
+    """Return some processes as a group, once all of them have asked for it.
+
+    Args:
+        ranks: their numbers among all processes; this one is among them.
+        call: that is under way, for errors.
+
+    Raises:
+        RecordError: some of them do not ask for it.
+    """
+    # PyTorch's fake group has no other processes.
+    if len(ranks) == 1 or dist.get_backend() == "fake":
+        return ALONE
+    ranks = tuple(sorted(ranks))
+    met = _meetings.setdefault(ranks, _Meeting(ranks))
+    with stage("waiting for the other processes"):
+        missing = met.wait(_LONGEST_WAIT_S)
+    if missing:
+        raise RecordError(
+            f"recollect.{call}: {_ranks(missing)} of {len(ranks)} did not call it within {_LONGEST_WAIT_S} s, expected a call "
+            "in every process that trains the model, since they run one plan. "
+            'Call it in all of them; or pass group="alone" to have each plan for itself.'
+        )
+    return Group(ranks, met.group())
+
+
+class _Meeting:
+    """Where some processes wait for each other, as often as they like."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
+        self._key = f"recollect/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+        self._number = 0
+        self._world: dist.ProcessGroup | None = None
+        self._group: Any = None
+
+    def wait(self, seconds: float) -> list[int]:
+        """Return the processes that have not come."""
+        if self._world is not dist.group.WORLD:
+            # PyTorch's groups were made anew, and what was connected is gone.
+            self._world, self._group, self._number = dist.group.WORLD, None, 0
+        self._number += 1
+        store = meeting_place()
+        keys = {rank: f"{self._key}/{self._number}/{rank}" for rank in self._ranks}
+        store.set(keys[dist.get_rank()], "here")
+        try:
+            store.wait(list(keys.values()), timedelta(seconds=seconds))
+        except RuntimeError:
+            missing = [rank for rank, key in keys.items() if not store.check([key])]
+            # As if this process had not come: the next time it waits for the same.
+            store.delete_key(keys[dist.get_rank()])
+            self._number -= 1
+            return missing
+        return []
+
+    def group(self) -> dist.ProcessGroup:
+        """Return the processes, connected by gloo."""
+        if self._group is None:
+            # A group of their own, so that nothing of this comes between what the loop itself exchanges.
+            self._group = dist.new_group(
+                list(self._ranks), backend="gloo", use_local_synchronization=True, group_desc="recollect"
+            )
+        group: dist.ProcessGroup = self._group
+        return group
+
+
+_meetings: dict[tuple[int, ...], _Meeting] = {}
+
+
+def _text(problem: Exception) -> str:
+    return f"{type(problem).__name__}: {problem}"
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    """Name processes: "rank 1", "ranks 0, 2 and 3"."""
+    *first, last = map(str, numbers)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"

@@ -1,0 +1,111 @@
+"""Two processes that train a model together: the same steps recorded, one plan, and the same error in both, never a hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"),
+]
+
+# Within seconds: with the recorded step, which is slow where other programs run.
+MOST_S = 30
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each case of `group_programs.py` gave in the two processes."""
+    folder = tmp_path_factory.mktemp("group")
+    program = [sys.executable, "-W", "ignore", str(ROOT / "tests/support/group_programs.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen([*program, str(rank), str(folder)], env=environment, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    found: dict[str, list[dict[str, Any]]] = {}
+    for output in outputs:
+        for line in output.splitlines():
+            row = json.loads(line)
+            found.setdefault(row["case"], []).append(row)
+    return found
+
+
+@pytest.mark.parametrize("name", ["DDP", "FSDP2"])
+def test_one_line_has_both_run_one_plan_and_train_as_before(name: str, cases: dict[str, list[dict[str, Any]]]) -> None:
+    first, second = cases[name]
+    assert first["equal"] and second["equal"]
+    assert first["recorded"] == second["recorded"] == [0, 2]
+    assert first["plans"] == second["plans"] and first["current"] == second["current"]
+
+
+def test_both_record_when_one_has_a_longer_batch(cases: dict[str, list[dict[str, Any]]]) -> None:
+    first, second = cases["lengths"]
+    assert first["recorded"] == second["recorded"] == [0, 1, 2]
+    assert first["plans"] == second["plans"] and first["current"] == second["current"]
+
+
+def test_fit_makes_one_plan_of_common_times(cases: dict[str, list[dict[str, Any]]]) -> None:
+    first, second = cases["fit"]
+    assert first["plan"] == second["plan"]
+    assert len(first["times"]) > 10 and first["times"] == second["times"]
+
+
+def test_one_process_may_plan_alone(cases: dict[str, list[dict[str, Any]]]) -> None:
+    assert len(cases["alone"][0]["plans"]) == 1
+
+
+def test_apply_compares_plans_in_a_group(cases: dict[str, list[dict[str, Any]]]) -> None:
+    assert [row["applied"] for row in cases["apply the same"]] == [1, 1]
+
+
+ERRORS = {
+    "apply others": r"PlanError: .* different ones \(\w{8} in rank 0, \w{8} in rank 1\), expected one plan\. Let one",
+    "budgets": r"ConfigError: got budget in rank 0='80%', budget in rank 1='90%': two values of budget in one group.* Pass",
+    "bad budget": r"QuantityError: 'much'",
+    "too small": r"BudgetTooSmallError: 1 B .* communication_buckets 208.9 KiB",
+    "models": r"RecordError: .* different models: GPTModel with 21 .* rank 0, .* 15 .* rank 1; only rank 0 has decoder.*Build",
+    "larger": r"LargerStepError: a step of 2 x 40 is not covered by the plan, which was made for 2 x 24\.",
+    "cannot record": r"RecordError: rank 1 of 2 failed, so that none goes on: ValueError: nothing fits here",
+    "fewer calls": r"RecordError: rank 0 begins a step, rank 1 calls the model once more .* equally often .* Pass group=",
+    "without backward": r"RecordError: .* in which no backward ran",
+    "uneven": r"RecordError: .* runs in join\(\).* Have as many batches in each; or pass group=\"alone\"",
+    "no group": r"ArgumentError: .* got 'everyone' as group: expected a process group, a device mesh, or 'alone'\. Leave",
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_both_fail_alike_within_seconds(name: str, cases: dict[str, list[dict[str, Any]]]) -> None:
+    first, second = cases[name]
+    assert re.search(ERRORS[name], first["error"]), first["error"]
+    assert first["error"] == second["error"]
+    assert max(first["seconds"], second["seconds"]) < MOST_S
+
+
+def test_who_does_not_call_is_named(cases: dict[str, list[dict[str, Any]]]) -> None:
+    first, second = cases["not all call"]
+    assert "attach(model, optimizer, budget): rank 1 of 2 did not call it within 2 s" in first["error"]
+    assert "error" not in second
+
+
+def test_the_end_of_a_process_ends_the_other(cases: dict[str, list[dict[str, Any]]]) -> None:
+    (first,) = cases["ends"]
+    assert re.search(
+        r"RecordError: a process that begins a step got no answer from the others of ranks 0 and 1", first["error"]
+    )
+    assert first["seconds"] < MOST_S

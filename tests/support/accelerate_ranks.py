@@ -1,0 +1,114 @@
+"""Loops of two processes that train together, over gloo: Accelerate with DDP and FSDP2, and ZeRO-1 by hand.
+
+The steps of a trained model are measured by a meter of its own; see `metered_processes.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import recollect
+from hugging_face_trainers import NUM_STEPS, llama, texts
+from metered_trainers import Case, StepPeaks
+
+RANK = int(os.environ.get("RANK", "0"))
+os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"})
+
+
+def batches() -> Iterator[dict[str, torch.Tensor]]:
+    """Other ones in each process."""
+    data = texts(8 * NUM_STEPS, 64)
+    for number in range(NUM_STEPS):
+        rows = data[8 * number + 4 * RANK :][:4]
+        yield {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
+
+
+def _train(
+    model: nn.Module,
+    optimizer: Any,
+    budget: int | str | None,
+    peaks: StepPeaks,
+    backward: Callable[[torch.Tensor], object],
+) -> int:
+    attached = None if budget is None else recollect.attach(model, optimizer, budget, log=lambda line: None)
+    torch.manual_seed(3 + RANK)
+    peaks.begin()
+    for batch in batches():
+        backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        peaks.end()
+    if attached is None:
+        return 0
+    plans: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(plans, dict(attached.planned[-1].plan.units))
+    assert all(plan == plans[0] for plan in plans), "two plans"
+    attached.remove()
+    return len(attached.recorded_steps)
+
+
+def _accelerated(*, shards: bool) -> Case:
+    def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
+        AcceleratorState._reset_state()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            cpu_ram_efficient_loading=False,
+        )
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin if shards else None)
+        if shards:
+            # Accelerate takes the plugin on accelerators only, though what it then does works on the CPU.
+            accelerator.state.distributed_type = DistributedType.FSDP
+            accelerator.state.fsdp_plugin = plugin
+        assert accelerator.num_processes == int(os.environ["WORLD_SIZE"])
+        model = llama().train()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        assert isinstance(model, FSDPModule if shards else DistributedDataParallel)
+        recorded = _train(model, optimizer, budget, peaks, accelerator.backward)
+        return _gathered(model), recorded
+
+    return run
+
+
+def _gathered(model: nn.Module) -> nn.Module:
+    """A model with the trained weights, of this process's shards if there are some."""
+    whole = llama()
+    trained = model.module if isinstance(model, DistributedDataParallel) else model
+    with torch.no_grad():
+        for own, its in zip(whole.parameters(), trained.parameters(), strict=True):
+            own.copy_(its.full_tensor() if hasattr(its, "full_tensor") else its)
+    return whole
+
+
+def _replicated(**options: Any) -> Case:
+    """DDP and ZeRO-1, as PyTorch's documentation has them."""
+
+    def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
+        PartialState(cpu=True)
+        model = DistributedDataParallel(llama().train(), **options)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        recorded = _train(model, optimizer, budget, peaks, torch.Tensor.backward)
+        return model.module, recorded
+
+    return run
+
+
+CASES: dict[str, Case] = {
+    "DDP": _accelerated(shards=False),
+    "FSDP2": _accelerated(shards=True),
+    "ZeRO-1": _replicated(),
+    "ZeRO-1, bucket views": _replicated(gradient_as_bucket_view=True),
+}

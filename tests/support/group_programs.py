@@ -1,0 +1,223 @@
+"""What two processes of one group run in `test_groups.py`, as a program: python group_programs.py RANK FOLDER.
+
+Writes a line of JSON for each case: what it made, or the error that it raised.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import recollect
+from recollect.engine.content import has_same_bits
+from recollect.lab.models.architectures import llama_config
+from recollect.lab.models.gpt import GPTModel
+from recollect.ranks import group as group_module
+from recollect.ranks.common_plan import digest_of
+from recollect.recording.step_recording import StepRecording
+
+RANK = int(sys.argv[1])
+BUDGET = "85%"
+
+
+def model(num_layers: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return GPTModel(llama_config(num_layers=num_layers, hidden_size=32, num_attention_heads=2, vocab_size=64))
+
+
+def replicated() -> nn.Module:
+    return DistributedDataParallel(model(), gradient_as_bucket_view=True)
+
+
+def sharded() -> nn.Module:
+    made = model()
+    for layer in made.decoder.layers:
+        fully_shard(layer)
+    return fully_shard(made)
+
+
+def train(made: nn.Module, *lengths: int, calls: int = 1, budget: Any = BUDGET, **options: Any) -> dict[str, Any]:
+    """Train for some steps; `lengths` are of the batches."""
+    optimizer = torch.optim.AdamW(made.parameters())
+    attached = recollect.attach(made, optimizer, budget, log=lambda line: None, **options)
+    torch.manual_seed(RANK)
+    with attached:
+        for length in lengths:
+            for _ in range(calls):
+                tokens = torch.randint(0, 64, (2, length))
+                made(tokens=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        plans = [digest_of(step.plan) for step in attached.planned]
+        return {
+            "plans": plans,
+            "recorded": attached.recorded_steps,
+            "current": digest_of(attached.plan or recollect.Plan({})),
+        }
+
+
+def same_training(build: Callable[[], nn.Module]) -> dict[str, Any]:
+    plain, planned = build(), build()
+    optimizer = torch.optim.AdamW(plain.parameters())
+    torch.manual_seed(RANK)
+    for length in (24, 24, 32, 24):
+        tokens = torch.randint(0, 64, (2, length))
+        plain(tokens=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    # The longer batch comes to both in the same step.
+    found = train(planned, 24, 24, 32, 24)
+    pairs = zip(plain.parameters(), planned.parameters(), strict=True)
+    return {**found, "equal": all(has_same_bits(_local(a), _local(b)) for a, b in pairs)}
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return getattr(parameter, "_local_tensor", parameter).detach()
+
+
+def fitted() -> dict[str, Any]:
+    made = sharded()
+    torch.manual_seed(RANK)
+    tokens = torch.randint(0, 64, (2, 24))
+    profile = recollect.record(made, {"tokens": tokens, "labels": tokens})
+    plan = recollect.fit(made, {"tokens": tokens, "labels": tokens}, "80%")
+    # The times of both are the same now, to the bit.
+    return {
+        "plan": digest_of(plan),
+        "times": [profile.step_s, *(op.time_s for graph in profile.graphs for op in graph.ops)],
+    }
+
+
+def alone() -> dict[str, Any]:
+    """Only the first process plans."""
+    return train(replicated(), 24, 24, group="alone") if RANK == 0 else train_plainly(replicated(), 2)
+
+
+def train_plainly(made: nn.Module, num_steps: int) -> dict[str, Any]:
+    for _ in range(num_steps):
+        tokens = torch.randint(0, 64, (2, 24))
+        made(tokens=tokens, labels=tokens).loss.backward()
+        made.zero_grad()
+    return {}
+
+
+def applied(same: bool) -> dict[str, Any]:
+    tokens = torch.randint(0, 64, (2, 24))
+    profile = recollect.record(model(), {"tokens": tokens, "labels": tokens}, fake=True)
+    plan = recollect.classic_plan(profile, "full" if same or RANK == 0 else "keep_all")
+    made = model()
+    mesh = init_device_mesh("cpu", (2,))
+    try:
+        recollect.apply(made, plan, group=mesh)
+    finally:
+        number = len(recollect.applied_to(made))
+    return {"applied": number}
+
+
+def cannot_record() -> dict[str, Any]:
+    own = StepRecording.profile
+    if RANK == 1:
+        StepRecording.profile = _fail  # type: ignore[method-assign]
+    try:
+        return train(replicated(), 24)
+    finally:
+        StepRecording.profile = own  # type: ignore[method-assign]
+
+
+def _fail(*_: Any, **__: Any) -> Any:
+    raise ValueError("nothing fits here")
+
+
+def fewer_calls() -> dict[str, Any]:
+    made = model()
+    return train(made, 24, 24, 24, calls=1 + RANK, group=dist.group.WORLD)
+
+
+def without_backward() -> dict[str, Any]:
+    made = model()
+    optimizer = torch.optim.SGD(made.parameters())
+    with recollect.attach(made, optimizer, BUDGET, group=dist.group.WORLD):
+        tokens = torch.randint(0, 64, (2, 24))
+        loss = made(tokens=tokens, labels=tokens).loss
+        if RANK == 0:
+            loss.backward()
+        optimizer.step()
+    return {}
+
+
+def uneven() -> dict[str, Any]:
+    made = replicated()
+    with made.join():
+        return train(made, 24)
+
+
+def not_all_call() -> dict[str, Any]:
+    """Only the first process attaches."""
+    dist.barrier()
+    group_module._LONGEST_WAIT_S = 2
+    try:
+        return train(model(), 24, group=dist.group.WORLD) if RANK == 0 else {}
+    finally:
+        group_module._LONGEST_WAIT_S = 120
+        dist.barrier()
+
+
+def ends() -> dict[str, Any]:
+    """The second process ends while the first goes on."""
+    if RANK == 1:
+        train(model(), 24, 24, group=dist.group.WORLD)
+        os._exit(0)
+    return train(model(), 24, 24, 24, group=dist.group.WORLD)
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "DDP": lambda: same_training(replicated),
+    "FSDP2": lambda: same_training(sharded),
+    "lengths": lambda: train(replicated(), *((24, 32, 24, 24) if RANK == 0 else (24, 24, 40, 24))),
+    "fit": fitted,
+    "alone": alone,
+    "apply the same": lambda: applied(same=True),
+    "apply others": lambda: applied(same=False),
+    "budgets": lambda: train(replicated(), 24, budget=("80%", "90%")[RANK]),
+    "bad budget": lambda: train(replicated(), 24, budget=("80%", "much")[RANK]),
+    "too small": lambda: train(replicated(), 24, budget=1),
+    "models": lambda: train(model(3 - RANK), 24, group=dist.group.WORLD),
+    "larger": lambda: train(replicated(), *((24, 24) if RANK == 0 else (24, 40)), on_larger="raise"),
+    "cannot record": cannot_record,
+    "fewer calls": fewer_calls,
+    "without backward": without_backward,
+    "uneven": uneven,
+    "no group": lambda: train(model(), 24, group="everyone"),
+    "not all call": not_all_call,
+    "ends": ends,
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/store", rank=RANK, world_size=2)
+    for name in sys.argv[3:] or CASES:
+        begin = time.perf_counter()
+        try:
+            row = CASES[name]()
+        except Exception as error:
+            row = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"case": name, "seconds": time.perf_counter() - begin, **row}), flush=True)
+    # A process group's threads may hang at the end.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Which processes a model is spread over, and which are taken for its group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from recollect._torch_parallel import processes_of
+from recollect.errors import ArgumentError, RecordError
+from recollect.ranks.group import ALONE
+from recollect.ranks.members import ranks_of
+
+CALL = "attach(model, optimizer, budget)"
+
+
+@pytest.fixture
+def _four_processes() -> Iterator[None]:
+    """The first of four, of which the others are not there."""
+    dist.init_process_group("fake", rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+@pytest.mark.usefixtures("_four_processes")
+def test_wrappers_and_meshes_say_which_processes_there_are() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert processes_of(linear()) == []
+    assert [list(ranks) for ranks in processes_of(DistributedDataParallel(linear()))] == [[0, 1, 2, 3]]
+    assert [list(ranks) for ranks in processes_of(fully_shard(linear(), mesh=mesh["dp"]))] == [[0, 2]] * 1
+    split = parallelize_module(linear(), mesh["tp"], {"0": ColwiseParallel()})
+    assert [list(ranks) for ranks in processes_of(split)] == [[0, 1]]
+    both = fully_shard(split, mesh=mesh["dp"])
+    assert sorted(max(map(list, processes_of(both)), key=len)) == [0, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("_four_processes")
+def test_overlapping_groups_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    split = parallelize_module(linear(), mesh["tp"], {"0": ColwiseParallel()})
+    other = DistributedDataParallel(linear(), process_group=mesh.get_group("dp"))
+    with pytest.raises(RecordError, match=r"spread over the processes \[0, [12]\] and \[0, [12]\].* Pass group="):
+        ranks_of(nn.ModuleList([split, other]), None, CALL)
+    # PyTorch's fake group has no other process to ask.
+    assert ranks_of(nn.ModuleList([split, other]), mesh, CALL) is ALONE
+    assert ranks_of(nn.ModuleList([split, other]), "alone", CALL) is ALONE
+
+
+@pytest.mark.usefixtures("_four_processes")
+def test_a_group_without_this_process_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    mesh.mesh.copy_(mesh.mesh + 1)
+    with pytest.raises(ArgumentError, match=r"this process, rank 0, is not in it\. Leave it out"):
+        ranks_of(linear(), mesh, CALL)
+
+
+def test_without_process_groups_there_is_none_to_pass() -> None:
+    assert ranks_of(linear(), None, CALL) is ALONE
+    with pytest.raises(ArgumentError, match=r"got 3 as group: there are no process groups yet\. Leave it out"):
+        ranks_of(linear(), 3, CALL)
