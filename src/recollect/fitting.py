@@ -11,12 +11,12 @@ from torch import nn
 from recollect.applying import applied_to, apply_own
 from recollect.errors import RecordError
 from recollect.measuring.device_memory import memory_bytes
-from recollect.planning.loss_chunks import LossChunks, plan_with_chunks
+from recollect.planning.loss_chunks import LossChunks, Planned, plan_with_chunks
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.quantities import check_budget
 from recollect.ranks.common_plan import common_plan
-from recollect.ranks.group import ALONE, Place
+from recollect.ranks.group import ALONE, Place, Ranks
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.model_step import LossFunction, check_step, device_of
 from recollect.recording.optimizers import Optimizers, check_optimizers
@@ -119,14 +119,15 @@ def fit(
             stack.enter_context(applied.suspended())
         made = ranks.together(lambda: plan_with_chunks(record_with, budget, loss_chunks), Place.PLANNED)
     check_alike(ranks, model, {"loss_chunks": made.plan.loss_chunks})
-    chosen, _ = common_plan(
-        made.profile,
-        made.plan,
-        plain_bytes=made.plain_peak_bytes,
-        budget_bytes=made.plan.budget_bytes or 0,
-        ranks=ranks,
-    )
+    chosen = _common(made, ranks)
     for applied in before:
         applied.remove()
     apply_own(model, chosen)
     return chosen
+
+
+def _common(made: Planned, ranks: Ranks) -> Plan:
+    """Return the plan that all processes run."""
+    budget_bytes = made.plan.budget_bytes or 0
+    plain_bytes = made.plain_peak_bytes
+    return common_plan(made.profile, made.plan, plain_bytes=plain_bytes, budget_bytes=budget_bytes, ranks=ranks)[0]
