@@ -12,6 +12,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS: dict[str, tuple[str, ...]] = {
     "deepspeed_loop": ("deepspeed", "transformers"),
+    "accelerate_loop": ("accelerate", "transformers"),
     "diffusers_loop": ("accelerate", "diffusers"),
     "hugging_face_loop": ("transformers",),
     "hugging_face_trainer": ("accelerate", "peft", "transformers"),
@@ -23,6 +24,7 @@ PLANNED = "planned for 4 x 128 in"
 REPORTED = " budget, 8 steps, 1 of them recorded"
 SAYS = {
     "deepspeed_loop": (PLANNED, REPORTED),
+    "accelerate_loop": ("planned for 4 x 64 in", REPORTED),
     "diffusers_loop": ("planned for 4 x 4 x 32 x 32 in", REPORTED),
     "hugging_face_loop": (PLANNED, REPORTED),
     "hugging_face_trainer": (PLANNED, REPORTED),
