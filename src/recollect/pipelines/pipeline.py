@@ -42,7 +42,7 @@ class RecordedPieces:
             RecordedStage(
                 number,
                 whole=self._parts(number, profile),
-                # torch runs all of the first stage's backward as one, in place of the second half.
+                # The first piece is of the first stage, which splits no backward.
                 halves=self._parts(number, split_profiles[number]) if split_profiles and number else None,
             )
             for number, profile in enumerate(profiles)
@@ -159,7 +159,7 @@ class Pipeline:
         stages = self.stage_of
         next_is_inside = not is_last and stages[piece + 1] == stages[piece]
         previous_is_inside = piece > 0 and stages[piece - 1] == stages[piece]
-        # A piece alike for both kinds of backward would not be alike for ranks that run one kind only.
+        # The first stage splits no backward, see `_as_run`.
         halves = None if stages[piece] == 0 else all_pieces[piece].halves
         return RankStage(
             recorded=replace(all_pieces[piece], halves=halves),
