@@ -5,23 +5,28 @@ All of the forward runs, not its ops one by one: kernels that PyTorch does not s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.function import FunctionCtx
 
 from recollect._torch_functions import above_autograd, function_runner, tree_flatten, tree_unflatten
+from recollect.engine.agreement import Agreement
+from recollect.engine.partitioned import gathered, group_of, is_partitioned
 from recollect.engine.region_draws import RegionDraws
 from recollect.engine.values import Layout, layout_of
 from recollect.errors import RecomputeMismatchError
 
-__all__ = ["Autocast", "FunctionArguments", "FunctionCall"]
+__all__ = ["Autocast", "FunctionArguments", "FunctionCall", "Whole"]
 
 Autocast = tuple[tuple[str, torch.dtype], ...]
 """The device types for which autocast was on in forward, and to which type it cast."""
+
+Whole: TypeAlias = Callable[[torch.nn.Parameter], torch.Tensor]
+"""Makes a parameter whole of which this rank has a part."""
 
 
 class FunctionArguments:
@@ -54,9 +59,14 @@ class FunctionArguments:
             self._leaves[position] = None
         self.tensors = []
 
-    def filled(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """Return the arguments with these tensors in the places of the first ones."""
-        leaves = list(self._leaves)
+    @property
+    def partitioned(self) -> list[torch.nn.Parameter]:
+        """Parameters of which each rank has a part."""
+        return [leaf for leaf in self._leaves if is_partitioned(leaf)]
+
+    def filled(self, tensors: Sequence[torch.Tensor], whole: Whole = gathered) -> tuple[Any, ...]:
+        """Return the arguments with these tensors in the places of the first ones, and whole parameters in those of parts."""
+        leaves = [whole(leaf) if is_partitioned(leaf) else leaf for leaf in self._leaves]
         for position, tensor, needs_grad in zip(self._positions, tensors, self._needs_grad, strict=False):
             # Forward may ask which of its arguments require grad, and these are not the tensors that did.
             leaves[position] = tensor.detach().requires_grad_(needs_grad)
@@ -79,9 +89,10 @@ class FunctionCall:
     Attributes:
         layouts: of the results in forward; None for those that the recipe is not for.
         draws: the random numbers of the forward; None if it drew none.
+        agreement: of all ranks that have parts of its parameters to run it again; None if there is none.
     """
 
-    __slots__ = ("arguments", "autocast", "draws", "function", "layouts")
+    __slots__ = ("agreement", "arguments", "autocast", "draws", "function", "layouts")
 
     def __init__(
         self,
@@ -90,21 +101,26 @@ class FunctionCall:
         layouts: Sequence[Layout | None],
         draws: RegionDraws | None,
         autocast: Autocast,
+        agreement: Agreement | None = None,
     ) -> None:
         self.function = function
         self.arguments = arguments
         self.layouts = layouts
         self.draws = draws
         self.autocast = autocast
+        self.agreement = agreement
 
     @property
     def state_bytes(self) -> int:
         """Size of the generator states held to run the forward again."""
         return 0 if self.draws is None else self.draws.state_bytes
 
-    def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> list[Any]:
+    def __call__(self, tensors: list[Any], may_overwrite_first: bool, whole: Whole = gathered) -> list[Any]:
         """Run the forward once more; return its outputs and what it saved."""
-        args = self.arguments.filled(tensors)
+        if self.agreement is not None:
+            for group in filter(None, map(group_of, self.arguments.partitioned)):
+                self.agreement.check(group, self.function.__name__)
+        args = self.arguments.filled(tensors, whole)
         context = _Context()
         context.needs_input_grad = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         function = self.function

@@ -17,6 +17,7 @@ from recollect._torch_private import untraced
 from recollect.engine.facts import OpFacts
 from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_run import FunctionRun, FunctionWatch, SavedByFunction, may_run_again
+from recollect.engine.partitioned import group_of
 from recollect.engine.tape_mode import TapeMode
 from recollect.engine.tape_state import OpActions, TapeState
 from recollect.engine.values import StorageRecord, TapeValue, attach_record, forget_record, layout_of, watch
@@ -53,6 +54,7 @@ class FunctionMode(TapeMode):
         run = FunctionRun(function, args)
         if run.wrote_unseen:
             _forget_arguments(run)
+        self._meet_owners(run)
         if run.kept_because:
             output = apply(*args)
             self.end_function(run)
@@ -66,6 +68,14 @@ class FunctionMode(TapeMode):
         run.end(output)
         self.end_function(run)
         return output
+
+    def _meet_owners(self, run: FunctionRun) -> None:
+        """Tell the ranks that have parts of its parameters of the plan; keep what it makes if there is none."""
+        for group in filter(None, map(group_of, run.partitioned)):
+            if self.tape.agreement is None:
+                run.keep("ranks that have parts of its parameters may run under other plans")
+            else:
+                self.tape.agreement.meet(group)
 
     def end_function(self, run: FunctionRun) -> None:
         """Decide what happens to what a call made."""
@@ -92,7 +102,7 @@ class FunctionMode(TapeMode):
 
     def _drop(self, run: FunctionRun) -> None:
         """Drop what a call made: one value for each of its results, and a record for each storage."""
-        call = run.recipe()
+        call = run.recipe(self.tape.agreement)
         actions = self.function_actions(run, call)
         if not actions:
             return

@@ -30,11 +30,13 @@ from recollect._torch_private import (
     is_traceable_wrapper_subclass,
     tree_leaves,
 )
+from recollect.engine.agreement import Agreement
 from recollect.engine.content import checksums
 from recollect.engine.draws import draws_unknown
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_call import Autocast, FunctionArguments, FunctionCall
 from recollect.engine.op_mode import OpMode
+from recollect.engine.partitioned import can_be_gathered, is_partitioned
 from recollect.engine.region_draws import RegionDraws
 from recollect.engine.values import Layout, is_known, layout_of
 from recollect.tensors import tensors_in
@@ -51,6 +53,8 @@ _MOST_OBJECTS = 64
 
 # Functions of these packages have state elsewhere, or run modules, or are PyTorch's own way to run something else.
 _FOREIGN = frozenset({"torch", "transformer_engine", "deepspeed"})
+# But this is only a product, and the most of what a model does under ZeRO-3.
+_PRODUCT = ("deepspeed.runtime.zero.linear", "LinearFunctionForZeroStage3")
 
 # Functions whose arguments have been compared before and after, by the constants they were called with.
 _checked: weakref.WeakKeyDictionary[type, set[Any]] = weakref.WeakKeyDictionary()
@@ -61,7 +65,8 @@ _unseen_writers: weakref.WeakSet[type] = weakref.WeakSet()
 
 def may_run_again(function: Any) -> bool:
     """Whether a Function may run again, for all that its class says."""
-    return function.__module__.partition(".")[0] not in _FOREIGN
+    is_product = (function.__module__, function.__name__) == _PRODUCT
+    return is_product or function.__module__.partition(".")[0] not in _FOREIGN
 
 
 class Made(NamedTuple):
@@ -102,6 +107,7 @@ class FunctionRun:
         arguments: its arguments, until `release`.
         autocast: where autocast is on.
         others: tensors that it reads and does not get as arguments of its own: parameters, and tensors in objects.
+        partitioned: parameters of which each rank has a part.
         saved: what it saved, in order.
     """
 
@@ -112,6 +118,7 @@ class FunctionRun:
         self.kept_because = ""
         self.wrote_unseen = False
         self.others: list[torch.Tensor] = []
+        self.partitioned: list[nn.Parameter] = []
         self.saved: list[SavedByFunction] = []
         self.made: list[Made] = []
         self.num_storages = 0
@@ -129,7 +136,7 @@ class FunctionRun:
             self._begin()
 
     def _begin(self) -> None:
-        self._given = [*self.arguments.tensors, *self.others]
+        self._given = [*self.arguments.tensors, *self.others, *self.partitioned]
         for tensor in self._given:
             vars(tensor.untyped_storage())[_MARK] = self._given_mark
         self._versions = [_version(tensor) for tensor in self._given]
@@ -158,6 +165,10 @@ class FunctionRun:
         kind = type(tensor)
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             self.keep("an argument is not a plain tensor")
+        elif is_partitioned(tensor):
+            if not can_be_gathered(tensor):
+                self.keep("the parts of a parameter are offloaded or quantized")
+            self.partitioned.append(tensor)
         elif isinstance(tensor, nn.Parameter):
             self.others.append(tensor)
         elif not (is_fake_tensor(tensor) or (kind is torch.Tensor and not vars(tensor))):
@@ -303,13 +314,16 @@ class FunctionRun:
                 self.made.append(Made(slot, tensor, index))
         self.num_storages = len(storages)
 
-    def recipe(self) -> FunctionCall:
-        """Return the call that makes it all again."""
+    def recipe(self, agreement: Agreement | None) -> FunctionCall:
+        """Return the call that makes it all again.
+
+        `agreement`: of all ranks to do so.
+        """
         layouts: list[Layout | None] = [None] * self.num_slots
         for made in self.made:
             layouts[made.slot] = layout_of(made.tensor)
         draws = self.draws if self.draws.state_bytes else None
-        return FunctionCall(self.function, self.arguments, layouts, draws, self.autocast)
+        return FunctionCall(self.function, self.arguments, layouts, draws, self.autocast, agreement)
 
     @property
     def name(self) -> str:

@@ -16,6 +16,7 @@ from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.function_run import FunctionRun
 from recollect.engine.op_mode import OpMode
+from recollect.engine.partitioned import group_of
 from recollect.engine.region_state import small_buffer_bytes
 from recollect.engine.subclasses import PackedSubclass, strided_tensors
 from recollect.engine.tape import Tape
@@ -242,6 +243,8 @@ class _RecordingMode(FunctionMode):
         recorder = self.recorder
         actions = super().function_actions(run, call)
         again = RunsAgain(run, call)
+        if recorder.current is not None and any(map(group_of, run.partitioned)):
+            recorder.communicating.add(recorder.current)
         cost = recorder.costs.run_function(run.args, recorder.runs_since(self._function_mark), again)
         if not again.are_equal:
             recorder.differing.add(cost.key)

@@ -46,8 +46,8 @@ class RunsAgain:
             yield
 
     def __call__(self) -> list[Any]:
-        """Run it; return its results."""
-        return self._call(list(self._run.arguments.tensors), False)
+        """Run it; return its results. Parameters are copied, as backward will have to gather them."""
+        return self._call(list(self._run.arguments.tensors), False, torch.clone)
 
     def compare(self, results: list[Any]) -> None:
         """Compare what `__call__` returned with what the call made."""
