@@ -259,7 +259,7 @@ class Attached:
             MeasuredCosts(self._device),
             self._device,
             counts_all_tensors=True,
-            replays_collectives=not self._ranks.is_alone,
+            replays_collectives=not self._lockstep.is_alone,
             sees_calls=False,
         )
         with self._entries.suspended():
