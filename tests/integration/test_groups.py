@@ -46,12 +46,17 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     return found
 
 
-@pytest.mark.parametrize("name", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("name", ["DDP", "FSDP2", "TP and SP"])
 def test_one_line_has_both_run_one_plan_and_train_as_before(name: str, cases: dict[str, list[dict[str, Any]]]) -> None:
     first, second = cases[name]
     assert first["equal"] and second["equal"]
     assert first["recorded"] == second["recorded"] == [0, 2]
     assert first["plans"] == second["plans"] and first["current"] == second["current"]
+
+
+def test_collectives_run_again_where_all_run_one_plan(cases: dict[str, list[dict[str, Any]]]) -> None:
+    first, second = cases["TP and SP"]
+    assert first["collectives_again"] == second["collectives_again"] > 0
 
 
 def test_both_record_when_one_has_a_longer_batch(cases: dict[str, list[dict[str, Any]]]) -> None:

@@ -20,9 +20,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import recollect
+from recollect.attaching.planned_step import PlannedStep
 from recollect.engine.content import has_same_bits
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
+from recollect.lab.parallel.tensor import tensor_parallel
+from recollect.plans.action import Action
+from recollect.plans.value_names import collective_kind
 from recollect.ranks import group as group_module
 from recollect.ranks.common_plan import digest_of
 from recollect.recording.step_recording import StepRecording
@@ -47,11 +51,17 @@ def sharded() -> nn.Module:
     return fully_shard(made)
 
 
-def train(made: nn.Module, *lengths: int, calls: int = 1, budget: Any = BUDGET, **options: Any) -> dict[str, Any]:
+def split() -> nn.Module:
+    return tensor_parallel(model(), init_device_mesh("cpu", (2,)), sequence_parallel=True)
+
+
+def train(
+    made: nn.Module, *lengths: int, calls: int = 1, budget: Any = BUDGET, seed: int = RANK, **options: Any
+) -> dict[str, Any]:
     """Train for some steps; `lengths` are of the batches."""
     optimizer = torch.optim.AdamW(made.parameters())
     attached = recollect.attach(made, optimizer, budget, log=lambda line: None, **options)
-    torch.manual_seed(RANK)
+    torch.manual_seed(seed)
     with attached:
         for length in lengths:
             for _ in range(calls):
@@ -64,20 +74,29 @@ def train(made: nn.Module, *lengths: int, calls: int = 1, budget: Any = BUDGET, 
             "plans": plans,
             "recorded": attached.recorded_steps,
             "current": digest_of(attached.plan or recollect.Plan({})),
+            "collectives_again": sum(map(_collectives_again, attached.planned)),
         }
 
 
-def same_training(build: Callable[[], nn.Module]) -> dict[str, Any]:
+def _collectives_again(step: PlannedStep) -> int:
+    return sum(
+        action is Action.RECOMPUTE and bool(collective_kind(name))
+        for unit in step.plan.units.values()
+        for name, action in unit.actions.items()
+    )
+
+
+def same_training(build: Callable[[], nn.Module], *, seed: int = RANK, **options: Any) -> dict[str, Any]:
     plain, planned = build(), build()
     optimizer = torch.optim.AdamW(plain.parameters())
-    torch.manual_seed(RANK)
+    torch.manual_seed(seed)
     for length in (24, 24, 32, 24):
         tokens = torch.randint(0, 64, (2, length))
         plain(tokens=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     # The longer batch comes to both in the same step.
-    found = train(planned, 24, 24, 32, 24)
+    found = train(planned, 24, 24, 32, 24, seed=seed, **options)
     pairs = zip(plain.parameters(), planned.parameters(), strict=True)
     return {**found, "equal": all(has_same_bits(_local(a), _local(b)) for a, b in pairs)}
 
@@ -184,6 +203,7 @@ def ends() -> dict[str, Any]:
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "DDP": lambda: same_training(replicated),
     "FSDP2": lambda: same_training(sharded),
+    "TP and SP": lambda: same_training(split, seed=0, budget="88%"),
     "lengths": lambda: train(replicated(), *((24, 32, 24, 24) if RANK == 0 else (24, 24, 40, 24))),
     "fit": fitted,
     "alone": alone,
