@@ -19,6 +19,7 @@ EXTRA_OF_PACKAGE: Final = {
     "safetensors": "hf",
     "transformers": "hf",
     "accelerate": "trainers",
+    "bitsandbytes": "trainers",
     "deepspeed": "trainers",
     "diffusers": "trainers",
     "lightning": "trainers",
