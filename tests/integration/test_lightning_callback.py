@@ -21,7 +21,7 @@ import recollect.integrations.lightning as integration  # noqa: E402
 from lightning_trainers import CASES, Automatic, loader, trainer  # noqa: E402
 from metered_processes import Row, check_row, metered, needs_meter  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
-from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError  # noqa: E402
+from recollect.errors import AlreadyAppliedError, ConfigError, MissingPackageError, NotYetError  # noqa: E402
 from recollect.integrations.lightning import MemoryBudget  # noqa: E402
 
 pytestmark = [
@@ -159,8 +159,8 @@ def test_the_callback_is_of_the_package_that_is_loaded(monkeypatch: pytest.Monke
     assert issubclass(MemoryBudget, pl.Callback) and MemoryBudget is integration.MemoryBudget
     with pytest.raises(AttributeError, match="has no attribute 'MemoryBudgets'"):
         integration.MemoryBudgets  # noqa: B018
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="MemoryBudget needs lightning, or pytorch_lightning"):
+    monkeypatch.setattr(integration, "_PACKAGES", ("no_such_package.callbacks",))
+    with pytest.raises(MissingPackageError, match=r"MemoryBudget needs the package `lightning`, which is not installed"):
         integration._budget_class.__wrapped__(())
 
 

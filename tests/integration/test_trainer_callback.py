@@ -179,6 +179,13 @@ def test_a_trainer_with_the_callback_pickles_as_without_it() -> None:
     assert copy.train == Trainer.train.__get__(copy)
 
 
+def test_a_trainer_that_is_not_kept_trains(tmp_path: Path) -> None:
+    budget = MemoryBudget("90%")
+    args = options(tmp_path, max_steps=2, save_strategy="no")
+    Trainer(llama(), args, train_dataset=texts(), callbacks=[budget]).train()
+    assert budget.attached is not None and budget.attached.num_steps == 2
+
+
 def refused(folder: Path, error: type[Exception], text: str, **changes: Any) -> None:
     with warnings.catch_warnings():
         # The old name of the switch is deprecated from 5.23 on.

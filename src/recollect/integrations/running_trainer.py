@@ -27,17 +27,19 @@ class RemovingTrain:
     """Stands in for a trainer's `train`, and undoes something if training raises; pickles as the plain method.
 
     Args:
-        trainer: which gets it as an attribute. It is not kept alive.
+        trainer: which gets it as an attribute. It is kept alive until it trains, as in `Trainer(...).train()`, and not after.
         remove: undoes what has to be undone.
     """
 
     def __init__(self, trainer: Any, remove: Callable[[], None]) -> None:
         self._trainer = weakref.ref(trainer)
+        self._until_it_trains: Any = trainer
         self._remove = remove
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Train."""
         trainer: Any = self._trainer()
+        self._until_it_trains = None
         try:
             return type(trainer).train(trainer, *args, **kwargs)
         except BaseException:

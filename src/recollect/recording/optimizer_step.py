@@ -168,7 +168,7 @@ def _from_present_state(optimizer: torch.optim.Optimizer, device: torch.device, 
         f"cannot try out a step of {type(optimizer).__name__} ({type(error).__name__}: {error}). Counted the "
         f"{state_bytes} bytes of state that it has now and {largest_bytes} bytes of workspace; if it has not stepped "
         "yet, take one step before recording.",
-        stacklevel=5,
+        stacklevel=_caller_level(),
     )
     return OptimizerStep(state_bytes, ((events.ALLOC, 0, largest_bytes), (events.FREE, 0)))
 
@@ -212,3 +212,12 @@ class _Tracker:
     def __del__(self) -> None:
         if not self.watcher.is_over:
             self.watcher.events.append((events.FREE, self.number))
+
+
+def _caller_level() -> int:
+    """Return the `stacklevel` with which the calling function warns at the line that called recollect."""
+    level, frame = 1, inspect.currentframe()
+    frame = frame and frame.f_back
+    while frame and frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "recollect":
+        level, frame = level + 1, frame.f_back
+    return level
