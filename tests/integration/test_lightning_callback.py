@@ -160,7 +160,9 @@ def test_the_callback_is_of_the_package_that_is_loaded(monkeypatch: pytest.Monke
     with pytest.raises(AttributeError, match="has no attribute 'MemoryBudgets'"):
         integration.MemoryBudgets  # noqa: B018
     monkeypatch.setattr(integration, "_PACKAGES", ("no_such_package.callbacks",))
-    with pytest.raises(MissingPackageError, match=r"MemoryBudget needs the package `lightning`, which is not installed"):
+    with pytest.raises(
+        MissingPackageError, match=r"MemoryBudget needs the package `lightning`, which is not installed"
+    ):
         integration._budget_class.__wrapped__(())
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import blocks
 import recollect
 from blocks import Stack, built
 from gradients import assert_same_gradients
@@ -68,24 +74,48 @@ def shared_stack() -> tuple[Stack, torch.Tensor]:
     return model, torch.randn(5, 16)
 
 
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("seed", [None, 1, 2, 3])
-def test_peaks_and_gathers_are_predicted(seed: int | None) -> None:
+@pytest.fixture(scope="module")
+def predictions() -> list[dict[str, int]]:
+    """What `main` prints. Where Inductor has compiled something before, this peak measures 5 KB more, for an unknown reason."""
+    command = [sys.executable, "-W", "ignore", __file__]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(blocks.__file__).parent), *sys.path])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_peaks_and_gathers_are_predicted(predictions: list[dict[str, int]], number: int) -> None:
+    found = predictions[number]
+    assert 0 <= found["predicted_bytes"] - found["measured_bytes"] <= 1024
+    assert found["gathers"] == found["predicted_gathers"] > 0
+
+
+def _predicted(seed: int | None) -> dict[str, int]:
     model, data = shared_stack()
     profile = recollect.record(model, data, loss_fn=torch.sum)
     assert profile.shard_ranks == RANKS
     assert recollect.Profile.from_json(profile.to_json()) == profile
     plan = planned_parts(profile, seed)
     report = recollect.verify(model, data, plan, loss_fn=torch.sum, compare="step")
-    assert 0 <= (plan.predicted_peak_bytes or 0) - report.plan_peak_bytes <= 1024
     with recollect.apply(model, plan):
         model(data).sum().backward()
         with Watch() as watch:
             model(data).sum().backward()
-    gathers = sum(
-        usage.replayed_collectives.get("all_gather_into_tensor", 0) for usage in recollect.layer_usage(profile, plan)
-    )
-    assert watch.ops["_c10d_functional::all_gather_into_tensor"] == gathers > 0
+    usages = recollect.layer_usage(profile, plan)
+    return {
+        "predicted_bytes": plan.predicted_peak_bytes or 0,
+        "measured_bytes": report.plan_peak_bytes,
+        "predicted_gathers": sum(usage.replayed_collectives.get("all_gather_into_tensor", 0) for usage in usages),
+        "gathers": watch.ops["_c10d_functional::all_gather_into_tensor"],
+    }
+
+
+def main() -> None:
+    """Print the prediction and the measurement of four plans, as lines of JSON."""
+    dist.init_process_group("fake", rank=0, world_size=RANKS)
+    for seed in (None, 1, 2, 3):
+        print(json.dumps(_predicted(seed)))
 
 
 @pytest.mark.usefixtures("group")
@@ -116,3 +146,7 @@ def test_without_ranks_there_are_no_parts() -> None:
 def test_a_unit_does_not_return_parts() -> None:
     with pytest.raises(PlanError, match="output: got 'shard', expected 'keep' or 'recompute'"):
         recollect.UnitPlan({}, output="shard")
+
+
+if __name__ == "__main__":
+    main()
