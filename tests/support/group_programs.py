@@ -26,9 +26,9 @@ from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.parallel.tensor import tensor_parallel
 from recollect.plans.action import Action
+from recollect.plans.digest import digest_of
 from recollect.plans.value_names import collective_kind
 from recollect.ranks import group as group_module
-from recollect.ranks.common_plan import digest_of
 from recollect.recording.step_recording import StepRecording
 
 RANK = int(sys.argv[1])
@@ -69,11 +69,11 @@ def train(
                 made(tokens=tokens, labels=tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        plans = [digest_of(step.plan) for step in attached.planned]
+        plans = [digest_of(step.plan.units) for step in attached.planned]
         return {
             "plans": plans,
             "recorded": attached.recorded_steps,
-            "current": digest_of(attached.plan or recollect.Plan({})),
+            "current": digest_of(attached.plan.units if attached.plan else {}),
             "collectives_again": sum(map(_collectives_again, attached.planned)),
         }
 
@@ -113,7 +113,7 @@ def fitted() -> dict[str, Any]:
     plan = recollect.fit(made, {"tokens": tokens, "labels": tokens}, "80%")
     # The times of both are the same now, to the bit.
     return {
-        "plan": digest_of(plan),
+        "plan": digest_of(plan.units),
         "times": [profile.step_s, *(op.time_s for graph in profile.graphs for op in graph.ops)],
     }
 

@@ -7,16 +7,13 @@ collective: a rank that has another plan may not come.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Mapping
 from typing import Final
 
 from recollect._torch_parallel import RankNotes, notes_of_group
 from recollect.errors import PlanError
-from recollect.plans.unit_plan import UnitPlan
 
-__all__ = ["Agreement", "digest_of"]
+__all__ = ["Agreement"]
 
 # A rank that has this plan tells so before it joins the group's first collective of the step, which the others have joined
 # when they come to look; on CUDA they may be ahead of it by what the CPU does in a step.
@@ -24,22 +21,6 @@ _PATIENCE_S: Final = 60.0
 
 # How many plans have met a group in this process: the same number in all of its ranks, if they apply the same ones.
 _num_met: Counter[str] = Counter()
-
-
-def digest_of(units: Mapping[str, UnitPlan]) -> str:
-    """Return a short text that is equal for equal plans of units, in every process.
-
-    Example:
-        >>> digest_of({"layers.0": UnitPlan({"up.mm": "recompute"})}) == digest_of(
-        ...     {"layers.0": UnitPlan({"up.mm": "keep"})}
-        ... )
-        False
-    """
-    rows = [
-        (path, unit.engine.word, str(unit.output), sorted((name, str(action)) for name, action in unit.actions.items()))
-        for path, unit in sorted(units.items())
-    ]
-    return hashlib.sha256(repr(rows).encode()).hexdigest()[:12]
 
 
 class Agreement:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from recollect._torch_private import uncompiled
-from recollect.engine.agreement import Agreement, digest_of
+from recollect.engine.agreement import Agreement
 from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.plan_policy import PlanPolicy
 from recollect.engine.sharded_keep import Shards, shards_of
@@ -16,6 +16,7 @@ from recollect.engine.tape import Tape
 from recollect.engine.unit_modules import plain_submodules, unit_module
 from recollect.errors import PlanError
 from recollect.plans.action import Action
+from recollect.plans.digest import digest_of
 from recollect.plans.paths import unit_words
 
 if TYPE_CHECKING:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from typing import Final
 
 from recollect.errors import PlanError
+from recollect.plans.digest import digest_of
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.ranks.group import Place, Ranks
@@ -40,7 +40,8 @@ def common_plan(
     offered = ranks.gather((plain_bytes, own), place)
     hungriest = sorted(range(len(offered)), key=lambda process: (-offered[process][0], process))
     # Of the same profile all have made the same plan.
-    tried = list({digest_of(offered[process][1]): offered[process][1] for process in hungriest}.values())[:_MOST_TRIED]
+    plans = (offered[process][1] for process in hungriest)
+    tried = list({digest_of(plan.units, plan.loss_chunks): plan for plan in plans}.values())[:_MOST_TRIED]
     mine = [simulated_plan(profile, plan, simulate(profile, decide(profile, plan))) for plan in tried]
     results = ranks.gather([_excess_and_slowdown(plan, budget_bytes) for plan in mine], place)
 
@@ -61,18 +62,13 @@ def check_same_plan(plan: Plan, ranks: Ranks) -> None:
     """
     if ranks.is_alone:
         return
-    found = ranks.gather(digest_of(plan), Place.START)
+    found = ranks.gather(digest_of(plan.units, plan.loss_chunks), Place.START)
     if len(set(found)) > 1:
         shown = ", ".join(f"{digest[:8]} in rank {rank}" for rank, digest in zip(ranks.ranks, found, strict=True))
         raise PlanError(
             f"cannot apply the plan: the processes of its group have different ones ({shown}), expected one plan. Let one "
             "process save it and all load it, or record in all with the same group; without group= each runs its own."
         )
-
-
-def digest_of(plan: Plan) -> str:
-    """Return a digest of what a plan has units do, without its predictions."""
-    return hashlib.sha256(Plan(plan.units, loss_chunks=plan.loss_chunks).to_json().encode()).hexdigest()
 
 
 def _excess_and_slowdown(plan: Plan, budget_bytes: int) -> tuple[int, float]:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from recollect._torch_parallel import RankNotes
 from recollect.engine import agreement
-from recollect.engine.agreement import Agreement, digest_of
+from recollect.engine.agreement import Agreement
 from recollect.errors import PlanError
+from recollect.plans.digest import digest_of
 from recollect.plans.unit_plan import UnitPlan
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed")
