@@ -15,6 +15,7 @@ LAYERS = (
     "arguments",
     "quantities",
     "fields",
+    "warning",
     "progress",
     "printing",
     "_torch_private",

@@ -8,7 +8,6 @@ the rest of it runs at its leanest, and the next steps are recorded until one co
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
@@ -36,6 +35,7 @@ from recollect.recording.find_units import Unit
 from recollect.recording.leanest_policy import DropAll
 from recollect.recording.model_step import step_tensors
 from recollect.recording.step_recording import StepRecording
+from recollect.warning import warn_user
 
 __all__ = ["Attached", "OnLarger"]
 
@@ -392,4 +392,4 @@ class Attached:
     def _warn_once(self, text: str, *, key: str | None = None) -> None:
         if (key or text) not in self._warned:
             self._warned.add(key or text)
-            warnings.warn(f"recollect: {text}.", BudgetWarning, stacklevel=6)
+            warn_user(f"recollect: {text}.", BudgetWarning)

@@ -24,6 +24,7 @@ from recollect.errors import RecollectError
 from recollect.integrations.megatron.arguments import describes_model, read_arguments
 from recollect.lab.train.config import demo_config, pretrain_gpt_config
 from recollect.printing import print_line
+from recollect.warning import warn_user
 
 Command = Train | MakePlan | DrawFrontier | Calibrate | Tokenize | Bench | Explain | Doctor
 _COMMANDS: dict[str, Any] = {
@@ -122,7 +123,7 @@ def parse_train(args: list[str]) -> Train:
     arguments = read_arguments(args)
     if arguments.without_effect:
         said = "; ".join(f"{name} ({why})" for name, why in arguments.without_effect.items())
-        warnings.warn(f"without effect here: {said}.", stacklevel=2)
+        warn_user(f"without effect here: {said}.")
     return tyro.cli(Train, prog="recollect train", description=TRAIN_HELP, args=arguments.rest, default=default)
 
 

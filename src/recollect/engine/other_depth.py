@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 
 from torch import nn
@@ -10,6 +9,7 @@ from torch import nn
 from recollect.errors import PlanMismatchWarning, UnknownNameError
 from recollect.plans.paths import compress_paths
 from recollect.plans.plan import Plan
+from recollect.warning import warn_user
 
 __all__ = ["check_depth"]
 
@@ -48,11 +48,10 @@ def check_depth(model: nn.Module, plan: Plan) -> None:
         kinds = {type(layers[number]) for number in planned if number in layers}
         above = [number for number, layer in layers.items() if number > max(planned) and type(layer) in kinds]
         if is_whole and above and plan.predicted_peak_bytes is not None:
-            warnings.warn(
+            warn_user(
                 f"the plan is for {_words(stack, planned)}, and {type(model).__name__} has {_words(stack, layers)}: the others "
                 f"keep everything, so that the step needs more memory than predicted for a shallower model. {_REMEDY}",
                 PlanMismatchWarning,
-                stacklevel=3,
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 from recollect.errors import PlanMismatchWarning
@@ -10,6 +9,7 @@ from recollect.plans.action import Action
 from recollect.plans.paths import unit_words
 from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import collective_kind, module_of
+from recollect.warning import warn_user
 
 
 class PlanPolicy:
@@ -62,12 +62,11 @@ class PlanPolicy:
         if self._has_warned:
             return
         self._has_warned = True
-        warnings.warn(
+        warn_user(
             f"the plan does not fit this model: {unit_words(unit_path)} computes {value_name!r}, which the plan does not name. "
             "That value and all others that the plan does not name are kept, so the step is exact but may need more "
             "memory than predicted. Record the model again and make a new plan.",
             PlanMismatchWarning,
-            stacklevel=2,
         )
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import nn
 
 from recollect.errors import ProfileMismatchWarning
 from recollect.plans.plan import Plan
+from recollect.warning import warn_user
 
 
 def device_name(device: torch.device) -> str:
@@ -30,10 +29,9 @@ def warn_if_recorded_elsewhere(model: nn.Module, plan: Plan) -> None:
     if plan.device_name and names and names != [plan.device_name]:
         differences.append(f"on {plan.device_name}, and this model is on {' and '.join(names)}")
     if differences:
-        warnings.warn(
+        warn_user(
             f"the plan's profile was recorded {', and '.join(differences)}: ops, their times and the bytes that they work in "
             "can differ, so that the step, though exact, may need more memory or time than predicted. Record it here and "
             "make a new plan.",
             ProfileMismatchWarning,
-            stacklevel=3,
         )

@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from recollect.plans.plan import Plan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.recording.record import record
+from recollect.warning import warn_user
 
 with needed("torchtitan", by="recollect.integrations.torchtitan"):
     import torchtitan
@@ -112,7 +112,7 @@ class MemoryBudget(ActivationCheckpointing):
             default = ActivationCheckpointing.Config.__dataclass_fields__[name].default
             if getattr(config, name) != default:
                 reason = "random numbers are always replayed, and nothing else can differ"
-                warnings.warn(f"{name} has no effect under a plan: {reason}", ConfigWarning, stacklevel=2)
+                warn_user(f"{name} has no effect under a plan: {reason}", ConfigWarning)
 
     @staticmethod
     def of_job(job: Any, memory_budget: str = DEFAULT_BUDGET, *, hardware: str = "", plan_file: str = "") -> Config:
@@ -175,11 +175,10 @@ class MemoryBudget(ActivationCheckpointing):
         if self._has_warned or not isinstance(tokens, Tensor) or tokens.numel() <= num_tokens:
             return
         self._has_warned = True
-        warnings.warn(
+        warn_user(
             f"torchtitan: got a batch of {' x '.join(map(str, tokens.shape))} tokens, planned for {num_tokens}: the step may "
             "exceed its memory budget. Set local_batch_size and seq_len of activation_checkpoint to the job's.",
             BudgetWarning,
-            stacklevel=2,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any, TypeAlias
 
 from recollect.costs.modelled_costs import ModelledCosts
@@ -14,6 +13,7 @@ from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.recording.recorded_call import RecordedCall
 from recollect.recording.step_recorder import StepRecorder
+from recollect.warning import warn_user
 
 __all__ = ["Costs", "assemble"]
 
@@ -59,10 +59,9 @@ def _warn_if_none_ran(layers: set[str], ran: set[str], model_class: str) -> None
     if not layers or layers & ran:
         return
     first = sorted(layers)[0]
-    warnings.warn(
+    warn_user(
         f"none of the {len(layers)} layers of {model_class} ran, such as {first!r}: its forward does not call them, but "
         'perhaps what is in them, so they recompute nothing. Name modules that it calls, or plan it as one: units=[""].',
-        stacklevel=2,
     )
 
 

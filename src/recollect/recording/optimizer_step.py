@@ -12,7 +12,6 @@ sizes; where fake tensors do not work, tiny ones. Steps that are compiled run as
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from recollect.recording.optimizers import (
 )
 from recollect.recording.tiny_shapes import TinyShapes
 from recollect.tensors import tensors_in
+from recollect.warning import warn_user
 
 _TRACKER = "_recollect_optimizer_tracker"
 
@@ -164,11 +164,10 @@ def _from_present_state(optimizer: torch.optim.Optimizer, device: torch.device, 
     state_bytes = present_state_bytes(optimizer, device)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     largest_bytes = max((p.numel() * p.element_size() for p in parameters), default=0)
-    warnings.warn(
+    warn_user(
         f"cannot try out a step of {type(optimizer).__name__} ({type(error).__name__}: {error}). Counted the "
         f"{state_bytes} bytes of state that it has now and {largest_bytes} bytes of workspace; if it has not stepped "
         "yet, take one step before recording.",
-        stacklevel=_caller_level(),
     )
     return OptimizerStep(state_bytes, ((events.ALLOC, 0, largest_bytes), (events.FREE, 0)))
 
@@ -212,12 +211,3 @@ class _Tracker:
     def __del__(self) -> None:
         if not self.watcher.is_over:
             self.watcher.events.append((events.FREE, self.number))
-
-
-def _caller_level() -> int:
-    """Return the `stacklevel` with which the calling function warns at the line that called recollect."""
-    level, frame = 1, inspect.currentframe()
-    frame = frame and frame.f_back
-    while frame and frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "recollect":
-        level, frame = level + 1, frame.f_back
-    return level

@@ -19,7 +19,6 @@ Read in DeepSpeed master at edaa7221 (`runtime/activation_checkpointing`).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -30,6 +29,7 @@ from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.rule import did_you_mean
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
+from recollect.warning import warn_user
 
 __all__ = ["ActivationCheckpointing", "deepspeed_plan"]
 
@@ -109,7 +109,7 @@ class ActivationCheckpointing:
 
 
 def _warn(setting: str, reason: str) -> None:
-    warnings.warn(f"{setting} has no effect: {reason}", ConfigWarning, stacklevel=4)
+    warn_user(f"{setting} has no effect: {reason}", ConfigWarning)
 
 
 def deepspeed_plan(

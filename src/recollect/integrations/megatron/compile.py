@@ -6,7 +6,6 @@ layers (`mtp`) count separately: with `uniform` each of them is a region, with `
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
@@ -28,6 +27,7 @@ from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide, keep_all_unit, recompute_all_unit, simulated_plan
 from recollect.simulation.simulate import simulate
+from recollect.warning import warn_user
 
 __all__ = ["megatron_plan"]
 
@@ -188,8 +188,7 @@ def _check_matched(choice: Selective, matched: Iterable[ModuleName], layers: Ite
             reason=f"no layer of this model has {' or '.join(missing)}",
             advice="docs/megatron.md says which module paths each name stands for.",
         )
-    warnings.warn(
+    warn_user(
         f"no layer of this model has {' or '.join(missing)}; of {' '.join(choice.outputs)} the others are recomputed",
         ConfigWarning,
-        stacklevel=4,
     )

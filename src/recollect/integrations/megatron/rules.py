@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 from recollect.errors import ConfigError, ConfigWarning
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule
@@ -15,6 +13,7 @@ from recollect.integrations.megatron.rules_recompute import RECOMPUTE_RULES, num
 from recollect.integrations.megatron.rules_stash import STASH_RULES
 from recollect.integrations.megatron.rules_types import TYPE_RULES
 from recollect.integrations.megatron.training_setting import TrainingSetting
+from recollect.warning import warn_user
 
 __all__ = ["RULES", "check_config", "check_setting", "report_mtp_block", "report_num_layers"]
 
@@ -64,4 +63,4 @@ def _report(rule: Rule, clash: Clash) -> None:
     error = ConfigError(rule=rule.name, settings=clash.settings, reason=clash.reason, advice=clash.advice)
     if rule.ours == "error":
         raise error
-    warnings.warn(str(error), ConfigWarning, stacklevel=5)
+    warn_user(str(error), ConfigWarning)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from recollect.byte_format import format_bytes
 from recollect.errors import BenchError
 from recollect.lab.bench.results import BenchResults, Result, Row
+from recollect.warning import warn_user
 
 __all__ = ["check_comparable", "compared", "differences", "warn_of_versions"]
 
@@ -38,9 +38,8 @@ def warn_of_versions(golden: BenchResults, path: Path, versions: Mapping[str, An
     """Warn if stored results were measured with other versions; comparing versions may be the point."""
     found = differences(golden.versions, versions)
     if found:
-        warnings.warn(
+        warn_user(
             f"golden results {path}: measured with other versions ({found}), which may explain differences.",
-            stacklevel=2,
         )
 
 

@@ -6,7 +6,6 @@ Only `provide`, `plan` and `apply` import PyTorch.
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,6 +17,7 @@ from recollect.integrations.megatron.not_yet import refuse_not_yet
 from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.sizes import NAMED_CONFIGS
+from recollect.warning import warn_user
 
 if TYPE_CHECKING:
     from torch import nn
@@ -180,9 +180,7 @@ class GPTModelProvider:
             raise NotYetError(settings={"fp16": True}, needs="loss scaling", advice="Set bf16 instead.")
         ignored = [name for name in _WITHOUT_EFFECT if getattr(self, name) is not None]
         if ignored:
-            warnings.warn(
-                f"without effect here: {', '.join(ignored)}; kernels are PyTorch's.", ConfigWarning, stacklevel=2
-            )
+            warn_user(f"without effect here: {', '.join(ignored)}; kernels are PyTorch's.", ConfigWarning)
         recompute, setting = self.recompute_config(), self.training_setting()
         recompute.check(setting)
         refuse_not_yet(recompute, setting)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sysconfig
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from recollect.errors import DataError
+from recollect.warning import warn_user
 
 # Installed packages differ between machines; tests and their fixtures are poor training data.
 _NOT_LIBRARY = frozenset(
@@ -84,9 +84,8 @@ def _read_folder(folder: Path, text_field: str) -> Iterator[Document]:
             continue
         yield from _read_file(path, text_field)
     if skipped:
-        warnings.warn(
+        warn_user(
             f"training data {folder}: skipped {len(skipped)} files that are not UTF-8 text, first {skipped[0]}.",
-            stacklevel=2,
         )
 
 

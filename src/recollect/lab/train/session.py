@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from recollect.lab.train.corpus import Corpus, load_corpus
 from recollect.lab.train.files import write_text
 from recollect.lab.train.optim import build_optimizer
 from recollect.lab.train.optimizer_step import build_model, resolve_device
+from recollect.warning import warn_user
 
 
 @dataclass(eq=False)
@@ -211,7 +211,6 @@ def _take_changes(session: Session, stored: dict[str, Any]) -> None:
 def _warn_of_changes(path: Path, stored: dict[str, Any]) -> None:
     changes = [f"{name} {stored.get(name)} -> {now}" for name, now in environment().items() if stored.get(name) != now]
     if changes:
-        warnings.warn(
+        warn_user(
             f"checkpoint {path}: was written elsewhere ({', '.join(changes)}); losses may differ in their last bits.",
-            stacklevel=3,
         )
