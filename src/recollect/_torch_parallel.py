@@ -19,6 +19,7 @@ from recollect.errors import RecordError
 __all__ = [
     "RankNotes",
     "all_gather_rows",
+    "exchanged_rows",
     "fake_process_group",
     "GradientBuckets",
     "allows_uneven_inputs",
@@ -28,6 +29,7 @@ __all__ = [
     "is_checkpoint_wrapper",
     "is_data_parallel",
     "gathered",
+    "gathered_with_gradient",
     "is_fully_sharded",
     "name_of_group",
     "notes_of_group",
@@ -35,6 +37,7 @@ __all__ = [
     "waited_for",
     "other_sharded_parameters",
     "split_backward",
+    "summed",
     "meeting_place",
     "processes_of",
 ]
@@ -194,6 +197,33 @@ def notes_of_group(group: str, key: str) -> RankNotes:
 def gathered(part: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
     """Return the parts of all ranks of a group, one after the other, along the first dimension."""
     return waited_for(torch.ops._c10d_functional.all_gather_into_tensor(part, num_ranks, group))
+
+
+def gathered_with_gradient(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the parts of all ranks, one after the other along the first dimension; backward adds up what ranks return."""
+    from torch.distributed import _functional_collectives as collectives
+
+    # PyTorch 2.13 has renamed it.
+    function = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+    whole: torch.Tensor = function(part, 0, group)
+    return waited_for(whole)
+
+
+def exchanged_rows(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Send rows to the ranks of a group, so many to each, and return those received, in the order of the ranks.
+
+    Gradients go back the same way.
+    """
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+    return waited_for(all_to_all_single_autograd(rows, received, sent, group))
+
+
+def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum of all ranks' tensors, without a gradient."""
+    from torch.distributed._functional_collectives import all_reduce
+
+    return waited_for(all_reduce(tensor.detach(), "sum", group))
 
 
 def waited_for(result: torch.Tensor) -> torch.Tensor:

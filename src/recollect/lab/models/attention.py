@@ -31,7 +31,7 @@ class SelfAttention(nn.Module):
         self.sizes: tuple[int, ...] = (query_size, group_size, group_size)
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         self.linear_qkv = Linear(config.hidden_size, sum(self.sizes), bias=qkv_bias, init_std=config.init_method_std)
-        self.core_attention = build_core_attention(config)
+        self.core_attention: nn.Module = build_core_attention(config)
         self.linear_proj = Linear(
             query_size, config.hidden_size, bias=config.add_bias_linear, init_std=config.scaled_init_method_std
         )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from recollect.errors import DataError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.linear import Embedding
+from recollect.lab.models.sequence import WholeSequence
 
 __all__ = ["LanguageModelEmbedding"]
 
@@ -18,12 +19,16 @@ class LanguageModelEmbedding(nn.Module):
 
     Args:
         config: the model.
+
+    Attributes:
+        sequence: what this rank has of each sequence.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         std = config.init_method_std
         self.dropout = config.hidden_dropout
+        self.sequence = WholeSequence()
         self.max_positions = config.max_position_embeddings
         self.word_embeddings = Embedding(config.vocab_size, config.hidden_size, init_std=std)
         self.position_embeddings: Embedding | None = None
@@ -31,12 +36,12 @@ class LanguageModelEmbedding(nn.Module):
             self.position_embeddings = Embedding(self.max_positions, config.hidden_size, init_std=std)
 
     def forward(self, tokens: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """Map token ids [B, T] to [B, T, D] in `dtype`; None: that of the weights.
+        """Map token ids [B, T] to [B, T, D], of this rank's positions, in `dtype`; None: that of the weights.
 
         Raises:
             DataError: more positions than the model has learned.
         """
-        x_BTD: Tensor = self.word_embeddings(tokens)
+        x_BTD: Tensor = self.word_embeddings(self.sequence.own(tokens))
         if self.position_embeddings is not None:
             num_positions = tokens.shape[1]
             if num_positions > self.max_positions:
@@ -44,6 +49,7 @@ class LanguageModelEmbedding(nn.Module):
                     f"tokens: got {num_positions} positions, expected at most max_position_embeddings = "
                     f"{self.max_positions}, because positions are learned. Shorten the sequences, or build a model with more."
                 )
-            x_BTD = x_BTD + self.position_embeddings(torch.arange(num_positions, device=tokens.device))
+            positions = self.sequence.own(torch.arange(num_positions, device=tokens.device))
+            x_BTD = x_BTD + self.position_embeddings(positions)
         x_BTD = x_BTD.to(dtype or x_BTD.dtype)
         return F.dropout(x_BTD, self.dropout) if self.training and self.dropout else x_BTD

@@ -21,6 +21,7 @@ from recollect.lab.models.multi_token_prediction import MultiTokenPrediction, sh
 from recollect.lab.models.norm import build_norm
 from recollect.lab.models.rotary import Rotary, RotaryEmbedding
 from recollect.lab.models.router import RouterStatistics, TopKRouter
+from recollect.lab.models.sequence import WholeSequence
 from recollect.loss.chunked import chunked_cross_entropy
 
 __all__ = ["IGNORE_INDEX", "GPTModel", "GPTOutput", "cross_entropy"]
@@ -79,6 +80,7 @@ class GPTModel(nn.Module):
     Attributes:
         loss_chunks: number of chunks in which LM head and loss are computed if there are labels; with more than one, the output
             has no logits. A plan sets it.
+        sequence: what this rank has of each sequence; tokens and labels are whole all the same.
         sequence_ranks: among how many ranks the residual stream is split along the sequence.
         cross_entropy: from logits and labels [B, T] to the loss, a scalar; another one where logits are split over ranks.
 
@@ -98,6 +100,7 @@ class GPTModel(nn.Module):
         self.config = config
         self.compute_dtype = compute_dtype
         self.loss_chunks = 1
+        self.sequence = WholeSequence()
         self.sequence_ranks = 1
         self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
         self.embedding = LanguageModelEmbedding(config)
@@ -153,10 +156,18 @@ class GPTModel(nn.Module):
                 loss = loss + one.aux_loss
         if self.training and torch.is_grad_enabled():
             self._count(statistics)
-        return GPTOutput(logits_BTV, loss, lm_loss)
+        return self._output(logits_BTV, loss, lm_loss)
+
+    def _output(self, logits_BTV: Tensor | None, loss: Tensor, lm_loss: Tensor) -> GPTOutput:
+        whole_lm_loss = self.sequence.shared(lm_loss)
+        return GPTOutput(logits_BTV, whole_lm_loss if loss is lm_loss else self.sequence.shared(loss), whole_lm_loss)
 
     def _predict(self, x_BTD: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the logits, or None if the loss is computed in chunks, and the mean cross entropy."""
+        """Return the logits, or None if the loss is computed in chunks, and the loss of this rank."""
+        logits_BTV, mean = self._mean_loss(x_BTD, self.sequence.own(labels))
+        return logits_BTV, self.sequence.loss(mean, labels)
+
+    def _mean_loss(self, x_BTD: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor]:
         if self.loss_chunks > 1:
             weight = self.output_layer.weight
             return None, chunked_cross_entropy(

@@ -87,7 +87,7 @@ class LatentAttention(nn.Module):
         self.linear_kv_down_proj = Linear(hidden, sum(self.key_value_sizes), bias=False, init_std=std)
         self.kv_layernorm = build_norm(config, config.kv_lora_rank)
         self.qkv_up_proj = UpProjection(config)
-        self.core_attention = build_core_attention(config)
+        self.core_attention: nn.Module = build_core_attention(config)
         self.linear_proj = Linear(
             config.num_attention_heads * config.v_head_dim,
             hidden,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.sequence import WholeSequence
 
 __all__ = ["Rotary", "RotaryEmbedding", "rotate"]
 
@@ -30,23 +31,31 @@ class Rotary(NamedTuple):
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of the rotary positions, computed once per forward."""
+    """Cosines and sines of the rotary positions, computed once per forward.
+
+    Args:
+        config: the model.
+
+    Attributes:
+        sequence: what this rank has of each sequence.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.channels = config.qk_pos_emb_head_dim if config.multi_latent_attention else config.kv_channels
         self.base = config.rotary_base
+        self.sequence = WholeSequence()
         self.is_interleaved = config.rotary_interleaved
 
     def forward(self, x_BTD: Tensor, num_positions: int | None = None) -> Rotary:
-        """Return the rotation of positions, in the dtype and on the device of `x_BTD`.
+        """Return the rotation of this rank's positions, in the dtype and on the device of `x_BTD`.
 
-        `num_positions`: None for those of `x_BTD`, which may be a part of the sequence.
+        `num_positions`: of the whole sequence; None for those of `x_BTD`, which may be a part of it.
         """
         # Computed each time: `model.bfloat16()` would cast a buffer, and bf16 cannot tell large angles apart.
         channel = torch.arange(0, self.channels, 2, device=x_BTD.device, dtype=torch.float32)
         count = x_BTD.shape[1] if num_positions is None else num_positions
-        position = torch.arange(count, device=x_BTD.device, dtype=torch.float32)
+        position = self.sequence.own(torch.arange(count, device=x_BTD.device, dtype=torch.float32))
         angle = torch.outer(position, self.base ** (-channel / self.channels))
         both = angle.repeat_interleave(2, dim=-1) if self.is_interleaved else torch.cat((angle, angle), dim=-1)
         angle_T1C = both.unsqueeze(1)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.sequence import WholeSequence
 
 __all__ = ["RouterStatistics", "Routing", "TopKRouter"]
 
@@ -64,6 +65,7 @@ class TopKRouter(nn.Module):
         expert_bias: [E], fp32 even if the model is cast; added to the scores to choose experts, but not to their weights. None
             without `moe_router_enable_expert_bias`.
         tokens_per_expert: [E], int64; tokens counted since the last `update_expert_bias`. None without a bias.
+        sequence: what this rank has of each sequence.
 
     References:
         Fedus et al. 2021, "Switch Transformers", arXiv 2101.03961, equations 4 to 6: the auxiliary loss, here divided by J, so
@@ -78,6 +80,7 @@ class TopKRouter(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
+        self.sequence = WholeSequence()
         self.num_experts = config.num_moe_experts or 0
         self.weight = nn.Parameter(torch.empty(self.num_experts, config.hidden_size))
         has_bias = config.moe_router_enable_expert_bias
@@ -173,7 +176,8 @@ class TopKRouter(nn.Module):
         is_chosen_BTE = self._is_chosen(experts_NJ).unflatten(0, scores_BTE.shape[:2])
         if kind == "aux_loss":
             scores_BTE, is_chosen_BTE = scores_BTE.flatten(0, 1).unsqueeze(0), is_chosen_BTE.flatten(0, 1).unsqueeze(0)
-        share_BE = is_chosen_BTE.sum(dim=1) / (topk * scores_BTE.shape[1])
+        counts_BE = self.sequence.counts(is_chosen_BTE.sum(dim=1))
+        share_BE = counts_BE / (topk * scores_BTE.shape[1] * self.sequence.ranks)
         loss: Tensor = weight * self.num_experts * (share_BE * scores_BTE.mean(dim=1)).sum(dim=-1).mean()
         return loss
 

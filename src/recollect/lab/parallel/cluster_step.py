@@ -162,7 +162,7 @@ def _micro_batch(step: ClusterStep, model: StageModel) -> dict[str, Tensor]:
     tokens = torch.zeros(step.micro_batch_size, step.seq_length, dtype=torch.int64, device="meta")
     batch = {"x": tokens}
     if not model.is_first:
-        positions = step.seq_length // model.sequence_ranks
+        positions = step.seq_length // (model.sequence_ranks * model.sequence.ranks)
         shape = (step.micro_batch_size, positions, step.config.hidden_size)
         dtype = torch.bfloat16 if step.dtype == "bf16" else torch.float32
         batch["x"] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)

@@ -10,15 +10,23 @@ from recollect.lab.models.config import TransformerConfig
 
 __all__ = ["DeviceLayout"]
 
+# From the outermost to the innermost.
+_AXES = (
+    *("pipeline_model_parallel_size", "data_parallel_size", "context_parallel_size"),
+    "tensor_model_parallel_size",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceLayout:
-    """The sizes of a layout, with Megatron's names; ranks are numbered with tensor innermost, then data, then pipeline.
+    """The sizes of a layout, with Megatron's names; ranks are numbered with tensor innermost, then context, data, pipeline.
 
     Attributes:
         tensor_model_parallel_size: ranks that share each matrix.
         pipeline_model_parallel_size: ranks that share the layers, in order.
         data_parallel_size: ranks with batches of their own.
+        context_parallel_size: ranks that share each sequence.
+        expert_model_parallel_size: ranks that share the experts of a layer; they are among those of context and data.
         sequence_parallel: whether what is between the matrices is split along the sequence, by the ranks of `tensor`.
         num_layers_per_virtual_pipeline_stage: layers of one of a rank's several stages; None: each rank has one stage.
 
@@ -33,11 +41,13 @@ class DeviceLayout:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     data_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
     sequence_parallel: bool = False
     num_layers_per_virtual_pipeline_stage: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"):
+        for name in (*_AXES, "expert_model_parallel_size"):
             if getattr(self, name) < 1:
                 _clash({name: getattr(self, name)}, "it counts devices", "Pass 1 or more.")
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
@@ -46,6 +56,7 @@ class DeviceLayout:
                 "the sequence is split over the ranks of tensor parallelism",
                 "Set tensor_model_parallel_size, or leave sequence_parallel out.",
             )
+        self._check_experts()
         layers, ranks = self.num_layers_per_virtual_pipeline_stage, self.pipeline_model_parallel_size
         if layers is not None and (layers < 1 or ranks == 1):
             _clash(
@@ -57,7 +68,7 @@ class DeviceLayout:
     @property
     def num_devices(self) -> int:
         """Devices of the whole layout."""
-        return prod((self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.data_parallel_size))
+        return prod(getattr(self, name) for name in _AXES)
 
     def check_model(self, config: TransformerConfig, *, seq_length: int | None = None) -> None:
         """Check that a model can be spread like this.
@@ -81,11 +92,40 @@ class DeviceLayout:
                 "ffn_hidden_size": config.ffn_hidden_size,
                 "vocab_size": config.vocab_size,
             }
-            if self.sequence_parallel and seq_length is not None:
-                sizes["seq_length"] = seq_length
             for name, size in sizes.items():
                 _check_divides(name, size, "tensor_model_parallel_size", ranks)
+        if self.expert_model_parallel_size > 1:
+            if config.num_moe_experts is None:
+                _clash(
+                    {"num_moe_experts": None, "expert_model_parallel_size": self.expert_model_parallel_size},
+                    "there are no experts to share",
+                    "Leave expert_model_parallel_size out, or choose a model with experts.",
+                )
+            _check_divides(
+                "num_moe_experts",
+                config.num_moe_experts or 0,
+                "expert_model_parallel_size",
+                self.expert_model_parallel_size,
+            )
+        if seq_length is not None:
+            self.check_sequence(seq_length)
         self.layers_of_stages(config.num_layers)
+
+    def check_sequence(self, seq_length: int) -> None:
+        """Check that sequences can be split like this.
+
+        Raises:
+            ConfigError: their positions do not divide.
+        """
+        ranks, parts = self.context_parallel_size, self.tensor_model_parallel_size if self.sequence_parallel else 1
+        if ranks > 1:
+            # Two chunks each, one from the front and one from the back.
+            _check_divides("seq_length", seq_length, "2 x context_parallel_size", 2 * ranks)
+        if parts > 1:
+            by = "tensor_model_parallel_size"
+            _check_divides(
+                "seq_length", seq_length, by if ranks == 1 else f"context_parallel_size x {by}", ranks * parts
+            )
 
     def layers_of_stages(self, num_layers: int) -> tuple[range, ...]:
         """Return the layers of each stage of the pipeline, in order; stage s runs on rank s mod the pipeline's size.
@@ -121,11 +161,26 @@ class DeviceLayout:
             ConfigError: they do not.
         """
         if world_size != self.num_devices:
-            sizes = (self.pipeline_model_parallel_size, self.data_parallel_size, self.tensor_model_parallel_size)
+            sizes = [f"{name.split('_')[0]} {getattr(self, name)}" for name in _AXES]
             _clash(
                 {"world_size": world_size},
-                f"the layout has {self.num_devices} devices: pipeline {sizes[0]} x data {sizes[1]} x tensor {sizes[2]}",
+                f"the layout has {self.num_devices} devices: {' x '.join(sizes)}",
                 f"Start {self.num_devices} processes (torchrun --nproc-per-node), or change the layout.",
+            )
+
+    def _check_experts(self) -> None:
+        """Check that the ranks that share experts are some of those of context and data parallelism, in a row."""
+        experts, context = self.expert_model_parallel_size, self.context_parallel_size
+        ranks = self.data_parallel_size * context
+        if ranks % experts or (experts % context and context % experts):
+            _clash(
+                {
+                    "expert_model_parallel_size": experts,
+                    "data_parallel_size": self.data_parallel_size,
+                    "context_parallel_size": context,
+                },
+                f"experts are shared by some of the {ranks} ranks of data and context parallelism",
+                "Choose a divisor of that number which is a multiple of context_parallel_size, or divides it.",
             )
 
 

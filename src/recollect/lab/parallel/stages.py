@@ -61,7 +61,7 @@ class StageModel(GPTModel):
             The residual stream, for the next stage; of the last one, see `GPTModel`.
         """
         x_BTD: Tensor = self.embedding(x, self.compute_dtype) if self.is_first else x
-        num_positions = x.shape[1] * (1 if self.is_first else self.sequence_ranks)
+        num_positions = x.shape[1] * (1 if self.is_first else self.sequence_ranks * self.sequence.ranks)
         rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(x_BTD, num_positions)
         x_BTD, _ = self.decoder(x_BTD, rotary)
         if not self.is_last:
@@ -69,4 +69,4 @@ class StageModel(GPTModel):
         if labels is None:
             return GPTOutput(self.output_layer(x_BTD), None)
         logits_BTV, loss = self._predict(x_BTD, labels)
-        return GPTOutput(logits_BTV, loss, loss)
+        return self._output(logits_BTV, loss, loss)

@@ -109,7 +109,8 @@ def _fused(model: GPTModel) -> Iterator[tuple[nn.Module, Sequence[int]]]:
         if isinstance(module, SelfAttention):
             yield module.linear_qkv, (query, group, group)
         elif isinstance(module, MLP) and config.gated_linear_unit:
-            yield module.linear_fc1, (config.ffn_hidden_size, config.ffn_hidden_size)
+            width = module.linear_fc1.weight.shape[0] // 2  # of a shared expert, its own
+            yield module.linear_fc1, (width, width)
 
 
 def whole_parameters(model: GPTModel, ranks: int) -> dict[str, Tensor]:

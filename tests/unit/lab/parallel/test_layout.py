@@ -17,7 +17,9 @@ MODEL = llama_config(**LLAMA, num_query_groups=4, ffn_hidden_size=128)
 def test_devices_are_counted() -> None:
     layout = DeviceLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=4, data_parallel_size=3)
     layout.check_devices(24)
-    with pytest.raises(ConfigError, match=r"world_size=8: the layout has 24 devices: pipeline 4 x data 3 x tensor 2"):
+    with pytest.raises(
+        ConfigError, match=r"world_size=8: the layout has 24 devices: pipeline 4 x data 3 x context 1 x tensor 2"
+    ):
         layout.check_devices(8)
 
 

@@ -1,0 +1,41 @@
+"""What a rank has of a sequence: all of it, unless `recollect.lab.parallel.context` splits it over ranks.
+
+Shape legend: B batch   T positions of the whole sequence   E experts
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+__all__ = ["WholeSequence"]
+
+
+class WholeSequence:
+    """All positions, in order.
+
+    Attributes:
+        ranks: among how many ranks sequences are split.
+
+    Example:
+        >>> import torch
+        >>> WholeSequence().own(torch.arange(3)).tolist()
+        [0, 1, 2]
+    """
+
+    ranks = 1
+
+    def own(self, x_T: Tensor) -> Tensor:
+        """Return this rank's positions of [..., T]."""
+        return x_T
+
+    def loss(self, mean: Tensor, labels_BT: Tensor) -> Tensor:
+        """Return this rank's loss from the mean over its own labels; the mean of the ranks' losses is that of the whole."""
+        return mean
+
+    def shared(self, loss: Tensor) -> Tensor:
+        """Return the mean of the ranks' losses; backward is that of this rank's."""
+        return loss
+
+    def counts(self, counts_BE: Tensor) -> Tensor:
+        """Return the sum of what each rank counted."""
+        return counts_BE

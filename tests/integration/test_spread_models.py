@@ -1,0 +1,57 @@
+"""The reference models with sequences and experts split over four gloo processes: losses, gradients, plans."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spread_programs import CONTEXT_MODELS, RANKS
+
+SUPPORT = Path(__file__).parents[1] / "support"
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"),
+]
+
+# Sums over parts of a sequence or batch add in another order: a few units in the last place of fp32, which is 1.2e-7.
+FARTHEST = 3e-6
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, str(SUPPORT / "spread_programs.py")]
+    running = [subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE) for rank in range(RANKS)]
+    for process in running:
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors.decode()
+    return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("case", [*(f"{name} 2" for name in CONTEXT_MODELS), "llama 4", "with data", "with tensor"])
+def test_split_sequences_give_the_gradients_of_whole_ones(ranks: list[dict[str, Any]], case: str) -> None:
+    assert max(found[f"context {case}"] for found in ranks) <= FARTHEST
+
+
+@pytest.mark.parametrize("model", CONTEXT_MODELS)
+def test_ranks_that_split_sequences_have_one_loss(ranks: list[dict[str, Any]], model: str) -> None:
+    assert len({found[f"context loss {model}"] for found in ranks}) == 1
+
+
+@pytest.mark.parametrize("model", ["gpt", "deepseek"])
+def test_plans_change_no_bit_of_split_sequences(ranks: list[dict[str, Any]], model: str) -> None:
+    """With dropout on; collectives may run again."""
+    plans = ("keep_all", "full", "budget")
+    assert [found[f"context equal {plan} {model}"] for found in ranks for plan in plans] == [True] * 3 * RANKS
+
+
+def test_sequences_that_do_not_divide_are_refused_alike_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    assert [found["context refused"] for found in ranks] == [
+        "got seq_length=6, 2 x context_parallel_size=8: 6 is no multiple of 8. The next multiple is 8."
+    ] * RANKS

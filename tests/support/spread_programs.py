@@ -1,0 +1,125 @@
+"""What each of four processes runs in the tests of context and expert parallelism, over gloo."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh, init_device_mesh
+
+import recollect
+from parallel_programs import DROPPING, GPT, LLAMA, farthest, refusal
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.sizes import NAMED_CONFIGS
+from recollect.lab.parallel.context import context_parallel
+from recollect.lab.parallel.data import data_parallel
+from recollect.lab.parallel.tensor import tensor_parallel, whole_gradients
+
+RANKS = 4
+QUIET: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+DEEPSEEK = replace(NAMED_CONFIGS["deepseek-v3-tiny"], **QUIET, num_layers=2, moe_layer_freq=(0, 1), mtp_num_layers=1)
+MIXTRAL = replace(NAMED_CONFIGS["mixtral-tiny"], **QUIET, num_layers=2)
+CONTEXT_MODELS = {
+    "llama": LLAMA,
+    "gpt": replace(GPT, core_attention="unfused"),
+    "deepseek": replace(DEEPSEEK, moe_aux_loss_coeff=0.1),
+    "mixtral": replace(MIXTRAL, moe_aux_loss_coeff=0.1),
+}
+
+
+def built(config: TransformerConfig) -> GPTModel:
+    torch.manual_seed(0)
+    return GPTModel(config)
+
+
+def batch(seed: int = 1) -> dict[str, Tensor]:
+    """The first sequence has labels in its last three quarters, so that a chunk of the first rank has none."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(64, (2, 17), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[0, :4] = -100
+    return {"tokens": tokens[:, :-1].contiguous(), "labels": labels}
+
+
+def gradients(model: GPTModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The loss and the local gradients, with dropout drawn alike."""
+    model.zero_grad()
+    torch.manual_seed(7)
+    loss = model(**inputs).loss
+    assert loss is not None
+    loss.backward()
+    return {"loss": loss.detach(), **whole_gradients(model, 1)}
+
+
+def mean(found: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    """The mean over ranks, of what each of them has."""
+    for tensor in found.values():
+        dist.all_reduce(tensor, group=group)
+    return {name: tensor / dist.get_world_size(group) for name, tensor in found.items()}
+
+
+def plans_change_no_bit(model: GPTModel, inputs: dict[str, Tensor]) -> Iterator[tuple[str, bool]]:
+    expected = gradients(model, inputs)
+    profile = recollect.record(model, inputs, collectives="replay")
+    plans = {name: recollect.classic_plan(profile, name) for name in ("keep_all", "full")}
+    plans["budget"] = recollect.plan(profile, sum(plan.predicted_peak_bytes or 0 for plan in plans.values()) // 2)
+    common = [plans]
+    dist.broadcast_object_list(common)  # times differ, and so would plans
+    for name, plan in common[0].items():
+        with recollect.apply(model, plan):
+            got = gradients(model, inputs)
+        yield name, all(torch.equal(got[key], expected[key]) for key in expected)
+
+
+def context(world: DeviceMesh, halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
+    for name, config in CONTEXT_MODELS.items():
+        expected = gradients(built(config), batch())
+        found = gradients(context_parallel(built(config), halves["inner"]), batch())
+        yield f"context loss {name}", found["loss"].item()
+        yield f"context {name} 2", farthest(mean(found), expected)
+        if name == "llama":
+            found = gradients(context_parallel(built(config), world), batch())
+            yield f"context {name} 4", farthest(mean(found), expected)
+            sharded = data_parallel(context_parallel(built(config), world), world)
+            yield "context with data", farthest(gradients(sharded, batch()), expected)
+            both = context_parallel(
+                tensor_parallel(built(config), halves["inner"], sequence_parallel=True), halves["outer"]
+            )
+            both.zero_grad()
+            loss = both(**batch()).loss
+            assert loss is not None
+            loss.backward()
+            found = {"loss": loss.detach(), **whole_gradients(both, 2)}
+            yield "context with tensor", farthest(mean(found), expected)
+    for name, config in {"gpt": DROPPING, "deepseek": replace(DEEPSEEK, hidden_dropout=0.1)}.items():
+        model = context_parallel(built(config), halves["inner"])
+        for plan, is_equal in plans_change_no_bit(model, batch()):
+            yield f"context equal {plan} {name}", is_equal
+    inputs = {name: tensor[:, :6] for name, tensor in batch().items()}
+    yield "context refused", refusal(lambda: context_parallel(built(LLAMA), world)(**inputs))
+
+
+def run(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    world = init_device_mesh("cpu", (RANKS,))
+    halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    found = dict(context(world, halves))
+    torch.save(found, Path(folder) / f"rank{rank}")
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), sys.argv[2])
