@@ -45,7 +45,7 @@ def test_each_stage_has_a_plan_and_all_of_them_the_nearest_flags(
     [
         ([*PLAN, "--tensor-model-parallel-size", "3"], "num_attention_heads=4, tensor_model_parallel_size=3"),
         (["plan", *STEP, *TENSOR], "got fake=False: a layout of many devices is planned on a machine without them"),
-        ([*PLAN, *TENSOR, "--loss-chunks", "4"], "got loss_chunks=4: not yet"),
+        ([*PLAN, *TENSOR, "--loss-chunks", "auto"], "got loss_chunks='auto': not yet"),
         ([*PLAN, *TENSOR, "--write", "torchtitan"], "got write='torchtitan': not yet"),
         ([*PLAN, "--data-parallel-size", "4", "--global-batch-size", "6"], "global_batch_size=6"),
         ([*PLAN, *TENSOR, "--node-link", "NVLink 9"], "link: got 'NVLink 9'"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from parallel_programs import ALONE, RANKS, WAYS
+from vocabulary_programs import MANY_CHUNKS, MANY_TOKENS, MANY_WORDS, OPTIONS, WIDTH
 
 SUPPORT = Path(__file__).parents[1] / "support"
 pytestmark = [
@@ -86,3 +87,58 @@ def test_fake_tensors_are_refused_where_fsdp2_has_real_ones(ranks: list[dict[str
 
 def test_a_layout_is_not_recorded_inside_a_real_group(ranks: list[dict[str, Any]]) -> None:
     assert ["is rank 0 of 2 already", "is rank 1 of 2 already"] == [found["group"][13:35] for found in ranks]
+
+
+@pytest.mark.parametrize("way", ["tensor", "sequence"])
+@pytest.mark.parametrize("model", ["llama", "gpt"])
+def test_the_loss_in_chunks_has_the_gradients_of_the_loss_in_one_piece(
+    ranks: list[dict[str, Any]], model: str, way: str
+) -> None:
+    assert max(found[f"chunked {model} {way}"] for found in ranks) <= FARTHEST
+    assert all(found[f"chunked equal {way}"] for found in ranks)
+
+
+@pytest.mark.parametrize("way", ["tensor", "sequence", "both"])
+def test_fake_tensors_tell_the_bytes_of_the_loss_in_chunks(ranks: list[dict[str, Any]], way: str) -> None:
+    for found in ranks:
+        real, fake, whole = (
+            found[name] for name in (f"chunked {way} False", f"chunked {way} True", f"fake tensors {way}")
+        )
+        assert fake["values"] == real["values"]
+        assert {plan: nbytes + UNSEEN_BYTES for plan, nbytes in fake["peaks"].items()} == real["peaks"]
+        assert fake["peaks"]["full"] < whole["peaks"]["full"]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_split_head_has_the_loss_of_a_whole_one(ranks: list[dict[str, Any]], options: str) -> None:
+    """In fp64, and the sums are others: a few units in its last place of a loss whose terms are a hundred times as large."""
+    ways = ("parts", "R", "S(1)")
+    assert max(found[f"farthest {options}, {way}"] for found in ranks for way in ways) < 1e-14
+    assert max(found["farthest uneven"] for found in ranks) < 1e-14
+
+
+def test_only_one_chunk_of_logits_is_alive(ranks: list[dict[str, Any]]) -> None:
+    chunk_bytes = MANY_TOKENS // MANY_CHUNKS * MANY_WORDS * 4
+    weight_bytes = MANY_WORDS * WIDTH * 4
+    for found in ranks:
+        # A tenth for what there is once a token.
+        assert chunk_bytes < found["peak False"] < 1.1 * chunk_bytes
+        assert chunk_bytes + weight_bytes < found["peak True"] < 1.1 * chunk_bytes + weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("no group", "weight is a DTensor of shape [46, 12], expected a whole tensor"),
+        ("split by columns", "weight is a DTensor of shape [46, 12] (Shard(dim=1),), expected hidden states"),
+        ("split by channels", "hidden is a DTensor of shape [2, 10, 12] (Shard(dim=2),), expected"),
+        ("one word", "got a weight of 1 words for 2 ranks, expected some for each rank"),
+    ],
+)
+def test_a_head_that_is_split_in_another_way_is_refused(ranks: list[dict[str, Any]], case: str, message: str) -> None:
+    for found in ranks:
+        assert message in found[f"refused {case}"]
+
+
+def test_a_label_beyond_the_vocabulary_has_an_infinite_loss(ranks: list[dict[str, Any]]) -> None:
+    assert [found["beyond the vocabulary"] for found in ranks] == [float("inf")] * RANKS

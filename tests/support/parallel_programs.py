@@ -23,6 +23,7 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.lab.parallel.data import data_parallel
 from recollect.lab.parallel.tensor import tensor_parallel, whole_gradients
 from recollect.profile.profile import Profile
+from vocabulary_programs import vocabulary_cases
 
 RANKS = 2
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
@@ -30,6 +31,8 @@ LLAMA = llama_config(**SIZES, num_query_groups=2)
 # Learned positions, biases, tied embeddings; dropout is tested by its own, since no two layouts draw alike.
 GPT = gpt_config(**SIZES, hidden_dropout=0.0, attention_dropout=0.0)
 DROPPING = replace(GPT, hidden_dropout=0.1, attention_dropout=0.1)
+
+CHUNKS = 3
 
 Wrap = Callable[[GPTModel, DeviceMesh], GPTModel]
 
@@ -68,7 +71,8 @@ def batch(device: str = "cpu") -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1].contiguous().to(device), "labels": labels.to(device)}
 
 
-def gradients(model: GPTModel, way: str) -> dict[str, Tensor]:
+def gradients(model: GPTModel, way: str, chunks: int = 1) -> dict[str, Tensor]:
+    model.loss_chunks = chunks
     model.zero_grad()
     torch.manual_seed(7)
     loss = model(**batch()).loss
@@ -97,10 +101,25 @@ def facts(profile: Profile) -> dict[str, Any]:
     }
 
 
-def recorded(config: TransformerConfig, way: str, *, fake: bool) -> Profile:
+def recorded(config: TransformerConfig, way: str, *, fake: bool, chunks: int = 1) -> Profile:
     device = "meta" if fake else "cpu"
     model = built(config, way, device)
-    return recollect.record(model, batch(device), optimizer=torch.optim.AdamW(model.parameters()), fake=fake)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return recollect.record(model, batch(device), optimizer=optimizer, fake=fake, loss_chunks=chunks)
+
+
+def in_chunks() -> Iterator[tuple[str, Any]]:
+    """The loss in chunks, under tensor parallelism with and without sequence parallelism."""
+    for way in ("tensor", "sequence"):
+        for name, config in (("llama", LLAMA), ("gpt", GPT)):
+            model = built(config, way)
+            expected = gradients(model, way)
+            got = gradients(model, way, CHUNKS)
+            yield f"chunked {name} {way}", farthest(got, expected)
+        profile = recollect.record(model, batch(), loss_chunks=CHUNKS)
+        with recollect.apply(model, recollect.classic_plan(profile, "full")):
+            planned = gradients(model, way, CHUNKS)
+        yield f"chunked equal {way}", all(torch.equal(planned[key], got[key]) for key in got)
 
 
 def over_gloo() -> Iterator[tuple[str, Any]]:
@@ -121,6 +140,8 @@ def over_gloo() -> Iterator[tuple[str, Any]]:
                 got = gradients(model, way)
             yield f"equal {name} {way}", all(torch.equal(got[key], expected[key]) for key in expected)
         yield f"gloo {way}", facts(recorded(LLAMA, way, fake=False))
+    yield from in_chunks()
+    yield from vocabulary_cases().items()
     odd = llama_config(num_layers=1, hidden_size=48, num_attention_heads=3, vocab_size=64)
     yield "refused", refusal(lambda: built(odd, "tensor"))
     yield "real shards", refusal(lambda: recollect.record(built(LLAMA, "data"), batch(), fake=True))
@@ -140,6 +161,9 @@ def alone(rank: int) -> Iterator[tuple[str, Any]]:
         with fake_process_group(rank, 4 if way == "both" else RANKS):
             yield f"real tensors {way}", facts(recorded(LLAMA, way, fake=False))
             yield f"fake tensors {way}", facts(recorded(LLAMA, way, fake=True))
+            if way != "data":
+                for kind in (False, True):
+                    yield f"chunked {way} {kind}", facts(recorded(LLAMA, way, fake=kind, chunks=CHUNKS))
 
 
 def run(rank: int, folder: str) -> None:

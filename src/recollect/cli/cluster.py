@@ -65,7 +65,7 @@ def cluster_step(command: MakePlan) -> ClusterStep:
         )
     unfit = {name: getattr(command, name) for name in ("png", "html", "largest")} | {"hf_config": step.hf_config}
     unfit = {name: value for name, value in unfit.items() if value is not None}
-    if command.loss_chunks != 1:
+    if command.loss_chunks == "auto":
         unfit["loss_chunks"] = command.loss_chunks
     if command.write == "torchtitan":
         unfit["write"] = command.write
@@ -95,6 +95,7 @@ def cluster_step(command: MakePlan) -> ClusterStep:
         dtype=step.dtype,
         sharding="all" if flags.use_torch_fsdp2 else sharding,
         pipeline_engine=flags.pipeline_engine,
+        loss_chunks=1 if command.loss_chunks == "auto" else command.loss_chunks,
     )
 
 

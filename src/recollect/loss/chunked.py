@@ -24,11 +24,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from recollect._torch_private import is_traceable_wrapper_subclass, keeps_graph, untraced
 from recollect.errors import ChunkedLossError
+from recollect.loss.vocabulary_part import VocabularyPart, WholeVocabulary, split_head
 
 __all__ = ["chunked_cross_entropy"]
 
@@ -51,6 +53,7 @@ def chunked_cross_entropy(
     reduction: Literal["mean", "sum"] = "mean",
     label_smoothing: float = 0.0,
     transform: Transform | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Compute `cross_entropy(linear(hidden, weight, bias), labels)` without ever holding all logits.
 
@@ -70,13 +73,17 @@ def chunked_cross_entropy(
         label_smoothing: weight of the uniform distribution in the target, 0 to 1.
         transform: elementwise map from logits [tokens, V] to the input of the softmax, such as
             `lambda logits: 30 * torch.tanh(logits / 30)`.
+        group: ranks among which the LM head is split along the vocabulary, in equal parts and in order, as under tensor
+            parallelism. `weight` and `bias` are this rank's parts, or DTensors; `labels` are the same on all ranks, and so is
+            `hidden`, whose gradient is summed over them. A `hidden` that is split along the sequence, a DTensor, is gathered.
 
     Returns:
-        The loss, a scalar: fp32, or fp64 if the products are.
+        The loss, a scalar: fp32, or fp64 if the products are. With `group`, the same bits on all ranks; it is infinite if
+        a label is beyond the vocabulary.
 
     Raises:
-        ChunkedLossError: mismatched shapes, another reduction, a DTensor or a sharded weight; in backward,
-            `create_graph=True`.
+        ChunkedLossError: mismatched shapes, another reduction, a sharded weight without `group`, or one that is split in
+            another way; in backward, `create_graph=True`.
 
     Example:
         >>> import torch
@@ -87,6 +94,9 @@ def chunked_cross_entropy(
         >>> torch.allclose(loss, plain)
         True
     """
+    part = None
+    if group is not None:
+        hidden, weight, bias, part = split_head(hidden, weight, bias, group)
     _check(hidden, weight, labels, num_chunks, bias, reduction, label_smoothing)
     device_type = hidden.device.type
     dtype = hidden.dtype
@@ -100,6 +110,7 @@ def chunked_cross_entropy(
         label_smoothing=label_smoothing,
         transform=transform,
         has_gradients=torch.is_grad_enabled(),
+        part=part,
     )
     with torch.autocast(device_type, enabled=False):
         loss: Any = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -117,6 +128,7 @@ class _Settings:
     label_smoothing: float
     transform: Transform | None
     has_gradients: bool
+    part: VocabularyPart | None
 
     @property
     def divides_last(self) -> bool:
@@ -149,6 +161,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             loss /= num_counted  # by zero if nothing counts: nan, as PyTorch has it
         ctx.dtypes = [tensor.dtype if tensor is not None else None for tensor in (hidden, weight, bias)]
         ctx.divides_last = settings.divides_last
+        ctx.part = settings.part
         ctx.save_for_backward(run.hidden_gradient, run.weight_gradient, run.bias_gradient, divisor)
         return loss
 
@@ -169,6 +182,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None if gradient is None else (gradient.mul_(factor) if is_last else gradient * factor).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
+        if scaled[0] is not None and ctx.part is not None and ctx.part.sums_hidden:
+            dist.all_reduce(scaled[0], group=ctx.part.group)
         return (*scaled, None, None)
 
 
@@ -241,23 +256,38 @@ def _loss_and_gradient(
     logits: Tensor, labels: Tensor, counts: Tensor, divisor: Tensor, settings: _Settings, *, wants_gradient: bool
 ) -> Tensor:
     """Return the sum of the losses of some tokens; overwrite `logits` with their gradient."""
-    target = torch.where(counts, labels, 0).unsqueeze(1)
-    smoothing = settings.label_smoothing
-    vocab_size = logits.shape[1]
-    logits -= logits.amax(1, keepdim=True)
-    at_target = logits.gather(1, target)
-    mean_logit = logits.mean(1, keepdim=True) if smoothing else 0.0
-    total = logits.exp_().sum(1, keepdim=True)
-    losses = total.log() - (1 - smoothing) * at_target - smoothing * mean_logit
+    part, smoothing = settings.part, settings.label_smoothing
+    is_here = counts
+    if part is not None:
+        labels = labels - part.first
+        is_here = counts & (labels >= 0) & (labels < logits.shape[1])
+    target = torch.where(is_here, labels, 0).unsqueeze(1)
+    found = _over_vocabulary(logits, target, is_here, settings)
+    losses = found.total.log() - (1 - smoothing) * found.at_target - smoothing * found.mean_logit
     if wants_gradient:
         scale = counts.unsqueeze(1).to(logits.dtype)
         if not settings.divides_last:
             scale /= divisor
-        logits *= scale / total
+        share = scale / found.total
+        logits *= share if found.factor is None else share.mul_(found.factor)
         if smoothing:
-            logits -= scale * (smoothing / vocab_size)
-        logits.scatter_add_(1, target, (smoothing - 1) * scale)
+            logits -= scale * (smoothing / (logits.shape[1] if part is None else part.num_words))
+        logits.scatter_add_(1, target, (smoothing - 1) * (scale if part is None else scale * is_here.unsqueeze(1)))
     return torch.where(counts, losses.squeeze(1), 0).sum()
+
+
+def _over_vocabulary(logits: Tensor, target: Tensor, is_here: Tensor, settings: _Settings) -> WholeVocabulary:
+    """Sum up over the vocabulary; overwrite `logits` with exponentials."""
+    part, smoothing = settings.part, settings.label_smoothing
+    greatest = logits.amax(1, keepdim=True)
+    sums = logits.sum(1, keepdim=True) if smoothing and part is not None else None
+    logits -= greatest
+    at_target = logits.gather(1, target)
+    mean_logit = logits.mean(1, keepdim=True) if smoothing and part is None else 0.0
+    total = logits.exp_().sum(1, keepdim=True)
+    if part is None:
+        return WholeVocabulary(total, at_target, mean_logit)
+    return part.together(greatest, total, torch.where(is_here.unsqueeze(1), at_target, -torch.inf), sums)
 
 
 def _check(
@@ -285,8 +315,8 @@ def _check(
         if tensor is not None and is_traceable_wrapper_subclass(tensor):
             fail(
                 f"{name} is a {type(tensor).__name__} of shape {list(tensor.shape)}, expected a whole tensor. A head of its "
-                "own under FSDP2 is gathered in its own forward only: shard it together with the root module. A head under "
-                "tensor parallelism needs loss_chunks=1."
+                "own under FSDP2 is gathered in its own forward only: shard it together with the root module. For a head under "
+                "tensor parallelism give group=, or use loss_chunks=1."
             )
     if weight.dim() != 2 or hidden.dim() < 2 or hidden.shape[-1] != weight.shape[-1]:
         fail(f"got hidden {list(hidden.shape)} and weight {list(weight.shape)}, expected [..., D] and [V, D].")

@@ -160,6 +160,7 @@ def record_with(
     units: Iterable[str] | None = None,
     holds_output: bool = True,
     gradients: Gradients = "held",
+    loss_chunks: int = 1,
     collectives: Collectives = "keep",
 ) -> Profile:
     """Record a step with costs of your own: a cost model's on real tensors, or `ModelledCosts` on fake ones.
@@ -173,13 +174,14 @@ def record_with(
         units: see `record`.
         holds_output: see `record`.
         gradients: see `record`.
+        loss_chunks: see `record`.
         collectives: see `record`.
     """
     check_step(model, batch, None)
     device = device_of(model, batch)
     replays = collectives == "replay"
     recording = StepRecording(model, find_units(model, units), costs, device, replays_collectives=replays)
-    loop = _Loop(model, batch, None, device, optimizer, loss_fn, holds_output, gradients)
+    loop = _Loop(model, batch, None, device, optimizer, loss_fn, holds_output, gradients, loss_chunks)
     return loop.recorded(recording, record_optimizer_step(optimizer, device))
 
 
@@ -224,6 +226,8 @@ class _Loop:
 
         On real tensors the recorder can tell these trials, which are on fake ones.
         """
+        if self.step is None:
+            prepare_gradients(self.model, self.gradients)  # adding to them is an op, too
         with loss_in_chunks(self.model, self.loss_chunks):
             self._run_step()
         free_gradients(self.model.parameters())

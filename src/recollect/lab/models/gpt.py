@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -83,6 +84,7 @@ class GPTModel(nn.Module):
         sequence: what this rank has of each sequence; tokens and labels are whole all the same.
         sequence_ranks: among how many ranks the residual stream is split along the sequence.
         cross_entropy: from logits and labels [B, T] to the loss, a scalar; another one where logits are split over ranks.
+        vocabulary_group: these ranks, if they are.
 
     Example:
         >>> from recollect.lab.models.sizes import NAMED_CONFIGS
@@ -103,6 +105,7 @@ class GPTModel(nn.Module):
         self.sequence = WholeSequence()
         self.sequence_ranks = 1
         self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+        self.vocabulary_group: dist.ProcessGroup | None = None
         self.embedding = LanguageModelEmbedding(config)
         self.rotary_pos_emb: RotaryEmbedding | None = None
         if config.position_embedding_type == "rope" or config.multi_latent_attention:
@@ -169,9 +172,13 @@ class GPTModel(nn.Module):
 
     def _mean_loss(self, x_BTD: Tensor, labels: Tensor) -> tuple[Tensor | None, Tensor]:
         if self.loss_chunks > 1:
-            weight = self.output_layer.weight
             return None, chunked_cross_entropy(
-                x_BTD, weight, labels, num_chunks=self.loss_chunks, ignore_index=IGNORE_INDEX
+                x_BTD,
+                self.output_layer.weight,
+                labels,
+                num_chunks=self.loss_chunks,
+                ignore_index=IGNORE_INDEX,
+                group=self.vocabulary_group,
             )
         logits_BTV = self.output_layer(x_BTD)
         return logits_BTV, self.cross_entropy(logits_BTV, labels)

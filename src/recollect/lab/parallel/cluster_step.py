@@ -48,6 +48,7 @@ class ClusterStep:
         sharding: what data parallelism shares.
         pipeline_engine: "torch" receives into buffers for all micro-batches and holds what it sent as its schedules do;
             "megatron" frees what it received and sent.
+        loss_chunks: parts in which the last stage computes LM head and loss.
     """
 
     config: TransformerConfig
@@ -59,6 +60,7 @@ class ClusterStep:
     dtype: Literal["fp32", "bf16"] = "bf16"
     sharding: Sharding = "none"
     pipeline_engine: Literal["torch", "megatron"] = "torch"
+    loss_chunks: int = 1
 
     def first_rank(self, stage: int) -> int:
         """Return the lowest rank that runs a stage."""
@@ -137,6 +139,7 @@ def _record_stage(step: ClusterStep, number: int, layers: range) -> tuple[Profil
             units=[f"decoder.layers.{index}" for index in range(len(layers))],
             holds_output=False,
             gradients="accumulated",
+            loss_chunks=step.loss_chunks if model.is_last else 1,
             # Megatron's ranks run them again, too; all ranks of a layout get one plan.
             collectives="replay",
         )

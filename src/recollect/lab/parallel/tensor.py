@@ -61,6 +61,7 @@ def tensor_parallel(model: GPTModel, mesh: DeviceMesh, *, sequence_parallel: boo
     if sequence_parallel:
         model.sequence_ranks = mesh.size()
     _split_ends(model, mesh, between)
+    model.vocabulary_group = mesh.get_group()
     model.cross_entropy = VocabularyParallelLoss(mesh.get_group(), IGNORE_INDEX)
     return model
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import recollect
 from recollect.costs.hardware_table import find_hardware
 from recollect.costs.links import cluster_of
 from recollect.errors import ConfigError
@@ -115,6 +116,18 @@ def test_megatrons_engine_holds_no_receive_buffers() -> None:
     torchs, megatrons = (plan_cluster(step, "100%").planned.peaks_bytes[1] for step in steps)
     hidden_bytes = 2 * LENGTH * WIDTH
     assert torchs - megatrons >= 4 * hidden_bytes
+
+
+def test_the_last_stage_computes_the_loss_in_chunks() -> None:
+    """Of the wide logits and what the loss makes of them, one chunk of four is there; it has a gather of its own."""
+    words, length = 4096, 128
+    step = replace(STEP, config=CONFIG.changed(vocab_size=words), seq_length=length, num_micro_batches=2, dtype="fp32")
+    layout = DeviceLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True)
+    whole, chunked = (record_stages(replace(step, layout=layout, loss_chunks=chunks)) for chunks in (1, 4))
+    assert [profile.loss_chunks for profile in chunked.profiles] == [1, 4]
+    assert chunked.traffic[1]["tensor"].count == whole.traffic[1]["tensor"].count + 3
+    peaks = [recollect.classic_plan(found.profiles[1], "full").predicted_peak_bytes or 0 for found in (whole, chunked)]
+    assert peaks[0] - peaks[1] > length * words // 2 * 4
 
 
 def test_a_step_without_micro_batches_is_refused() -> None:

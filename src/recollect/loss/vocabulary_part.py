@@ -1,0 +1,147 @@
+"""An LM head that is split over ranks along the vocabulary: what a rank needs to know of the others' logits.
+
+Each rank computes the logits of its part of the vocabulary. For a chunk of tokens the ranks gather three numbers a token: the
+largest logit, the sum of exponentials, the label's logit; a fourth with label smoothing, the sum of logits. They are put
+together in the order of the ranks, so that all have the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recollect._torch_parallel import all_gather_rows
+from recollect._torch_private import is_traceable_wrapper_subclass
+from recollect.errors import ChunkedLossError
+
+__all__ = ["VocabularyPart", "WholeVocabulary", "split_head"]
+
+
+@dataclass(frozen=True)
+class WholeVocabulary:
+    """Sums over the whole vocabulary, for some tokens; logits are counted from the largest of each token.
+
+    Attributes:
+        total: [tokens, 1], sums of exponentials.
+        at_target: [tokens, 1], the labels' logits.
+        mean_logit: [tokens, 1]; 0 if nobody needs it.
+        factor: [tokens, 1], by which to multiply this rank's exponentials, which it counted from its own largest logit; None
+            if that is the largest of all.
+    """
+
+    total: Tensor
+    at_target: Tensor
+    mean_logit: Tensor | float = 0.0
+    factor: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """A rank's part of the vocabulary.
+
+    Attributes:
+        group: the ranks, in the order of their parts.
+        first: number of this rank's first word.
+        num_words: of all ranks.
+        sums_hidden: whether the gradient of the hidden states is yet to be summed over the ranks.
+    """
+
+    group: dist.ProcessGroup
+    first: int
+    num_words: int
+    sums_hidden: bool
+
+    def together(self, greatest: Tensor, total: Tensor, at_target: Tensor, sums: Tensor | None) -> WholeVocabulary:
+        """Gather what each rank knows.
+
+        Args:
+            greatest: [tokens, 1], the largest logits of this rank.
+            total: [tokens, 1], sums of its exponentials, counted from these.
+            at_target: [tokens, 1], the labels' logits, likewise; -inf for labels of other ranks.
+            sums: [tokens, 1], sums of logits; None if nobody needs them.
+        """
+        own = torch.cat([greatest, total, at_target, *(() if sums is None else (sums,))], dim=1)
+        everywhere = own.new_empty(dist.get_world_size(self.group), *own.shape)
+        all_gather_rows(everywhere.flatten(0, 1), own, self.group)
+        greatest_of, total_of, at_target_of, *sums_of = everywhere.split(1, dim=2)
+        most = greatest_of.amax(0)
+        below = greatest_of - most
+        return WholeVocabulary(
+            total=(total_of * below.exp()).sum(0),
+            at_target=(at_target_of + below).amax(0),
+            mean_logit=sums_of[0].sum(0) / self.num_words - most if sums_of else 0.0,
+            factor=(greatest - most).exp_(),
+        )
+
+
+def split_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor | None, VocabularyPart]:
+    """Return hidden states, weight and bias as plain tensors, as a rank computes with them, and which part it has.
+
+    Args:
+        hidden: the same on all ranks, or a DTensor, which may be split along the sequence.
+        weight: this rank's part, or a DTensor of all parts.
+        bias: likewise.
+        group: see `chunked_cross_entropy`.
+
+    Raises:
+        ChunkedLossError: a DTensor that is split in another way, or over other ranks, or into more parts than there are words.
+    """
+    ranks = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    num_words, size = weight.shape[0] * ranks, weight.shape[0]
+    if is_traceable_wrapper_subclass(weight):
+        num_words, size = weight.shape[0], -(-weight.shape[0] // ranks)
+    if size * (ranks - 1) >= num_words:
+        raise ChunkedLossError(
+            f"chunked_cross_entropy: got a weight of {num_words} words for {ranks} ranks, expected some for each rank. Use "
+            "loss_chunks=1."
+        )
+    is_split = is_traceable_wrapper_subclass(hidden)
+    part = VocabularyPart(group, rank * size, num_words, sums_hidden=not is_split)
+    if is_split:
+        hidden = _gathered(hidden, group)
+    return hidden, _local("weight", weight, group), None if bias is None else _local("bias", bias, group), part
+
+
+def _gathered(hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return all hidden states; their gradients are summed over the ranks, or each rank gets its part of the sum."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    if not isinstance(hidden, DTensor) or not _is_over(hidden, group):
+        raise _other_split("hidden", hidden)
+    if hidden.placements[0].is_shard(hidden.dim() - 1):
+        raise _other_split("hidden", hidden)
+    whole: Tensor = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return whole
+
+
+def _local(name: str, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor) or not _is_over(tensor, group) or not tensor.placements[0].is_shard(0):
+        raise _other_split(name, tensor)
+    local: Tensor = tensor.to_local()
+    return local
+
+
+def _is_over(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    ranks = dist.get_process_group_ranks
+    return mesh.ndim == 1 and ranks(mesh.get_group()) == ranks(group)
+
+
+def _other_split(name: str, tensor: Tensor) -> ChunkedLossError:
+    placements = getattr(tensor, "placements", "")
+    return ChunkedLossError(
+        f"chunked_cross_entropy: {name} is a {type(tensor).__name__} of shape {list(tensor.shape)} {placements}, expected "
+        "hidden states that are whole or split along the sequence, and weight and bias split along the vocabulary, over the "
+        "ranks of group= alone. A head of its own under FSDP2 is gathered in its own forward only: shard it together with the "
+        "root module."
+    )
