@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -24,6 +26,7 @@ __all__ = [
     "GradientBuckets",
     "allows_uneven_inputs",
     "filled_storages",
+    "flat_mesh",
     "fully_sharded_parameters",
     "group_ranks",
     "is_checkpoint_wrapper",
@@ -194,6 +197,12 @@ def notes_of_group(group: str, key: str) -> RankNotes:
     return RankNotes(key, ranks, distributed_c10d._get_default_store())
 
 
+def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return a mesh of the same ranks with one dimension. No public name keeps it a view of the mesh it is a part of."""
+    flat: DeviceMesh = mesh._flatten("_".join(mesh.mesh_dim_names or ()))
+    return flat
+
+
 def gathered(part: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
     """Return the parts of all ranks of a group, one after the other, along the first dimension."""
     return waited_for(torch.ops._c10d_functional.all_gather_into_tensor(part, num_ranks, group))
@@ -201,12 +210,9 @@ def gathered(part: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
 
 def gathered_with_gradient(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the parts of all ranks, one after the other along the first dimension; backward adds up what ranks return."""
-    from torch.distributed import _functional_collectives as collectives
-
     # PyTorch 2.13 has renamed it.
-    function = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
-    whole: torch.Tensor = function(part, 0, group)
-    return waited_for(whole)
+    function = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
+    return waited_for(function(part, 0, group))
 
 
 def exchanged_rows(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -214,16 +220,13 @@ def exchanged_rows(rows: torch.Tensor, received: list[int], sent: list[int], gro
 
     Gradients go back the same way.
     """
-    from torch.distributed._functional_collectives import all_to_all_single_autograd
-
-    return waited_for(all_to_all_single_autograd(rows, received, sent, group))
+    exchange = functional.all_to_all_single_autograd if rows.is_floating_point() else functional.all_to_all_single
+    return waited_for(exchange(rows, received, sent, group))
 
 
 def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum of all ranks' tensors, without a gradient."""
-    from torch.distributed._functional_collectives import all_reduce
-
-    return waited_for(all_reduce(tensor.detach(), "sum", group))
+    return waited_for(functional.all_reduce(tensor.detach(), "sum", group))
 
 
 def waited_for(result: torch.Tensor) -> torch.Tensor:

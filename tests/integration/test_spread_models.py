@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from spread_programs import CONTEXT_MODELS, RANKS
+from spread_programs import CONTEXT_MODELS, EXPERT_MODELS, RANKS
 
 SUPPORT = Path(__file__).parents[1] / "support"
 pytestmark = [
@@ -55,3 +55,36 @@ def test_sequences_that_do_not_divide_are_refused_alike_on_all_ranks(ranks: list
     assert [found["context refused"] for found in ranks] == [
         "got seq_length=6, 2 x context_parallel_size=8: 6 is no multiple of 8. The next multiple is 8."
     ] * RANKS
+
+
+@pytest.mark.parametrize("case", [*EXPERT_MODELS, "again", "with data", "with data alone", "with context"])
+def test_shared_experts_give_the_gradients_of_all_experts_here(ranks: list[dict[str, Any]], case: str) -> None:
+    """Against a model on one device that runs the ranks' batches in turn; "again" is after the bias has moved."""
+    assert max(found[f"expert {case}"] for found in ranks) <= FARTHEST
+
+
+def test_the_bias_counts_the_tokens_of_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    assert all(found["expert bias"] for found in ranks)
+
+
+@pytest.mark.parametrize("model", ["deepseek", "mixtral"])
+def test_plans_change_no_bit_of_shared_experts(ranks: list[dict[str, Any]], model: str) -> None:
+    """With dropout on, and other batches on each rank; exchanges may run again."""
+    plans = ("keep_all", "full", "budget")
+    assert [found[f"expert equal {plan} {model}"] for found in ranks for plan in plans] == [True] * 3 * RANKS
+
+
+def test_experts_without_rows_have_gradients(ranks: list[dict[str, Any]]) -> None:
+    assert all(found["expert without rows"] for found in ranks)
+
+
+def test_experts_that_do_not_divide_are_refused_alike_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    expected = {
+        "refused": "got num_moe_experts=6, expert_model_parallel_size=4: 6 is no multiple of 4. The next multiple is 8.",
+        "none": "got num_moe_experts=None, expert_model_parallel_size=4: there are no experts to share. Leave "
+        "expert_model_parallel_size out, or choose a model with experts.",
+        "balanced": "got balanced=True: these are real tensors, whose routes tell where rows go. Leave it out, or record on "
+        "fake tensors.",
+    }
+    for name, message in expected.items():
+        assert [found[f"expert {name}"] for found in ranks] == [message] * RANKS

@@ -17,11 +17,13 @@ from torch.distributed import DeviceMesh, init_device_mesh
 
 import recollect
 from parallel_programs import DROPPING, GPT, LLAMA, farthest, refusal
+from recollect._torch_parallel import flat_mesh
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.parallel.context import context_parallel
 from recollect.lab.parallel.data import data_parallel
+from recollect.lab.parallel.expert import expert_parallel
 from recollect.lab.parallel.tensor import tensor_parallel, whole_gradients
 
 RANKS = 4
@@ -108,6 +110,83 @@ def context(world: DeviceMesh, halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
     yield "context refused", refusal(lambda: context_parallel(built(LLAMA), world)(**inputs))
 
 
+# Without a loss over each rank's batch, which is another one; the bias moves far enough to change routes.
+EXPERT_MODELS = {
+    "deepseek": replace(DEEPSEEK, moe_aux_loss_coeff=0.1, moe_router_bias_update_rate=0.05),
+    "mixtral": replace(MIXTRAL, moe_aux_loss_coeff=0.1),
+    "loop": replace(MIXTRAL, moe_grouped_gemm=False, add_bias_linear=True),
+}
+
+
+def mean_of_whole(model: GPTModel) -> dict[str, Tensor]:
+    """The mean over the batches of all ranks, which a model on one device runs in turn."""
+    found = [gradients(model, batch(rank)) for rank in range(RANKS)]
+    return {name: torch.stack([one[name] for one in found]).mean(dim=0) for name in found[0]}
+
+
+def mean_of_shared(model: GPTModel) -> dict[str, Tensor]:
+    """Experts have the sum over all ranks already."""
+    found = gradients(model, batch(dist.get_rank()))
+    shared = {name: found.pop(name) / RANKS for name in [*found] if ".experts." in name}
+    return {**mean(found), **shared}
+
+
+def experts(world: DeviceMesh, halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
+    for name, config in EXPERT_MODELS.items():
+        whole, shared = built(config), expert_parallel(built(config), world)
+        yield f"expert {name}", farthest(mean_of_shared(shared), mean_of_whole(whole))
+        if name != "deepseek":
+            continue
+        for model in (whole, shared):
+            model.update_expert_bias()
+        biases = [dict(model.named_buffers()) for model in (whole, shared)]
+        yield "expert bias", all(torch.equal(biases[0][key], biases[1][key]) for key in biases[0] if "bias" in key)
+        yield "expert again", farthest(mean_of_shared(shared), mean_of_whole(whole))
+        inner = expert_parallel(built(config), halves["inner"])
+        sharded = data_parallel(inner, flat_mesh(halves), expert_mesh=halves["outer"])
+        yield (
+            "expert with data",
+            farthest(mean_loss(gradients(sharded, batch(dist.get_rank()))), mean_of_whole(built(config))),
+        )
+        alone = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("replicas", "expert"))
+        sharded = data_parallel(
+            expert_parallel(built(config), alone["expert"]), flat_mesh(alone), expert_mesh=alone["replicas"]
+        )
+        yield (
+            "expert with data alone",
+            farthest(mean_loss(gradients(sharded, batch(dist.get_rank()))), mean_of_whole(built(config))),
+        )
+        both = expert_parallel(context_parallel(built(config), world), world)
+        found = gradients(both, batch())
+        shared = {name: found.pop(name) / RANKS for name in [*found] if ".experts." in name}
+        yield "expert with context", farthest({**mean(found), **shared}, gradients(built(config), batch()))
+    for name in ("deepseek", "mixtral"):
+        model = expert_parallel(built(replace(EXPERT_MODELS[name], hidden_dropout=0.1)), world)
+        for plan, is_equal in plans_change_no_bit(model, batch(dist.get_rank())):
+            yield f"expert equal {plan} {name}", is_equal
+    few = {name: tensor[:1, :8] for name, tensor in batch(dist.get_rank()).items()}
+    lonely = replace(MIXTRAL, moe_router_topk=1, num_moe_experts=4)
+    found = gradients(expert_parallel(one_route(lonely), world), {**few, "labels": few["tokens"]})
+    yield "expert without rows", sorted(found) == sorted(gradients(built(lonely), few))
+    yield "expert refused", refusal(lambda: expert_parallel(built(replace(MIXTRAL, num_moe_experts=6)), world))
+    yield "expert none", refusal(lambda: expert_parallel(built(LLAMA), world))
+    yield "expert balanced", refusal(lambda: expert_parallel(built(MIXTRAL), world, balanced=True)(**few))
+
+
+def one_route(config: TransformerConfig) -> GPTModel:
+    """A model whose tokens all go to the first expert."""
+    model = built(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.weight"):
+            torch.nn.init.zeros_(parameter)
+    return model
+
+
+def mean_loss(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients are means already."""
+    return {**found, **mean({"loss": found["loss"]})}
+
+
 def run(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -116,6 +195,7 @@ def run(rank: int, folder: str) -> None:
     world = init_device_mesh("cpu", (RANKS,))
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     found = dict(context(world, halves))
+    found |= dict(experts(world, halves))
     torch.save(found, Path(folder) / f"rank{rank}")
     dist.barrier()
     os._exit(0)

@@ -60,7 +60,7 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x_SI: Tensor, ends_E: Tensor) -> Tensor:
         """Map [S, I] to [S, O], without the bias; group e has the rows from `ends_E[e - 1]` to `ends_E[e]` (int32)."""
-        weight_EOI = self.weight.to(x_SI.dtype)
+        weight_EOI = self.own(self.weight).to(x_SI.dtype)
         if self.is_grouped and x_SI.dtype != torch.float64:
             return F.grouped_mm(x_SI, weight_EOI.transpose(1, 2), offs=ends_E)
         ends = ends_E.tolist()
@@ -70,7 +70,11 @@ class GroupedLinear(nn.Module):
 
     def bias_of(self, group_S: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return the bias [S, O] of each row, given its group; None without bias."""
-        return None if self.bias is None else F.embedding(group_S, self.bias.to(dtype))
+        return None if self.bias is None else F.embedding(group_S, self.own(self.bias).to(dtype))
+
+    def own(self, parameter: Tensor) -> Tensor:
+        """Return a parameter of this rank's groups: all of them, unless ranks share them."""
+        return parameter
 
 
 class ExpertActivation(Activation):

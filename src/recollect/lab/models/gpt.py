@@ -126,7 +126,7 @@ class GPTModel(nn.Module):
 
         Every forward in training mode since the last call counts its tokens, so gradients may be accumulated.
 
-        Limitations: counts only the tokens of this process.
+        Limitations: counts the tokens of this process, or those of the ranks that `recollect.lab.parallel` has told it of.
         """
         for router in self._routers():
             router.update_expert_bias()

@@ -66,6 +66,7 @@ class TopKRouter(nn.Module):
             without `moe_router_enable_expert_bias`.
         tokens_per_expert: [E], int64; tokens counted since the last `update_expert_bias`. None without a bias.
         sequence: what this rank has of each sequence.
+        counts_of_all: from what this rank counted to what all ranks did, where they have batches of their own.
 
     References:
         Fedus et al. 2021, "Switch Transformers", arXiv 2101.03961, equations 4 to 6: the auxiliary loss, here divided by J, so
@@ -81,6 +82,7 @@ class TopKRouter(nn.Module):
         super().__init__()
         self.config = config
         self.sequence = WholeSequence()
+        self.counts_of_all: Callable[[Tensor], Tensor] = self.sequence.counts
         self.num_experts = config.num_moe_experts or 0
         self.weight = nn.Parameter(torch.empty(self.num_experts, config.hidden_size))
         has_bias = config.moe_router_enable_expert_bias
@@ -131,7 +133,7 @@ class TopKRouter(nn.Module):
         """
         if self.expert_bias is None or self.tokens_per_expert is None:
             return
-        counts = self.tokens_per_expert.to(torch.float32)
+        counts = self.counts_of_all(self.tokens_per_expert).to(torch.float32)
         self.expert_bias += self.config.moe_router_bias_update_rate * (counts.mean() - counts).sign()
         self.tokens_per_expert.zero_()
 

@@ -25,6 +25,7 @@ from recollect.lab.models.latent_attention import LatentAttention
 from recollect.lab.models.rotary import RotaryEmbedding
 from recollect.lab.models.router import TopKRouter
 from recollect.lab.models.sequence import WholeSequence
+from recollect.lab.parallel.expert import balance_over
 from recollect.lab.parallel.layout import DeviceLayout
 
 __all__ = ["GatheredAttention", "SequencePart", "context_parallel"]
@@ -53,6 +54,7 @@ def context_parallel(model: GPTModel, mesh: DeviceMesh) -> GPTModel:
             module.sequence = part
         elif isinstance(module, SelfAttention | LatentAttention):
             module.core_attention = GatheredAttention(module.core_attention, mesh.get_group())
+    balance_over(model, mesh)
     return model
 
 
