@@ -15,8 +15,7 @@ from recollect.errors import ConfigError, NotYetError
 from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags
 from recollect.integrations.megatron.nearest_uniform import nearest_uniform_settings
 from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster
-from recollect.lab.parallel.cluster_step import ClusterStep, Sharding
-from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.cluster_step import ClusterStep
 from recollect.printing import columns_of, print_line
 
 
@@ -71,29 +70,22 @@ def cluster_step(command: MakePlan) -> ClusterStep:
         unfit["write"] = command.write
     if unfit:
         raise NotYetError(settings=unfit, needs="these for a layout of many devices", advice="Leave them out.")
-    layout = DeviceLayout(
-        tensor_model_parallel_size=flags.tensor_model_parallel_size,
-        pipeline_model_parallel_size=flags.pipeline_model_parallel_size,
-        data_parallel_size=flags.data_parallel_size,
-        sequence_parallel=flags.sequence_parallel,
-        num_layers_per_virtual_pipeline_stage=flags.num_layers_per_virtual_pipeline_stage,
-    )
+    flags.refuse_missing("context_parallel_size", "expert_model_parallel_size")
     cluster = cluster_of(
         choose_hardware(step.hardware, own_device=""),
         within=flags.node.node_link,
         between=flags.node.network_link,
         devices_per_node=flags.node.devices_per_node,
     )
-    sharding: Sharding = "optimizer" if flags.use_distributed_optimizer else "none"
     return ClusterStep(
         config=step.model.dimensions(seq_length=step.seq_length),
-        layout=layout,
+        layout=flags.layout(flags.data_parallel_size),
         cluster=cluster,
         micro_batch_size=step.num_sequences,
         seq_length=step.seq_length,
         num_micro_batches=_num_micro_batches(command),
         dtype=step.dtype,
-        sharding="all" if flags.use_torch_fsdp2 else sharding,
+        sharding=flags.sharding,
         pipeline_engine=flags.pipeline_engine,
         loss_chunks=1 if command.loss_chunks == "auto" else command.loss_chunks,
     )

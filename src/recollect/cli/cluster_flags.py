@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from tyro.conf import OmitArgPrefixes, arg
 
+from recollect.lab.parallel.flags import ParallelFlags
+
 __all__ = ["ClusterFlags", "NodeFlags"]
 
 
@@ -23,7 +25,7 @@ class NodeFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterFlags:
+class ClusterFlags(ParallelFlags):
     """With --fake: plan for many devices, none of which is needed.
 
     Example:
@@ -31,33 +33,14 @@ class ClusterFlags:
         (True, False)
     """
 
-    tensor_model_parallel_size: int = 1
-    """Ranks that share each matrix."""
-    sequence_parallel: bool = False
-    """Split what is between the matrices along the sequence, over the same ranks."""
-    pipeline_model_parallel_size: int = 1
-    """Ranks that share the layers."""
-    num_layers_per_virtual_pipeline_stage: int | None = None
-    """Layers of one of several stages that each rank of the pipeline runs in turn."""
     data_parallel_size: int = 1
     """Ranks with micro-batches of their own; in Megatron what is left of the devices."""
-    use_distributed_optimizer: bool = False
-    """Share the optimizer's state over data parallelism (ZeRO-1)."""
-    use_torch_fsdp2: bool = False
-    """Share weights, gradients and optimizer state over data parallelism (FSDP2)."""
     global_batch_size: int | None = None
     """Sequences of a step on all devices; default: four micro-batches a rank of the pipeline, or one without a pipeline."""
     pipeline_engine: Literal["torch", "megatron"] = "torch"
     """Whose pipelines: torch's hold receive buffers for all micro-batches, Megatron's free what they received and sent."""
     node: Annotated[OmitArgPrefixes[NodeFlags], arg(name="node", prefix_name=False)] = field(default_factory=NodeFlags)
     """How devices are connected."""
-
-    def __post_init__(self) -> None:
-        if self.use_distributed_optimizer and self.use_torch_fsdp2:
-            raise ValueError(
-                "use_distributed_optimizer: got it with use_torch_fsdp2, expected one of the two: FSDP2 shares the "
-                "optimizer's state, too."
-            )
 
     @property
     def is_given(self) -> bool:

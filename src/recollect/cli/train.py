@@ -10,12 +10,15 @@ from recollect.cli.commands import Train
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.loop import train
+from recollect.lab.train.processes import is_first_process
 from recollect.lab.train.report import report_lines, report_table
 from recollect.printing import print_line
 
 
 def run_train(command: Train, console: Console) -> None:
     """Train, then print the report."""
+    if not is_first_process():
+        console = Console(quiet=True)
     outcome = train(training_config(command), console=console)
     console.print(report_table(outcome))
     for line in report_lines(outcome):

@@ -38,6 +38,8 @@ class Place(Enum):
     FIRST_CALL = "begins a step"
     LATER_CALL = "calls the model once more in its step"
     STEP_END = "ends a step that was recorded"
+    MEASURED = "has measured a step"
+    NEXT_STEP = "is about to take a step"
 
 
 class Ranks:

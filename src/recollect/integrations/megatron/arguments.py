@@ -63,11 +63,11 @@ def read_arguments(args: Sequence[str]) -> Arguments:
         ConfigError: two flags that exclude each other, or a flag without its value.
 
     Example:
-        >>> read_arguments(["--num-layers", "2", "--tensor-model-parallel-size", "1", "--sequence-parallel"]).rest
+        >>> read_arguments(["--num-layers", "2", "--optimizer", "adam", "--overlap-grad-reduce"]).rest
         ['--num-layers', '2']
-        >>> read_arguments(["--tensor-model-parallel-size=2"])
+        >>> read_arguments(["--optimizer=sgd"])
         Traceback (most recent call last):
-        recollect.errors.NotYetError: got --tensor-model-parallel-size=2: not yet: more than one device. Set it to 1, ...
+        recollect.errors.NotYetError: got --optimizer=sgd: not yet: other optimizers than AdamW. Leave it out.
     """
     rest: list[str] = []
     without_effect: dict[str, str] = {}

@@ -48,30 +48,28 @@ def _not_yet(needs: str, advice: str, arity: Arity, *names: str) -> tuple[Foreig
     return tuple(ForeignFlag(name=name, arity=arity, allowed=(), needs=needs, advice=advice) for name in names)
 
 
-_ONE_DEVICE = "there is one device, hence nothing to do"
+_COMMUNICATION = "PyTorch decides when processes communicate, and gradients are reduced in fp32"
 _KERNELS = "PyTorch's kernels are used either way"
 _FILES = "checkpoints are files of recollect's own, and hold the whole run"
 
 _NO_EFFECT = (
     *_no_effect(
-        _ONE_DEVICE,
+        _COMMUNICATION,
         0,
-        *("--sequence-parallel", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+        *("--overlap-grad-reduce", "--overlap-param-gather"),
         *("--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32", "--tp-comm-overlap", "--moe-permute-fusion"),
         *("--moe-shared-expert-overlap", "--no-async-tensor-model-parallel-allreduce", "--align-grad-reduce"),
         *("--defer-embedding-wgrad-compute", "--use-tp-pp-dp-mapping"),
     ),
     *_no_effect(
-        _ONE_DEVICE,
+        _COMMUNICATION,
         1,
-        *(
-            "--distributed-backend",
-            "--distributed-timeout-minutes",
-            "--local-rank",
-            "--ddp-bucket-size",
-        ),
-        *("--moe-token-dispatcher-type", "--ddp-num-buckets"),
+        *("--ddp-bucket-size", "--ddp-num-buckets", "--moe-token-dispatcher-type"),
     ),
+    *_no_effect(
+        "the backend is NCCL on CUDA and gloo on the CPU, and torchrun tells ranks", 1, "--distributed-backend"
+    ),
+    *_no_effect("the backend is NCCL on CUDA and gloo on the CPU, and torchrun tells ranks", 1, "--local-rank"),
     *_no_effect(
         _KERNELS,
         0,
@@ -85,8 +83,8 @@ _NO_EFFECT = (
     *_no_effect("the order of the data is worked out in place, without a cache or workers", 1, "--data-cache-path"),
     *_no_effect("the order of the data is worked out in place, without a cache or workers", 1, "--num-workers"),
     *_no_effect("files are memory-mapped either way", 0, "--no-mmap-bin-files"),
-    *_no_effect("the trace is torch.profiler's either way, of the one device", 0, "--use-pytorch-profiler"),
-    *_no_effect("the trace is torch.profiler's either way, of the one device", "any", "--profile-ranks"),
+    *_no_effect("the trace is torch.profiler's either way, of the first process", 0, "--use-pytorch-profiler"),
+    *_no_effect("the trace is torch.profiler's either way, of the first process", "any", "--profile-ranks"),
     *_no_effect(
         "each step's loss, rate, gradient norm, time and tokens a second are always logged",
         0,
@@ -122,19 +120,16 @@ _NO_EFFECT = (
     ),
 )
 
-_DEVICES = "more than one device"
 _FIXED = (
     *_only(
-        _ONE_DEVICE,
+        "this is not split",
         ("1",),
-        _DEVICES,
+        "layouts with another size for experts or the optimizer",
         "Set it to 1, or leave it out.",
-        *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"),
-        *("--expert-model-parallel-size", "--expert-tensor-parallel-size", "--num-distributed-optimizer-instances"),
+        *("--expert-tensor-parallel-size", "--num-distributed-optimizer-instances"),
         *("--tensor-parallel-size", "--model-parallel-size"),
     ),
-    *_only("", (), _DEVICES, "Leave it out.", "--num-layers-per-virtual-pipeline-stage"),
-    *_only("", (), _DEVICES, "Leave it out.", "--num-virtual-stages-per-pipeline-rank"),
+    *_only("", (), "pipelines in a training run", "Leave it out.", "--num-virtual-stages-per-pipeline-rank"),
     *_only("AdamW is the optimizer", ("adam",), "other optimizers than AdamW", "Leave it out.", "--optimizer"),
     *_only(
         "AdamW decays weights apart from gradients",
@@ -223,7 +218,7 @@ _MISSING = (
     *_not_yet("a loss on the router's logits", _PLAIN, 1, "--moe-z-loss-coeff", "--moe-input-jitter-eps"),
     *_not_yet("CUDA graphs", _PLAIN, 0, "--external-cuda-graph", "--enable-cuda-graph"),
     *_not_yet("CUDA graphs", _PLAIN, "any", "--cuda-graph-scope", "--cuda-graph-modules"),
-    *_not_yet("FSDP", _PLAIN, 0, "--use-torch-fsdp2", "--use-megatron-fsdp", "--use-custom-fsdp"),
+    *_not_yet("FSDP", _PLAIN, 0, "--use-megatron-fsdp", "--use-custom-fsdp"),
     *_not_yet("parts of a checkpoint", "Copy the run folder.", 0, "--no-load-optim", "--no-load-rng", "--finetune"),
     *_not_yet("parts of a checkpoint", "Leave it out.", 0, "--no-save-optim", "--no-save-rng"),
     *_not_yet(

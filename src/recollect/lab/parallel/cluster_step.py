@@ -17,16 +17,14 @@ from recollect.costs.modelled_costs import ModelledCosts, Traffic
 from recollect.errors import ConfigError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.data import data_parallel
+from recollect.lab.parallel.flags import Sharding
 from recollect.lab.parallel.layout import DeviceLayout
 from recollect.lab.parallel.stages import StageModel
 from recollect.lab.parallel.tensor import tensor_parallel
 from recollect.profile.profile import Profile
 from recollect.recording.record import record_with
 
-__all__ = ["ClusterStep", "RecordedStages", "Sharding", "record_stages"]
-
-Sharding = Literal["none", "optimizer", "all"]
-"""What the ranks of data parallelism share: nothing (DDP), the optimizer's state (ZeRO-1), or all (FSDP2, ZeRO-3)."""
+__all__ = ["ClusterStep", "RecordedStages", "record_stages"]
 
 # Megatron's mixed precision: bf16 weights; gradients, master weights and AdamW's two moments in fp32.
 _WIDE_BYTES = 4

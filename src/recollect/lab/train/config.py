@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import FlagCreatePairsOff, Suppress, arg
 
 from recollect.integrations.megatron.config import RecomputeConfig
+from recollect.lab.parallel.flags import ParallelFlags
 from recollect.lab.train.checks import at_least, within
 from recollect.lab.train.model_flags import ModelFlags, SizeName
 from recollect.lab.train.optim_flags import OptimFlags
@@ -18,6 +19,7 @@ __all__ = [
     "DataFlags",
     "ModelFlags",
     "OptimFlags",
+    "ProcessFlags",
     "ProfileFlags",
     "RunFlags",
     "SizeName",
@@ -106,6 +108,23 @@ class StepFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProcessFlags(ParallelFlags):
+    """How to use the processes that torchrun started; what the sizes leave of them is data parallelism.
+
+    Raises:
+        NotYetError: a size above 1 that the trainer has no code for yet.
+    """
+
+    distributed_timeout_minutes: int = 10
+    """How long processes wait for each other before they give up."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "distributed_timeout_minutes")
+        self.refuse_missing("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfileFlags:
     """A trace of some steps by torch.profiler, written into the run folder."""
 
@@ -187,6 +206,7 @@ class TrainConfig:
     optim: Annotated[OptimFlags, arg(name="optimizer", prefix_name=False)] = field(default_factory=OptimFlags)
     step: Annotated[StepFlags, arg(name="step", prefix_name=False)] = field(default_factory=StepFlags)
     run: Annotated[RunFlags, arg(name="run", prefix_name=False)] = field(default_factory=RunFlags)
+    parallel: Annotated[ProcessFlags, arg(name="processes", prefix_name=False)] = field(default_factory=ProcessFlags)
     profile: Annotated[ProfileFlags, arg(name="profiler", prefix_name=False)] = field(default_factory=ProfileFlags)
 
     @property
@@ -194,18 +214,19 @@ class TrainConfig:
         """Micro-batches per validation."""
         if self.run.eval_iters is None:
             return self.run.validation_batches
-        return self.run.eval_iters * self.optim.accumulation
+        return self.run.eval_iters * self.optim.num_micro_batches
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that determine the numbers of a run, by dotted name; a resumed run must have the same.
 
-        Paths of data are excluded: the tokens themselves are compared by fingerprint.
+        Paths of data are excluded: the tokens themselves are compared by fingerprint. So is the layout, which changes only
+        the order of sums.
         """
         recompute = self.step.recompute
         parts = {
             "model": dataclasses.asdict(self.model.dimensions(seq_length=self.data.seq_length)),
             "data": {name: value for name, value in vars(self.data).items() if name not in _PATHS},
-            "optim": vars(self.optim),
+            "optim": {**vars(self.optim), "accumulation": self.optim.num_micro_batches},
             "step": {**vars(self.step), "recompute": None if recompute is None else recompute.changed()},
         }
         return {

@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 import recollect
+from recollect.errors import NotYetError
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.determinism import deterministic_kernels
 from recollect.lab.train.display import LiveDisplay, PlainDisplay
@@ -24,12 +25,14 @@ from recollect.lab.train.metrics import MetricsFile, TensorBoardLog
 from recollect.lab.train.optim import learning_rate_at, set_learning_rate
 from recollect.lab.train.optimizer_step import resolve_device, train_step, validation_loss
 from recollect.lab.train.prepare import prepare
+from recollect.lab.train.processes import Processes, joined_processes
 from recollect.lab.train.records import Log, Outcome, StepRecord
 from recollect.lab.train.session import Session, open_session
 from recollect.lab.train.trace import StepTrace
 from recollect.measuring.device_memory import memory_bytes
 from recollect.printing import print_line
 from recollect.quantities import check_budget
+from recollect.ranks.group import Place
 
 
 def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
@@ -50,6 +53,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         CheckpointError: run folder or checkpoint cannot be used, or another process trains in the folder.
         QuantityError: the budget is no amount of bytes; found before data are read and a folder is made.
         BudgetTooSmallError: no plan fits the budget.
+        ConfigError, NotYetError, HardwareError, RecordError: see `joined_processes` and `Processes.check`; under torchrun.
 
     Example:
         >>> import pathlib, tempfile
@@ -68,19 +72,28 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
     if config.step.memory_budget is not None:
         check_budget(config.step.memory_budget, device_bytes=memory_bytes(resolve_device(config.step.device)))
     with contextlib.ExitStack() as stack:
+        processes = stack.enter_context(joined_processes(config))
+        ranks = processes.ranks
+        stop = StopRequest()
+        if not ranks.is_alone:
+            config = _on_ranks(config, processes)
+            # When a process ends, torchrun sends the others SIGTERM, and they shall still say why they end.
+            stack.enter_context(stop)
+        if not processes.is_first:
+            console = Console(quiet=True)
         stack.enter_context(deterministic_kernels(wanted=config.step.deterministic))
         print_line(console, "Reading data and building the model")
         config = _in_folder(config)
-        if config.run.run_dir is not None and (config.run.run_dir.exists() or not config.run.resume):
-            stack.enter_context(only_run_in(config.run.run_dir))
-        session = open_session(config)
+        ranks.together(lambda: _lock_folder(config, stack) if processes.is_first else None, Place.START)
+        session = open_session(config, processes)
         print_line(console, _describe(session))
         plan, baseline = prepare(session, console)
         if plan is not None:
-            stack.enter_context(recollect.apply(session.model, plan))
+            stack.enter_context(recollect.apply(session.trained.wrapped, plan, group=processes.mesh))
         budget_bytes = None if plan is None else plan.budget_bytes
-        logs = _open_logs(session, console, budget_bytes, stack)
-        stop = stack.enter_context(StopRequest())
+        logs = _open_logs(session, console, budget_bytes, stack) if processes.is_first else []
+        if ranks.is_alone:
+            stack.enter_context(stop)
         records = _run(session, logs, stop)
     return Outcome(
         records=tuple(records),
@@ -92,6 +105,30 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         folder=str(session.folder),
         total_steps=config.optim.steps,
     )
+
+
+def _on_ranks(config: TrainConfig, processes: Processes) -> TrainConfig:
+    """Return the configuration of a run of several processes, with the same folder in all of them.
+
+    Raises:
+        NotYetError: a setting that such runs do not take yet.
+    """
+    if config.run.resume or config.run.load is not None:
+        raise NotYetError(
+            settings={"resume": config.run.resume, "load": config.run.load, "world_size": len(processes.ranks.ranks)},
+            needs="checkpoints of several processes",
+            advice="Start in a new --run-dir, or resume in one process.",
+        )
+    optim = config.optim.on_ranks(processes.data_ranks)
+    config = _in_folder(dataclasses.replace(config, optim=optim))
+    folder = processes.ranks.gather(config.run.run_dir, Place.START)[0]
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, run_dir=folder))
+
+
+def _lock_folder(config: TrainConfig, stack: contextlib.ExitStack) -> None:
+    folder = config.run.run_dir
+    if folder is not None and (folder.exists() or not config.run.resume):
+        stack.enter_context(only_run_in(folder))
 
 
 def _in_folder(config: TrainConfig) -> TrainConfig:
@@ -107,10 +144,15 @@ def _run(session: Session, logs: list[Log], stop: StopRequest) -> list[StepRecor
     flags = session.config
     measured = {session.step + 1, flags.optim.steps - 1}
     is_free = session.device.type == "cuda"  # elsewhere the meter slows steps down and cannot run with a profiler
-    trace = StepTrace(flags.profile, session.folder / "profile")
+    trace = StepTrace(flags.profile, session.folder / "profile" if session.processes.is_first else None)
     session.seed()
     saved_step = session.step
-    while session.step < flags.optim.steps and not stop.is_set:
+    is_stopped = False
+    while session.step < flags.optim.steps:
+        # One process that is to stop stops them all, before the same step.
+        is_stopped = not session.processes.ranks.all_of([not stop.is_set], Place.NEXT_STEP)[0]
+        if is_stopped:
+            break
         is_measured = flags.run.log_memory_to_tensorboard or session.step in measured
         is_measured = is_free or (is_measured and not trace.covers(session.step + 1))
         with trace.around(session.step + 1):
@@ -122,7 +164,7 @@ def _run(session: Session, logs: list[Log], stop: StopRequest) -> list[StepRecor
             saved_step = session.save()
     if session.step != saved_step:
         session.save()
-    if stop.is_set:
+    if is_stopped:
         for log in logs:
             log.note(f"Stopped after step {session.step}; resume with --run-dir {session.folder} --resume")
     return records
@@ -136,7 +178,12 @@ def _take_step(session: Session, *, is_measured: bool) -> StepRecord:
 
     def step() -> tuple[float, float]:
         return train_step(
-            session.model, session.optimizer, batches, accumulation=flags.accumulation, clip_norm=flags.clip_norm
+            session.trained.wrapped,
+            session.optimizer,
+            batches,
+            accumulation=session.own_micro_batches,
+            clip_norm=flags.clip_norm,
+            exchange=session.trained.exchange,
         )
 
     start_s = time.perf_counter()
@@ -145,6 +192,8 @@ def _take_step(session: Session, *, is_measured: bool) -> StepRecord:
         (loss, grad_norm), peak_bytes = measure_step(
             step, device=session.device, model=session.model, optimizer=session.optimizer
         )
+        # The budget is each device's.
+        peak_bytes = max(session.processes.ranks.gather(peak_bytes, Place.MEASURED))
     else:
         loss, grad_norm = step()
     step_s = time.perf_counter() - start_s
@@ -167,7 +216,12 @@ def _validate(session: Session) -> float | None:
         return None
     if not (is_last or _is_due(session.step, session.config.run.validate_every)):
         return None
-    return validation_loss(session.model, session.validation_batches())
+    return validation_loss(
+        session.trained.wrapped,
+        session.validation_batches(),
+        exchange=session.trained.exchange,
+        total=session.config.num_validation_batches,
+    )
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -192,7 +246,7 @@ def _open_logs(session: Session, console: Console, budget_bytes: int | None, sta
 
 def _tokens_per_step(session: Session) -> int:
     flags = session.config
-    return flags.data.seq_length * flags.optim.batch_size * flags.optim.accumulation
+    return flags.data.seq_length * flags.optim.batch_size * flags.optim.num_micro_batches
 
 
 def _fastest_step_s(records: list[StepRecord], session: Session) -> float | None:
@@ -207,9 +261,10 @@ def _describe(session: Session) -> str:
     held_out = 0 if corpus.validation is None else corpus.validation.num_tokens
     changes = f" with {', '.join(session.changes)}" if session.changes else ""
     start = f", resuming after step {session.step}{changes}" if session.step else ""
+    processes = session.processes.description
     return (
         f"Model: {dimensions.num_layers} layers of width {dimensions.hidden_size}, "
-        f"{dimensions.num_parameters / 1e6:.1f} M parameters, {session.config.step.precision} on {session.device}.\n"
+        f"{dimensions.num_parameters / 1e6:.1f} M parameters, {session.config.step.precision} on {session.device}.\n{processes}"
         f"Data: {corpus.training.num_tokens:,} tokens, {held_out:,} held out.\n"
         f"Run folder: {session.folder}{start}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,17 +13,26 @@ from recollect.lab.train.config import OptimFlags
 
 def build_optimizer(model: nn.Module, flags: OptimFlags) -> torch.optim.AdamW:
     """Return AdamW over `model`: matrices decay, vectors (biases, norm weights) do not; fused if the device supports it."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": flags.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups: list[dict[str, Any]] = []
+    for decay, is_wanted in ((flags.weight_decay, _is_matrix), (0.0, _is_vector)):
+        # No kernel takes tensors that are spread over different meshes, or over one and over none.
+        by_mesh: dict[object, list[nn.Parameter]] = {}
+        for parameter in filter(is_wanted, model.parameters()):
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        groups += [{"params": parameters, "weight_decay": decay} for parameters in by_mesh.values()]
     betas = (flags.beta1, flags.beta2)
     try:
         return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_eps, fused=True)
     except RuntimeError:  # the only way to learn that the device has no fused kernel
         return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_eps)
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.dim() >= 2
+
+
+def _is_vector(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.dim() < 2
 
 
 def learning_rate_at(step: int, flags: OptimFlags) -> float:

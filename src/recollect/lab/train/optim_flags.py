@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 from typing import Annotated, Literal
 
 from tyro.conf import arg
@@ -32,8 +32,8 @@ class OptimFlags:
     """Optimizer steps."""
     batch_size: Annotated[int, arg(aliases=("--micro-batch-size",))] = 8
     """Sequences per micro-batch."""
-    accumulation: int = 1
-    """Micro-batches per optimizer step."""
+    accumulation: int | None = None
+    """Micro-batches per optimizer step, of all ranks of data parallelism together; default: one on each of them."""
     global_batch_size: InitVar[int | None] = None
     """Sequences per optimizer step, instead of --accumulation."""
     train_samples: InitVar[int | None] = None
@@ -80,8 +80,9 @@ class OptimFlags:
                 )
             self._set("accumulation", global_batch_size // self.batch_size)
         if train_samples is not None:
-            self._set("steps", train_samples // (self.batch_size * self.accumulation))
-        at_least(self, 1, "steps", "accumulation")
+            self._set("accumulation", self.num_micro_batches)  # the number of steps follows from it
+            self._set("steps", train_samples // (self.batch_size * self.num_micro_batches))
+        at_least(self, 1, "steps", *(() if self.accumulation is None else ("accumulation",)))
         if self.lr_decay_iters is not None:
             at_least(self, 1, "lr_decay_iters")
         if min_lr is not None:
@@ -95,6 +96,20 @@ class OptimFlags:
                 raise ValueError(f"lr_warmup_fraction: got {lr_warmup_fraction}, expected 0 to 1.")
             self._set("warmup_steps", round(lr_warmup_fraction * (self.lr_decay_iters or self.steps)))
         within(self, "min_lr_fraction", 0.0, 1.0)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches per optimizer step, of all ranks."""
+        return 1 if self.accumulation is None else self.accumulation
+
+    def on_ranks(self, data_parallel_size: int) -> OptimFlags:
+        """Return the flags with the number of micro-batches that is the default on so many ranks of data parallelism.
+
+        Example:
+            >>> OptimFlags().on_ranks(4).accumulation, OptimFlags(accumulation=8).on_ranks(4).accumulation
+            (4, 8)
+        """
+        return self if self.accumulation is not None else replace(self, accumulation=data_parallel_size)
 
     def _set(self, name: str, value: float) -> None:
         object.__setattr__(self, name, value)

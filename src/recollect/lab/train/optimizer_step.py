@@ -11,6 +11,7 @@ from recollect.errors import HardwareError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.config import StepFlags
+from recollect.lab.train.exchange import Exchange
 
 
 def resolve_device(name: str) -> torch.device:
@@ -56,6 +57,7 @@ def train_step(
     *,
     accumulation: int,
     clip_norm: float,
+    exchange: Exchange | None = None,
 ) -> tuple[float, float]:
     """Run one optimizer step over `accumulation` micro-batches.
 
@@ -65,31 +67,49 @@ def train_step(
         batches: `accumulation` pairs of tokens and labels, each int64 [B, T].
         accumulation: divides each loss, so that gradients are those of the mean.
         clip_norm: largest norm of the gradient; 0 turns clipping off.
+        exchange: with the other processes of the run; None: there are none.
 
     Returns:
-        The mean loss of the micro-batches, and the norm of the gradient before clipping (nan if clipping is off).
+        The mean loss of the micro-batches, and the norm of the gradient before clipping (nan if clipping is off); of all
+        processes.
     """
-    losses = []
+    exchange = exchange or Exchange()
+    losses: list[Tensor] = []
     for tokens, labels in batches:
-        # Hold only the loss: otherwise the logits would live through backward.
-        loss = model(tokens, labels).loss / accumulation
-        loss.backward()
+        with exchange.micro_batch(is_last=len(losses) == accumulation - 1):
+            # Hold only the loss: otherwise the logits would live through backward.
+            loss = model(tokens, labels).loss / accumulation
+            loss.backward()
         losses.append(loss.detach())
+    exchange.reduce_gradients(model.parameters())
     norm = float("nan")
     if clip_norm:
-        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item()
+        norm = exchange.clip(model.parameters(), clip_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)  # frees their memory for the next forward
     if isinstance(model, GPTModel):
         model.update_expert_bias()
-    return torch.stack(losses).sum().item(), norm
+    return exchange.mean(torch.stack(losses).sum()), norm
 
 
 @torch.no_grad()
-def validation_loss(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return the mean loss over batches of equal size, without dropout and for the next token only."""
+def validation_loss(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    exchange: Exchange | None = None,
+    total: int | None = None,
+) -> float:
+    """Return the mean loss over batches of equal size, without dropout and for the next token only.
+
+    Args:
+        model: as in training.
+        batches: of this process.
+        exchange: with the other processes of the run; None: there are none.
+        total: batches of all processes that count; the last ones of some processes may be repeated, so that all run alike.
+    """
     was_training = model.training
     model.eval()
     losses = [model(tokens, labels).loss for tokens, labels in batches]
     model.train(was_training)
-    return torch.stack(losses).mean().item()
+    return (exchange or Exchange()).mean_of_all(losses, total)

@@ -14,13 +14,15 @@ from recollect.integrations.megatron import TrainingSetting, megatron_plan
 from recollect.lab.train.config import StepFlags
 from recollect.lab.train.files import write_text
 from recollect.lab.train.memory import measure_plain
-from recollect.lab.train.optim import build_optimizer
-from recollect.lab.train.optimizer_step import build_model, train_step
+from recollect.lab.train.optimizer_step import train_step
 from recollect.lab.train.records import Baseline
 from recollect.lab.train.session import Session
+from recollect.lab.train.trained import build_trained
 from recollect.planning.loss_chunks import plan_with_chunks
 from recollect.printing import columns_of, print_line
 from recollect.profile.profile import Profile
+from recollect.ranks.common_plan import common_plan
+from recollect.ranks.group import Place
 
 if TYPE_CHECKING:
     from recollect.plans.plan import Plan
@@ -50,7 +52,9 @@ def prepare(session: Session, console: Console) -> tuple[Plan | None, Baseline]:
     if not is_planned and chunks != "auto":
         session.model.loss_chunks = chunks  # otherwise the plan sets it
     plan_path, baseline_path = session.folder / "plan.json", session.folder / "baseline.json"
-    if baseline_path.exists() and (not is_planned or plan_path.exists()):
+    ranks = session.processes.ranks
+    has_both = baseline_path.exists() and (not is_planned or plan_path.exists())
+    if ranks.all_of([has_both], Place.START)[0]:
         plan = recollect.Plan.load(plan_path) if is_planned else None
         return plan, Baseline(**json.loads(baseline_path.read_text()))
     baseline = Baseline()
@@ -62,14 +66,16 @@ def prepare(session: Session, console: Console) -> tuple[Plan | None, Baseline]:
     if is_planned:
         print_line(console, f"Recording a step and planning for {_aim(flags)}")
         plan, predicted_bytes = _decide(session)
-        write_text(plan_path, plan.to_json())
+        if session.processes.is_first:
+            write_text(plan_path, plan.to_json())
         baseline = dataclasses.replace(baseline, predicted_peak_bytes=predicted_bytes)
         print_line(console, plan.to_text(columns_of(console)))
         text = f"Without recompute the step would need {format_bytes(predicted_bytes)}"
         if plan.budget_bytes is not None:
             text += f", the budget is {format_bytes(plan.budget_bytes)}"
         print_line(console, f"{text}.")
-    write_text(baseline_path, json.dumps(dataclasses.asdict(baseline)) + "\n")
+    if session.processes.is_first:
+        write_text(baseline_path, json.dumps(dataclasses.asdict(baseline)) + "\n")
     return plan, baseline
 
 
@@ -82,23 +88,33 @@ def _aim(flags: StepFlags) -> str:
 
 def _decide(session: Session) -> tuple[Plan, int]:
     """Return the plan, and the predicted peak in bytes of the step without recompute."""
-    flags = session.config.step
+    flags, processes = session.config.step, session.processes
+    ranks = processes.ranks
 
     def record(loss_chunks: int) -> Profile:
         profile: Profile = recollect.record(
-            session.model,
+            session.trained.wrapped,
             next(session.batches(0)),
             optimizer=session.optimizer,
             # This loop holds only the loss. From the second micro-batch on, gradients exist during forward, too.
             holds_output=False,
-            gradients="accumulated" if session.config.optim.accumulation > 1 else "freed",
+            gradients="accumulated" if session.own_micro_batches > 1 else "freed",
             loss_chunks=loss_chunks,
+            # All processes run one plan.
+            collectives="keep" if ranks.is_alone else "replay",
+            group=processes.mesh,
         )
         return profile
 
     if flags.recompute is None:
-        planned = plan_with_chunks(record, str(flags.memory_budget), flags.loss_chunks)
-        return planned.plan, planned.plain_peak_bytes
+        planned = ranks.together(
+            lambda: plan_with_chunks(record, str(flags.memory_budget), flags.loss_chunks), Place.PLANNED
+        )
+        plain_bytes, budget_bytes = planned.plain_peak_bytes, planned.plan.budget_bytes or 0
+        plan, _ = common_plan(
+            planned.profile, planned.plan, plain_bytes=plain_bytes, budget_bytes=budget_bytes, ranks=ranks
+        )
+        return plan, plain_bytes
     profile = record(1 if flags.loss_chunks == "auto" else flags.loss_chunks)
     plan = megatron_plan(profile, flags.recompute, TrainingSetting.of(session.model.config))
     return plan, recollect.classic_plan(profile, "keep_all").predicted_peak_bytes or 0
@@ -107,13 +123,17 @@ def _decide(session: Session) -> tuple[Plan, int]:
 def _measure_plain(session: Session) -> tuple[int, float]:
     """Measure a copy of the model, so that the run itself does not change."""
     flags = session.config
-    model = build_model(session.model.config, flags.step)
-    optimizer = build_optimizer(model, flags.optim)
+    copy = build_trained(session.model.config, flags, session.processes)
     batches = list(session.batches(0))
 
     def step() -> object:
         return train_step(
-            model, optimizer, batches, accumulation=flags.optim.accumulation, clip_norm=flags.optim.clip_norm
+            copy.wrapped,
+            copy.optimizer,
+            batches,
+            accumulation=session.own_micro_batches,
+            clip_norm=flags.optim.clip_norm,
+            exchange=copy.exchange,
         )
 
-    return measure_plain(step, device=session.device, model=model, optimizer=optimizer)
+    return measure_plain(step, device=session.device, model=copy.model, optimizer=copy.optimizer)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from recollect.errors import CheckpointError
+from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.batches import BatchSampler
 from recollect.lab.train.checkpoint import (
@@ -30,8 +31,10 @@ from recollect.lab.train.checkpoint import (
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.corpus import Corpus, load_corpus
 from recollect.lab.train.files import write_text
-from recollect.lab.train.optim import build_optimizer
-from recollect.lab.train.optimizer_step import build_model, resolve_device
+from recollect.lab.train.optimizer_step import resolve_device
+from recollect.lab.train.processes import ONE_PROCESS, Processes
+from recollect.lab.train.trained import Trained, build_trained
+from recollect.ranks.group import Place
 from recollect.warning import warn_user
 
 
@@ -44,7 +47,8 @@ class Session:
         folder: the run folder.
         device: the device of the model.
         corpus: the data.
-        model, optimizer: the state that training changes.
+        trained: the state that training changes.
+        processes: those of the run.
         rng: random number states to start from; None: those of the seed.
         step: optimizer steps completed.
         changes: settings that are others than when the run was interrupted, in words.
@@ -54,8 +58,8 @@ class Session:
     folder: Path
     device: torch.device
     corpus: Corpus
-    model: GPTModel
-    optimizer: torch.optim.Optimizer
+    trained: Trained
+    processes: Processes = ONE_PROCESS
     rng: dict[str, Any] | None = None
     step: int = 0
     changes: tuple[str, ...] = ()
@@ -67,30 +71,55 @@ class Session:
         self._validation = None if held_out is None else BatchSampler(held_out, batch_size=batch_size)
 
     @property
+    def model(self) -> GPTModel:
+        """The model, with this process's part of the weights."""
+        return self.trained.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer over them."""
+        return self.trained.optimizer
+
+    @property
     def identity(self) -> dict[str, Any]:
         """Settings and data that determine the numbers."""
         return {**self.config.identity(), "data.fingerprint": self.corpus.fingerprint}
 
     def batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the micro-batches of `step` (from 0), on the device."""
-        accumulation = self.config.optim.accumulation
-        for position in range(step * accumulation, (step + 1) * accumulation):
+        """Yield this process's micro-batches of `step` (from 0), on the device; the ranks of data parallelism take turns."""
+        count, ranks = self.config.optim.num_micro_batches, self.processes.data_ranks
+        for position in range(step * count + self.processes.data_rank, (step + 1) * count, ranks):
             yield self._on_device(self._training.batch(position))
 
+    @property
+    def own_micro_batches(self) -> int:
+        """Micro-batches per optimizer step in this process."""
+        return self.config.optim.num_micro_batches // self.processes.data_ranks
+
     def validation_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the validation batches, the same each time; none if validation is off."""
+        """Yield this process's validation batches, the same each time; none if validation is off.
+
+        Every process has as many, since they run together; where they do not divide, the last one is repeated.
+        """
         if self._validation is not None:
-            for position in range(self.config.num_validation_batches):
+            count, ranks = self.config.num_validation_batches, self.processes.data_ranks
+            for first in range(0, count, ranks):
+                position = min(first + self.processes.data_rank, count - 1)
                 yield self._on_device(self._validation.batch(position))
 
     def seed(self) -> None:
-        """Set all random number generators to their states at this point of the run, whatever ran before."""
-        torch.manual_seed(self.config.step.seed)
+        """Set all random number generators to their states at this point of the run, whatever ran before.
+
+        Ranks with batches of their own draw other numbers; those that share a model draw the same ones.
+        """
+        torch.manual_seed(self.config.step.seed + self.processes.data_rank)
         if self.rng is not None:
             set_rng_state(self.rng)
 
     def save(self) -> int:
-        """Write a checkpoint and return its step."""
+        """Write a checkpoint and return its step; several processes write none yet."""
+        if not self.processes.ranks.is_alone:
+            return self.step
         checkpoint = Checkpoint(
             step=self.step,
             identity=self.identity,
@@ -107,32 +136,45 @@ class Session:
         return tokens.to(self.device), labels.to(self.device)
 
 
-def open_session(config: TrainConfig) -> Session:
+def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Session:
     """Build a run, or load it from its newest checkpoint if `config.run.resume`; call `seed` before its next step.
 
     Args:
         config: the run.
+        processes: those of the run, in each of which this is called.
 
     Raises:
         DataError: see `load_corpus`.
         CheckpointError: the run folder already holds a run (without resume), holds none (with resume), or cannot be written,
             or its newest checkpoint is damaged or has another configuration.
+        ConfigError, NotYetError: see `Processes.check`.
+        RecordError: another process failed.
     """
-    folder, newest = _find_start(config)
-    corpus = load_corpus(config.data, seed=config.step.seed, vocab_size=config.model.vocab_size)
-    model = build_model(config.model.dimensions(corpus.vocab_size, seq_length=config.data.seq_length), config.step)
+
+    def read() -> tuple[Path, Path | None, Corpus, TransformerConfig]:
+        folder, newest = _find_start(config)
+        corpus = load_corpus(config.data, seed=config.step.seed, vocab_size=config.model.vocab_size)
+        dimensions = config.model.dimensions(corpus.vocab_size, seq_length=config.data.seq_length)
+        processes.check(config, dimensions)
+        return folder, newest, corpus, dimensions
+
+    folder, newest, corpus, dimensions = processes.ranks.together(read, Place.START)
     session = Session(
         config=config,
         folder=folder,
         device=resolve_device(config.step.device),
         corpus=corpus,
-        model=model,
-        optimizer=build_optimizer(model, config.optim),
+        trained=build_trained(dimensions, config, processes),
+        processes=processes,
     )
-    if newest is None:
-        _start_folder(session)
-    else:
-        _load(session, newest)
+
+    def start() -> None:
+        if newest is not None:
+            _load(session, newest)
+        elif processes.is_first:
+            _start_folder(session)
+
+    processes.ranks.together(start, Place.START)
     return session
 
 

@@ -19,21 +19,21 @@ class StepTrace:
 
     Args:
         flags: which steps, if any.
-        folder: folder of `step_00000010.json` and so on; created with the first one.
+        folder: folder of `step_00000010.json` and so on; created with the first one. None: in another process, which traces.
     """
 
-    def __init__(self, flags: ProfileFlags, folder: Path) -> None:
+    def __init__(self, flags: ProfileFlags, folder: Path | None) -> None:
         self._flags = flags
         self._folder = folder
 
     def covers(self, step: int) -> bool:
-        """Return whether `step` (from 1) is traced."""
+        """Return whether `step` (from 1) is traced, here or in another process."""
         return self._flags.profile and self._flags.profile_step_start <= step < self._flags.profile_step_end
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[None]:
         """Trace a with-block, if `step` is to be traced."""
-        if not self.covers(step):
+        if not self.covers(step) or self._folder is None:
             yield
             return
         activities = [ProfilerActivity.CPU]

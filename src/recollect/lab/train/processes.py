@@ -1,0 +1,203 @@
+"""The processes of a run: one, or those that torchrun started, and the place of this one among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from recollect.errors import ConfigError, HardwareError, NotYetError
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.parallel.flags import Sharding
+from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.train.config import TrainConfig
+from recollect.lab.train.lost_processes import named_errors
+from recollect.ranks.group import ALONE, Place, Ranks, group_of
+
+__all__ = ["ONE_PROCESS", "Processes", "is_first_process", "joined_processes"]
+
+# What torchrun tells each process, for `init_process_group`.
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, eq=False)
+class Processes:
+    """The processes of a run, as one of them sees them.
+
+    Attributes:
+        layout: how the model is spread over them.
+        sharding: what data parallelism shares.
+        ranks: lets them ask each other.
+        mesh: with dimensions "data" and "tensor"; None for one process.
+    """
+
+    layout: DeviceLayout = dataclasses.field(default_factory=DeviceLayout)
+    sharding: Sharding = "none"
+    ranks: Ranks = ALONE
+    mesh: DeviceMesh | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes what there is once for all: files and progress."""
+        return self.ranks.is_first
+
+    @property
+    def data_rank(self) -> int:
+        """Place of this process among those with batches of their own."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank("data")
+
+    @property
+    def data_ranks(self) -> int:
+        """How many processes have batches of their own."""
+        return self.layout.data_parallel_size
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The processes that hold the same part of the model as this one, with batches of their own; None if it is alone."""
+        return None if self.mesh is None or self.data_ranks == 1 else self.mesh.get_group("data")
+
+    @property
+    def description(self) -> str:
+        """A line about the processes; none for one process."""
+        if self.mesh is None:
+            return ""
+        parts = {"tensor": self.layout.tensor_model_parallel_size, "data": self.data_ranks}
+        sizes = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
+        sequence = ", sequence parallel" if self.layout.sequence_parallel else ""
+        shared = {"none": "", "optimizer": ", optimizer state shared", "all": ", all shared"}[self.sharding]
+        return f"Processes: {len(self.ranks.ranks)}, {sizes}{sequence}{shared}.\n"
+
+    def check(self, config: TrainConfig, dimensions: TransformerConfig) -> None:
+        """Check that a run can be spread like this, with the same answer in every process.
+
+        Raises:
+            ConfigError: heads, widths, vocabulary, sequence or micro-batches do not divide.
+            NotYetError: a part of the model that cannot be spread yet, or a setting.
+        """
+        if self.mesh is None:
+            return
+        self.layout.check_model(dimensions, seq_length=config.data.seq_length)
+        ranks, count = self.data_ranks, config.optim.num_micro_batches
+        if count % ranks:
+            raise ConfigError(
+                settings={
+                    "global_batch_size": config.optim.batch_size * count,
+                    "micro_batch_size": config.optim.batch_size,
+                    "data_parallel_size": ranks,
+                },
+                reason=f"a step's {count} micro-batches are no multiple of {ranks}, so that ranks would have unequal shares",
+                advice=f"Choose a multiple of {config.optim.batch_size * ranks} sequences a step.",
+            )
+        if ranks > 1 and dimensions.moe_router_enable_expert_bias:
+            raise NotYetError(
+                settings={"moe_router_enable_expert_bias": True, "data_parallel_size": ranks},
+                needs="experts' load counted over all ranks",
+                advice="Leave it out.",
+            )
+
+
+ONE_PROCESS = Processes()
+"""A run of one process."""
+
+
+def is_first_process() -> bool:
+    """Whether this is the only process, or the one of those started by torchrun that prints."""
+    return _world_size() == 1 or os.environ["RANK"] == "0"
+
+
+@contextmanager
+def joined_processes(config: TrainConfig) -> Iterator[Processes]:
+    """Within the block, be one of the processes of a run. Alone, nothing happens.
+
+    An error in one process ends all of them, with a message that names it; see `named_errors`.
+
+    Raises:
+        ConfigError: the number of processes does not fit the layout, or two of them have different settings.
+        HardwareError: fewer devices than processes.
+        RecordError: another process failed or ended.
+    """
+    if _world_size() == 1:
+        config.parallel.layout_of(1)
+        yield ONE_PROCESS
+        return
+    _use_own_device(config)
+    with _process_group(config):
+        ranks = group_of(range(dist.get_world_size()), "lab.train.train(config)")
+        with named_errors(ranks):
+            _check_same(config, ranks)
+            layout = config.parallel.layout_of(len(ranks.ranks))
+            sizes = (layout.data_parallel_size, layout.tensor_model_parallel_size)
+            mesh = init_device_mesh("cuda" if _is_on_cuda(config) else "cpu", sizes, mesh_dim_names=("data", "tensor"))
+            yield Processes(layout, config.parallel.sharding, ranks, mesh)
+
+
+@contextmanager
+def _process_group(config: TrainConfig) -> Iterator[None]:
+    """Within the block, have a process group: the one that there is, or one of its own."""
+    if dist.is_initialized():
+        yield
+        return
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if _is_on_cuda(config) else "gloo", timeout=timeout)
+    yield
+    # Not after an error: the others may be gone, and it would wait for them.
+    dist.destroy_process_group()
+
+
+def _world_size() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _VARIABLES) else 1
+
+
+def _is_on_cuda(config: TrainConfig) -> bool:
+    name = config.step.device
+    return torch.cuda.is_available() if name == "auto" else name == "cuda"
+
+
+def _use_own_device(config: TrainConfig) -> None:
+    name = config.step.device
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(
+            settings={"device": name},
+            reason="each process has a device of its own",
+            advice="Write cuda or cpu, or leave it out.",
+        )
+    if not _is_on_cuda(config):
+        return
+    number, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if number >= there:
+        raise HardwareError(
+            f"--device {name}: got {os.environ.get('LOCAL_WORLD_SIZE', number + 1)} processes on a machine with {there} CUDA "
+            f"devices, expected one device for each. Start torchrun with --nproc-per-node {there}, or pass --device cpu."
+        )
+    torch.cuda.set_device(number)
+
+
+def _check_same(config: TrainConfig, ranks: Ranks) -> None:
+    """Check that all processes have the same settings."""
+    found: list[dict[str, Any]] = ranks.gather(_settings(dataclasses.asdict(config)), Place.START)
+    first = found[0]
+    for rank, other in zip(ranks.ranks, found, strict=True):
+        for name, value in first.items():
+            if other[name] != value:
+                raise ConfigError(
+                    settings={f"{name} in rank 0": value, f"{name} in rank {rank}": other[name]},
+                    reason=f"two values of {name} in one run, whose processes do the same",
+                    advice="Start all processes with the same command line.",
+                )
+
+
+def _settings(nested: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in nested.items():
+        found |= _settings(value) if isinstance(value, dict) else {name: value}
+    return found
