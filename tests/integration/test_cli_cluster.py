@@ -49,6 +49,9 @@ def test_each_stage_has_a_plan_and_all_of_them_the_nearest_flags(
         ([*PLAN, *TENSOR, "--write", "torchtitan"], "got write='torchtitan': not yet"),
         ([*PLAN, "--data-parallel-size", "4", "--global-batch-size", "6"], "global_batch_size=6"),
         ([*PLAN, *TENSOR, "--node-link", "NVLink 9"], "link: got 'NVLink 9'"),
+        ([*PLAN, "--context-parallel-size", "3"], "seq_length=256, 2 x context_parallel_size=6"),
+        ([*PLAN, "--expert-model-parallel-size", "2"], "expert_model_parallel_size=2, data_parallel_size=1"),
+        ([*PLAN, "--decoder-last-pipeline-num-layers", "3"], "1 layers are left for 0 ranks"),
         ([*PLAN, *TENSOR, "--hardware", "cpu"], "its links to other devices are not known"),
     ],
 )

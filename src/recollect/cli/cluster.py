@@ -70,7 +70,6 @@ def cluster_step(command: MakePlan) -> ClusterStep:
         unfit["write"] = command.write
     if unfit:
         raise NotYetError(settings=unfit, needs="these for a layout of many devices", advice="Leave them out.")
-    flags.refuse_missing("context_parallel_size", "expert_model_parallel_size")
     cluster = cluster_of(
         choose_hardware(step.hardware, own_device=""),
         within=flags.node.node_link,

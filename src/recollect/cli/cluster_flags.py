@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from tyro.conf import OmitArgPrefixes, arg
 
 from recollect.lab.parallel.flags import ParallelFlags
+from recollect.lab.parallel.layout import DeviceLayout
 
 __all__ = ["ClusterFlags", "NodeFlags"]
 
@@ -33,6 +34,10 @@ class ClusterFlags(ParallelFlags):
         (True, False)
     """
 
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first rank of the pipeline; default: as many as the others."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last rank of the pipeline, likewise."""
     data_parallel_size: int = 1
     """Ranks with micro-batches of their own; in Megatron what is left of the devices."""
     global_batch_size: int | None = None
@@ -41,6 +46,18 @@ class ClusterFlags(ParallelFlags):
     """Whose pipelines: torch's hold receive buffers for all micro-batches, Megatron's free what they received and sent."""
     node: Annotated[OmitArgPrefixes[NodeFlags], arg(name="node", prefix_name=False)] = field(default_factory=NodeFlags)
     """How devices are connected."""
+
+    def layout(self, data_parallel_size: int = 1) -> DeviceLayout:
+        """Return the layout with some number of ranks of data parallelism.
+
+        Raises:
+            ConfigError: a size is below 1, or sizes clash.
+        """
+        return replace(
+            super().layout(data_parallel_size),
+            decoder_first_pipeline_num_layers=self.decoder_first_pipeline_num_layers,
+            decoder_last_pipeline_num_layers=self.decoder_last_pipeline_num_layers,
+        )
 
     @property
     def is_given(self) -> bool:

@@ -149,6 +149,17 @@ class GPTModel(nn.Module):
         x_BTD, statistics = self.decoder(x_BTD, rotary)
         if labels is None:
             return GPTOutput(self.output_layer(x_BTD), None)
+        return self._losses(x_BTD, statistics, tokens, labels, rotary)
+
+    def _losses(
+        self,
+        x_BTD: Tensor,
+        statistics: list[RouterStatistics | None],
+        tokens: Tensor,
+        labels: Tensor,
+        rotary: Rotary | None,
+    ) -> GPTOutput:
+        """Return logits and losses from the normalised output of the decoder, and count where its tokens went."""
         logits_BTV, lm_loss = self._predict(x_BTD, labels)
         loss = lm_loss
         if self.training and self.mtp is not None:
@@ -157,11 +168,7 @@ class GPTModel(nn.Module):
         for one in statistics:
             if one is not None and one.aux_loss is not None:
                 loss = loss + one.aux_loss
-        if self.training and torch.is_grad_enabled():
-            self._count(statistics)
-        return self._output(logits_BTV, loss, lm_loss)
-
-    def _output(self, logits_BTV: Tensor | None, loss: Tensor, lm_loss: Tensor) -> GPTOutput:
+        self._count(statistics)
         whole_lm_loss = self.sequence.shared(lm_loss)
         return GPTOutput(logits_BTV, whole_lm_loss if loss is lm_loss else self.sequence.shared(loss), whole_lm_loss)
 
@@ -202,5 +209,8 @@ class GPTModel(nn.Module):
         return [module for module in self.modules() if isinstance(module, TopKRouter)]
 
     def _count(self, statistics: list[RouterStatistics | None]) -> None:
+        """Count the tokens of a forward in training."""
+        if not (self.training and torch.is_grad_enabled()):
+            return
         for router, one in zip(self._routers(), (one for one in statistics if one is not None), strict=True):
             router.count(one)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from recollect.byte_format import format_bytes
-from recollect.lab.parallel.cluster_step import ClusterStep, RecordedStages, record_stages
+from recollect.lab.parallel.cluster_step import Axis, ClusterStep, RecordedStages, record_stages
 from recollect.pipelines.pipeline_plan import PipelinePlan
 from recollect.pipelines.plan_pipeline import plan_pipeline
 from recollect.pipelines.schedule import PipelineSchedule
@@ -27,6 +28,8 @@ class RankUse:
         compute_s: seconds of forward and backward.
         recompute_s: what its plans add.
         tensor_s: collectives of tensor parallelism.
+        context_s: of context parallelism.
+        expert_s: of expert parallelism.
         waiting_s: the pipeline's bubble: for other stages, and for what they send.
         data_s: collectives of data parallelism, which run beside the computation.
     """
@@ -39,6 +42,8 @@ class RankUse:
     compute_s: float
     recompute_s: float
     tensor_s: float
+    context_s: float
+    expert_s: float
     waiting_s: float
     data_s: float
 
@@ -71,16 +76,20 @@ class ClusterPlan:
         return self.planned.step_s + max(0.0, *beside)
 
     def __repr__(self) -> str:
+        layout = self.step.layout
+        # Only where there is one; of tensor parallelism always.
+        more = ["context"] * (layout.context_parallel_size > 1) + ["expert"] * (layout.expert_model_parallel_size > 1)
         lines = [
             f"{self.step.layout.num_devices} x {self.step.cluster.hardware.name}: peak "
             f"{format_bytes(self.planned.peak_bytes)} a device, step {1e3 * self.step_s:,.0f} ms "
             f"({self.planned.slowdown:+.1%} by recompute)",
             f"{'rank':>4} {'peak':>9} {'weights':>9} {'gradients':>9} {'optimizer':>9}"
-            f" {'compute':>9} {'recompute':>9} {'tensor':>9} {'waiting':>9} {'data':>9}",
+            + "".join(f" {name:>9}" for name in ("compute", "recompute", "tensor", *more, "waiting", "data")),
         ]
         for number, use in enumerate(self.ranks):
             sizes = (use.peak_bytes, use.weights_bytes, use.gradients_bytes, use.optimizer_bytes)
-            times = (use.compute_s, use.recompute_s, use.tensor_s, use.waiting_s, use.data_s)
+            others = [getattr(use, f"{name}_s") for name in more]
+            times = (use.compute_s, use.recompute_s, use.tensor_s, *others, use.waiting_s, use.data_s)
             cells = [f"{format_bytes(size):>9}" for size in sizes] + [f"{1e3 * time:6,.0f} ms" for time in times]
             lines.append(" ".join([f"{number:>4}", *cells]))
         return "\n".join(lines)
@@ -103,9 +112,19 @@ class ClusterPlan:
             f"{shared.get(step.sharding, 'all are shared over data parallelism (FSDP2)')}.",
             f"{cluster.devices_per_node} devices a node; {cluster.within.name} within, {cluster.between.name} between: "
             f"{cluster.within.bytes_per_s / 1e9:.0f} and {cluster.between.bytes_per_s / 1e9:.0f} GB/s a device.",
-            "The computation waits for collectives of tensor parallelism; those of data parallelism run beside it.",
+            "The computation waits for collectives of tensor, context and expert parallelism; those of data parallelism run "
+            "beside it.",
+            *self._routing(),
             *([f"{engine[step.pipeline_engine]}."] if len(self.ranks) > 1 else []),
             "Not counted: the optimizer's workspace and time, buffers of NCCL and DDP, the CUDA context.",
+        ]
+
+    def _routing(self) -> list[str]:
+        if self.step.config.num_moe_experts is None:
+            return []
+        return [
+            "Each expert gets as many tokens as any other; a token's row is sent once for each of its experts, to all ranks "
+            "that share experts alike, over the slowest link between them."
         ]
 
 
@@ -160,6 +179,7 @@ def _send_s(step: ClusterStep) -> float:
     if step.layout.pipeline_model_parallel_size == 1:
         return 0.0
     parts = step.layout.tensor_model_parallel_size if step.layout.sequence_parallel else 1
+    parts *= step.layout.context_parallel_size
     elements = step.micro_batch_size * step.seq_length * step.config.hidden_size // parts
     nbytes = elements * (2 if step.dtype == "bf16" else 4)
     return step.cluster.send_s(nbytes, (step.first_rank(0), step.first_rank(1)))
@@ -183,7 +203,7 @@ def _use(step: ClusterStep, stages: RecordedStages, planned: PipelinePlan, rank:
     )
     communicating = {
         axis: step.num_micro_batches * sum(t[axis].time_s for stage in own if axis in (t := stages.traffic[stage]))
-        for axis in ("tensor", "data")
+        for axis in get_args(Axis)
     }
     return RankUse(
         stages=own,
@@ -191,9 +211,11 @@ def _use(step: ClusterStep, stages: RecordedStages, planned: PipelinePlan, rank:
         weights_bytes=sum(found.get("parameters", 0) for found in persistent),
         gradients_bytes=sum(found.get("gradients", 0) for found in persistent),
         optimizer_bytes=sum(found.get("optimizer_state", 0) for found in persistent),
-        compute_s=busy_s - communicating["tensor"],
+        compute_s=busy_s - sum(communicating[axis] for axis in ("tensor", "context", "expert")),
         recompute_s=recompute_s,
         tensor_s=communicating["tensor"],
+        context_s=communicating["context"],
+        expert_s=communicating["expert"],
         waiting_s=max(0.0, planned.step_s - busy_s - recompute_s),
         data_s=communicating["data"] + sum(stages.reduction_s[stage] for stage in own),
     )

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from recollect._torch_parallel import fake_process_group
 from recollect.costs.links import Cluster
 from recollect.costs.modelled_costs import ModelledCosts, Traffic
-from recollect.errors import ConfigError
+from recollect.errors import ConfigError, NotYetError
 from recollect.lab.models.config import TransformerConfig
+from recollect.lab.parallel.context import context_parallel
 from recollect.lab.parallel.data import data_parallel
+from recollect.lab.parallel.expert import expert_parallel
 from recollect.lab.parallel.flags import Sharding
 from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.mesh import LayoutMesh, layout_mesh
 from recollect.lab.parallel.stages import StageModel
 from recollect.lab.parallel.tensor import tensor_parallel
 from recollect.profile.profile import Profile
 from recollect.recording.record import record_with
 
-__all__ = ["ClusterStep", "RecordedStages", "record_stages"]
+__all__ = ["Axis", "ClusterStep", "RecordedStages", "record_stages"]
+
+Axis = Literal["tensor", "context", "expert", "data"]
+"""Along which ranks communicate. Where two are the same ranks, what both do counts as the first one's."""
 
 # Megatron's mixed precision: bf16 weights; gradients, master weights and AdamW's two moments in fp32.
 _WIDE_BYTES = 4
@@ -63,15 +69,21 @@ class ClusterStep:
     def first_rank(self, stage: int) -> int:
         """Return the lowest rank that runs a stage."""
         layout = self.layout
-        each = layout.data_parallel_size * layout.tensor_model_parallel_size
-        return stage % layout.pipeline_model_parallel_size * each
+        return stage % layout.pipeline_model_parallel_size * layout.num_devices // layout.pipeline_model_parallel_size
 
-    def group(self, axis: Literal["tensor", "data"], stage: int) -> tuple[int, ...]:
-        """Return the ranks of the first group of an axis that runs a stage."""
-        first, tensor = self.first_rank(stage), self.layout.tensor_model_parallel_size
-        if axis == "tensor":
-            return tuple(range(first, first + tensor))
-        return tuple(range(first, first + tensor * self.layout.data_parallel_size, tensor))
+    def group(self, axis: Axis | Literal["replicas"], stage: int) -> tuple[int, ...]:
+        """Return the ranks of the first group of an axis that runs a stage; of "data", those with parts of sequences, too."""
+        layout, first = self.layout, self.first_rank(stage)
+        tensor, experts = layout.tensor_model_parallel_size, layout.expert_model_parallel_size
+        ranks = layout.data_parallel_size * layout.context_parallel_size
+        apart, count = {
+            "tensor": (1, tensor),
+            "context": (tensor, layout.context_parallel_size),
+            "expert": (tensor, experts),
+            "data": (tensor, ranks),
+            "replicas": (tensor * experts, ranks // experts),
+        }[axis]
+        return tuple(range(first, first + apart * count, apart))
 
 
 @dataclass(frozen=True)
@@ -80,7 +92,7 @@ class RecordedStages:
 
     Attributes:
         profiles: one for each stage, of one micro-batch, as one rank of it runs it; stages that are alike share one.
-        traffic: of each, what it communicates for a micro-batch, by axis ("tensor", "data").
+        traffic: of each, what it communicates for a micro-batch, by axis.
         reduction_s: of each, seconds in which its gradients are reduced once a step, and its weights gathered.
     """
 
@@ -103,31 +115,40 @@ def record_stages(step: ClusterStep) -> RecordedStages:
             reason="each rank of data parallelism has at least one micro-batch a step",
             advice="Raise the global batch size, or use fewer ranks of data parallelism.",
         )
+    spread = {name: getattr(step.layout, name) for name in ("context_parallel_size", "expert_model_parallel_size")}
+    if step.sharding == "all" and max(spread.values()) > 1:
+        raise NotYetError(
+            settings={"sharding": "all", **spread},
+            needs="plans for FSDP2 where sequences or experts are split, too",
+            advice="Share the optimizer's state alone (use_distributed_optimizer).",
+        )
     step.layout.check_model(step.config, seq_length=step.seq_length)
     stages = step.layout.layers_of_stages(step.config.num_layers)
-    known: dict[tuple[bool, bool], tuple[Profile, Mapping[str, Traffic]]] = {}
+    known: dict[tuple[object, ...], tuple[Profile, Mapping[str, Traffic], int]] = {}
     found = []
     for number, layers in enumerate(stages):
-        kind = (number == 0, number == len(stages) - 1)
+        kind = (number == 0, number == len(stages) - 1, *(step.config.is_moe_layer(layer) for layer in layers))
         if kind not in known:
             known[kind] = _record_stage(step, number, layers)
         found.append(known[kind])
-    profiles = tuple(profile for profile, _ in found)
+    profiles = tuple(profile for profile, _, _ in found)
     return RecordedStages(
         profiles=profiles,
-        traffic=tuple(traffic for _, traffic in found),
-        reduction_s=tuple(_reduction_s(step, number, profile) for number, profile in enumerate(profiles)),
+        traffic=tuple(traffic for _, traffic, _ in found),
+        reduction_s=tuple(
+            _reduction_s(step, number, profile, experts) for number, (profile, _, experts) in enumerate(found)
+        ),
     )
 
 
-def _record_stage(step: ClusterStep, number: int, layers: range) -> tuple[Profile, Mapping[str, Traffic]]:
-    layout = step.layout
-    sizes = (layout.pipeline_model_parallel_size, layout.data_parallel_size, layout.tensor_model_parallel_size)
-    with fake_process_group(step.first_rank(number), layout.num_devices):
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pipeline", "data", "tensor"))
-        model = _built(step, layers, mesh)
-        groups = {step.group("tensor", number): "tensor", step.group("data", number): "data"}
-        costs = ModelledCosts(step.cluster.hardware, step.cluster, hidden=[step.group("data", number)])
+def _record_stage(step: ClusterStep, number: int, layers: range) -> tuple[Profile, Mapping[str, Traffic], int]:
+    """Return the profile of a stage, what it communicates, and how many of its parameters are those of experts."""
+    with fake_process_group(step.first_rank(number), step.layout.num_devices):
+        model = _built(step, layers, layout_mesh(step.layout))
+        groups = {step.group(axis, number): axis for axis in reversed(get_args(Axis))}
+        # Only FSDP2 communicates over them in a micro-batch.
+        hidden = [step.group("data", number)] if step.sharding == "all" else []
+        costs = ModelledCosts(step.cluster.hardware, step.cluster, hidden=hidden)
         profile = record_with(
             costs,
             model,
@@ -142,20 +163,29 @@ def _record_stage(step: ClusterStep, number: int, layers: range) -> tuple[Profil
             collectives="replay",
         )
     traffic = {groups[ranks]: one for ranks, one in costs.traffic.items() if len(ranks) > 1}
-    return replace(profile, persistent=_persistent(step, profile)), traffic
+    experts = sum(
+        parameter.to_local().numel()
+        for name, parameter in model.named_parameters()
+        if ".experts." in name and isinstance(parameter, DTensor)
+    )
+    return replace(profile, persistent=_persistent(step, profile, experts)), traffic, experts
 
 
-def _built(step: ClusterStep, layers: range, mesh: DeviceMesh) -> StageModel:
+def _built(step: ClusterStep, layers: range, mesh: LayoutMesh) -> StageModel:
     narrow = torch.bfloat16 if step.dtype == "bf16" else torch.float32
     with torch.device("meta"):
         model = StageModel(step.config, layers)
     # FSDP2 shards the weights that the optimizer steps over, and gathers them in the narrow dtype.
     model = model.to(torch.float32 if step.sharding == "all" else narrow).train()
     if step.layout.tensor_model_parallel_size > 1:
-        tensor_parallel(model, mesh["tensor"], sequence_parallel=step.layout.sequence_parallel)
+        tensor_parallel(model, mesh.tensor, sequence_parallel=step.layout.sequence_parallel)
+    if step.layout.context_parallel_size > 1:
+        context_parallel(model, mesh.context)
+    if step.layout.expert_model_parallel_size > 1:
+        expert_parallel(model, mesh.expert, balanced=True)
     if step.sharding == "all":
         precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
-        data_parallel(model, mesh["data"], precision=precision)
+        data_parallel(model, mesh.gradients, precision=precision)
     return model
 
 
@@ -167,18 +197,21 @@ def _micro_batch(step: ClusterStep, model: StageModel) -> dict[str, Tensor]:
         shape = (step.micro_batch_size, positions, step.config.hidden_size)
         dtype = torch.bfloat16 if step.dtype == "bf16" else torch.float32
         batch["x"] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+    if model.is_last and not model.is_first and model.mtp is not None:
+        batch["tokens"] = tokens
     return {**batch, "labels": tokens} if model.is_last else batch
 
 
-def _persistent(step: ClusterStep, profile: Profile) -> dict[str, int]:
+def _persistent(step: ClusterStep, profile: Profile, experts: int) -> dict[str, int]:
     """Return what lives through the whole step, with the dtypes and the sharding of the step."""
     found: dict[str, int] = dict(profile.persistent)
     if step.sharding != "all":
         count = _num_parameters(step, profile)
         wide = _WIDE_BYTES * count
         copies = _MOMENTS + (step.dtype == "bf16")
-        ranks = step.layout.data_parallel_size if step.sharding == "optimizer" else 1
-        found |= {"gradients": wide, "optimizer_state": -(-wide * copies // ranks)}
+        state = {"data": _WIDE_BYTES * (count - experts) * copies, "replicas": _WIDE_BYTES * experts * copies}
+        ranks = {axis: len(step.group(axis, 0)) if step.sharding == "optimizer" else 1 for axis in ("data", "replicas")}
+        found |= {"gradients": wide, "optimizer_state": sum(-(-state[axis] // ranks[axis]) for axis in state)}
     if step.pipeline_engine == "megatron":
         found["batch"] = 0
     return found
@@ -189,12 +222,19 @@ def _num_parameters(step: ClusterStep, profile: Profile) -> int:
     return profile.persistent["parameters"] // (2 if step.dtype == "bf16" else 4)
 
 
-def _reduction_s(step: ClusterStep, number: int, profile: Profile) -> float:
+def _reduction_s(step: ClusterStep, number: int, profile: Profile, experts: int) -> float:
     if step.sharding == "all":
         return 0.0  # in each micro-batch, and in the recorded traffic
-    count, ranks = _num_parameters(step, profile), step.group("data", number)
+    count = _num_parameters(step, profile)
+    narrow_bytes = profile.persistent["parameters"] // count
+    parts = {step.group("data", number): count - experts, step.group("replicas", number): experts}
+    if step.layout.expert_model_parallel_size == 1:
+        parts = {step.group("data", number): count}
     if step.sharding == "none":
-        return step.cluster.collective_s("all_reduce", _WIDE_BYTES * count, ranks)
-    gathered = profile.persistent["parameters"]
-    gather_s = step.cluster.collective_s("all_gather", gathered, ranks)
-    return gather_s + step.cluster.collective_s("reduce_scatter", _WIDE_BYTES * count, ranks)
+        return sum(step.cluster.collective_s("all_reduce", _WIDE_BYTES * n, ranks) for ranks, n in parts.items() if n)
+    return sum(
+        step.cluster.collective_s("all_gather", narrow_bytes * n, ranks)
+        + step.cluster.collective_s("reduce_scatter", _WIDE_BYTES * n, ranks)
+        for ranks, n in parts.items()
+        if n
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from tyro.conf import FlagCreatePairsOff
@@ -86,6 +86,8 @@ class ParallelFlags:
             tensor_model_parallel_size=self.tensor_model_parallel_size,
             pipeline_model_parallel_size=self.pipeline_model_parallel_size,
             data_parallel_size=data_parallel_size,
+            context_parallel_size=self.context_parallel_size,
+            expert_model_parallel_size=self.expert_model_parallel_size,
             # As in Megatron: without ranks to split it over there is nothing to do.
             sequence_parallel=self.sequence_parallel and self.tensor_model_parallel_size > 1,
             num_layers_per_virtual_pipeline_stage=self.num_layers_per_virtual_pipeline_stage,
@@ -97,7 +99,8 @@ class ParallelFlags:
         Raises:
             ConfigError: they are no multiple of what one model takes; or as `layout`.
         """
-        each = self.layout().num_devices
+        # Experts are shared by ranks that are there anyway.
+        each = replace(self, expert_model_parallel_size=1).layout().num_devices
         if world_size % each:
             sizes = {name: getattr(self, name) for name in _SIZES if getattr(self, name) != 1}
             raise ConfigError(

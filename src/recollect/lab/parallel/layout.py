@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 from recollect.errors import ConfigError, NotYetError
@@ -29,6 +30,8 @@ class DeviceLayout:
         expert_model_parallel_size: ranks that share the experts of a layer; they are among those of context and data.
         sequence_parallel: whether what is between the matrices is split along the sequence, by the ranks of `tensor`.
         num_layers_per_virtual_pipeline_stage: layers of one of a rank's several stages; None: each rank has one stage.
+        decoder_first_pipeline_num_layers: layers of the first rank; None: as many as the others.
+        decoder_last_pipeline_num_layers: layers of the last rank, likewise.
 
     Raises:
         ConfigError: a size below 1, or sequence parallelism without tensor parallelism.
@@ -45,11 +48,16 @@ class DeviceLayout:
     expert_model_parallel_size: int = 1
     sequence_parallel: bool = False
     num_layers_per_virtual_pipeline_stage: int | None = None
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
 
     def __post_init__(self) -> None:
         for name in (*_AXES, "expert_model_parallel_size"):
             if getattr(self, name) < 1:
                 _clash({name: getattr(self, name)}, "it counts devices", "Pass 1 or more.")
+        for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+            if (layers := getattr(self, name)) is not None and layers < 1:
+                _clash({name: layers}, "each rank of a pipeline has layers", "Pass 1 or more.")
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             _clash(
                 {"sequence_parallel": True, "tensor_model_parallel_size": 1},
@@ -140,6 +148,8 @@ class DeviceLayout:
             (range(0, 1), range(1, 2), range(2, 3), range(3, 4))
         """
         ranks = self.pipeline_model_parallel_size
+        if self.decoder_first_pipeline_num_layers is not None or self.decoder_last_pipeline_num_layers is not None:
+            return self._uneven_layers(num_layers)
         _check_divides("num_layers", num_layers, "pipeline_model_parallel_size", ranks)
         each = self.num_layers_per_virtual_pipeline_stage or num_layers // ranks
         if (num_layers // ranks) % each:
@@ -153,6 +163,28 @@ class DeviceLayout:
                 "Choose sizes that divide.",
             )
         return tuple(range(first, first + each) for first in range(0, num_layers, each))
+
+    def _uneven_layers(self, num_layers: int) -> tuple[range, ...]:
+        """Return the layers of each stage, where the first or the last has its own number of them."""
+        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
+        between = self.pipeline_model_parallel_size - (first is not None) - (last is not None)
+        rest = num_layers - (first or 0) - (last or 0)
+        if between < 1 or rest < between or rest % between or self.num_layers_per_virtual_pipeline_stage is not None:
+            _clash(
+                {
+                    "num_layers": num_layers,
+                    "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
+                    "num_layers_per_virtual_pipeline_stage": self.num_layers_per_virtual_pipeline_stage,
+                    "decoder_first_pipeline_num_layers": first,
+                    "decoder_last_pipeline_num_layers": last,
+                },
+                f"{rest} layers are left for {between} ranks with one stage each, alike",
+                "Choose sizes that leave a multiple.",
+            )
+        sizes = [rest // between] * between
+        sizes = [*([] if first is None else [first]), *sizes, *([] if last is None else [last])]
+        ends = list(accumulate(sizes))
+        return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
     def check_devices(self, world_size: int) -> None:
         """Check that as many processes run as the layout has devices.

@@ -10,9 +10,10 @@ import pytest
 import recollect
 from recollect.costs.hardware_table import find_hardware
 from recollect.costs.links import cluster_of
-from recollect.errors import ConfigError
+from recollect.errors import ConfigError, NotYetError
 from recollect.integrations.megatron.nearest_uniform import nearest_uniform_settings
 from recollect.lab.models.architectures import llama_config
+from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster, schedule_of_step
 from recollect.lab.parallel.cluster_step import ClusterStep, RecordedStages, record_stages
 from recollect.lab.parallel.layout import DeviceLayout
@@ -136,3 +137,80 @@ def test_a_step_without_micro_batches_is_refused() -> None:
     layout = DeviceLayout(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
     with pytest.raises(ConfigError, match="groups of one a rank"):
         schedule_of_step(replace(STEP, layout=layout, num_micro_batches=3))
+
+
+DEEPSEEK = NAMED_CONFIGS["deepseek-v3-tiny"]
+SPREAD = replace(
+    STEP,
+    config=DEEPSEEK,
+    layout=DeviceLayout(
+        pipeline_model_parallel_size=2,
+        decoder_first_pipeline_num_layers=1,
+        data_parallel_size=4,
+        context_parallel_size=2,
+        expert_model_parallel_size=4,
+    ),
+    sharding="optimizer",
+    num_micro_batches=2,
+    pipeline_engine="megatron",
+)
+
+
+@pytest.fixture(scope="module")
+def spread() -> ClusterPlan:
+    return plan_cluster(SPREAD, "90%")
+
+
+def test_ranks_that_share_experts_have_all_of_them_together(spread: ClusterPlan) -> None:
+    """On the last stage there is a second embedding, for the tokens after the next one."""
+    shared = sum(profile.persistent["gradients"] for profile in spread.stages.profiles) // 4
+    routed = 4 * 3 * DEEPSEEK.num_moe_experts * DEEPSEEK.hidden_size * DEEPSEEK.moe_ffn_hidden_size
+    embedding = DEEPSEEK.vocab_size * DEEPSEEK.hidden_size
+    assert shared == DEEPSEEK.num_parameters - routed + routed // 4 + embedding
+
+
+def test_each_optimizer_state_is_shared_by_the_ranks_that_have_its_parameters(spread: ClusterPlan) -> None:
+    """Of experts there are two replicas, of the rest eight."""
+    routed = 3 * 3 * DEEPSEEK.num_moe_experts * DEEPSEEK.hidden_size * DEEPSEEK.moe_ffn_hidden_size // 4
+    first = spread.stages.profiles[0].persistent
+    assert first["optimizer_state"] == 3 * first["gradients"] // 8
+    last = spread.stages.profiles[1].persistent
+    dense = last["gradients"] // 4 - (routed + routed // 3)
+    assert last["optimizer_state"] == 12 * dense // 8 + 12 * (routed + routed // 3) // 2
+
+
+def test_rows_are_exchanged_with_their_weights(spread: ClusterPlan) -> None:
+    """Of each layer with experts there and back, forward and backward, and the counts before."""
+    found = spread.stages.traffic[1]["expert"]
+    rows = LENGTH // 2 * DEEPSEEK.moe_router_topk
+    layers = 3 + 1
+    assert found.count == layers * (1 + 2 * 3)
+    counts = 4 * DEEPSEEK.num_moe_experts
+    assert found.nbytes == layers * (counts + 2 * rows * (2 * 2 * DEEPSEEK.hidden_size + 4))
+
+
+def test_keys_and_values_are_gathered(spread: ClusterPlan) -> None:
+    """In forward, and their gradients added up in backward; latent attention has keys and values of each head."""
+    found = spread.stages.traffic[0]["context"]
+    heads = DEEPSEEK.num_attention_heads * (DEEPSEEK.qk_head_dim + DEEPSEEK.qk_pos_emb_head_dim + DEEPSEEK.v_head_dim)
+    assert found.count == 4
+    assert found.nbytes == 2 * 2 * LENGTH * heads
+
+
+def test_further_axes_are_reported_with_what_is_assumed(spread: ClusterPlan) -> None:
+    assert str(spread).splitlines()[0].startswith("16 x NVIDIA H100 SXM: peak ")
+    assert str(spread).splitlines()[1].split() == [
+        *("rank", "peak", "weights", "gradients", "optimizer"),
+        *("compute", "recompute", "tensor", "context", "expert", "waiting", "data"),
+    ]
+    assert "Each expert gets as many tokens as any other; a token's row" in " ".join(spread.assumptions())
+    for use in spread.ranks:
+        parts = (use.compute_s, use.recompute_s, use.context_s, use.expert_s, use.waiting_s)
+        assert sum(parts) == pytest.approx(spread.planned.step_s)
+
+
+def test_fsdp2_with_split_sequences_or_experts_is_refused() -> None:
+    with pytest.raises(
+        NotYetError, match="sharding='all', context_parallel_size=2, expert_model_parallel_size=4: not yet"
+    ):
+        record_stages(replace(SPREAD, sharding="all"))

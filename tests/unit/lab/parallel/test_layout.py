@@ -32,6 +32,19 @@ def test_devices_are_counted() -> None:
         ({"sequence_parallel": True}, "the sequence is split over the ranks of tensor parallelism"),
         ({"num_layers_per_virtual_pipeline_stage": 2}, "virtual stages are those of a pipeline"),
         ({"num_layers_per_virtual_pipeline_stage": 0, "pipeline_model_parallel_size": 2}, "virtual stages are those"),
+        ({"context_parallel_size": 0}, "context_parallel_size=0: it counts devices"),
+        (
+            {"expert_model_parallel_size": 4, "data_parallel_size": 2},
+            "some of the 2 ranks of data and context parallelism",
+        ),
+        (
+            {"expert_model_parallel_size": 3, "data_parallel_size": 3, "context_parallel_size": 2},
+            "expert_model_parallel_size=3, data_parallel_size=3, context_parallel_size=2: experts are shared by some of the 6",
+        ),
+        (
+            {"decoder_first_pipeline_num_layers": 0},
+            "decoder_first_pipeline_num_layers=0: each rank of a pipeline has layers",
+        ),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(sizes: dict[str, Any], message: str) -> None:
@@ -63,6 +76,37 @@ def test_the_sequence_has_to_divide_where_it_is_split() -> None:
     DeviceLayout(tensor_model_parallel_size=4).check_model(MODEL, seq_length=62)
     with pytest.raises(ConfigError, match="seq_length=62, tensor_model_parallel_size=4: 62 is no multiple of 4"):
         split.check_model(MODEL, seq_length=62)
+
+
+def test_ranks_that_share_sequences_have_two_chunks_each() -> None:
+    layout = DeviceLayout(
+        context_parallel_size=2, tensor_model_parallel_size=4, sequence_parallel=True, data_parallel_size=3
+    )
+    assert layout.num_devices == 24
+    layout.check_model(MODEL, seq_length=64)
+    with pytest.raises(ConfigError, match="seq_length=62, 2 x context_parallel_size=4: 62 is no multiple of 4"):
+        layout.check_model(MODEL, seq_length=62)
+    with pytest.raises(ConfigError, match="seq_length=60, context_parallel_size x tensor_model_parallel_size=8"):
+        layout.check_model(MODEL, seq_length=60)
+
+
+def test_experts_have_to_divide() -> None:
+    layout = DeviceLayout(expert_model_parallel_size=3, data_parallel_size=3)
+    with pytest.raises(ConfigError, match="num_moe_experts=8, expert_model_parallel_size=3: 8 is no multiple of 3"):
+        layout.check_model(mixtral_config(**LLAMA))
+    with pytest.raises(ConfigError, match="num_moe_experts=None, expert_model_parallel_size=3: there are no experts"):
+        layout.check_model(MODEL)
+
+
+def test_the_ends_of_a_pipeline_may_have_other_numbers_of_layers() -> None:
+    uneven = DeviceLayout(
+        pipeline_model_parallel_size=16, decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=2
+    )
+    assert [len(layers) for layers in uneven.layers_of_stages(61)] == [3, *[4] * 14, 2]
+    first = DeviceLayout(pipeline_model_parallel_size=3, decoder_first_pipeline_num_layers=2)
+    assert first.layers_of_stages(8) == (range(2), range(2, 5), range(5, 8))
+    with pytest.raises(ConfigError, match="57 layers are left for 14 ranks with one stage each, alike"):
+        uneven.layers_of_stages(62)
 
 
 def test_layers_are_dealt_out_in_order() -> None:

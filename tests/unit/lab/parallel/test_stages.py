@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recollect.errors import NotYetError
+from recollect.errors import DataError
 from recollect.lab.models.gpt import GPTModel, GPTOutput
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.parallel.stages import StageModel
@@ -36,9 +36,47 @@ def test_stages_one_after_the_other_are_the_model(size: str) -> None:
     assert stages[2](hidden).loss is None
 
 
-@pytest.mark.parametrize(
-    ("size", "part"), [("mixtral-tiny", "num_moe_experts=8"), ("deepseek-v3-tiny", "mtp_num_layers=1")]
-)
-def test_models_with_further_losses_are_refused(size: str, part: str) -> None:
-    with pytest.raises(NotYetError, match=f"{part}: not yet: losses that pass through the stages"):
-        StageModel(NAMED_CONFIGS[size], range(2))
+@pytest.mark.parametrize("size", ["mixtral-tiny", "deepseek-v3-tiny"])
+def test_stages_with_experts_have_the_gradients_and_counts_of_the_model(size: str) -> None:
+    """The losses of routers in both stages count, and that of the tokens after the next one, with the second embedding."""
+    torch.manual_seed(0)
+    config = replace(NAMED_CONFIGS[size], moe_aux_loss_coeff=0.1)
+    whole = GPTModel(config)
+    stages = [StageModel(config, layers) for layers in (range(2), range(2, 4))]
+    for number, stage in enumerate(stages):
+        state = whole.state_dict()
+        stage.load_state_dict({name: state[whole_name(name, number)] for name in stage.state_dict()})
+    tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(0))
+    tokens, labels = tokens[:, :-1], tokens[:, 1:]
+    output = stages[1](stages[0](tokens), labels, tokens)
+    assert isinstance(output, GPTOutput)
+    output.loss.backward()
+    whole(tokens, labels).loss.backward()
+    found: dict[str, torch.Tensor] = {}
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            assert parameter.grad is not None
+            known = whole_name(name, number)
+            found[known] = found[known] + parameter.grad if known in found else parameter.grad
+    assert found.keys() == dict(whole.named_parameters()).keys()
+    for name, parameter in whole.named_parameters():
+        # The embedding has two gradients here, added up in another order.
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-8)
+    for name, buffer in stages[1].named_buffers():
+        assert torch.equal(buffer, whole.get_buffer(whole_name(name, 1)))
+
+
+def whole_name(name: str, stage: int) -> str:
+    """The name in the whole model of what a stage of two layers calls `name`."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(int(parts[2]) + 2 * stage)
+    return ".".join(parts)
+
+
+def test_a_last_stage_that_embeds_needs_the_tokens() -> None:
+    last = StageModel(NAMED_CONFIGS["deepseek-v3-tiny"], range(3, 4))
+    hidden, labels = torch.randn(1, 16, 64), torch.zeros(1, 16, dtype=torch.int64)
+    with pytest.raises(DataError, match="tokens: got None, expected token ids"):
+        last(hidden, labels)
+    assert last.eval()(hidden, labels).loss.isfinite()

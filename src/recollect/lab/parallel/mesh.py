@@ -1,0 +1,75 @@
+"""The device mesh of a layout: which ranks share what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed import get_world_size
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from recollect._torch_parallel import flat_mesh
+from recollect.lab.parallel.layout import DeviceLayout
+
+__all__ = ["LayoutMesh", "layout_mesh"]
+
+
+@dataclass(frozen=True)
+class LayoutMesh:
+    """One-dimensional meshes of the ranks that this rank shares something with; all are views of one.
+
+    Attributes:
+        pipeline: the layers.
+        data: the model, with other batches.
+        context: each sequence.
+        tensor: each matrix.
+        gradients: parameters that are no experts: `data` and `context` together.
+        expert: the experts of a layer.
+        replicas: the same experts.
+    """
+
+    pipeline: DeviceMesh
+    data: DeviceMesh
+    context: DeviceMesh
+    tensor: DeviceMesh
+    gradients: DeviceMesh
+    expert: DeviceMesh
+    replicas: DeviceMesh
+
+
+def layout_mesh(layout: DeviceLayout, device_type: str = "cpu") -> LayoutMesh:
+    """Return the meshes of a layout; all ranks have to call it.
+
+    Args:
+        layout: of as many devices as there are processes.
+        device_type: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: another number of processes.
+    """
+    layout.check_devices(get_world_size())
+    data, context, expert = layout.data_parallel_size, layout.context_parallel_size, layout.expert_model_parallel_size
+    # Experts are shared by ranks in a row of those of data and context: cut the row where either ends.
+    if expert >= context:
+        sizes = (data * context // expert, expert // context, context)
+        axes = {
+            "data": ("outer", "middle"),
+            "context": ("inner",),
+            "expert": ("middle", "inner"),
+            "replicas": ("outer",),
+        }
+    else:
+        sizes = (data, context // expert, expert)
+        axes = {
+            "data": ("outer",),
+            "context": ("middle", "inner"),
+            "expert": ("inner",),
+            "replicas": ("outer", "middle"),
+        }
+    mesh = init_device_mesh(
+        device_type,
+        (layout.pipeline_model_parallel_size, *sizes, layout.tensor_model_parallel_size),
+        mesh_dim_names=("pipeline", "outer", "middle", "inner", "tensor"),
+    )
+    axes["gradients"] = ("outer", "middle", "inner")
+    views = {name: mesh[dims[0]] if len(dims) == 1 else flat_mesh(mesh[dims]) for name, dims in axes.items()}
+    return LayoutMesh(pipeline=mesh["pipeline"], tensor=mesh["tensor"], **views)
