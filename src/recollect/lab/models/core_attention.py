@@ -37,6 +37,11 @@ class FusedCoreAttention(nn.Module):
 
         `are_last`: whether the queries are those of the last positions.
         """
+        channels, width = q_BTHC.shape[-1], v_BSKE.shape[-1]
+        is_padded = width < channels and not q_BTHC.is_cuda
+        if is_padded:
+            # A CPU has kernels for heads of one size only; without one it would hold all scores.
+            v_BSKE = F.pad(v_BSKE, (0, channels - width))
         mixed_BHTE = F.scaled_dot_product_attention(
             q_BTHC.transpose(1, 2),
             k_BSKC.transpose(1, 2),
@@ -46,6 +51,8 @@ class FusedCoreAttention(nn.Module):
             is_causal=not are_last,
             enable_gqa=q_BTHC.shape[2] != k_BSKC.shape[2],
         )
+        if is_padded:
+            mixed_BHTE = mixed_BHTE[..., :width]
         return mixed_BHTE.transpose(1, 2).flatten(2)
 
 
