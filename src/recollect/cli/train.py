@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 
 from rich.console import Console
 
@@ -10,7 +11,7 @@ from recollect.cli.commands import Train
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.loop import train
-from recollect.lab.train.processes import is_first_process
+from recollect.lab.train.processes import is_first_process, num_processes
 from recollect.lab.train.report import report_lines, report_table
 from recollect.printing import print_line
 
@@ -19,7 +20,14 @@ def run_train(command: Train, console: Console) -> None:
     """Train, then print the report."""
     if not is_first_process():
         console = Console(quiet=True)
-    outcome = train(training_config(command), console=console)
+    config = training_config(command)
+    try:
+        outcome = train(config, console=console)
+    except Exception:
+        if num_processes() > 1:
+            # torchrun ends the processes that are left, which shall have the time to print their error.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise
     console.print(report_table(outcome))
     for line in report_lines(outcome):
         print_line(console, line)

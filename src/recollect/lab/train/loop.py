@@ -25,7 +25,7 @@ from recollect.lab.train.metrics import MetricsFile, TensorBoardLog
 from recollect.lab.train.optim import learning_rate_at, set_learning_rate
 from recollect.lab.train.optimizer_step import resolve_device, train_step, validation_loss
 from recollect.lab.train.prepare import prepare
-from recollect.lab.train.processes import Processes, joined_processes
+from recollect.lab.train.processes import Processes, joined_processes, num_processes
 from recollect.lab.train.records import Log, Outcome, StepRecord
 from recollect.lab.train.session import Session, open_session
 from recollect.lab.train.trace import StepTrace
@@ -72,13 +72,14 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
     if config.step.memory_budget is not None:
         check_budget(config.step.memory_budget, device_bytes=memory_bytes(resolve_device(config.step.device)))
     with contextlib.ExitStack() as stack:
-        processes = stack.enter_context(joined_processes(config))
-        ranks = processes.ranks
         stop = StopRequest()
-        if not ranks.is_alone:
-            config = _on_ranks(config, processes)
+        if num_processes() > 1:
             # When a process ends, torchrun sends the others SIGTERM, and they shall still say why they end.
             stack.enter_context(stop)
+        processes = stack.enter_context(joined_processes(config))
+        ranks = processes.ranks
+        if not ranks.is_alone:
+            config = _on_ranks(config, processes)
         if not processes.is_first:
             console = Console(quiet=True)
         stack.enter_context(deterministic_kernels(wanted=config.step.deterministic))
@@ -190,7 +191,7 @@ def _take_step(session: Session, *, is_measured: bool) -> StepRecord:
     peak_bytes = None
     if is_measured:
         (loss, grad_norm), peak_bytes = measure_step(
-            step, device=session.device, model=session.model, optimizer=session.optimizer
+            step, device=session.device, model=session.trained.wrapped, optimizer=session.optimizer
         )
         # The budget is each device's.
         peak_bytes = max(session.processes.ranks.gather(peak_bytes, Place.MEASURED))

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from recollect._torch_parallel import GradientBuckets
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.measuring.timing import timed
 
@@ -15,11 +16,14 @@ _Result = TypeVar("_Result")
 
 
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of parameters, gradients, buffers and optimizer state; shared storages count once."""
+    """Return the bytes of parameters, gradients, buffers, optimizer state and buckets in which gradients are reduced.
+
+    Shared storages count once. Gradients that are parts of buckets must not be there.
+    """
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     tensors += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return storage_bytes(tensors)
+    return storage_bytes(tensors) + sum(GradientBuckets(model, may_communicate=False).sizes_bytes)
 
 
 def measure_step(

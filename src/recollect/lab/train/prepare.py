@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -23,6 +24,7 @@ from recollect.printing import columns_of, print_line
 from recollect.profile.profile import Profile
 from recollect.ranks.common_plan import common_plan
 from recollect.ranks.group import Place
+from recollect.recording.record import Collectives
 
 if TYPE_CHECKING:
     from recollect.plans.plan import Plan
@@ -91,33 +93,50 @@ def _decide(session: Session) -> tuple[Plan, int]:
     flags, processes = session.config.step, session.processes
     ranks = processes.ranks
 
-    def record(loss_chunks: int) -> Profile:
-        profile: Profile = recollect.record(
-            session.trained.wrapped,
-            next(session.batches(0)),
-            optimizer=session.optimizer,
-            # This loop holds only the loss. From the second micro-batch on, gradients exist during forward, too.
-            holds_output=False,
-            gradients="accumulated" if session.own_micro_batches > 1 else "freed",
-            loss_chunks=loss_chunks,
-            # All processes run one plan.
-            collectives="keep" if ranks.is_alone else "replay",
-            group=processes.mesh,
-        )
-        return profile
-
     if flags.recompute is None:
         planned = ranks.together(
-            lambda: plan_with_chunks(record, str(flags.memory_budget), flags.loss_chunks), Place.PLANNED
+            lambda: plan_with_chunks(
+                lambda chunks: _recorded(session, chunks), str(flags.memory_budget), flags.loss_chunks
+            ),
+            Place.PLANNED,
         )
         plain_bytes, budget_bytes = planned.plain_peak_bytes, planned.plan.budget_bytes or 0
         plan, _ = common_plan(
             planned.profile, planned.plan, plain_bytes=plain_bytes, budget_bytes=budget_bytes, ranks=ranks
         )
         return plan, plain_bytes
-    profile = record(1 if flags.loss_chunks == "auto" else flags.loss_chunks)
+    profile = _recorded(session, 1 if flags.loss_chunks == "auto" else flags.loss_chunks)
     plan = megatron_plan(profile, flags.recompute, TrainingSetting.of(session.model.config))
     return plan, recollect.classic_plan(profile, "keep_all").predicted_peak_bytes or 0
+
+
+def _recorded(session: Session, loss_chunks: int) -> Profile:
+    trained, mesh = session.trained, session.processes.mesh
+    # Gradients are reduced in the last one, and all between the first and the last are alike.
+    batches = list(itertools.islice(session.batches(0), 2))
+
+    def step() -> None:
+        for number, (tokens, labels) in enumerate(batches, 1):
+            with trained.exchange.micro_batch(is_last=number == len(batches)):
+                trained.wrapped(tokens, labels).loss.backward()
+        trained.optimizer.zero_grad(set_to_none=True)
+
+    how: dict[str, Any] = {"batch": batches[0]}
+    # This loop holds only the loss. From the second micro-batch on, gradients exist during forward, too.
+    how |= {"holds_output": False, "gradients": "accumulated" if session.own_micro_batches > 1 else "freed"}
+    if trained.wrapped is not trained.model:
+        # Only in a step that runs as it is do gradients become parts of the buckets of DDP, which are always there.
+        how = {"step": step}
+    # All processes run one plan, so that collectives may run again.
+    collectives: Collectives = "keep" if mesh is None else "replay"
+    return recollect.record(
+        trained.wrapped,
+        optimizer=trained.optimizer,
+        loss_chunks=loss_chunks,
+        collectives=collectives,
+        group=mesh,
+        **how,
+    )
 
 
 def _measure_plain(session: Session) -> tuple[int, float]:
@@ -136,4 +155,4 @@ def _measure_plain(session: Session) -> tuple[int, float]:
             exchange=copy.exchange,
         )
 
-    return measure_plain(step, device=session.device, model=copy.model, optimizer=copy.optimizer)
+    return measure_plain(step, device=session.device, model=copy.wrapped, optimizer=copy.optimizer)

@@ -22,7 +22,7 @@ from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.lost_processes import named_errors
 from recollect.ranks.group import ALONE, Place, Ranks, group_of
 
-__all__ = ["ONE_PROCESS", "Processes", "is_first_process", "joined_processes"]
+__all__ = ["ONE_PROCESS", "Processes", "is_first_process", "joined_processes", "num_processes"]
 
 # What torchrun tells each process, for `init_process_group`.
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -108,9 +108,16 @@ ONE_PROCESS = Processes()
 """A run of one process."""
 
 
+def num_processes() -> int:
+    """How many processes this run has, before they have joined."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _VARIABLES) else 1
+
+
 def is_first_process() -> bool:
     """Whether this is the only process, or the one of those started by torchrun that prints."""
-    return _world_size() == 1 or os.environ["RANK"] == "0"
+    return num_processes() == 1 or os.environ["RANK"] == "0"
 
 
 @contextmanager
@@ -124,7 +131,7 @@ def joined_processes(config: TrainConfig) -> Iterator[Processes]:
         HardwareError: fewer devices than processes.
         RecordError: another process failed or ended.
     """
-    if _world_size() == 1:
+    if num_processes() == 1:
         config.parallel.layout_of(1)
         yield ONE_PROCESS
         return
@@ -150,12 +157,6 @@ def _process_group(config: TrainConfig) -> Iterator[None]:
     yield
     # Not after an error: the others may be gone, and it would wait for them.
     dist.destroy_process_group()
-
-
-def _world_size() -> int:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _VARIABLES) else 1
 
 
 def _is_on_cuda(config: TrainConfig) -> bool:

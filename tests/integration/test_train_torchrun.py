@@ -1,0 +1,206 @@
+"""`recollect train` in several processes that torchrun starts: in each layout the same run, in each process the same errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recollect.lab.train.config import TrainConfig
+from training_ranks import REFUSED, settings, trained
+from training_runs import wait_for_steps, write_text
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"),
+]
+
+ON_TWO = ("TP2", "TP2 SP", "DP2", "DP2 FSDP2", "DP2 ZeRO")
+ON_FOUR = ("TP2 DP2", "TP2 SP DP2 FSDP2")
+Rows = dict[str, list[dict[str, Any]]]
+
+
+def start(num_processes: int, *args: object) -> subprocess.Popen[str]:
+    """Start torchrun."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests/support")])
+    words = ["-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes), *map(str, args)]
+    return subprocess.Popen(
+        [sys.executable, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def rows(folder: Path, num_processes: int, *cases: str) -> Rows:
+    """Run cases of `training_ranks.py` in one launch, and return what each process made of each."""
+    write_text(folder)
+    process = start(num_processes, "--standalone", ROOT / "tests/support/training_ranks.py", folder, *cases)
+    try:
+        _, errors = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    ranks = range(num_processes)
+    return {name: [json.loads((folder / f"{name} {rank}.json").read_text()) for rank in ranks] for name in cases}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    return rows(tmp_path_factory.mktemp("two"), 2, *ON_TWO, "default batch", *REFUSED)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    return rows(tmp_path_factory.mktemp("four"), 4, *ON_FOUR)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The same run in this process."""
+    folder = tmp_path_factory.mktemp("one")
+    write_text(folder)
+    return trained(settings(folder, "one"))
+
+
+@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
+def test_a_layout_trains_as_one_process(name: str, two: Rows, four: Rows, alone: dict[str, Any]) -> None:
+    """Losses are sums in another order: each of them is rounded in its last bit or two (1.2e-7), and steps add to it."""
+    for row in (two | four)[name]:
+        for number in ("loss", "grad_norm", "validation_loss"):
+            assert row["plain"][number] == pytest.approx(alone[number], rel=2e-6), number
+
+
+@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
+def test_a_plan_changes_no_bit(name: str, two: Rows, four: Rows) -> None:
+    found = (two | four)[name]
+    plans = {row["planned"]["plan"] for row in found}
+    assert len(plans) == 1 and plans != {""}
+    for row in found:
+        for number in ("loss", "grad_norm", "validation_loss"):
+            assert row["planned"][number] == row["plain"][number] == found[0]["plain"][number]
+
+
+@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
+def test_the_peak_is_as_predicted(name: str, two: Rows, four: Rows) -> None:
+    """Up to a few buffers on their way, which gloo's threads hold for a moment longer.
+
+    One is the residual stream of a micro-batch (16 KiB), or a gathered layer of FSDP2 (193 KiB).
+    """
+    buffer_bytes = 193 * 1024 if "FSDP2" in name or "ZeRO" in name else 16 * 1024
+    assert (two | four)[name][0]["planned"]["excess"] < 8 * buffer_bytes
+
+
+def test_each_rank_of_data_parallelism_has_one_micro_batch_unless_told(two: Rows) -> None:
+    assert [row["accumulation"] for row in two["default batch"]] == [2, 2]
+
+
+ERRORS = {
+    "world size": r"ConfigError: got world_size=2, tensor_model_parallel_size=4: one model takes 4 processes\. Start",
+    "heads": r"ConfigError: got num_query_groups=1, tensor_model_parallel_size=2: 1 is no multiple of 2\. The next",
+    "micro-batches": r"ConfigError: got global_batch_size=6, .*3 micro-batches are no multiple of 2.* multiple of 4 seq",
+    "pipeline": r"NotYetError: got pipeline_model_parallel_size=2: not yet: pipeline parallelism here\. Leave it out",
+    "device": r"ConfigError: got device='cuda:1': each process has a device of its own\. Write cuda or cpu",
+    "resume": r"NotYetError: got resume=True, .*not yet: checkpoints of several processes\. Start in a new --run-dir",
+    "bias": r"NotYetError: got moe_router_enable_expert_bias=True, data_parallel_size=2: .* load counted over all ranks",
+    "too small": r"BudgetTooSmallError: .* is below the least possible peak",
+    "two budgets": r"ConfigError: got memory_budget in rank 0='80%', memory_budget in rank 1='90%': two values .* Start all",
+    "no data": r"DataError: data notes/: no such folder",
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_all_processes_fail_alike_within_seconds(name: str, two: Rows) -> None:
+    first, second = two[name]
+    assert re.search(ERRORS[name], first["error"]), first["error"]
+    assert first["error"] == second["error"]
+    assert max(first["seconds"], second["seconds"]) < 30
+
+
+def workers(launcher: subprocess.Popen[str]) -> dict[int, int]:
+    """Return the process ids that torchrun started, by rank."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    found = {}
+    for child in map(int, children):
+        for entry in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(b"RANK="):
+                found[int(entry.removeprefix(b"RANK="))] = child
+    return found
+
+
+def command_line(folder: Path, *more: object) -> tuple[object, ...]:
+    """Return a run on the command line that does not end by itself."""
+    write_text(folder)
+    sizes = ("--size", "tiny", "--seq-length", 32, "--batch-size", 2, "--steps", 100_000, "--device", "cpu")
+    run = ("--data", folder / "text.txt", "--run-dir", folder / "run", "--log-interval", 1)
+    return ("--standalone", "-m", "recollect", "train", *sizes, *run, "--checkpoint-every", 0, *more)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str, int]:
+    """A run in which the second process got a SIGTERM: its folder, output, errors and exit status."""
+    folder = tmp_path_factory.mktemp("stopped")
+    layout = ("--tensor-model-parallel-size", 2, "--sequence-parallel", "--memory-budget", "95%", "--tensorboard")
+    process = start(2, *command_line(folder, *layout))
+    try:
+        wait_for_steps(process, folder / "run", 3)
+        os.kill(workers(process)[1], signal.SIGTERM)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return folder / "run", output, errors, process.returncode
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds processes in /proc")
+
+
+@needs_proc
+def test_one_process_that_is_to_stop_stops_all_after_the_same_step(stopped: tuple[Path, str, str, int]) -> None:
+    run, output, errors, status = stopped
+    assert status == 0, errors
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert output.count(f"Stopped after step {last}") == 1
+    assert output.count(f"step {last}/100000") == 1 and f"step {last + 1}/" not in output
+
+
+@needs_proc
+def test_the_first_process_writes_the_run_folder(stopped: tuple[Path, str, str, int]) -> None:
+    run, output, _, _ = stopped
+    names = {path.name for path in run.iterdir()}
+    assert {"config.json", "metrics.jsonl", "plan.json", "baseline.json", "tensorboard"} <= names
+    assert json.loads((run / "config.json").read_text())["parallel"]["tensor_model_parallel_size"] == 2
+    assert output.count("Processes: 2, tensor 2, sequence parallel.") == 1
+    assert len(list((run / "tensorboard").iterdir())) == 1
+
+
+@needs_proc
+def test_when_a_process_is_killed_the_others_say_which(tmp_path: Path) -> None:
+    process = start(2, *command_line(tmp_path))
+    try:
+        wait_for_steps(process, tmp_path / "run", 3)
+        os.kill(workers(process)[1], signal.SIGKILL)
+        begin = time.perf_counter()
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert time.perf_counter() - begin < 30
+    said = " ".join(errors.split())
+    assert "Error: rank 1 of 2 has ended without a word, so that none goes on: it was killed, or crashed. Look" in said
+
+
+def test_a_layout_without_torchrun_is_refused(tmp_path: Path) -> None:
+    config = settings(tmp_path, "alone", parallel={"tensor_model_parallel_size": 2}, data=(write_text(tmp_path),))
+    assert isinstance(config, TrainConfig)
+    with pytest.raises(
+        ValueError, match=r"got world_size=1, tensor_model_parallel_size=2: one model takes 2 processes"
+    ):
+        trained(config)

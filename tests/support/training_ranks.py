@@ -1,0 +1,132 @@
+"""What each process trains in `test_train_torchrun.py`, as a program: torchrun training_ranks.py FOLDER CASE...
+
+Writes a line of JSON for each case: losses and norms of its steps, or its error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import training_runs
+from recollect.errors import DataError
+from recollect.lab.train import session as session_module
+from recollect.lab.train.config import OptimFlags, ProcessFlags, TrainConfig
+from recollect.lab.train.loop import train
+from recollect.plans.digest import digest_of
+from recollect.plans.plan import Plan
+
+TENSOR = {"tensor_model_parallel_size": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP2": TENSOR,
+    "TP2 SP": {**TENSOR, "sequence_parallel": True},
+    "DP2": {},
+    "DP2 FSDP2": {"use_torch_fsdp2": True},
+    "DP2 ZeRO": {"use_distributed_optimizer": True},
+    "TP2 DP2": TENSOR,
+    "TP2 SP DP2 FSDP2": {**TENSOR, "sequence_parallel": True, "use_torch_fsdp2": True},
+}
+# Validation batches that do not divide over two ranks.
+STEPS: dict[str, Any] = {"steps": 4, "accumulation": 4, "batch_size": 2, "validation_batches": 3, "validate_every": 2}
+
+
+def settings(folder: Path, name: str, **changes: Any) -> TrainConfig:
+    """Return the settings of a run in a folder of its own."""
+    parallel = changes.pop("parallel", {})
+    config = training_runs.config(folder, run_dir=folder / name.replace(" ", "_"), **{**STEPS, **changes})
+    return TrainConfig(**{**vars(config), "parallel": ProcessFlags(**parallel)})
+
+
+def trained(config: TrainConfig) -> dict[str, Any]:
+    """Train, and return the numbers of the run that are the same each time, and its plan."""
+    outcome = train(config, console=training_runs.QUIET)
+    rows = [asdict(record) for record in outcome.records]
+    found = {
+        name: [row[name] for row in rows if row[name] is not None] for name in ("loss", "grad_norm", "validation_loss")
+    }
+    path = Path(outcome.folder) / "plan.json"
+    plan = digest_of(Plan.load(path).units) if path.exists() else ""
+    return {**found, "plan": plan, "excess": (outcome.measured_peak_bytes or 0) - (outcome.predicted_peak_bytes or 0)}
+
+
+def layout(folder: Path, name: str) -> dict[str, Any]:
+    """Train in a layout without a plan and with one."""
+    parallel = LAYOUTS[name]
+    plain = trained(settings(folder, name, parallel=parallel))
+    return {"plain": plain, "planned": trained(settings(folder, f"{name} p", parallel=parallel, memory_budget="92%"))}
+
+
+def failing_data(folder: Path) -> dict[str, Any]:
+    """Have no data in the second process."""
+    own = session_module.load_corpus
+    if dist.get_rank() == 1:
+        session_module.load_corpus = _no_data  # type: ignore[assignment]
+    try:
+        return trained(settings(folder, "data"))
+    finally:
+        session_module.load_corpus = own
+
+
+def _no_data(*_: Any, **__: Any) -> Any:
+    raise DataError("data notes/: no such folder, expected text. Check --data.")
+
+
+def two_budgets(folder: Path) -> dict[str, Any]:
+    """Have another budget in the second process."""
+    return trained(settings(folder, "budgets", memory_budget=("80%", "90%")[dist.get_rank()]))
+
+
+REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "world size": lambda folder: trained(settings(folder, "e", parallel={"tensor_model_parallel_size": 4})),
+    "heads": lambda folder: trained(settings(folder, "e", parallel=TENSOR, num_query_groups=1)),
+    "micro-batches": lambda folder: trained(settings(folder, "e", accumulation=3)),
+    "pipeline": lambda folder: trained(settings(folder, "e", parallel={"pipeline_model_parallel_size": 2})),
+    "device": lambda folder: trained(settings(folder, "e", device="cuda:1")),
+    "resume": lambda folder: trained(settings(folder, "e", resume=True)),
+    "bias": lambda folder: trained(settings(folder, "e", size="deepseek-v3-tiny")),
+    "too small": lambda folder: trained(settings(folder, "e", memory_budget="1MB")),
+    "two budgets": two_budgets,
+    "no data": failing_data,
+}
+
+
+def run(name: str, folder: Path) -> dict[str, Any]:
+    """Return what a case makes."""
+    if name in LAYOUTS:
+        return layout(folder, name)
+    if name == "default batch":
+        config = settings(folder, name, accumulation=None)
+        assert config.optim == OptimFlags(**{**vars(config.optim), "accumulation": None})
+        trained(config)
+        return json.loads((folder / "default_batch" / "config.json").read_text())["optim"]
+    return REFUSED[name](folder)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo")
+    folder = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        begin = time.perf_counter()
+        try:
+            row = run(name, folder)
+        except Exception as error:
+            row = {"error": f"{type(error).__name__}: {error}"}
+        row |= {"case": name, "seconds": time.perf_counter() - begin}
+        (folder / f"{name} {dist.get_rank()}.json").write_text(json.dumps(row))
+    # A process group's threads may hang at the end.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
