@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from spread_programs import CONTEXT_MODELS, EXPERT_MODELS, RANKS
+from spread_programs import CONTEXT_MODELS, EXPERT_MODELS, RANKS, TENSOR_MODELS
 
 SUPPORT = Path(__file__).parents[1] / "support"
 pytestmark = [
@@ -88,3 +88,25 @@ def test_experts_that_do_not_divide_are_refused_alike_on_all_ranks(ranks: list[d
     }
     for name, message in expected.items():
         assert [found[f"expert {name}"] for found in ranks] == [message] * RANKS
+
+
+@pytest.mark.parametrize("way", ["tensor", "sequence"])
+@pytest.mark.parametrize("model", TENSOR_MODELS)
+def test_split_experts_and_latent_attention_give_the_gradients_of_whole_ones(
+    ranks: list[dict[str, Any]], model: str, way: str
+) -> None:
+    assert max(found[f"{way} {model}"] for found in ranks) <= FARTHEST
+
+
+@pytest.mark.parametrize("model", ["deepseek", "mixtral"])
+def test_plans_change_no_bit_of_split_experts(ranks: list[dict[str, Any]], model: str) -> None:
+    """Under tensor and sequence parallelism, with dropout on."""
+    plans = ("keep_all", "full", "budget")
+    assert [found[f"sequence equal {plan} {model}"] for found in ranks for plan in plans] == [True] * 3 * RANKS
+
+
+def test_experts_that_cannot_be_split_are_refused_alike_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    assert [found["tensor refused"] for found in ranks] == [
+        "got add_bias_linear=True, tensor_model_parallel_size=2: not yet: tensor parallelism of experts that have biases, or "
+        "that ranks share. Leave tensor parallelism out for this model."
+    ] * RANKS

@@ -52,14 +52,14 @@ def batch(seed: int = 1) -> dict[str, Tensor]:
     return {"tokens": tokens[:, :-1].contiguous(), "labels": labels}
 
 
-def gradients(model: GPTModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The loss and the local gradients, with dropout drawn alike."""
+def gradients(model: GPTModel, inputs: dict[str, Tensor], ranks: int = 1) -> dict[str, Tensor]:
+    """The loss and the gradients, with dropout drawn alike; `ranks` of tensor parallelism."""
     model.zero_grad()
     torch.manual_seed(7)
     loss = model(**inputs).loss
     assert loss is not None
     loss.backward()
-    return {"loss": loss.detach(), **whole_gradients(model, 1)}
+    return {"loss": loss.detach(), **whole_gradients(model, ranks)}
 
 
 def mean(found: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
@@ -96,12 +96,7 @@ def context(world: DeviceMesh, halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
             both = context_parallel(
                 tensor_parallel(built(config), halves["inner"], sequence_parallel=True), halves["outer"]
             )
-            both.zero_grad()
-            loss = both(**batch()).loss
-            assert loss is not None
-            loss.backward()
-            found = {"loss": loss.detach(), **whole_gradients(both, 2)}
-            yield "context with tensor", farthest(mean(found), expected)
+            yield "context with tensor", farthest(mean(gradients(both, batch(), ranks=2)), expected)
     for name, config in {"gpt": DROPPING, "deepseek": replace(DEEPSEEK, hidden_dropout=0.1)}.items():
         model = context_parallel(built(config), halves["inner"])
         for plan, is_equal in plans_change_no_bit(model, batch()):
@@ -173,6 +168,28 @@ def experts(world: DeviceMesh, halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
     yield "expert balanced", refusal(lambda: expert_parallel(built(MIXTRAL), world, balanced=True)(**few))
 
 
+TENSOR_MODELS = {
+    "deepseek": replace(DEEPSEEK, moe_aux_loss_coeff=0.1),
+    "direct": replace(DEEPSEEK, q_lora_rank=None, moe_shared_expert_intermediate_size=None, mtp_num_layers=None),
+    "mixtral": replace(MIXTRAL, moe_aux_loss_coeff=0.1),
+}
+
+
+def tensor(halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
+    for name, config in TENSOR_MODELS.items():
+        expected = gradients(built(config), batch())
+        for kind, is_split in (("tensor", False), ("sequence", True)):
+            model = tensor_parallel(built(config), halves["inner"], sequence_parallel=is_split)
+            yield f"{kind} {name}", farthest(gradients(model, batch(), ranks=2), expected)
+    for name in ("deepseek", "mixtral"):
+        config = replace(TENSOR_MODELS[name], hidden_dropout=0.1)
+        model = tensor_parallel(built(config), halves["inner"], sequence_parallel=True)
+        for plan, is_equal in plans_change_no_bit(model, batch()):
+            yield f"sequence equal {plan} {name}", is_equal
+    biased = replace(MIXTRAL, add_bias_linear=True)
+    yield "tensor refused", refusal(lambda: tensor_parallel(built(biased), halves["inner"]))
+
+
 def one_route(config: TransformerConfig) -> GPTModel:
     """A model whose tokens all go to the first expert."""
     model = built(config)
@@ -196,6 +213,7 @@ def run(rank: int, folder: str) -> None:
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     found = dict(context(world, halves))
     found |= dict(experts(world, halves))
+    found |= dict(tensor(halves))
     torch.save(found, Path(folder) / f"rank{rank}")
     dist.barrier()
     os._exit(0)

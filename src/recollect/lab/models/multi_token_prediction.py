@@ -43,7 +43,7 @@ class MultiTokenPredictionLayer(nn.Module):
         hidden = config.hidden_size
         self.enorm = build_norm(config, hidden)
         self.hnorm = build_norm(config, hidden)
-        self.eh_proj = Linear(2 * hidden, hidden, bias=False, init_std=config.init_method_std)
+        self.eh_proj: nn.Module = Linear(2 * hidden, hidden, bias=False, init_std=config.init_method_std)
         self.transformer_layer = TransformerLayer(config, config.num_layers + depth)
         self.final_layernorm = build_norm(config, hidden)
 

@@ -14,16 +14,16 @@ import functools
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from recollect._torch_parallel import exchanged_rows, summed
 from recollect._torch_private import is_fake_tensor
 from recollect.errors import ConfigError
-from recollect.lab.models.experts import Experts, GroupedLinear
+from recollect.lab.models.experts import Experts
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.moe import MoELayer
 from recollect.lab.models.router import TopKRouter
 from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.shared_groups import SharedGroups
 
 __all__ = ["ExchangedExperts", "balance_over", "expert_parallel"]
 
@@ -67,22 +67,6 @@ def balance_over(model: GPTModel, mesh: DeviceMesh) -> None:
             module.counts_of_all = functools.partial(summed, group=mesh.get_group())
 
 
-class _OwnGroups(GroupedLinear):
-    """A grouped product whose groups are shared over a mesh; multiplies by those of this rank."""
-
-    def __init__(self, whole: GroupedLinear, mesh: DeviceMesh) -> None:
-        nn.Module.__init__(self)
-        self.init_std, self.is_grouped = whole.init_std, whole.is_grouped
-        self.weight = nn.Parameter(distribute_tensor(whole.weight, mesh, [Shard(0)]))
-        self.bias = None if whole.bias is None else nn.Parameter(distribute_tensor(whole.bias, mesh, [Shard(0)]))
-
-    def own(self, parameter: Tensor) -> Tensor:
-        """Return this rank's groups."""
-        assert isinstance(parameter, DTensor)
-        own: Tensor = parameter.to_local()
-        return own
-
-
 class ExchangedExperts(Experts):
     """The experts of this rank, for the rows of all ranks.
 
@@ -94,9 +78,9 @@ class ExchangedExperts(Experts):
 
     def __init__(self, experts: Experts, mesh: DeviceMesh, *, balanced: bool) -> None:
         nn.Module.__init__(self)
-        self.linear_fc1 = _OwnGroups(experts.linear_fc1, mesh)
+        self.linear_fc1 = SharedGroups(experts.linear_fc1, mesh, 0)
         self.activation_func = experts.activation_func
-        self.linear_fc2 = _OwnGroups(experts.linear_fc2, mesh)
+        self.linear_fc2 = SharedGroups(experts.linear_fc2, mesh, 0)
         self.group, self.ranks, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
         self.balanced = balanced
         self.train(experts.training)

@@ -89,11 +89,11 @@ class DeviceLayout:
 
         Raises:
             ConfigError: heads, widths, vocabulary, layers or the sequence do not divide; names them.
-            NotYetError: tensor parallelism for a model with experts, latent attention or multi-token prediction.
+            NotYetError: tensor parallelism for experts that have biases, or that ranks share.
         """
         ranks = self.tensor_model_parallel_size
         if ranks > 1:
-            _check_parts(config, ranks)
+            _check_parts(config, self)
             sizes = {
                 "num_attention_heads": config.num_attention_heads,
                 "num_query_groups": config.num_query_groups,
@@ -216,19 +216,32 @@ class DeviceLayout:
             )
 
 
-def _check_parts(config: TransformerConfig, ranks: int) -> None:
-    fields: dict[str, object] = {
-        "num_moe_experts": config.num_moe_experts,
-        "multi_latent_attention": config.multi_latent_attention or None,
-        "mtp_num_layers": config.mtp_num_layers,
+def _check_parts(config: TransformerConfig, layout: DeviceLayout) -> None:
+    """Check that experts, if there are any, can be split by channels."""
+    ranks = layout.tensor_model_parallel_size
+    if config.num_moe_experts is None:
+        return
+    unfit = {
+        "add_bias_linear": config.add_bias_linear or None,
+        "expert_model_parallel_size": layout.expert_model_parallel_size
+        if layout.expert_model_parallel_size > 1
+        else None,
     }
-    found = {name: value for name, value in fields.items() if value is not None}
-    if found:
+    if found := {name: value for name, value in unfit.items() if value is not None}:
         raise NotYetError(
             settings={**found, "tensor_model_parallel_size": ranks},
-            needs="tensor parallelism for these parts",
-            advice="Use data parallelism (FSDP2) for this model, or one without them.",
+            needs="tensor parallelism of experts that have biases, or that ranks share",
+            advice="Leave tensor parallelism out for this model.",
         )
+    sizes = {
+        "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size or 0,
+    }
+    for name, size in sizes.items():
+        _check_divides(name, size, "tensor_model_parallel_size", ranks)
+    if config.moe_grouped_gemm:
+        # Grouped products read 16 bytes at once.
+        _check_divides("moe_ffn_hidden_size", config.moe_ffn_hidden_size, "8 x tensor_model_parallel_size", 8 * ranks)
 
 
 def _check_divides(what: str, size: int, by: str, ranks: int) -> None:

@@ -2,12 +2,14 @@
 
 As in Megatron (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2): `linear_qkv` and
 `linear_fc1` are split by rows, by heads and by channels of the MLP; `linear_proj` and `linear_fc2` by columns; embedding and LM
-head along the vocabulary. All by PyTorch's DTensor and its styles.
+head along the vocabulary. Latent attention is split by heads, behind its latents;
+experts and the shared expert by their channels. All by PyTorch's DTensor and its styles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +26,14 @@ from torch.distributed.tensor.parallel import (
 
 from recollect.lab.models.attention import SelfAttention
 from recollect.lab.models.gpt import IGNORE_INDEX, GPTModel
+from recollect.lab.models.latent_attention import LatentAttention, UpProjection
+from recollect.lab.models.linear import Linear
 from recollect.lab.models.mlp import MLP
+from recollect.lab.models.moe import MoELayer
 from recollect.lab.parallel.fused_rows import fused_again, interleaved, shares
 from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.sequence_linear import SequenceLinear, with_partial_gradient
+from recollect.lab.parallel.tensor_experts import SplitMoELayer
 from recollect.lab.parallel.vocabulary import VocabularyParallelLoss
 
 __all__ = ["tensor_parallel", "whole_gradients", "whole_parameters"]
@@ -45,7 +52,7 @@ def tensor_parallel(model: GPTModel, mesh: DeviceMesh, *, sequence_parallel: boo
 
     Raises:
         ConfigError: heads, channels, or the vocabulary are no multiple of the ranks.
-        NotYetError: a model with experts, latent attention or multi-token prediction.
+        NotYetError: a model whose experts have biases.
 
     Limitations: ranks draw random numbers from their own generators. Seed all ranks alike: dropout of whole tensors has to be
     the same on all of them; dropout of attention's heads, and of parts of the sequence, then is the same for each part.
@@ -58,6 +65,15 @@ def tensor_parallel(model: GPTModel, mesh: DeviceMesh, *, sequence_parallel: boo
                 parameter.copy_(interleaved(parameter, sizes, mesh.size()))
     for layer in model.decoder.layers:
         _split_layer(layer, mesh, between)
+    for depth in () if model.mtp is None else model.mtp.layers:
+        _split_layer(depth.get_submodule("transformer_layer"), mesh, between)
+        if sequence_parallel:
+            parallelize_module(
+                depth, mesh, {name: SequenceParallel() for name in ("enorm", "hnorm", "final_layernorm")}
+            )
+            projection = depth.get_submodule("eh_proj")
+            assert isinstance(projection, Linear)
+            depth.eh_proj = SequenceLinear(projection, mesh)
     if sequence_parallel:
         model.sequence_ranks = mesh.size()
     _split_ends(model, mesh, between)
@@ -67,18 +83,60 @@ def tensor_parallel(model: GPTModel, mesh: DeviceMesh, *, sequence_parallel: boo
 
 
 def _split_layer(layer: nn.Module, mesh: DeviceMesh, between: Shard | Replicate) -> None:
-    styles: dict[str, ParallelStyle] = {
-        "self_attention.linear_qkv": ColwiseParallel(input_layouts=between),
-        "self_attention.linear_proj": RowwiseParallel(output_layouts=between),
-        "mlp.linear_fc1": ColwiseParallel(input_layouts=between),
-        "mlp.linear_fc2": RowwiseParallel(output_layouts=between),
-    }
+    attention, mlp = layer.get_submodule("self_attention"), layer.get_submodule("mlp")
+    styles: dict[str, ParallelStyle] = {"self_attention.linear_proj": RowwiseParallel(output_layouts=between)}
     if isinstance(between, Shard):
         styles |= {"input_layernorm": SequenceParallel(), "pre_mlp_layernorm": SequenceParallel()}
+    if isinstance(attention, LatentAttention):
+        styles |= _split_latents(attention, mesh, between)
+        _split_up_projection(attention.qkv_up_proj, mesh, between)
+    else:
+        assert isinstance(attention, SelfAttention)
+        styles["self_attention.linear_qkv"] = ColwiseParallel(input_layouts=between)
+        attention.sizes = tuple(shares(attention.sizes, mesh.size()))
+    if isinstance(mlp, MoELayer):
+        layer.mlp = SplitMoELayer(mlp, mesh, between)
+        if mlp.shared_experts is not None:
+            # It gets whole sequences from the layer.
+            styles |= _mlp_styles("mlp.shared_experts", Replicate(), between)
+    else:
+        styles |= _mlp_styles("mlp", between, between)
     parallelize_module(layer, mesh, styles)
-    attention = layer.get_submodule("self_attention")
-    assert isinstance(attention, SelfAttention)
-    attention.sizes = tuple(shares(attention.sizes, mesh.size()))
+
+
+def _mlp_styles(path: str, before: Shard | Replicate, after: Shard | Replicate) -> dict[str, ParallelStyle]:
+    return {
+        f"{path}.linear_fc1": ColwiseParallel(input_layouts=before),
+        f"{path}.linear_fc2": RowwiseParallel(output_layouts=after),
+    }
+
+
+def _split_latents(
+    attention: LatentAttention, mesh: DeviceMesh, between: Shard | Replicate
+) -> dict[str, ParallelStyle]:
+    """Split the projections up by heads; those down, and their norms, run on all ranks, or on parts of the sequence."""
+    styles: dict[str, ParallelStyle] = {
+        f"self_attention.qkv_up_proj.{name}": ColwiseParallel(input_layouts=between)
+        for name in ("linear_q_up_proj", "linear_kv_up_proj")
+    }
+    if isinstance(between, Shard):
+        for name, norm in (("linear_q_down_proj", "q_layernorm"), ("linear_kv_down_proj", "kv_layernorm")):
+            # Without latents of the queries there are stand-ins without parameters.
+            if isinstance(down := attention.get_submodule(name), Linear):
+                setattr(attention, name, SequenceLinear(down, mesh))
+                styles[f"self_attention.{norm}"] = SequenceParallel()
+    return styles
+
+
+def _split_up_projection(projection: UpProjection, mesh: DeviceMesh, between: Shard | Replicate) -> None:
+    """Give this rank its heads; all of them use the rotated part of the keys."""
+    projection.heads //= mesh.size()
+
+    def share_rotated(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        q_BTQ, kv_BTL, k_BTR, rotary = args
+        return q_BTQ, kv_BTL, with_partial_gradient(k_BTR, mesh, between), rotary
+
+    projection.register_forward_pre_hook(share_rotated)
 
 
 def _split_ends(model: GPTModel, mesh: DeviceMesh, between: Shard | Replicate) -> None:
@@ -103,7 +161,7 @@ def _split_ends(model: GPTModel, mesh: DeviceMesh, between: Shard | Replicate) -
 
 
 def _fused(model: GPTModel) -> Iterator[tuple[nn.Module, Sequence[int]]]:
-    """Yield the fused projections with the rows of each part in the whole model."""
+    """Yield the fused projections with the rows of each part in the whole model; those of experts are `SplitMoELayer`'s."""
     config = model.config
     query, group = (heads * config.kv_channels for heads in (config.num_attention_heads, config.num_query_groups))
     for module in model.modules():
@@ -131,10 +189,17 @@ def whole_gradients(model: GPTModel, ranks: int) -> dict[str, Tensor]:
 
 
 def _whole(model: GPTModel, tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
-    fused = {id(parameter): sizes for linear, sizes in _fused(model) for parameter in linear.parameters()}
+    fused = {id(parameter): (sizes, 0) for linear, sizes in _fused(model) for parameter in linear.parameters()}
+    for module in model.modules():
+        if isinstance(module, SplitMoELayer) and model.config.gated_linear_unit:
+            weight = module.experts.linear_fc1.weight
+            fused[id(weight)] = ((weight.shape[1] // 2,) * 2, 1)
     sizes_of = {name: fused[id(p)] for name, p in model.named_parameters() if id(p) in fused}
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        found[name] = fused_again(whole, sizes_of[name], ranks) if name in sizes_of else whole
+        if name in sizes_of:
+            sizes, dim = sizes_of[name]
+            whole = fused_again(whole.transpose(0, dim), sizes, ranks).transpose(0, dim)
+        found[name] = whole
     return found

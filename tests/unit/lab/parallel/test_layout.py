@@ -120,13 +120,29 @@ def test_layers_are_dealt_out_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "part"),
+    ("changes", "message"),
     [
-        (mixtral_config(**LLAMA), "num_moe_experts=8"),
-        (deepseek_v3_config(**LLAMA, num_moe_experts=8), "multi_latent_attention=True, mtp_num_layers=1"),
+        ({"moe_ffn_hidden_size": 33, "moe_grouped_gemm": False}, "moe_ffn_hidden_size=33"),
+        ({"moe_shared_expert_intermediate_size": 31}, "moe_shared_expert_intermediate_size=31"),
+        (
+            {"moe_ffn_hidden_size": 8},
+            "moe_ffn_hidden_size=8, 8 x tensor_model_parallel_size=16: 8 is no multiple of 16",
+        ),
     ],
 )
-def test_parts_that_are_not_split_yet_are_refused(config: Any, part: str) -> None:
-    DeviceLayout(data_parallel_size=2).check_model(config)
+def test_channels_of_experts_have_to_divide(changes: dict[str, Any], message: str) -> None:
+    split = DeviceLayout(tensor_model_parallel_size=2)
+    split.check_model(deepseek_v3_config(**LLAMA, num_moe_experts=8))
+    with pytest.raises(ConfigError, match=message):
+        split.check_model(deepseek_v3_config(**{**LLAMA, "num_moe_experts": 8, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "experts", "part"),
+    [({"add_bias_linear": True}, 1, "add_bias_linear=True"), ({}, 2, "expert_model_parallel_size=2")],
+)
+def test_experts_that_are_not_split_yet_are_refused(changes: dict[str, Any], experts: int, part: str) -> None:
+    config = mixtral_config(**{**LLAMA, **changes})
+    layout = DeviceLayout(tensor_model_parallel_size=2, data_parallel_size=2, expert_model_parallel_size=experts)
     with pytest.raises(NotYetError, match=f"{part}, tensor_model_parallel_size=2: not yet: tensor parallelism"):
-        DeviceLayout(tensor_model_parallel_size=2).check_model(config)
+        layout.check_model(config)
