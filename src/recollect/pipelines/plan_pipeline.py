@@ -9,7 +9,8 @@ from recollect.arguments import check_kind
 from recollect.errors import BudgetTooSmallError, ScheduleError
 from recollect.pipelines.pipeline import Pipeline, RecordedPieces
 from recollect.pipelines.pipeline_plan import PipelinePlan, StagePlans
-from recollect.pipelines.rank_profile import rank_step, stage_plan
+from recollect.pipelines.rank_bound import rank_planner
+from recollect.pipelines.rank_profile import stage_plan
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
@@ -164,9 +165,10 @@ def _checked(profiles: Sequence[Profile], schedule: Any, split_profiles: Sequenc
 def _planners(pipeline: Pipeline) -> list[Planner]:
     """Return a planner for each rank; ranks that do alike share one."""
     known: dict[object, Planner] = {}
-    return [
-        known.get(rank.key) or known.setdefault(rank.key, Planner(rank_step(rank).profile)) for rank in pipeline.ranks
-    ]
+    for rank in pipeline.ranks:
+        if rank.key not in known:
+            known[rank.key] = rank_planner(rank)
+    return [known[rank.key] for rank in pipeline.ranks]
 
 
 def _too_small(error: BudgetTooSmallError, schedule: PipelineSchedule, rank: int, plain: int) -> BudgetTooSmallError:

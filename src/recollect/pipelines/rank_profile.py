@@ -79,10 +79,12 @@ class RankStep:
     Attributes:
         profile: of all its micro-batches; units are named `<number in the rank's stages>.<path>`.
         forwards: for each forward in order, (number of the stage, micro-batch, its recorded profile): whose calls come next.
+        starts: for each action of the rank, where in the log the events of its part begin.
     """
 
     profile: Profile
     forwards: tuple[tuple[int, int, Profile], ...]
+    starts: tuple[int, ...]
 
 
 def rank_step(rank: Rank) -> RankStep:
@@ -119,7 +121,7 @@ def rank_step(rank: Rank) -> RankStep:
         model_class=f"stages {', '.join(map(str, numbers))} of a pipeline",
         batch=f"{rank.num_micro_batches} micro-batches",
     )
-    return RankStep(profile, tuple(writer.forwards))
+    return RankStep(profile, tuple(writer.forwards), tuple(writer.starts))
 
 
 def shortened(actions: Sequence[PipelineAction]) -> tuple[PipelineAction, ...]:
@@ -207,6 +209,7 @@ class _Writer:
         self.calls: list[UnitCall] = []
         self.log: list[Event] = []
         self.forwards: list[tuple[int, int, Profile]] = []
+        self.starts: list[int] = []
         self._rank = rank
         self._kinds = {
             (action.stage, action.micro_batch): action.kind
@@ -328,6 +331,7 @@ class _Writer:
             )
 
     def _write(self, part: Sequence[Event], found: _InFlight) -> None:
+        self.starts.append(len(self.log))
         self.log += self._renumbered(part, found)
 
     def _renumbered(self, part: Sequence[Event], found: _InFlight) -> list[Event]:

@@ -12,7 +12,8 @@ from recollect.byte_format import format_bytes
 from recollect.errors import BudgetTooSmallError, ScheduleError
 from recollect.pipelines.pipeline import Pipeline, RecordedPieces
 from recollect.pipelines.pipeline_plan import PipelinePlan
-from recollect.pipelines.rank_profile import rank_step, stage_plan
+from recollect.pipelines.rank_bound import rank_planner
+from recollect.pipelines.rank_profile import stage_plan
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
@@ -191,7 +192,7 @@ class _Search:
         """Return the keys of the ranks, which have planners from then on."""
         for rank in pipeline.ranks:
             if rank.key not in self._planners:
-                self._planners[rank.key] = Planner(rank_step(rank).profile)
+                self._planners[rank.key] = rank_planner(rank)
         return [rank.key for rank in pipeline.ranks]
 
     def _planner(self, key: object) -> Planner:

@@ -27,18 +27,19 @@ References:
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from recollect.planning.cheapest_step import CheapestStep, StepChoice
+from recollect.planning.cheapest_step import CheapestStep, StepChoice, StepCut
 from recollect.planning.checkpoint_times import checkpoint_times
 from recollect.plans.engines import Tape
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
-__all__ = ["LowerBound", "check_bound", "is_all_on_tape"]
+__all__ = ["LowerBound", "Steps", "check_bound", "is_all_on_tape"]
 
 # Part of a number that its last digits may be wrong by, where many are added up.
 _ROUNDING = 1e-12
@@ -55,11 +56,27 @@ _MOST_CUTS = 200
 _MOST_PRICES = (3.0, 1e3, 1e6)
 
 
+class Steps(Protocol):
+    """The cheapest choices of a step at any prices of its moments; see `CheapestStep`."""
+
+    @property
+    def most_s(self) -> float:
+        """Seconds of recompute if all runs again."""
+
+    def everything_kept(self) -> StepChoice:
+        """Return the choice that runs nothing again."""
+
+    def at(self, prices: NDArray[np.float64], *, missing_s: float = 0.0) -> StepCut:
+        """Return the cheapest choice at some prices."""
+
+
 class LowerBound:
     """The bound of one profile, for any number of budgets.
 
     Args:
         profile: the recorded step.
+        steps: its cheapest choices, for who knows more of the step; by default each call of a unit decides by itself.
+        fixed_bytes: what every plan has alive at the moments of `steps`.
 
     Complexity: a minimum cut and a small linear program, a few times per budget (80 layers: 0.02 s each).
 
@@ -71,11 +88,14 @@ class LowerBound:
         (0.0, inf)
     """
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(
+        self, profile: Profile, *, steps: Steps | None = None, fixed_bytes: NDArray[np.int64] | None = None
+    ) -> None:
         self._profile = profile
-        found = checkpoint_times(profile)
-        self._fixed_bytes = found.fixed_bytes
-        self._step = CheapestStep(profile, found)
+        if steps is None or fixed_bytes is None:
+            found = checkpoint_times(profile)
+            steps, fixed_bytes = CheapestStep(profile, found), found.fixed_bytes
+        self._fixed_bytes, self._step = fixed_bytes, steps
         keep_all = self._step.everything_kept()
         # Units of the linear program, so that its tolerances are parts of these.
         self._seconds = self._step.most_s or 1.0

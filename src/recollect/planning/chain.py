@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from recollect.planning.alive_calls import calls_besides
 from recollect.planning.candidate import Candidate
+from recollect.planning.mix import Limits, MixUnit, cheapest_mix
 from recollect.planning.option_table import Choice, OptionTable
 from recollect.plans.action import Action
 from recollect.simulation.windows import Window
@@ -281,35 +282,22 @@ class Chain:
     def _solve(self, budget_bytes: int) -> Choice | None:
         if self._others is None:
             return self._solved(budget_bytes)
-        # What other passes keep depends on the whole choice. The more of it is assumed, the less a choice keeps: look for
-        # the least part of the most that is as much as the choice found with it.
-        most = self._bytes_of_others(self._table.fattest, sign=1)
-        gone = self._bytes_of_others(self._last or self._reference, sign=-1)
-        best: Choice | None = None
-        low, high = 0.0, 1.0
-        for _ in range(_NUM_BISECTIONS):
-            part = (low + high) / 2
-            self._others_bytes = gone + np.asarray(np.rint(part * most), dtype=np.int64)
-            found = self._solved(budget_bytes)
-            if found is None:
-                high = part
-                continue
-            self._others_bytes = gone + self._bytes_of_others(found, sign=1)
-            if self._fits(found, budget_bytes):
-                best, high = found, part
-            else:
-                best, low = best or found, part
-        return best
+        units = [MixUnit(stage.kept_bytes, stage.recompute_s) for stage in self._stages(())]
+        chosen = cheapest_mix(units, self._limits(), budget_bytes)
+        return None if chosen is None else self._choice_of(chosen)
 
-    def _fits(self, choice: Choice, budget_bytes: int) -> bool:
-        """Return whether a choice fits the budget in the model as it is at present."""
-        own = self._own_bytes(range(len(self._places)))
-        options = [self._table.rows[row].options[choice[row]] for row in self._order]
-        before = accumulate((option.kept_bytes for option in options), initial=0)
-        return all(
-            kept + int(own[position][choice[row]]) <= budget_bytes
-            for position, (row, kept) in enumerate(zip(self._order, before, strict=False))
-        )
+    def _limits(self) -> Limits:
+        """Return the windows that belong to units, with all that is alive in them."""
+        assert self._others is not None
+        used = [window for window, (position, _) in enumerate(self._places) if position >= 0]
+        positions = np.array([self._places[window][0] for window in used], dtype=np.int64)
+        counts = self._others[used] + (np.arange(len(self._order)) < positions[:, None])
+        own = []
+        for window in used:
+            position, number = self._places[window]
+            num_options = len(self._table.rows[self._order[position]].options)
+            own.append(_filled_in(self._working_of(self._order[position], number), num_options) + self._floor(window))
+        return Limits(positions, counts, own)
 
     def _solved(self, budget_bytes: int) -> Choice | None:
         chosen = cheapest(self._stages(range(len(self._places))), budget_bytes)

@@ -29,7 +29,7 @@ from recollect.plans.action import Action
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
-from recollect.simulation.windows import Window, windows
+from recollect.simulation.windows import windows
 
 __all__ = ["ChainSolver"]
 
@@ -37,8 +37,10 @@ __all__ = ["ChainSolver"]
 _PROBED_EVENTS = 320_000
 _FEWEST_PROBES = 12
 # With many units, mixing options across them replaces finer options within each.
-_OPTIONS_OF_ALL_CALLS = 768
+_OPTIONS_OF_ALL_UNITS = 768
 _FEWEST_OPTIONS = 16
+# Each of these is a column of a linear program, and measured in fewer simulations: more gave no faster plans.
+_MOST_OPTIONS_OF_SEVERAL_RUNS = 32
 # Numbers of dropped outputs to try between the best and its neighbors.
 _MOST_REFINEMENTS = 3
 # Segment lengths in layers to try at the front, besides segments that balance outputs and workspace.
@@ -59,18 +61,30 @@ class ChainSolver:
 
     Args:
         profile: a recorded step with its events.
+        program: see `Solver`.
         like: a solver of the same profile to share options and simulated units with; its results do not change.
         lean: a candidate that the solver knows from the start, and whose options it has, too.
     """
 
-    def __init__(self, profile: Profile, *, like: ChainSolver | None = None, lean: Candidate | None = None) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        program: Program | None = None,
+        like: ChainSolver | None = None,
+        lean: Candidate | None = None,
+    ) -> None:
         self.profile = profile
-        self._windows: list[Window] = like._windows if like else windows(profile)
-        self._peak_sums: PeakSums = like._peak_sums if like else PeakSums(Program(profile, self._windows))
+        self._peak_sums: PeakSums = like._peak_sums if like else PeakSums(program or Program(profile, windows(profile)))
+        self._windows = self._peak_sums.windows
         num_events = profile.log.num_events or 1
         self._most_probes = max(_FEWEST_PROBES, _PROBED_EVENTS // num_events)
         # Hulls and options are the same for every chain.
-        most_options = max(_FEWEST_OPTIONS, _OPTIONS_OF_ALL_CALLS // max(1, len(profile.calls)))
+        num_units = len({call.path for call in profile.calls})
+        self._runs_several = num_units < len(profile.calls)
+        most_options = max(_FEWEST_OPTIONS, _OPTIONS_OF_ALL_UNITS // max(1, num_units))
+        if self._runs_several:
+            most_options = min(most_options, _MOST_OPTIONS_OF_SEVERAL_RUNS)
         self._options_of: OptionsOf = (
             like._options_of if like else cache(partial(unit_options, most_options=most_options))
         )
@@ -128,8 +142,11 @@ class ChainSolver:
         score = self._run(frozenset(), budget_bytes)
         if score > goal:
             for dropped in self._promising(budget_bytes)[:_MOST_FULL_RUNS]:
-                score = min(score, self._run(dropped, budget_bytes))
-                if score <= goal:
+                dropped_score = self._run(dropped, budget_bytes)
+                is_slower = dropped_score > score
+                score = min(score, dropped_score)
+                # With several calls in flight a chain says little of outputs that are dropped: the first one tells.
+                if score <= goal or (is_slower and self._runs_several):
                     break
         best = self._best_known(budget_bytes)
         if best is not None and score > goal and self._priced.is_worthwhile:

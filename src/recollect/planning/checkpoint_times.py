@@ -37,7 +37,7 @@ from recollect.profile.profile import Profile
 from recollect.simulation.program import rounded_bytes
 from recollect.simulation.windows import windows
 
-__all__ = ["CheckpointTimes", "checkpoint_times"]
+__all__ = ["CheckpointTimes", "checkpoint_times", "fixed_bytes"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,6 +106,13 @@ def checkpoint_times(profile: Profile, events: Iterable[int] | None = None) -> C
     )
 
 
+def fixed_bytes(profile: Profile) -> NDArray[np.int64]:
+    """Return what every plan has alive after each event of a step, as `checkpoint_times` counts it."""
+    scan = _Scan(profile)
+    scan.walk()
+    return np.array(scan.fixed_bytes, dtype=np.int64)
+
+
 def _at(chosen: NDArray[np.int64], changes: Iterable[tuple[int, int, int]], num_values: int) -> NDArray[np.bool_]:
     """Return for each chosen moment and value whether its count is above 0, from all changes (event, value, change)."""
     counts = np.zeros((len(chosen) + 1, num_values), dtype=np.int32)
@@ -142,7 +149,8 @@ class _Scan:
         graphs = [profile.graph_of(call) for call in profile.calls]
         self.first_value = (0, *itertools.accumulate(len(graph.values) for graph in graphs))
         self.first_op = (0, *itertools.accumulate(len(graph.ops) for graph in graphs))
-        self._nbytes = [rounded_bytes(profile, value.nbytes) for graph in graphs for value in graph.values]
+        sizes = [[rounded_bytes(profile, value.nbytes) for value in graph.values] for graph in profile.graphs]
+        self._nbytes = [nbytes for call in profile.calls for nbytes in sizes[call.graph]]
         self._origins = [{value: self.first_value[c] + v for value, c, v in call.origins} for call in profile.calls]
         self._outside = [dict(call.outside) for call in profile.calls]
         # Of storages outside of the units: their bytes, and who holds them (the model's code, and what autograd saved).

@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from recollect.arguments import check_kind
 from recollect.errors import BudgetTooSmallError, ProfileFormatError
@@ -28,7 +29,9 @@ from recollect.quantities import parse_budget
 from recollect.simulation.call_actions import CallActions
 from recollect.simulation.decisions import decide, simulated_plan
 from recollect.simulation.peak_sums import checked
+from recollect.simulation.program import Program
 from recollect.simulation.simulate import Simulation, simulate
+from recollect.simulation.windows import windows
 
 __all__ = ["Planner", "plan"]
 
@@ -76,6 +79,7 @@ class Planner:
 
     Args:
         profile: the recorded step.
+        make_bound: makes a bound on its plans, for who knows more of the step; called when a budget asks for it.
 
     Raises:
         ProfileFormatError: as `plan`.
@@ -92,7 +96,7 @@ class Planner:
         (0.0, True)
     """
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, *, make_bound: Callable[[], LowerBound] | None = None) -> None:
         check_kind("plan(profile, budget)", "profile", profile, Profile, "recollect.Profile")
         if profile.calls and not profile.log.sequence:
             raise ProfileFormatError(
@@ -100,12 +104,17 @@ class Planner:
                 "predicted; record it again"
             )
         self.profile = profile
-        self._plain = simulate(profile, [CallActions()] * len(profile.calls))
-        self._bound: LowerBound | None = None
+        self._program = Program(profile, windows(profile))
+        self._plain = self._simulate([CallActions()] * len(profile.calls))
+        self._make_bound = make_bound or partial(LowerBound, profile)
 
     @cached_property
     def _solvers(self) -> list[Solver]:
-        return [solver(self.profile) for solver in SOLVERS] if self.profile.calls else []
+        return [solver(self.profile, program=self._program) for solver in SOLVERS] if self.profile.calls else []
+
+    @cached_property
+    def _bound(self) -> LowerBound:
+        return self._make_bound()
 
     @property
     def plain_peak_bytes(self) -> int:
@@ -137,7 +146,7 @@ class Planner:
             return self._finished(best, budget_bytes, bound_s)
         full = classic_plan(self.profile, "full")
         if full.predicted_peak_bytes is not None and full.predicted_peak_bytes <= budget_bytes:
-            simulation = simulate(self.profile, decide(self.profile, full))
+            simulation = self._simulate(decide(self.profile, full))
             return self._predicted(full, simulation, budget_bytes, bound_s)
         raise self._too_small(budget_bytes, full)
 
@@ -153,7 +162,7 @@ class Planner:
         return best
 
     def _too_small(self, budget_bytes: int, full: Plan) -> BudgetTooSmallError:
-        known = [self._plain, simulate(self.profile, decide(self.profile, full))]
+        known = [self._plain, self._simulate(decide(self.profile, full))]
         known += [self._simulated(solver.leanest()) for solver in self._solvers]
         least = min(known, key=lambda simulation: simulation.peak_bytes)
         return BudgetTooSmallError(
@@ -173,13 +182,14 @@ class Planner:
         """Return a lower bound on the recompute seconds of any plan."""
         if not self.profile.calls:
             return 0.0
-        if self._bound is None:
-            self._bound = LowerBound(self.profile)
         return self._bound.recompute_s(budget_bytes)
 
     def _simulated(self, candidate: Candidate) -> Simulation:
         """Simulate the whole step of a candidate, with the decisions that the engine runs, and check its cost."""
-        return checked(simulate(self.profile, candidate.decisions()), candidate.cost)
+        return checked(self._simulate(candidate.decisions()), candidate.cost)
+
+    def _simulate(self, decisions: Sequence[CallActions]) -> Simulation:
+        return simulate(self.profile, decisions, program=self._program)
 
     def _finished(self, candidate: Candidate, budget_bytes: int, bound_s: float) -> Plan:
         """Return the plan of a candidate, with predictions and bound."""

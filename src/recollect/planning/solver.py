@@ -11,6 +11,7 @@ from typing import Protocol
 from recollect.planning.candidate import Candidate
 from recollect.planning.chain_solver import ChainSolver
 from recollect.profile.profile import Profile
+from recollect.simulation.program import Program
 
 __all__ = ["SOLVERS", "Solver"]
 
@@ -20,9 +21,10 @@ class Solver(Protocol):
 
     Args:
         profile: a recorded step with its events.
+        program: the program of the profile and its windows, to reuse.
     """
 
-    def __init__(self, profile: Profile) -> None: ...
+    def __init__(self, profile: Profile, *, program: Program | None = None) -> None: ...
 
     def best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
         """Return the fastest candidate found within the budget, or None; never None if `leanest` is within the budget.

@@ -100,7 +100,7 @@ class PeakSums:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._profile = program.profile
-        self._windows = program.windows
+        self.windows = program.windows
         self._division = Division(program)
         self._forms = _Forms(self._division)
         self._layouts: dict[Group, _Layout] = {}
@@ -108,7 +108,7 @@ class PeakSums:
         self._placed: dict[tuple[Group, tuple[_Choice, ...]], _Placed] = {}
         starts = np.array(self._division.window_starts, dtype=np.int64)
         self._starts, self._nothing = starts, np.zeros(len(starts), dtype=np.int64)
-        self._phases = np.array([window.phase for window in self._windows])
+        self._phases = np.array([window.phase for window in self.windows])
         calibration_bytes = self._profile.calibration_bytes
         self._calibration_bytes = np.where(self._phases == OPTIMIZER, 0, calibration_bytes)
         # The simulator gives a missing phase this peak too.

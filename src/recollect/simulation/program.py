@@ -92,6 +92,8 @@ class Program:
             SAVE: self._save,
             OP: self._op,
         }
+        # Calls of one graph share the sizes of its values.
+        self._sizes: dict[tuple[int, int], tuple[int, ...]] = {}
         self.instructions = list(self._instructions())
         self._counted: dict[tuple[int, frozenset[int]], frozenset[int]] = {}
         self._tape_s: dict[tuple[int, frozenset[int]], float] = {}
@@ -185,9 +187,12 @@ class Program:
         return call, self._key(call, value), handle, saver
 
     def _op(self, call: int, index: int) -> tuple[int, ProgramOp]:
-        graph = self.profile.graph_of(self.profile.calls[call])
+        key = self.profile.calls[call].graph, index
+        graph = self.profile.graphs[key[0]]
         op = graph.ops[index]
-        sizes = tuple(rounded_bytes(self.profile, graph.values[value].nbytes) for value in op.outputs)
+        if key not in self._sizes:
+            self._sizes[key] = tuple(rounded_bytes(self.profile, graph.values[value].nbytes) for value in op.outputs)
+        sizes = self._sizes[key]
         run = ProgramOp(
             op=op,
             inputs=tuple(self._key(call, value) for value in op.inputs),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ import recollect
 from recollect.errors import BudgetTooSmallError, ProfileFormatError, ScheduleError
 from recollect.pipelines.rank_profile import shortened
 from recollect.pipelines.schedule import PipelineAction, PipelineSchedule
+from recollect.planning.bound import LowerBound
 from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
@@ -167,9 +170,9 @@ def test_ranks_that_do_alike_are_planned_once(profiles: list[Profile], monkeypat
     made = []
     init = Planner.__init__
 
-    def counted(planner: Planner, profile: Profile) -> None:
+    def counted(planner: Planner, profile: Profile, *, make_bound: Callable[[], LowerBound]) -> None:
         made.append(profile)
-        init(planner, profile)
+        init(planner, profile, make_bound=make_bound)
 
     monkeypatch.setattr(Planner, "__init__", counted)
     planned = recollect.plan_pipeline(profiles, SCHEDULES["GPipe"], "100%")

@@ -1,0 +1,248 @@
+"""Choose one option per unit where units run several times at once, as micro-batches do: a linear program, rounded.
+
+Unit r with option o keeps s(r, o) bytes for each of its calls in flight and recomputes for t(r, o) seconds. Each window w of
+unit r(w) has to satisfy
+
+    floor(w) + sum over all units j of n(w, j) s(j, o_j) + m(w, o_r(w)) <= budget
+
+where n(w, j) counts the calls of j that are alive then. So many sums at once are no chain, which counts one. But they are few:
+of the windows of a unit, those with most in flight say it all. With a share of each option in place of a choice this is a
+linear program, whose best point mixes options in no more units than there are windows that are full. These units then take
+one option, and others faster ones as long as there is room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+
+__all__ = ["Limits", "MixUnit", "cheapest_mix"]
+
+# Part of a byte count by which sums in floating point may be off.
+_ROUNDING = 1e-12
+# A choice this close to the program's best point, as a part of its seconds, is good enough.
+_SMALL_GAP = 0.003
+# An option with all but so much of the share of its unit is chosen.
+_SURE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class MixUnit:
+    """A unit; per option: bytes kept for each call in flight, and seconds of all calls."""
+
+    kept_bytes: NDArray[np.int64]
+    recompute_s: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Windows that have to fit.
+
+    Attributes:
+        unit: of each window, the number of the unit that it belongs to.
+        counts: (window, unit): how many calls are alive.
+        own_bytes: of each window, what it holds besides, by option of its unit.
+    """
+
+    unit: NDArray[np.int64]
+    counts: NDArray[np.float64]
+    own_bytes: Sequence[NDArray[np.int64]]
+
+    def fullest(self) -> Limits:
+        """Return the windows of each unit that none other of it has as much or more of everything than."""
+        kept: list[int] = []
+        for unit in np.unique(self.unit):
+            members = np.flatnonzero(self.unit == unit)
+            # The fullest first, so that most others are compared with few.
+            own = np.array([self.own_bytes[int(window)] for window in members], dtype=np.float64)
+            table = np.hstack((own, self.counts[members]))
+            found: list[int] = []
+            for place in np.lexsort((-table.sum(axis=1),)):
+                if not any((table[other] >= table[place]).all() for other in found):
+                    found.append(int(place))
+            kept += members[sorted(found)].tolist()
+        return Limits(self.unit[kept], self.counts[kept], [self.own_bytes[w] for w in kept])
+
+
+def cheapest_mix(units: Sequence[MixUnit], limits: Limits, budget_bytes: int) -> list[int] | None:
+    """Return options of all units that together take few seconds, or None if none are found within the budget.
+
+    Args:
+        units: in any order; windows name them by their number.
+        limits: the windows.
+        budget_bytes: limit on each window.
+
+    Complexity: a linear program of an unknown for each option and a row for each of the fullest windows, then some passes over
+        both.
+    """
+    mix = _Mix(units, limits.fullest(), budget_bytes)
+    return mix.chosen()
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """The best point of the program: the share of each option, and seconds per byte of each window there."""
+
+    shares: NDArray[np.float64]
+    prices: NDArray[np.float64]
+
+
+class _Mix:
+    def __init__(self, units: Sequence[MixUnit], limits: Limits, budget_bytes: int) -> None:
+        self._budget = float(budget_bytes)
+        self._unit_of = np.concatenate([np.full(len(u.kept_bytes), r) for r, u in enumerate(units)])
+        self._first = np.searchsorted(self._unit_of, np.arange(len(units)))
+        self._seconds = np.concatenate([unit.recompute_s for unit in units])
+        kept = np.concatenate([unit.kept_bytes for unit in units]).astype(float)
+        # (window, option): bytes of the window if the option is taken.
+        self._loads = limits.counts[:, self._unit_of] * kept
+        for window, unit in enumerate(limits.unit):
+            own = limits.own_bytes[window]
+            self._loads[window, self._first[unit] : self._first[unit] + len(own)] += own
+        # Windows that fit whatever is chosen say nothing.
+        most = np.maximum.reduceat(self._loads, self._first, axis=1).sum(axis=1)
+        self._loads = self._loads[most > self._budget]
+        self._tolerance = _ROUNDING * self._budget
+
+    def chosen(self) -> list[int] | None:
+        """Return the fastest choice found."""
+        free = np.arange(len(self._unit_of))
+        point = self._point(free, self._budget * np.ones(len(self._loads)))
+        if point is None:
+            return None
+        found = [self._improved(start, point.prices) for start in self._starts(point.shares)]
+        best = min((one for one in found if one is not None), key=self._seconds_of, default=None)
+        if best is None or self._seconds_of(best) > (1 + _SMALL_GAP) * (self._seconds @ point.shares):
+            dived = self._dived(point, best)
+            if dived is not None and (best is None or self._seconds_of(dived) < self._seconds_of(best)):
+                best = dived
+        return None if best is None else (best - self._first).tolist()
+
+    def _seconds_of(self, chosen: NDArray[np.int64]) -> float:
+        return float(self._seconds[chosen].sum())
+
+    def _improved(self, start: NDArray[np.int64], prices: NDArray[np.float64]) -> NDArray[np.int64] | None:
+        fitting = self._repaired(start)
+        return None if fitting is None else self._exchanged(self._filled(fitting, prices), prices)
+
+    def _point(self, some: NDArray[np.int64], room: NDArray[np.float64]) -> _Point | None:
+        """Return the best point of the program over some options, with so many bytes left in each window; None if none fits."""
+        units, unit_of = np.unique(self._unit_of[some], return_inverse=True)
+        scale_s = float(self._seconds.max(initial=0.0)) or 1.0
+        equal = np.zeros((len(units), len(some)))
+        equal[unit_of, np.arange(len(some))] = 1.0
+        result = linprog(
+            self._seconds[some] / scale_s,
+            A_ub=self._loads[:, some] / self._budget,
+            b_ub=room / self._budget,
+            A_eq=equal,
+            b_eq=np.ones(len(units)),
+            method="highs",
+        )
+        if result.status != 0:
+            return None
+        shares = np.zeros(len(self._unit_of))
+        shares[some] = result.x
+        return _Point(shares, np.maximum(-result.ineqlin.marginals, 0.0) * (scale_s / self._budget))
+
+    def _dived(self, point: _Point, best: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+        """Return a choice made unit by unit, each time with the best point for the others."""
+        prices, shares = point.prices, point.shares
+        costs_s = self._seconds + prices @ self._loads
+        slower_s = costs_s - np.minimum.reduceat(costs_s, self._first)[self._unit_of]
+        # What an option is slower by at the best point's prices, the choice is.
+        gap_s = math.inf if best is None else self._seconds_of(best) - float(self._seconds @ shares)
+        some = np.flatnonzero((slower_s <= gap_s) | (shares > 0))
+        chosen = np.full(len(self._first), -1)
+        while (chosen < 0).any():
+            open_shares = np.where(chosen[self._unit_of] < 0, shares, -1.0)
+            sure = np.flatnonzero(open_shares > 1 - _SURE)
+            taken = sure if len(sure) else np.array([open_shares.argmax()])
+            chosen[self._unit_of[taken]] = taken
+            free = some[chosen[self._unit_of[some]] < 0]
+            room = self._budget - self._loads[:, chosen[chosen >= 0]].sum(axis=1)
+            found = self._point(free, room) if len(free) else None
+            if found is None:
+                # What is left cannot make up for the last choice, or nothing is left.
+                rest = self._starts(shares)[1]
+                chosen = np.where(chosen < 0, rest, chosen)
+            else:
+                shares = found.shares
+        return self._improved(chosen, prices)
+
+    def _starts(self, shares: NDArray[np.float64]) -> list[NDArray[np.int64]]:
+        """Return the option with the largest share of each unit, and the slowest one with a share."""
+        ends = [*self._first[1:], len(shares)]
+        most, slowest = [], []
+        for first, end in zip(self._first, ends, strict=True):
+            own = shares[first:end]
+            most.append(first + int(own.argmax()))
+            slowest.append(first + int(np.where(own > 1e-9, self._seconds[first:end], -1.0).argmax()))
+        return [np.array(most), np.array(slowest)]
+
+    def _changed(self, chosen: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return (window, option): bytes over the budget if one unit takes the option and all others what is chosen."""
+        over = self._loads[:, chosen].sum(axis=1) - self._budget
+        changed: NDArray[np.float64] = over[:, None] + self._loads - self._loads[:, chosen][:, self._unit_of]
+        return changed
+
+    def _repaired(self, chosen: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Return a choice that fits: units switch to what costs least for the bytes that exceed the budget."""
+        chosen = chosen.copy()
+        for _ in range(4 * len(self._first)):
+            over = np.maximum(self._loads[:, chosen].sum(axis=1) - self._budget, 0.0).sum()
+            if over <= self._tolerance:
+                return chosen
+            excess = np.maximum(self._changed(chosen), 0.0).sum(axis=0)
+            gained = over - excess
+            lost_s = np.maximum(self._seconds - self._seconds[chosen][self._unit_of], 0.0)
+            if not (gained > self._tolerance).any():
+                return None
+            ends_it = (excess <= self._tolerance) & (gained > 0)
+            worth = np.where(gained > self._tolerance, gained / (lost_s + 1e-12), -1.0)
+            option = int(np.where(ends_it, lost_s, np.inf).argmin() if ends_it.any() else worth.argmax())
+            chosen[self._unit_of[option]] = option
+        return None
+
+    def _filled(self, chosen: NDArray[np.int64], prices: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return a choice with units switched to faster options while there is room, the best use of scarce bytes first."""
+        chosen = chosen.copy()
+        costs_s = self._seconds + prices @ self._loads
+        while True:
+            saved_s = self._seconds[chosen][self._unit_of] - self._seconds
+            fits = (self._changed(chosen) <= self._tolerance).all(axis=0) & (saved_s > 0)
+            if not fits.any():
+                return chosen
+            lost_s = np.where(fits, costs_s - costs_s[chosen][self._unit_of], np.inf)
+            option = int(np.lexsort((-saved_s, lost_s))[0])
+            chosen[self._unit_of[option]] = option
+
+    def _exchanged(self, chosen: NDArray[np.int64], prices: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return a choice that no two units can make faster by taking other options at once."""
+        costs_s = self._seconds + prices @ self._loads
+        least_s = np.minimum.reduceat(costs_s, self._first)
+        while True:
+            # No choice is faster than the program's best point, and an option's price says by how much it is slower than that.
+            gap_s = (costs_s[chosen] - least_s).sum() + prices @ (self._budget - self._loads[:, chosen].sum(axis=1))
+            some = np.flatnonzero(costs_s - least_s[self._unit_of] < gap_s)
+            change = self._loads[:, some] - self._loads[:, chosen][:, self._unit_of[some]]
+            saved_s = (self._seconds[chosen][self._unit_of] - self._seconds)[some]
+            room = self._budget - self._loads[:, chosen].sum(axis=1) + self._tolerance
+            best: tuple[float, int, int] = (1e-9 * float(self._seconds[chosen].sum()), -1, -1)
+            for place in np.flatnonzero(saved_s > 0):
+                fits = (change <= (room - change[:, place])[:, None]).all(axis=0)
+                both_s = np.where(
+                    fits & (self._unit_of[some] != self._unit_of[some[place]]), saved_s[place] + saved_s, -1.0
+                )
+                if len(both_s) and both_s.max() > best[0]:
+                    best = float(both_s.max()), int(some[place]), int(some[both_s.argmax()])
+            if best[1] < 0:
+                return chosen
+            chosen = chosen.copy()
+            chosen[self._unit_of[[best[1], best[2]]]] = best[1], best[2]
+            chosen = self._filled(chosen, prices)

@@ -1,0 +1,93 @@
+"""The bound of a rank whose micro-batches share a decision, against the bound that lets each decide, and against plans."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import recollect
+from recollect.pipelines.pipeline import Pipeline, RecordedPieces
+from recollect.pipelines.rank_bound import rank_bound
+from recollect.pipelines.rank_profile import rank_step
+from recollect.pipelines.schedule import PipelineSchedule, schedule_of
+from recollect.planning.bound import LowerBound
+from recollect.planning.choose import Planner
+from recollect.profile.profile import Profile
+
+# Two ranks with two stages each, and a backward in halves.
+V_SHAPE = [
+    "0F0 0F1 3F0 3I0 0F2 3F1 3I1 3W0 0I0 3F2 3I2 0W0 0I1 3W1 0W1 0I2 3W2 0W2".split(),
+    "1F0 2F0 1F1 2F1 2I0 1I0 1F2 2F2 2I1 1I1 2W0 1W0 2I2 1I2 2W1 1W1 2W2 1W2".split(),
+]
+SCHEDULES = {
+    "1F1B": PipelineSchedule.one_f_one_b(num_stages=4, num_micro_batches=8),
+    "interleaved": PipelineSchedule.interleaved_1f1b(num_ranks=4, stages_per_rank=2, num_micro_batches=8),
+    "V": schedule_of(V_SHAPE),
+}
+# Seconds of recompute, summed over a micro-batch of each stage, that plans took when what other micro-batches keep was assumed
+# as a part of the most that it could be. In units of 1e-7.
+SLOWER = {("1F1B", "40%"): 8208, ("interleaved", "80%"): 1766, ("V", "50%"): 20488}
+
+
+def recorded(*, is_first: bool, split_backward: bool = False) -> Profile:
+    torch.manual_seed(0)
+    layers = (nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True) for _ in range(4))
+    return recollect.record(
+        nn.Sequential(*layers),
+        torch.randn(4, 32, 64, requires_grad=not is_first),
+        loss_fn=torch.sum,
+        gradients="accumulated",
+        holds_output=False,
+        fake=True,
+        hardware="H100",
+        split_backward=split_backward,
+    )
+
+
+@pytest.fixture(scope="module")
+def pieces() -> dict[bool, tuple[Profile, Profile]]:
+    """The first stage and the others, by whether backward is in halves."""
+    return {
+        split: (recorded(is_first=True, split_backward=split), recorded(is_first=False, split_backward=split))
+        for split in (False, True)
+    }
+
+
+def stages(pieces: dict[bool, tuple[Profile, Profile]], number: int, *, split: bool = False) -> list[Profile]:
+    first, other = pieces[split]
+    return [first, *[other] * (number - 1)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_it_is_above_the_bound_without_shared_decisions_and_below_plans(
+    pieces: dict[bool, tuple[Profile, Profile]], name: str
+) -> None:
+    schedule = SCHEDULES[name]
+    split = stages(pieces, schedule.num_stages, split=True) if name == "V" else ()
+    rank = Pipeline(schedule, RecordedPieces(stages(pieces, schedule.num_stages), split)).ranks[0]
+    step = rank_step(rank)
+    shared, apart = rank_bound(rank, step), LowerBound(step.profile)
+    plain_bytes = Planner(step.profile).plain_peak_bytes
+    higher = []
+    for percent in (75,):
+        budget_bytes = plain_bytes * percent // 100
+        found = Planner(step.profile, make_bound=lambda: shared).plan(budget_bytes)
+        assert found.predicted_slowdown is not None
+        bound_s, apart_s = shared.recompute_s(budget_bytes), apart.recompute_s(budget_bytes)
+        assert apart_s * (1 - 1e-6) <= bound_s <= found.predicted_slowdown * step.profile.step_s * (1 + 1e-6)
+        higher.append(bound_s > 1.01 * apart_s)
+    # Under the V, the most that the two bounds differ by is less.
+    assert any(higher) or name == "V"
+    assert shared.recompute_s(step.profile.persistent_bytes) == float("inf")
+
+
+@pytest.mark.parametrize(("name", "budget"), SLOWER)
+def test_plans_are_as_fast_as_they_were(pieces: dict[bool, tuple[Profile, Profile]], name: str, budget: str) -> None:
+    schedule = SCHEDULES[name]
+    profiles = stages(pieces, schedule.num_stages)
+    split = stages(pieces, schedule.num_stages, split=True) if name == "V" else ()
+    planned = recollect.plan_pipeline(profiles, schedule, budget, split_profiles=split)
+    recompute_s = sum(part * profile.step_s for part, profile in zip(planned.slowdowns, profiles, strict=True))
+    # The planner ends its search within 0.1 % of the step of the bound.
+    assert recompute_s <= SLOWER[name, budget] * 1e-7 + 0.001 * sum(profile.step_s for profile in profiles)
