@@ -14,6 +14,8 @@ from torch import nn
 
 from recollect._torch_parallel import freed_after_forward, is_checkpoint_wrapper
 from recollect.arguments import check_kind
+from recollect.engine.agreement import Agreement
+from recollect.engine.first_call import first_call_forwards
 from recollect.engine.other_depth import check_depth
 from recollect.engine.placed_forward import Applied, PlacedForward
 from recollect.engine.policy import Policy
@@ -25,6 +27,7 @@ from recollect.engine.unit_modules import unit_module
 from recollect.errors import AlreadyAppliedError, PlanError, UnknownNameError
 from recollect.loss.intercept import loss_forwards
 from recollect.plans.action import Action
+from recollect.plans.digest import digest_of, needs_all_ranks
 from recollect.plans.engines import EngineChoice
 from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
@@ -55,6 +58,7 @@ def apply(model: nn.Module, plan: Plan, *, group: GroupChoice = None) -> Applied
         PlanError: the plan drops the output of a unit whose parameters FSDP2 frees after forward; or the processes of the group
             have different plans.
         RecordError: a process of the group does not apply a plan.
+        PlanError by the model's first call, on all ranks: they have different plans, of which some run collectives again.
 
     Warns:
         PlanMismatchWarning: the plan was made for a model with fewer layers; or once, if a unit runs other ops than the
@@ -78,22 +82,31 @@ def apply(model: nn.Module, plan: Plan, *, group: GroupChoice = None) -> Applied
 
     def applied() -> Applied:
         check_depth(model, plan)
-        return apply_own(model, plan)
+        return _apply(model, plan, compares=True)
 
     return ranks.together(applied, Place.START, undo=Applied.remove)
 
 
 def apply_own(model: nn.Module, plan: Plan) -> Applied:
-    """Apply a plan that was made for this very model, here, and need not name all of its layers; otherwise as `apply`."""
+    """Apply a plan that was made for this very model, by all of its ranks, and need not name all of its layers."""
+    return _apply(model, plan, compares=False)
+
+
+def _apply(model: nn.Module, plan: Plan, *, compares: bool) -> Applied:
+    """Apply a plan; `compares`: ranks may have different ones, and find out in the first call."""
     modules = {path: unit_module(model, path) for path in plan.units}
     for path, unit in plan.units.items():
         _check_value_names(modules[path], path, unit.actions)
     _check_outputs_stay(model, plan, modules)
+    agreement = Agreement(digest_of(plan.units), needs_all=needs_all_ranks(plan.units))
     forwards = [
-        forward for engine, units in _by_engine(plan.units).items() for forward in ENGINES[engine]().apply(model, units)
+        forward
+        for engine, units in _by_engine(plan.units).items()
+        for forward in ENGINES[engine]().apply(model, units, agreement)
     ]
     _check_not_applied(model, forwards)
-    return Applied(model, [*forwards, *loss_forwards(model, plan.loss_chunks)], plan)
+    others = [*loss_forwards(model, plan.loss_chunks), *(first_call_forwards(model, agreement) if compares else [])]
+    return Applied(model, [*forwards, *others], plan)
 
 
 def applied_to(model: nn.Module) -> list[Applied]:

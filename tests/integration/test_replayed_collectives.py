@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -237,8 +238,17 @@ def test_ranks_with_one_plan_run_collectives_again(ranks: list[dict[str, Any]]) 
         assert replayed["all-reduces"] > plain["all-reduces"]
 
 
-def test_ranks_with_two_plans_all_say_so_before_they_wait_for_each_other(ranks: list[dict[str, Any]]) -> None:
-    for number, rank in enumerate(ranks):
-        assert f"this rank ({number}) has plan " in rank["two plans"]
-        assert f"rank {1 - number} has " in rank["two plans"]
-        assert "of ranks 0, 1, which have to do so together" in rank["two plans"]
+@pytest.mark.parametrize("name", ["two plans", "one keeps collectives", "one has nothing to do"])
+def test_ranks_with_two_plans_all_say_so_before_they_wait_for_each_other(
+    name: str, ranks: list[dict[str, Any]]
+) -> None:
+    first, second = (rank[name] for rank in ranks)
+    expected = r"cannot run the plan: the ranks of one group have different ones \(\w{12} in rank 0, \w{12} in rank 1\), .* Make"
+    assert re.match(expected, first["error"]), first["error"]
+    assert first["error"] == second["error"]
+    assert max(first["seconds"], second["seconds"]) < 10
+
+
+def test_ranks_that_keep_collectives_may_have_two_plans(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert_same_gradients(rank["plain"]["gradients"], rank["both keep collectives"]["gradients"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -27,6 +28,7 @@ from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
+from recollect.plans.value_names import collective_kind
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide, simulated_plan
 from recollect.simulation.simulate import simulate
@@ -176,20 +178,34 @@ def replayed_collectives() -> dict[str, Any]:
     first, unit = next(iter(plan.units.items()))
     lean = {name: "keep" if name.endswith("all_reduce") else action for name, action in unit.actions.items()}
     plans = {"plain": Plan({}), "one plan": plan}
+    # Neither rank may wait in a collective for one that has raised.
     plans["two plans"] = plan if dist.get_rank() else Plan({**plan.units, first: UnitPlan(lean)})
+    plans["one keeps collectives"] = plan if dist.get_rank() else _without_collectives(plan)
+    plans["one has nothing to do"] = Plan({}) if dist.get_rank() else plan
+    plans["both keep collectives"] = Plan({}) if dist.get_rank() else _without_collectives(plan)
     outcome: dict[str, Any] = {}
     for name, used in plans.items():
         model.zero_grad()
+        begin = time.perf_counter()
         with recollect.apply(model, used), Watch() as watch:
             torch.manual_seed(7)
-            output = model(data)
             try:
-                output.square().mean().backward()
+                model(data).square().mean().backward()
             except RecollectError as error:
-                outcome[name] = str(error)
-                break
+                outcome[name] = {"error": str(error), "seconds": time.perf_counter() - begin}
+                continue
         outcome[name] = {"gradients": _gradients(model), "all-reduces": watch.ops["_c10d_functional::all_reduce"]}
     return outcome
+
+
+def _without_collectives(plan: Plan) -> Plan:
+    """The plan, but for collectives, which are kept."""
+    return Plan(
+        {
+            path: UnitPlan({name: "keep" if collective_kind(name) else action for name, action in unit.actions.items()})
+            for path, unit in plan.units.items()
+        }
+    )
 
 
 def sharded_values() -> dict[str, Any]:

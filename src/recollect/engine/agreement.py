@@ -1,8 +1,11 @@
 """Has ranks find out that they drop different collectives before one waits for ever for the others to run one again.
 
-A rank tells the others in forward which plan it runs, when it first meets a collective of a group; before it runs one again,
-in backward, it looks whether all of that group told the same. Both go through the store that the ranks met at, not through a
-collective: a rank that has another plan may not come.
+A rank tells the others in forward which plan it runs, when it first meets a collective of a group; at the end of the model's
+first forward, or at the latest before it runs one again in backward, it looks whether all of that group told the same. Both go
+through the store that the ranks met at, not through a collective: a rank that has another plan may not come.
+
+Every rank looks at the end of the first forward (`first_call.py`), also one that runs no collective again: it would wait in
+backward for one that has raised. There, all have joined the collectives of that forward, and so have told; none is in one.
 """
 
 from __future__ import annotations
@@ -18,6 +21,14 @@ __all__ = ["Agreement"]
 # A rank that has this plan tells so before it joins the group's first collective of the step, which the others have joined
 # when they come to look; on CUDA they may be ahead of it by what the CPU does in a step.
 _PATIENCE_S: Final = 60.0
+# A rank that runs none again does not need the others' plans: some may have none.
+_SHORT_PATIENCE_S: Final = 2.0
+_NEEDS_ALL: Final = " needs all"
+
+_REMEDY: Final = (
+    "Make the plan on one rank and send it to the others. Ranks may have plans of their own if these run no collective again "
+    '(collectives="keep") and hold no value as parts.'
+)
 
 # How many plans have met a group in this process: the same number in all of its ranks, if they apply the same ones.
 _num_met: Counter[str] = Counter()
@@ -28,10 +39,12 @@ class Agreement:
 
     Args:
         digest: the same in ranks that drop the same collectives.
+        needs_all: whether this rank will run a collective again, or hold values as parts.
     """
 
-    def __init__(self, digest: str) -> None:
+    def __init__(self, digest: str, *, needs_all: bool = True) -> None:
         self.digest = digest
+        self.needs_all = needs_all
         self._met: dict[str, RankNotes] = {}
         self._agreed: set[str] = set()
 
@@ -40,7 +53,28 @@ class Agreement:
         if group not in self._met:
             _num_met[group] += 1
             notes = self._met[group] = notes_of_group(group, f"recollect/{group}/{_num_met[group]}")
-            notes.leave(self.digest)
+            notes.leave(self.digest + (_NEEDS_ALL if self.needs_all else ""))
+
+    def compare(self) -> None:
+        """Check, at the same point of the step in all ranks, that those of each group that was met run one plan, if they have to.
+
+        Raises:
+            PlanError: they have different plans, or some have none; with the same text in each that has one.
+        """
+        for group, notes in self._met.items():
+            if group in self._agreed:
+                continue
+            found = notes.read(_PATIENCE_S if self.needs_all else _SHORT_PATIENCE_S)
+            some_need_all = self.needs_all or any((text or "").endswith(_NEEDS_ALL) for text in found.values())
+            digests = {rank: (text or "none").removesuffix(_NEEDS_ALL) for rank, text in found.items()}
+            if len(set(digests.values())) == 1:
+                self._agreed.add(group)
+            elif some_need_all:
+                shown = ", ".join(f"{digest} in rank {rank}" for rank, digest in digests.items())
+                raise PlanError(
+                    f"cannot run the plan: the ranks of one group have different ones ({shown}), of which some run "
+                    f"collectives again or hold values as parts, which all ranks have to do together. {_REMEDY}"
+                )
 
     def check(self, group: str, what: str) -> None:
         """Check, the first time, that all ranks of a group drop what this one drops, before it begins to do `what`.
@@ -52,12 +86,10 @@ class Agreement:
             return
         notes = self._met[group]
         for rank, found in notes.read(_PATIENCE_S).items():
-            if found != self.digest:
-                said = f"rank {rank} has none" if found is None else f"rank {rank} has {found}"
+            digest = "none" if found is None else found.removesuffix(_NEEDS_ALL)
+            if digest != self.digest:
                 raise PlanError(
-                    f"cannot {what}: this rank ({notes.rank}) has plan {self.digest}, {said}, of ranks "
-                    f"{', '.join(map(str, notes.ranks))}, which have to do so together. Make the plan on one rank and send "
-                    "it to the others. Ranks may have plans of their own if these run no collective again "
-                    '(collectives="keep") and hold no value as parts.'
+                    f"cannot {what}: this rank ({notes.rank}) has plan {self.digest}, rank {rank} has {digest}, of ranks "
+                    f"{', '.join(map(str, notes.ranks))}, which have to do so together. {_REMEDY}"
                 )
         self._agreed.add(group)

@@ -17,6 +17,7 @@ from recollect.engine.settings import current_settings
 from recollect.engine.unit_modules import unit_module
 
 if TYPE_CHECKING:
+    from recollect.engine.agreement import Agreement
     from recollect.plans.unit_plan import UnitPlan
 
 __all__ = ["RegionEngine"]
@@ -25,7 +26,7 @@ __all__ = ["RegionEngine"]
 class RegionEngine:
     """Runs each unit under `torch.utils.checkpoint`; `recollect.simulation.region_schedule` simulates the cost."""
 
-    def apply(self, model: nn.Module, units: Mapping[str, UnitPlan]) -> list[PlacedForward]:
+    def apply(self, model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement) -> list[PlacedForward]:
         """Return forwards that re-run each unit as a whole."""
         return [_RegionForward(path, unit_module(model, path)) for path in units]
 

@@ -16,7 +16,6 @@ from recollect.engine.tape import Tape
 from recollect.engine.unit_modules import plain_submodules, unit_module
 from recollect.errors import PlanError
 from recollect.plans.action import Action
-from recollect.plans.digest import digest_of
 from recollect.plans.paths import unit_words
 
 if TYPE_CHECKING:
@@ -28,14 +27,14 @@ __all__ = ["TapeEngine", "tape_forwards"]
 class TapeEngine:
     """Keeps or drops value by value; see `recollect.engine.tape`."""
 
-    def apply(self, model: nn.Module, units: Mapping[str, UnitPlan]) -> list[PlacedForward]:
+    def apply(self, model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement) -> list[PlacedForward]:
         """Return forwards that run the units on one tape; units that recompute nothing run as before."""
         # A unit that keeps everything still belongs on the tape if another unit may have dropped its input.
         drops_outputs = any(unit.output is Action.RECOMPUTE for unit in units.values())
         paths = [path for path, unit in units.items() if unit.recomputes_anything or drops_outputs]
         shards = shards_of(model)
         _check_shards(units, shards)
-        tape = Tape(PlanPolicy(units), agreement=Agreement(digest_of(units)), shards=shards)
+        tape = Tape(PlanPolicy(units), agreement=agreement, shards=shards)
         return tape_forwards(model, paths, tape)
 
 

@@ -24,11 +24,15 @@ from recollect.errors import ConfigError, NotYetError
 from recollect.extras import needed
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.integrations.key_value_cache import CacheOff
+from recollect.integrations.wrapped_model import in_wrapper
+from recollect.ranks.presence import Presence
 
 __all__ = ["BudgetHooks", "MemoryBudget"]  # noqa: F822, the second is made when it is asked for
 
 _PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
 _LEAST_VERSION: Final = "2.4"
+# The module itself; in `DistributedDataParallel`; as its `configure_model` has sharded it.
+_STRATEGIES: Final = ("SingleDevice", "DDP", "ModelParallel")
 
 
 class BudgetHooks:
@@ -37,7 +41,7 @@ class BudgetHooks:
     The first step is recorded as `training_step` runs it, in its precision, and planned; the line about the plan goes to
     Lightning's log, and its numbers to the trainer's loggers. Models of Hugging Face in the module make no cache of keys and
     values meanwhile; see `recollect.integrations.transformers.enable_memory_budget`. At the end of training the model is as it
-    was.
+    was. Several processes (`strategy="ddp"`, or `ModelParallelStrategy` with FSDP2) run one plan.
 
     Args:
         budget: bytes of the whole step, as an int or text: "22GiB", "90% of the device", "60%" of what the first step needs
@@ -50,7 +54,9 @@ class BudgetHooks:
 
     Raises:
         ConfigError: when training begins, Lightning is too old.
-        NotYetError: when training begins, its strategy is for several devices.
+        NotYetError: when training begins, its strategy is another one for several devices; or the module optimizes by hand in
+            `DistributedDataParallel`.
+        RecordError: when training begins, another process of it has no `MemoryBudget`.
 
     Example: `Trainer(callbacks=[MemoryBudget("22GiB")]).fit(module, loader)`.
     """
@@ -66,21 +72,25 @@ class BudgetHooks:
         self.on_larger: OnLarger = on_larger
         self.units = None if units is None else list(units)
         self.attached: Attached | None = None
+        self._presence = Presence("MemoryBudget")
         self._num_logged = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse what a plan cannot be combined with."""
         if stage == "fit":
             _check_version(_package_of(trainer))
-            _check_strategy(trainer)
+            _check_strategy(trainer, pl_module)
+            self._presence.tell()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the module: its optimizers are there, and the sanity check is over."""
         self._num_logged = 0
         log = importlib.import_module(f"{_package_of(trainer)}.utilities.rank_zero").rank_zero_info
-        self.attached = attach(
-            pl_module, trainer.optimizers, self.budget, on_larger=self.on_larger, units=self.units, log=log
-        )
+        model = trainer.strategy.model
+        # Lightning has all processes wait for each other after `setup`.
+        self._presence.check(is_after_barrier=True)
+        units = in_wrapper(self.units, model, pl_module)
+        self.attached = attach(model, trainer.optimizers, self.budget, on_larger=self.on_larger, units=units, log=log)
         self.attached.remove_too(CacheOff(pl_module))
         if pl_module.automatic_optimization:
             # It is all of forward, and may call the layers one by one. Otherwise it runs backward, too.
@@ -164,11 +174,17 @@ def _check_version(package: str) -> None:
         )
 
 
-def _check_strategy(trainer: Any) -> None:
+def _check_strategy(trainer: Any, pl_module: Any) -> None:
     name = type(trainer.strategy).__name__
-    if trainer.world_size > 1 or not name.startswith("SingleDevice"):
+    if not name.startswith(_STRATEGIES):
         raise NotYetError(
             settings={"strategy": name, "devices": trainer.world_size},
-            needs="a trainer that splits or copies the model",
-            advice="Pass devices=1 and leave out strategy.",
+            needs="a strategy that splits the model in a way of its own",
+            advice='Pass strategy="ddp", or ModelParallelStrategy and fully_shard in configure_model.',
+        )
+    if name.startswith("DDP") and not pl_module.automatic_optimization:
+        raise NotYetError(
+            settings={"strategy": name, "automatic_optimization": False},
+            needs="a backward inside the forward of DistributedDataParallel",
+            advice="Leave backward and the optimizer to Lightning; or pass ModelParallelStrategy.",
         )

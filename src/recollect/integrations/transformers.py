@@ -5,7 +5,8 @@
 | `gradient_checkpointing`, in later versions `activation_checkpointing` | refused: the plan decides what is recomputed |
 | `activation_offloading` (TRL) | refused, for the same reason |
 | `deepspeed` | ZeRO 0 to 3, one process or several; see `recollect.integrations.deepspeed` |
-| several processes or GPUs without it, `fsdp` | not yet |
+| several processes: DDP, FSDP2 (`fsdp_version: 2`) | one plan for all; see `recollect.attach` |
+| FSDP1, FSDP2 with `cpu_offload`, tensor or context parallelism, several GPUs in one process | not yet |
 | optimizers that step in backward (`optim="lomo"`, `"adalomo"`, `"..._layerwise"`) | not yet |
 
 Run with transformers 4.50.3, 4.57.6, 5.0.0 and 5.23.0, accelerate 1.15.0, peft 0.21.2, trl 1.16.0 and
@@ -20,6 +21,7 @@ from typing import Any, Final
 from packaging.version import Version
 from torch import nn
 
+from recollect._torch_parallel import is_data_parallel
 from recollect.attaching.attach import attach
 from recollect.attaching.attached import Attached, OnLarger
 from recollect.attaching.report import numbers_of
@@ -30,6 +32,8 @@ from recollect.integrations.deepspeed.engine import AttachedEngine, check_before
 from recollect.integrations.deepspeed.json_file import BudgetSection
 from recollect.integrations.key_value_cache import CacheOff
 from recollect.integrations.running_trainer import RemovingTrain, calling_trainer
+from recollect.integrations.wrapped_model import in_wrapper
+from recollect.ranks.presence import Presence
 
 with needed("transformers", by="recollect.integrations.transformers"):
     import transformers
@@ -109,7 +113,9 @@ class MemoryBudget(TrainerCallback):
 
     Raises:
         ConfigError: transformers is too old; or, when the trainer is made, it recomputes or offloads by itself.
-        NotYetError: when the trainer is made, it has several devices, or an optimizer that steps in backward.
+        NotYetError: when the trainer is made, it splits the model in a way that is not in the table above, or has an optimizer
+            that steps in backward.
+        RecordError: when training begins, another process of it has no `MemoryBudget`.
 
     Example: `Trainer(model, args, train_dataset=texts, callbacks=[MemoryBudget("22GiB")]).train()`.
     """
@@ -126,6 +132,7 @@ class MemoryBudget(TrainerCallback):
         self.on_larger: OnLarger = on_larger
         self.units = None if units is None else list(units)
         self.attached: Attached | None = None
+        self._presence = Presence("MemoryBudget")
         self._num_logged = 0
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -135,7 +142,9 @@ class MemoryBudget(TrainerCallback):
             check_before(model, _config_of(args), self._section(args))
         trainer = calling_trainer()
         if trainer is not None:
+            _check_layout(trainer.accelerator)
             vars(trainer)["train"] = RemovingTrain(trainer, self._remove)
+        self._presence.tell()
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
@@ -147,13 +156,17 @@ class MemoryBudget(TrainerCallback):
         self._remove()
         self._num_logged = 0
         # The level of what a trainer says without being asked for more.
-        log = logging.get_logger("transformers.trainer").warning
+        log = logging.get_logger("transformers.trainer").warning if state.is_world_process_zero else _say_nothing
+        wrapped = _wrapped(calling_trainer(), args, model)
+        # What makes replicas, and DeepSpeed, sends the parameters of the first process to all.
+        self._presence.check(is_after_barrier=bool(args.deepspeed) or is_data_parallel(wrapped))
         if args.deepspeed:
-            self.attached = AttachedEngine(_engine_of(calling_trainer()), self._section(args), log)
+            self.attached = AttachedEngine(wrapped, self._section(args), log)
             self.attached.remove_too(CacheOff(model))
         else:
+            units = in_wrapper(self.units, wrapped, model)
             self.attached = enable_memory_budget(
-                model, optimizer, self.budget, on_larger=self.on_larger, units=self.units, log=log
+                wrapped, optimizer, self.budget, on_larger=self.on_larger, units=units, log=log
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -180,15 +193,23 @@ class MemoryBudget(TrainerCallback):
             self.attached.remove()
 
 
-def _engine_of(trainer: Any) -> Any:
-    """Return DeepSpeed's engine, into which a trainer has wrapped its model."""
+def _wrapped(trainer: Any, args: Any, model: Any) -> Any:
+    """Return what a trainer calls: the model, DeepSpeed's engine, or the wrapper through which processes train it together."""
+    if not args.deepspeed and args.world_size == 1:
+        return model
     if trainer is None:
+        how = {"deepspeed": "..."} if args.deepspeed else {"world_size": args.world_size}
         raise NotYetError(
-            settings={"deepspeed": "..."},
-            needs="a trainer other than Hugging Face's, whose engine is not known",
-            advice="Make the engine by recollect.integrations.deepspeed.initialize, without MemoryBudget.",
+            settings=how,
+            needs="a trainer other than Hugging Face's, in which what wraps its model is not known",
+            advice="Leave MemoryBudget out, and pass the wrapped model to recollect.attach, or for DeepSpeed to "
+            "recollect.integrations.deepspeed.initialize.",
         )
     return trainer.model_wrapped
+
+
+def _say_nothing(_line: str) -> None:
+    pass
 
 
 def _config_of(args: Any) -> dict[str, Any]:
@@ -222,15 +243,11 @@ def _check_arguments(args: Any) -> None:
             reason="the trainer would move to the host what the plan counts on the device",
             advice="Drop it, and MemoryBudget decides what to keep.",
         )
-    several: dict[str, Any] = {} if args.deepspeed else {"world_size": args.world_size, "n_gpu": args.n_gpu}
-    settings = {name: number for name, number in several.items() if number > 1}
-    if args.fsdp:
-        settings["fsdp"] = args.fsdp
-    if settings:
+    if args.n_gpu > 1:
         raise NotYetError(
-            settings=settings,
-            needs="a trainer that splits or copies the model",
-            advice="Train in one process on one device, as with CUDA_VISIBLE_DEVICES=0.",
+            settings={"n_gpu": args.n_gpu},
+            needs="copies of the model that one process makes anew in each step",
+            advice=f"Start one process for each GPU: torchrun --nproc-per-node {args.n_gpu}.",
         )
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer in ("lomo", "adalomo") or optimizer.endswith("_layerwise"):
@@ -238,4 +255,30 @@ def _check_arguments(args: Any) -> None:
             settings={"optim": optimizer},
             needs="an optimizer that steps in backward, so that no step of it ends the training step",
             advice="Choose another one.",
+        )
+
+
+def _check_layout(accelerator: Any) -> None:
+    """Raise if Accelerate will split the model, or recompute, in a way that a plan cannot be combined with."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if getattr(plugin, "activation_checkpointing", False):
+        raise ConfigError(
+            settings={"fsdp_config.activation_checkpointing": True},
+            reason="FSDP would recompute every layer, whatever the budget, and a plan some of it again",
+            advice="Drop it, and MemoryBudget decides what to recompute.",
+        )
+    settings: dict[str, Any] = {}
+    if plugin is not None and plugin.fsdp_version != 2:
+        settings["fsdp_version"] = plugin.fsdp_version
+    if type(getattr(plugin, "cpu_offload", None)).__name__ == "CPUOffloadPolicy":
+        settings["fsdp_config.cpu_offload"] = True
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if getattr(parallelism, name, 1) > 1:
+            settings[name] = getattr(parallelism, name)
+    if settings:
+        raise NotYetError(
+            settings=settings,
+            needs="a layout that was not run in the trainer",
+            advice="Train with DDP, with FSDP2 (fsdp_version 2), or with DeepSpeed.",
         )

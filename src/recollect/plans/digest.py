@@ -1,13 +1,15 @@
-"""Tell by a short text whether processes have the same plan, without sending the plan."""
+"""Tell by a short text whether processes have the same plan, without sending the plan; and whether they have to."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
 
+from recollect.plans.action import Action
 from recollect.plans.unit_plan import UnitPlan
+from recollect.plans.value_names import collective_kind
 
-__all__ = ["digest_of"]
+__all__ = ["digest_of", "needs_all_ranks"]
 
 
 def digest_of(units: Mapping[str, UnitPlan], loss_chunks: int = 1) -> str:
@@ -24,3 +26,17 @@ def digest_of(units: Mapping[str, UnitPlan], loss_chunks: int = 1) -> str:
         for path, unit in sorted(units.items())
     ]
     return hashlib.sha256(repr((rows, loss_chunks)).encode()).hexdigest()[:12]
+
+
+def needs_all_ranks(units: Mapping[str, UnitPlan]) -> bool:
+    """Return whether a plan has a rank do what it can only do together with the others: run a collective again, or gather parts.
+
+    Example:
+        >>> needs_all_ranks({"layers.0": UnitPlan({"o._c10d_functional:all_reduce": "recompute"})})
+        True
+    """
+    return any(
+        action is Action.SHARD or (action is Action.RECOMPUTE and bool(collective_kind(name)))
+        for unit in units.values()
+        for name, action in unit.actions.items()
+    )

@@ -1,0 +1,119 @@
+"""Hugging Face's, TRL's and Lightning's trainers in two processes over gloo, to be run with a memory budget."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"})
+# As torchrun sets it, by which Lightning knows that the processes are there.
+os.environ["TORCHELASTIC_RUN_ID"] = "none"
+
+import torch  # noqa: E402
+from accelerate import FullyShardedDataParallelPlugin  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from transformers import Trainer  # noqa: E402
+from trl import SFTConfig, SFTTrainer  # noqa: E402
+
+from hugging_face_trainers import arguments, llama, lora, texts, trained  # noqa: E402
+from lightning_trainers import Automatic, loader, trainer  # noqa: E402
+from lightning_trainers import Watching as LightningWatching  # noqa: E402
+from metered_trainers import Case, StepPeaks  # noqa: E402
+from recollect.integrations.lightning import MemoryBudget as LightningBudget  # noqa: E402
+from trl_trainers import answers, tokenizer  # noqa: E402
+
+STEPS = 20
+
+
+class Sharding(Trainer):
+    """Shards as `fsdp=True, fsdp_config={"version": 2}` does on accelerators; Accelerate leaves the plugin out on CPUs."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            cpu_ram_efficient_loading=False,
+        )
+        self.accelerator.state.distributed_type = DistributedType.FSDP
+        self.accelerator.state.fsdp_plugin = plugin
+        self.is_fsdp_enabled = True
+
+
+def gathered(trained_model: nn.Module, whole: nn.Module) -> nn.Module:
+    """Return a model with trained weights, of this process's shards if there are some."""
+    with torch.no_grad():
+        for own, its in zip(whole.parameters(), trained_model.parameters(), strict=True):
+            own.copy_(its.full_tensor() if hasattr(its, "full_tensor") else its)
+    return whole
+
+
+def _hugging_face(kind: type[Trainer], wrapper: type[Any]) -> Case:
+    def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
+        made: list[Trainer] = []
+        with tempfile.TemporaryDirectory() as folder:
+            args = arguments(folder, max_steps=STEPS)
+
+            def make(callbacks: list[Any]) -> Trainer:
+                made.append(kind(llama(), args, train_dataset=texts(320), callbacks=callbacks))
+                return made[0]
+
+            model, recorded = trained(make, budget, peaks)
+        assert isinstance(made[0].model_wrapped, wrapper)
+        return gathered(model, llama()), recorded
+
+    return run
+
+
+def _tuned(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
+    """TRL's SFT of PEFT's adapters."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = arguments(folder, SFTConfig, max_steps=STEPS, gradient_checkpointing=False, bf16=False)
+
+        def make(callbacks: list[Any]) -> Trainer:
+            data = {"train_dataset": answers(), "processing_class": tokenizer()}
+            return SFTTrainer(lora(), args=args, callbacks=callbacks, **data)
+
+        return trained(make, budget, peaks)
+
+
+class Sharded(Automatic):
+    """Shards itself, as `ModelParallelStrategy` asks for."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.model, FSDPModule):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+
+def _lightning(build: Callable[[], Automatic], strategy: Callable[[], Any]) -> Case:
+    def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
+        module = build()
+        callbacks = [] if budget is None else [LightningBudget(budget)]
+        with tempfile.TemporaryDirectory() as folder:
+            options = {"devices": 2, "strategy": strategy(), "accumulate_grad_batches": 2}
+            runs = trainer(folder, *callbacks, LightningWatching(peaks), **options)
+            runs.fit(module, loader(2 * STEPS))
+        recorded = len(callbacks[0].attached.recorded_steps) if callbacks else 0
+        return gathered(module, Automatic()), recorded
+
+    return run
+
+
+CASES: dict[str, Case] = {
+    "Hugging Face DDP": _hugging_face(Trainer, DistributedDataParallel),
+    "Hugging Face FSDP2": _hugging_face(Sharding, FSDPModule),
+    "SFT of LoRA DDP": _tuned,
+    "Lightning DDP": _lightning(Automatic, lambda: "ddp"),
+    "Lightning FSDP2": _lightning(Sharded, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)),
+}
