@@ -65,6 +65,16 @@ def test_both_record_when_one_has_a_longer_batch(cases: dict[str, list[dict[str,
     assert first["plans"] == second["plans"] and first["current"] == second["current"]
 
 
+def test_they_ask_in_few_steps_where_nothing_is_new(cases: dict[str, list[dict[str, Any]]]) -> None:
+    first, second = cases["steady"]
+    assert first["equal"] and second["equal"]
+    # After eight steps that ask, none until the 24th, in which the longer batch comes up; others cannot be as long.
+    assert first["asked"] == second["asked"]
+    assert [number for number, asked in enumerate(first["asked"]) if asked] == [0, *range(1, 9), *range(24, 30)]
+    assert first["recorded"] == second["recorded"] == [0, 24, 25, 26, 27]
+    assert first["current"] == second["current"]
+
+
 def test_fit_makes_one_plan_of_common_times(cases: dict[str, list[dict[str, Any]]]) -> None:
     first, second = cases["fit"]
     assert first["plan"] == second["plan"]

@@ -5,11 +5,12 @@ Writes a line of JSON for each case: what it made, or the error that it raised.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from recollect.plans.action import Action
 from recollect.plans.digest import digest_of
 from recollect.plans.value_names import collective_kind
 from recollect.ranks import group as group_module
+from recollect.ranks.group import Group
 from recollect.recording.step_recording import StepRecording
 
 RANK = int(sys.argv[1])
@@ -56,14 +58,22 @@ def split() -> nn.Module:
 
 
 def train(
-    made: nn.Module, *lengths: int, calls: int = 1, budget: Any = BUDGET, seed: int = RANK, **options: Any
+    made: nn.Module,
+    *lengths: int,
+    calls: int = 1,
+    budget: Any = BUDGET,
+    seed: int = RANK,
+    asked: Sequence[int] = (),
+    **options: Any,
 ) -> dict[str, Any]:
-    """Train for some steps; `lengths` are of the batches."""
+    """Train for some steps; `lengths` are of the batches, `asked` grows with each question to the other process."""
+    asked_before = []
     optimizer = torch.optim.AdamW(made.parameters())
     attached = recollect.attach(made, optimizer, budget, log=lambda line: None, **options)
     torch.manual_seed(seed)
     with attached:
         for length in lengths:
+            asked_before.append(len(asked))
             for _ in range(calls):
                 tokens = torch.randint(0, 64, (2, length))
                 made(tokens=tokens, labels=tokens).loss.backward()
@@ -73,6 +83,7 @@ def train(
         return {
             "plans": plans,
             "recorded": attached.recorded_steps,
+            "asked": [after - before for before, after in itertools.pairwise([*asked_before, len(asked)])],
             "current": digest_of(attached.plan.units if attached.plan else {}),
             "collectives_again": sum(map(_collectives_again, attached.planned)),
         }
@@ -88,13 +99,7 @@ def _collectives_again(step: PlannedStep) -> int:
 
 def same_training(build: Callable[[], nn.Module], *, seed: int = RANK, **options: Any) -> dict[str, Any]:
     plain, planned = build(), build()
-    optimizer = torch.optim.AdamW(plain.parameters())
-    torch.manual_seed(seed)
-    for length in (24, 24, 32, 24):
-        tokens = torch.randint(0, 64, (2, length))
-        plain(tokens=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_alike(plain, (24, 24, 32, 24), seed)
     # The longer batch comes to both in the same step.
     found = train(planned, 24, 24, 32, 24, seed=seed, **options)
     pairs = zip(plain.parameters(), planned.parameters(), strict=True)
@@ -175,6 +180,33 @@ def without_backward() -> dict[str, Any]:
     return {}
 
 
+def steady() -> dict[str, Any]:
+    """Thirty steps, of which one process has a longer batch in one, at a time at which they do not ask."""
+    plain, planned = replicated(), replicated()
+    lengths = [24] * 12 + [24 + 8 * RANK] + [24] * 17
+    train_alike(plain, lengths)
+    asked: list[int] = []
+    own = Group.all_of
+    Group.all_of = lambda group, flags, place: (asked.append(1), own(group, flags, place))[1]  # type: ignore[method-assign]
+    try:
+        found = train(planned, *lengths, asked=asked)
+    finally:
+        Group.all_of = own  # type: ignore[method-assign]
+    pairs = zip(plain.parameters(), planned.parameters(), strict=True)
+    return {**found, "equal": all(has_same_bits(a.detach(), b.detach()) for a, b in pairs)}
+
+
+def train_alike(made: nn.Module, lengths: Sequence[int], seed: int = RANK) -> None:
+    """The loop of `train` without a budget."""
+    optimizer = torch.optim.AdamW(made.parameters())
+    torch.manual_seed(seed)
+    for length in lengths:
+        tokens = torch.randint(0, 64, (2, length))
+        made(tokens=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def uneven() -> dict[str, Any]:
     made = replicated()
     with made.join():
@@ -195,16 +227,17 @@ def not_all_call() -> dict[str, Any]:
 def ends() -> dict[str, Any]:
     """The second process ends while the first goes on."""
     if RANK == 1:
-        train(model(), 24, 24, group=dist.group.WORLD)
+        train(model(), *[24] * 12, group=dist.group.WORLD)
         os._exit(0)
-    return train(model(), 24, 24, 24, group=dist.group.WORLD)
+    return train(model(), *[24] * 40, group=dist.group.WORLD)
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "DDP": lambda: same_training(replicated),
     "FSDP2": lambda: same_training(sharded),
-    "TP and SP": lambda: same_training(split, seed=0, budget="88%"),
+    "TP and SP": lambda: same_training(split, seed=0, budget="82%"),
     "lengths": lambda: train(replicated(), *((24, 32, 24, 24) if RANK == 0 else (24, 24, 40, 24))),
+    "steady": steady,
     "fit": fitted,
     "alone": alone,
     "apply the same": lambda: applied(same=True),

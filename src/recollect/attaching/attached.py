@@ -83,7 +83,7 @@ class Attached:
         self._device = device
         self._on_larger: OnLarger = on_larger
         self._log = log
-        self._lockstep = Lockstep(model, ranks)
+        self._lockstep = Lockstep(model, ranks, may_differ=on_larger == "replan")
         self._parameters = list(model.parameters())
         self._others = OtherMechanisms(model)
         # Raises if the model recomputes already.
@@ -207,12 +207,14 @@ class Attached:
 
     def _common_choice(self, *, is_disturbed: bool) -> tuple[bool, PlannedStep | None]:
         """Return whether some process is disturbed; and the fastest planned step that covers the calls so far in all."""
-        own = self._covering()
-        is_calm, common = self._lockstep.at_call(
-            own, len(self.recorded_steps), is_first=self._is_first, is_calm=not is_disturbed
+        is_first, missed = self._is_first, self._attempts_left > 0
+        found = self._lockstep.at_call(
+            self._covering(), self.num_steps, is_first=is_first, is_calm=not is_disturbed, missed=missed
         )
-        stays = self._active in common and not self._is_first
-        return not is_calm, self._active if stays else next(iter(common), None)
+        if found.has_missed and not missed:
+            self._missed, self._attempts_left = [], 1  # Another one did; this one takes part in its recording.
+        stays = self._active in found.steps and not is_first
+        return not found.is_calm, self._active if stays else next(iter(found.steps), None)
 
     def _smallest(self, chosen: PlannedStep, call: Call) -> PlannedStep | None:
         """Return the covering step that is smallest; None to record this one, if it is much smaller still."""
@@ -329,6 +331,7 @@ class Attached:
         self._attempts_left = max(0, self._attempts_left - 1) if has_missed else 0
         self.planned = [step for step in self.planned if not planned.replaces(step)]
         self.planned.append(planned)
+        self._lockstep.note_plan(planned)
         self._put(planned)
         if self._device.type == "cuda":
             # To measure ops, recording resets the counter, too; what it took to time units is no step's peak.

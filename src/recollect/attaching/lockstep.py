@@ -1,20 +1,54 @@
-"""Have the processes that attached together decide alike in every step: what is recorded, and which plan runs."""
+"""Have the processes that attached together decide alike: what is recorded, and which plan runs.
+
+To ask costs each call of the model an exchange over gloo, for which the slower process is waited for. Where nothing new has
+come up for some steps, they ask in every 16th step only. What makes that safe:
+
+* **They agree on when to ask next.** That is so many steps after one whose answer all have got, and a call that fails and is
+  tried again in one process ends no step. So in each step all ask or none does, and none waits for an answer to what others do
+  not ask.
+* **Between, each process decides for itself, of plans that all have.** They may then run different ones, which does no harm
+  where no plan does anything in backward that the others have to join: run a collective again, gather parts of a value or of a
+  parameter, or run a module again as a whole. If one does, they ask in every call.
+* **A process that no plan covers, between, does not record**, since the others would have to come to the end of the recording.
+  It runs that step at its leanest, which needs no other process, and says so when all ask next. Then all record, and ask in
+  each step again until some were covered in all of them.
+* **None raises alone, between.** With `on_larger` "warn" or "raise" they ask in every call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from torch import nn
 
 from recollect._torch_parallel import allows_uneven_inputs, is_data_parallel
-from recollect.attaching.planned_step import PlannedStep, common_steps
+from recollect.attaching.planned_step import PlannedStep, common_steps, least_recompute_first
+from recollect.engine.partitioned import is_partitioned
 from recollect.errors import RecordError
 from recollect.ranks.group import Place, Ranks
 
-__all__ = ["Lockstep"]
+__all__ = ["Answer", "Lockstep"]
 
 T = TypeVar("T")
+
+# So many steps that ask and find nothing new, then one that asks in so many.
+_STEADY_STEPS: Final = 8
+_ASKS_EVERY: Final = 16
+
+
+class Answer(NamedTuple):
+    """What holds in all processes at a call.
+
+    Attributes:
+        is_calm: nothing disturbs the plan.
+        steps: that cover the calls so far, the least recompute first.
+        has_missed: in some process a step was not covered, and has to be recorded.
+    """
+
+    is_calm: bool
+    steps: list[PlannedStep]
+    has_missed: bool
 
 
 class Lockstep:
@@ -23,11 +57,17 @@ class Lockstep:
     Args:
         model: that they train.
         ranks: the processes.
+        may_differ: they may decide for themselves for some steps; not where one may have to raise alone.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, ranks: Ranks, *, may_differ: bool) -> None:
         self.ranks = ranks
         self._place = Place.FIRST_CALL
+        self._may_differ = may_differ and not any(map(is_partitioned, model.parameters()))
+        self._num_recorded = 0
+        self._next_step = 0
+        self._num_steady = 0
+        self._asks = True
         self._replicas = [module for module in model.modules() if is_data_parallel(module)]
 
     @property
@@ -36,15 +76,16 @@ class Lockstep:
         return self.ranks.is_alone
 
     def at_call(
-        self, covering: Sequence[PlannedStep], num_recorded: int, *, is_first: bool, is_calm: bool
-    ) -> tuple[bool, list[PlannedStep]]:
-        """Return whether all are calm, and the steps that cover the calls so far in all processes, the fastest first.
+        self, covering: Sequence[PlannedStep], step: int, *, is_first: bool, is_calm: bool, missed: bool
+    ) -> Answer:
+        """Return what holds in all processes; in this one only, if they have agreed not to ask in this step.
 
         Args:
-            covering: those that cover the calls of this process.
-            num_recorded: recordings so far.
+            covering: steps that cover the calls of this process.
+            step: its number.
             is_first: the call is the first of its step.
             is_calm: nothing disturbs the plan in this process.
+            missed: a step of this process was not covered, and has to be recorded.
 
         Raises:
             RecordError: a process may have fewer batches than others, or calls the model less often.
@@ -55,12 +96,28 @@ class Lockstep:
                 'answer which plan they can run. Have as many batches in each; or pass group="alone" to have each plan for '
                 "itself."
             )
+        if is_first:
+            self._asks = step >= self._next_step
+        if not self._asks:
+            return Answer(is_calm, least_recompute_first(covering), missed)
         self._place = Place.FIRST_CALL if is_first else Place.LATER_CALL
-        return common_steps(covering, num_recorded, self.ranks, self._place, is_calm=is_calm)
+        flags = [is_calm, not missed]
+        found = common_steps(covering, self._num_recorded, self.ranks, self._place, flags)
+        steps, (all_calm, none_missed) = found
+        is_steady = self._may_differ and all_calm and none_missed and bool(steps)
+        self._num_steady = self._num_steady + is_first if is_steady else 0
+        if is_first and self._num_steady >= _STEADY_STEPS:
+            self._next_step = step + _ASKS_EVERY
+        return Answer(all_calm, steps, not none_missed)
+
+    def note_plan(self, planned: PlannedStep) -> None:
+        """Note a step that all have recorded."""
+        self._num_recorded += 1
+        self._may_differ = self._may_differ and not planned.needs_all_ranks
 
     def all_can(self, flag: bool) -> bool:
-        """Return whether all can do something at this call."""
-        return self.ranks.all_of([flag], self._place)[0]
+        """Return whether all can do something at this call; not where they do not ask."""
+        return self._asks and self.ranks.all_of([flag], self._place)[0]
 
     def all_end(self, flag: bool) -> bool:
         """Return whether something is so in all processes, at the end of a recorded step."""

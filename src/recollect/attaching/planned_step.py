@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,8 @@ from recollect.attaching.step_shape import Call
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
+from recollect.plans.digest import needs_all_ranks
+from recollect.plans.engines import Region
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.quantities import parse_budget
@@ -20,7 +22,7 @@ from recollect.ranks.group import ALONE, Place, Ranks
 from recollect.recording.optimizers import state_tensors
 from recollect.recording.step_recording import StepRecording
 
-__all__ = ["PlannedStep", "common_steps", "plan_step", "profile_of"]
+__all__ = ["PlannedStep", "common_steps", "least_recompute_first", "plan_step", "profile_of"]
 
 
 @dataclass
@@ -51,6 +53,13 @@ class PlannedStep:
     def peak_bytes(self) -> int:
         """Predicted peak under the plan."""
         return self.plan.predicted_peak_bytes or 0
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether other processes could wait for ever for one that runs another plan."""
+        # A module that runs again as a whole runs what it has of collectives, which its plan does not name.
+        runs_modules = any(isinstance(unit.engine, Region) for unit in self.plan.units.values())
+        return runs_modules or needs_all_ranks(self.plan.units)
 
     @property
     def fits(self) -> bool:
@@ -131,21 +140,26 @@ def plan_step(
 
 
 def common_steps(
-    covering: Sequence[PlannedStep], num_recorded: int, ranks: Ranks, place: Place, *, is_calm: bool
-) -> tuple[bool, list[PlannedStep]]:
-    """Return whether all processes are calm, and the steps that cover the calls so far in all, the least recompute first.
+    covering: Sequence[PlannedStep], num_recorded: int, ranks: Ranks, place: Place, flags: Sequence[bool]
+) -> tuple[list[PlannedStep], list[bool]]:
+    """Return the steps that cover the calls so far in all processes, the least recompute first; and flags, where set in all.
 
     Args:
         covering: those that cover the calls of this process.
         num_recorded: recordings so far.
         ranks: the processes, which all ask at the same call.
         place: where they are.
-        is_calm: nothing disturbs the plan in this process.
+        flags: of this process.
     """
     own = {step.number: step for step in covering}
-    *is_common, all_calm = ranks.all_of([*(number in own for number in range(num_recorded)), is_calm], place)
-    common = [own[number] for number in range(num_recorded) if is_common[number]]
-    return all_calm, sorted(common, key=lambda step: (step.worst_slowdown, step.number))
+    found = ranks.all_of([*(number in own for number in range(num_recorded)), *flags], place)
+    is_common, common_flags = found[:num_recorded], found[num_recorded:]
+    return least_recompute_first(own[number] for number in range(num_recorded) if is_common[number]), common_flags
+
+
+def least_recompute_first(steps: Iterable[PlannedStep]) -> list[PlannedStep]:
+    """Return steps in the order in which all processes prefer them."""
+    return sorted(steps, key=lambda step: (step.worst_slowdown, step.number))
 
 
 def _own_plan(planner: Planner, budget_bytes: int) -> tuple[Plan, BudgetTooSmallError | None]:

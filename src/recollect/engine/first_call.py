@@ -1,7 +1,7 @@
 """Has the ranks of a model compare their plans at the end of its first call, where none of them waits for another.
 
-The tape sees the collectives of the units that it runs, which are others under another plan, and none where a plan drops nothing.
-So the first call runs under a mode that sees all of them.
+The tape sees the collectives of the units that it runs, which are others under another plan, and none where a plan drops
+nothing. So the first call runs under a mode that sees all of them.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def digest_of(units: Mapping[str, UnitPlan], loss_chunks: int = 1) -> str:
 
 
 def needs_all_ranks(units: Mapping[str, UnitPlan]) -> bool:
-    """Return whether a plan has a rank do what it can only do together with the others: run a collective again, or gather parts.
+    """Return whether a rank needs the others to carry a plan out: to run a collective again, or to gather a value's parts.
 
     Example:
         >>> needs_all_ranks({"layers.0": UnitPlan({"o._c10d_functional:all_reduce": "recompute"})})
