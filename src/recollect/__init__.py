@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from recollect.simulation.layer_usage import LayerUsage, layer_usage
     from recollect.simulation.timeline import PeakReport, Timeline, explain_peak, timeline
     from recollect.sizing import largest_batch
-    from recollect.verification.verify import Report, verify
+    from recollect.verification.report import Report
+    from recollect.verification.verify import verify
 
 __all__ = [
     "Applied",
@@ -104,7 +105,7 @@ _HOME_OF_NAME = {
     "Plan": "recollect.plans.plan",
     "Profile": "recollect.profile.profile",
     "RecomputeConfig": "recollect.integrations.megatron.config",
-    "Report": "recollect.verification.verify",
+    "Report": "recollect.verification.report",
     "Timeline": "recollect.simulation.timeline",
     "UnitPlan": "recollect.plans.unit_plan",
     "applied_to": "recollect.applying",

@@ -75,6 +75,25 @@ def test_they_ask_in_few_steps_where_nothing_is_new(cases: dict[str, list[dict[s
     assert first["current"] == second["current"]
 
 
+@pytest.mark.parametrize(("name", "compared"), [("verify", "step"), ("verify where one does not fit", "units")])
+def test_verify_gives_one_report_for_all_ranks(
+    name: str, compared: str, cases: dict[str, list[dict[str, Any]]]
+) -> None:
+    first, second = ({**row, "seconds": 0} for row in cases[name])
+    assert first == second, "times are of both, too"
+    assert first["equal"] and first["compared"] == compared
+    assert first["rank"] == 1 and first["peaks"]["1"] > first["peaks"]["0"]
+    assert re.search(
+        r"^ranks +2; the peaks are rank 1's, the largest; the least is rank 0's, \d", first["report"], re.M
+    )
+    assert ("did not fit" in first["report"]) == (compared == "units")
+
+
+def test_a_rank_may_verify_for_itself(cases: dict[str, list[dict[str, Any]]]) -> None:
+    for row in cases["verify alone"]:
+        assert row["equal"] and row["rank"] is None and "ranks" not in row["report"]
+
+
 def test_fit_makes_one_plan_of_common_times(cases: dict[str, list[dict[str, Any]]]) -> None:
     first, second = cases["fit"]
     assert first["plan"] == second["plan"]
@@ -100,6 +119,7 @@ ERRORS = {
     "fewer calls": r"RecordError: rank 0 begins a step, rank 1 calls the model once more .* equally often .* Pass group=",
     "without backward": r"RecordError: .* in which no backward ran",
     "uneven": r"RecordError: .* runs in join\(\).* Have as many batches in each; or pass group=\"alone\"",
+    "verify units that are sharded": r"NotYetError: got compare='units': not yet: .* FSDP2 .* Verify a step that fits",
     "no group": r"ArgumentError: .* got 'everyone' as group: expected a process group, a device mesh, or 'alone'\. Leave",
 }
 

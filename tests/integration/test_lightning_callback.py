@@ -16,6 +16,7 @@ pytest.importorskip("lightning", reason="needs lightning")
 import lightning.pytorch as pl  # noqa: E402
 import torch  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 
 import recollect.integrations.lightning as integration  # noqa: E402
 from lightning_trainers import CASES, Automatic, loader, trainer  # noqa: E402
@@ -142,11 +143,26 @@ def test_layers_that_recompute_by_themselves_are_refused(tmp_path: Path) -> None
         fit(tmp_path, MemoryBudget("75%"), module=module)
 
 
-def test_several_devices_are_refused_by_name(tmp_path: Path) -> None:
+class Elsewhere(SingleDeviceStrategy):
+    """One that no release has."""
+
+
+class ByHand(Automatic):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def test_other_ways_to_several_devices_are_refused_by_name(tmp_path: Path) -> None:
     several = trainer(str(tmp_path), devices=2, strategy="ddp_spawn")
-    with pytest.raises(NotYetError, match=r"got strategy='DDPStrategy', devices=2: not yet: .* Pass devices=1"):
-        MemoryBudget("1GiB").setup(several, None, "fit")
-    MemoryBudget("1GiB").setup(several, None, "validate")
+    text = r"got strategy='DDPStrategy', automatic_optimization=False: not yet: .* Leave backward and the optimizer"
+    with pytest.raises(NotYetError, match=text):
+        MemoryBudget("1GiB").setup(several, ByHand(), "fit")
+    MemoryBudget("1GiB").setup(several, ByHand(), "validate")
+    MemoryBudget("1GiB").setup(several, Automatic(), "fit")
+    text = r"got strategy='Elsewhere', devices=1: not yet: .* Pass strategy=\"ddp\""
+    with pytest.raises(NotYetError, match=text):
+        fit(tmp_path, MemoryBudget("1GiB"), strategy=Elsewhere(torch.device("cpu")))
 
 
 def test_an_old_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,9 @@ import pytest
 
 pytest.importorskip("accelerate", reason="Hugging Face's Trainer needs accelerate")
 import transformers  # noqa: E402
-from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from accelerate import FullyShardedDataParallelPlugin  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments  # noqa: E402
 
 import hugging_face_flag  # noqa: E402
 from hugging_face_trainers import arguments, llama, texts  # noqa: E402
@@ -224,6 +226,10 @@ class _TwoProcesses(TrainingArguments):
     world_size = 2
 
 
+class _TwoGPUs(TrainingArguments):
+    n_gpu = 2
+
+
 class _Offloading(TrainingArguments):
     activation_offloading = True  # as in TRL's arguments
 
@@ -232,11 +238,54 @@ def test_what_is_not_there_yet_is_refused_by_name(tmp_path: Path) -> None:
     for name in ("lomo", "galore_adamw_layerwise"):
         refused(tmp_path, NotYetError, rf"got optim='{name}': not yet: an optimizer that steps in backward", optim=name)
     for args, error, text in (
-        (_TwoProcesses(str(tmp_path), use_cpu=True), NotYetError, "got world_size=2: not yet: a trainer that splits"),
+        (_TwoGPUs(str(tmp_path), use_cpu=True), NotYetError, "got n_gpu=2: not yet: .* torchrun --nproc-per-node 2"),
         (_Offloading(str(tmp_path), use_cpu=True), ConfigError, "got activation_offloading=True: .* Drop it"),
     ):
         with pytest.raises(error, match=text):
             MemoryBudget("1GiB").on_init_end(args, None, None)
+
+
+def test_another_trainer_in_two_processes_is_refused(tmp_path: Path) -> None:
+    args = _TwoProcesses(str(tmp_path), use_cpu=True)
+    text = (
+        r"got world_size=2: not yet: a trainer other than Hugging Face's.* Leave MemoryBudget out, and pass the wrapped"
+    )
+    with pytest.raises(NotYetError, match=text):
+        MemoryBudget("1GiB").on_train_begin(args, TrainerState(), None, model=llama())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"fsdp_version": 1}, NotYetError, r"got fsdp_version=1: not yet: .* Train with DDP, with FSDP2"),
+        ({"fsdp_version": 2, "cpu_offload": True}, NotYetError, "got fsdp_config.cpu_offload=True: not yet"),
+        (
+            {"fsdp_version": 2, "activation_checkpointing": True},
+            ConfigError,
+            "fsdp_config.activation_.*=True: .* Drop it",
+        ),
+    ],
+)
+def test_what_fsdp_is_asked_to_do_is_refused(
+    options: dict[str, Any], error: type[Exception], text: str, tmp_path: Path
+) -> None:
+    with warnings.catch_warnings():
+        # The first version is deprecated.
+        warnings.simplefilter("ignore")
+        plugin = FullyShardedDataParallelPlugin(**options)
+
+    class Sharding(Trainer):
+        """Accelerate leaves the plugin out on CPUs."""
+
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator.state.fsdp_plugin = plugin
+
+    try:
+        with pytest.raises(error, match=text):
+            Sharding(llama(), arguments(str(tmp_path)), train_dataset=texts(), callbacks=[MemoryBudget("75%")])
+    finally:
+        AcceleratorState._reset_state()
 
 
 def test_an_old_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,4 +34,4 @@ def _case(stage: int, **changes: Any) -> Case:
     return run
 
 
-CASES: dict[str, Case] = {"ZeRO-2": _case(2), "ZeRO-3 in bf16": _case(3, bf16=True), "ZeRO-1": _case(1)}
+CASES: dict[str, Case] = {"ZeRO-2": _case(2), "ZeRO-3 in bf16": _case(3, bf16=True)}

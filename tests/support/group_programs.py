@@ -32,6 +32,7 @@ from recollect.plans.value_names import collective_kind
 from recollect.ranks import group as group_module
 from recollect.ranks.group import Group
 from recollect.recording.step_recording import StepRecording
+from recollect.verification import verify as verify_module
 
 RANK = int(sys.argv[1])
 BUDGET = "85%"
@@ -207,6 +208,28 @@ def train_alike(made: nn.Module, lengths: Sequence[int], seed: int = RANK) -> No
         optimizer.zero_grad()
 
 
+def verified(made: nn.Module, fits: bool = True, **options: Any) -> dict[str, Any]:
+    """Both verify one plan, on batches of their own; the second has the longer one."""
+    tokens = torch.randint(0, 64, (2, 24 + 8 * RANK))
+    batch = {"tokens": tokens, "labels": tokens}
+    plan = recollect.plan(recollect.record(made, batch), "90%")
+    own = verify_module.memory_bytes
+    if not fits:
+        verify_module.memory_bytes = lambda device: RANK  # type: ignore[assignment]
+    try:
+        report = recollect.verify(made, batch, plan, **options)
+    finally:
+        verify_module.memory_bytes = own
+    peaks = {rank: its.plan_peak_bytes for rank, its in report.by_rank.items()}
+    return {
+        "report": str(report),
+        "equal": report.equal,
+        "compared": report.compared,
+        "rank": report.rank,
+        "peaks": peaks,
+    }
+
+
 def uneven() -> dict[str, Any]:
     made = replicated()
     with made.join():
@@ -238,6 +261,10 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "TP and SP": lambda: same_training(split, seed=0, budget="82%"),
     "lengths": lambda: train(replicated(), *((24, 32, 24, 24) if RANK == 0 else (24, 24, 40, 24))),
     "steady": steady,
+    "verify": lambda: verified(sharded()),
+    "verify where one does not fit": lambda: verified(replicated(), fits=False),
+    "verify units that are sharded": lambda: verified(sharded(), fits=False),
+    "verify alone": lambda: verified(model(), group="alone"),
     "fit": fitted,
     "alone": alone,
     "apply the same": lambda: applied(same=True),

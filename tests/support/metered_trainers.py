@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -114,16 +115,29 @@ def digest_of(model: nn.Module) -> str:
     return found.hexdigest()
 
 
+def error_of(name: str, mistake: Callable[[], None]) -> dict[str, str | float]:
+    """Return what a mistake raises, and after how many seconds."""
+    begin = time.perf_counter()
+    try:
+        mistake()
+    except Exception as error:
+        return {"case": name, "error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - begin}
+    raise AssertionError(f"{name}: no error")
+
+
 def main() -> None:
-    """Write a line of JSON for each case of a module that is named, or for all."""
+    """Write a line of JSON for each case and mistake of a module that is named, or for all."""
     from allocator_meter import AllocatorMeter
 
-    module, *names = sys.argv[1:]
-    cases: Mapping[str, Case] = importlib.import_module(module).CASES
+    name_of_module, *names = sys.argv[1:]
+    module = importlib.import_module(name_of_module)
+    cases: Mapping[str, Case] = module.CASES
+    mistakes: Mapping[str, Callable[[], None]] = getattr(module, "MISTAKES", {})
     torch.set_num_threads(1)
     meter = AllocatorMeter()
-    for name in names or cases:
-        print(json.dumps(asdict(row_of(name, cases[name], meter))), flush=True)
+    for name in names or [*cases, *mistakes]:
+        row = asdict(row_of(name, cases[name], meter)) if name in cases else error_of(name, mistakes[name])
+        print(json.dumps(row), flush=True)
     # A process group's threads may hang at the end.
     sys.stdout.flush()
     os._exit(0)

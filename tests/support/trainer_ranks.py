@@ -26,9 +26,12 @@ from lightning_trainers import Automatic, loader, trainer  # noqa: E402
 from lightning_trainers import Watching as LightningWatching  # noqa: E402
 from metered_trainers import Case, StepPeaks  # noqa: E402
 from recollect.integrations.lightning import MemoryBudget as LightningBudget  # noqa: E402
+from recollect.integrations.transformers import MemoryBudget  # noqa: E402
+from recollect.ranks import presence  # noqa: E402
 from trl_trainers import answers, tokenizer  # noqa: E402
 
 STEPS = 20
+RANK = int(os.environ.get("RANK", "0"))
 
 
 class Sharding(Trainer):
@@ -55,11 +58,11 @@ def gathered(trained_model: nn.Module, whole: nn.Module) -> nn.Module:
     return whole
 
 
-def _hugging_face(kind: type[Trainer], wrapper: type[Any]) -> Case:
+def _hugging_face(kind: type[Trainer], wrapper: type[Any], accumulation: int) -> Case:
     def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
         made: list[Trainer] = []
         with tempfile.TemporaryDirectory() as folder:
-            args = arguments(folder, max_steps=STEPS)
+            args = arguments(folder, max_steps=STEPS, gradient_accumulation_steps=accumulation)
 
             def make(callbacks: list[Any]) -> Trainer:
                 made.append(kind(llama(), args, train_dataset=texts(320), callbacks=callbacks))
@@ -75,7 +78,8 @@ def _hugging_face(kind: type[Trainer], wrapper: type[Any]) -> Case:
 def _tuned(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
     """TRL's SFT of PEFT's adapters."""
     with tempfile.TemporaryDirectory() as folder:
-        args = arguments(folder, SFTConfig, max_steps=STEPS, gradient_checkpointing=False, bf16=False)
+        sizes = {"max_steps": STEPS, "gradient_accumulation_steps": 1}
+        args = arguments(folder, SFTConfig, gradient_checkpointing=False, bf16=False, **sizes)
 
         def make(callbacks: list[Any]) -> Trainer:
             data = {"train_dataset": answers(), "processing_class": tokenizer()}
@@ -101,9 +105,10 @@ def _lightning(build: Callable[[], Automatic], strategy: Callable[[], Any]) -> C
         module = build()
         callbacks = [] if budget is None else [LightningBudget(budget)]
         with tempfile.TemporaryDirectory() as folder:
-            options = {"devices": 2, "strategy": strategy(), "accumulate_grad_batches": 2}
+            options = {"devices": 2, "strategy": strategy()}
             runs = trainer(folder, *callbacks, LightningWatching(peaks), **options)
-            runs.fit(module, loader(2 * STEPS))
+            # Of eight rows, four in each process.
+            runs.fit(module, loader(STEPS))
         recorded = len(callbacks[0].attached.recorded_steps) if callbacks else 0
         return gathered(module, Automatic()), recorded
 
@@ -111,9 +116,32 @@ def _lightning(build: Callable[[], Automatic], strategy: Callable[[], Any]) -> C
 
 
 CASES: dict[str, Case] = {
-    "Hugging Face DDP": _hugging_face(Trainer, DistributedDataParallel),
-    "Hugging Face FSDP2": _hugging_face(Sharding, FSDPModule),
+    "Hugging Face DDP": _hugging_face(Trainer, DistributedDataParallel, 2),
+    "Hugging Face FSDP2": _hugging_face(Sharding, FSDPModule, 1),
     "SFT of LoRA DDP": _tuned,
     "Lightning DDP": _lightning(Automatic, lambda: "ddp"),
     "Lightning FSDP2": _lightning(Sharded, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)),
+}
+
+
+def _train(*callbacks: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer(llama(), arguments(folder, max_steps=2), train_dataset=texts(32), callbacks=[*callbacks]).train()
+
+
+def _fit(*callbacks: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer(folder, *callbacks, devices=2, strategy="ddp").fit(Automatic(), loader(2))
+
+
+def _one_without() -> None:
+    """Has to be the last one: the process without goes on until the other has ended."""
+    presence._PATIENCE_AFTER_BARRIER_S = 2.0  # type: ignore[misc]
+    _train(*([] if RANK else [MemoryBudget("80%")]))
+
+
+MISTAKES: dict[str, Callable[[], None]] = {
+    "two budgets in Hugging Face": lambda: _train(MemoryBudget(("80%", "90%")[RANK])),
+    "two budgets in Lightning": lambda: _fit(LightningBudget(("80%", "90%")[RANK])),
+    "one without a budget": _one_without,
 }

@@ -76,12 +76,21 @@ def state_after(module: nn.Module, device: torch.device) -> dict[str, torch.Tens
     return state
 
 
-def compare_runs(expected: Computed, got: Computed, again: Callable[[], Computed]) -> Findings:
-    """Compare two runs; `again` runs once more what was expected, and is called only if something differs."""
+def compare_runs(
+    expected: Computed, got: Computed, again: Callable[[], Computed], in_any: Callable[[bool], bool] = bool
+) -> Findings:
+    """Compare two runs.
+
+    Args:
+        expected: one of them.
+        got: the other.
+        again: runs once more what was expected; it is called only if something differs.
+        in_any: tells whether something is so in any process of several that compare, and have to run it together.
+    """
     difference = first_difference(expected.gradients, got.gradients)
     state_difference = first_difference(expected.state, got.state)
     plain_difference = None
-    if difference or state_difference:
+    if in_any(bool(difference or state_difference)):
         repeated = again()
         plain_difference = first_difference(expected.gradients, repeated.gradients)
         plain_difference = plain_difference or first_difference(expected.state, repeated.state)

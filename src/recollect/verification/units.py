@@ -21,7 +21,9 @@ from recollect.tensors import tensors_in
 from recollect.verification.compare import Computed, Findings, compare_runs, state_after
 
 
-def compare_units(model: nn.Module, plan: Plan, forward: Callable[[], object]) -> Findings:
+def compare_units(
+    model: nn.Module, plan: Plan, forward: Callable[[], object], in_any: Callable[[bool], bool] = bool
+) -> Findings:
     """Run the model forward without gradients, and compare each planned unit alone, on the inputs that it gets.
 
     The comparison covers the unit's outputs, the gradients of its parameters and inputs for an all-ones gradient of its
@@ -32,6 +34,7 @@ def compare_units(model: nn.Module, plan: Plan, forward: Callable[[], object]) -
         model: without a plan.
         plan: the plan to check.
         forward: runs the model once.
+        in_any: see `compare_runs`.
 
     Returns:
         The first differences, as ("unit: parameter", largest absolute difference); the plain one is of two runs of the first
@@ -40,7 +43,7 @@ def compare_units(model: nn.Module, plan: Plan, forward: Callable[[], object]) -
     modules = dict(model.named_modules(remove_duplicate=False))
     active = [path for path, unit in plan.units.items() if unit.recomputes_anything]
     with stage("comparing units", total=len(active)) as done:
-        comparison = _Comparison(plan, done)
+        comparison = _Comparison(plan, done, in_any)
         handles = [modules[path].register_forward_pre_hook(comparison.hook(path), with_kwargs=True) for path in active]
         try:
             with torch.no_grad():
@@ -52,8 +55,9 @@ def compare_units(model: nn.Module, plan: Plan, forward: Callable[[], object]) -
 
 
 class _Comparison:
-    def __init__(self, plan: Plan, done: Callable[[], None]) -> None:
+    def __init__(self, plan: Plan, done: Callable[[], None], in_any: Callable[[bool], bool]) -> None:
         self.plan = plan
+        self._in_any = in_any
         self._done = done
         self._compared: set[str] = set()
         self.findings = Findings()
@@ -78,7 +82,7 @@ class _Comparison:
         expected = _computed(module, args, kwargs)
         with apply(module, alone):
             got = _computed(module, args, kwargs)
-        found = compare_runs(expected, got, again=lambda: _computed(module, args, kwargs))
+        found = compare_runs(expected, got, again=lambda: _computed(module, args, kwargs), in_any=self._in_any)
         self.findings = self.findings.followed_by(found.within(path))
         if path not in self._compared:
             self._compared.add(path)

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
 
-from recollect._torch_parallel import GradientBuckets
+from recollect._torch_parallel import GradientBuckets, is_fully_sharded
 from recollect.applying import applied_to, apply
 from recollect.arguments import check_kind
-from recollect.byte_format import format_bytes
+from recollect.errors import NotYetError
 from recollect.loss.intercept import loss_in_chunks
-from recollect.measuring.device_memory import OtherAllocations, empty_cache
+from recollect.measuring.device_memory import OtherAllocations, empty_cache, memory_bytes
 from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
 from recollect.measuring.timing import timed
+from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.progress.stage import stage
+from recollect.ranks.group import Place, Ranks
+from recollect.ranks.members import GroupChoice, ranks_of
 from recollect.recording.model_step import (
     LossFunction,
     call_model,
@@ -30,98 +33,16 @@ from recollect.recording.model_step import (
 )
 from recollect.recording.optimizer_step import record_optimizer_step
 from recollect.recording.optimizers import Optimizers, check_optimizers
+from recollect.recording.record import record
 from recollect.recording.step_recording import Gradients
 from recollect.verification.compare import Computed, Findings, compare_runs, furthest
+from recollect.verification.report import Report, report_of_ranks
 from recollect.verification.steps import BatchStep, OwnStep, VerifiedStep
 from recollect.verification.units import compare_units
 
 _NUM_TIMINGS = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What `verify` found.
-
-    Attributes:
-        compared: "step" if the whole step ran with and without the plan; "units" if the plain step does not fit, so that
-            each unit was compared alone, on the inputs that it gets in the step.
-        gradients_equal: every gradient has the same bits with and without the plan, and so has the loss. If the plan chunks
-            the loss, "without the plan" means with the same chunks but without recompute.
-        first_difference: name of the first parameter (or unit, or "the loss") that differs, and the largest absolute
-            difference; None if there is none.
-        first_state_difference: the same for what the step leaves behind besides gradients: "buffer layers.0.running_mean", or
-            "random generator".
-        plain_difference: the same between two steps (or two runs of that unit) without the plan, if they differ. Kernels are
-            not deterministic then, and the plan need not be the cause of a difference.
-        num_compared: number of gradients compared.
-        plain_peak_bytes, plan_peak_bytes: measured peaks of forward and backward, including parameters, buffers, batch and
-            optimizer state; None if the plain step did not run.
-        plan_reserved_bytes, plan_fragmentation_bytes: on CUDA, the most bytes that the caching allocator held in the step
-            with the plan, and how many of them were unused; the prediction excludes them. None on the CPU.
-        predicted_peak_bytes, predicted_slowdown: the plan's predictions.
-        measured_slowdown: median of the ratio of times with the plan and without recompute (both with the plan's loss chunks,
-            as in the prediction), minus one; runs alternate.
-        loss_chunks: parts of the plan's loss; with more than one, sums have another order than the model's.
-        unchunked_difference: the gradient (or "the loss") furthest from that of the unchunked model, and its distance: the norm
-            of the difference over the norm; None with one chunk, or if the plain step did not run.
-    """
-
-    compared: Literal["step", "units"]
-    gradients_equal: bool
-    first_difference: tuple[str, float] | None
-    num_compared: int
-    plain_peak_bytes: int | None
-    plan_peak_bytes: int
-    predicted_peak_bytes: int | None
-    predicted_slowdown: float | None
-    measured_slowdown: float | None
-    loss_chunks: int = 1
-    unchunked_difference: tuple[str, float] | None = None
-    plan_reserved_bytes: int | None = None
-    plan_fragmentation_bytes: int | None = None
-    plain_difference: tuple[str, float] | None = None
-    first_state_difference: tuple[str, float] | None = None
-
-    @property
-    def equal(self) -> bool:
-        """Whether gradients, loss, buffers and random generators all have the same bits with and without the plan."""
-        return self.gradients_equal and self.first_state_difference is None
-
-    def __str__(self) -> str:
-        how = ", unit by unit" if self.compared == "units" else ""
-        equal = f"equal bit for bit ({self.num_compared} compared{how})"
-        if self.first_difference is not None:
-            name, difference = self.first_difference
-            equal = f"DIFFERENT, first at {name}, by up to {difference:.3g}"
-        lines = [f"gradients        {equal}"]
-        if self.first_state_difference is not None:
-            name, difference = self.first_state_difference
-            lines.append(f"left behind      DIFFERENT, first at {name}, by up to {difference:.3g}")
-        if self.plain_difference is not None:
-            name, difference = self.plain_difference
-            lines.append(
-                f"                 two runs without the plan differ, too, first at {name}, by up to {difference:.3g}:"
-            )
-            lines.append("                 kernels are not deterministic; try torch.use_deterministic_algorithms(True)")
-        if self.unchunked_difference is not None:
-            name, difference = self.unchunked_difference
-            lines.append(f"loss             in {self.loss_chunks} chunks: off by {difference:.1e} at most, at {name}")
-        plain = "did not fit" if self.plain_peak_bytes is None else format_bytes(self.plain_peak_bytes)
-        lines.append(f"peak without     {plain}")
-        lines.append(f"peak with plan   {format_bytes(self.plan_peak_bytes)}{self._compared_peak()}")
-        if self.plan_reserved_bytes is not None and self.plan_fragmentation_bytes is not None:
-            fragmentation = format_bytes(self.plan_fragmentation_bytes)
-            lines.append(f"reserved         {format_bytes(self.plan_reserved_bytes)} ({fragmentation} fragmentation)")
-        if self.measured_slowdown is not None:
-            predicted = "" if self.predicted_slowdown is None else f" (predicted {self.predicted_slowdown:.1%})"
-            lines.append(f"slowdown         {self.measured_slowdown:.1%}{predicted}")
-        return "\n".join(lines)
-
-    def _compared_peak(self) -> str:
-        if self.predicted_peak_bytes is None:
-            return ""
-        off = self.plan_peak_bytes / self.predicted_peak_bytes - 1
-        return f" (predicted {format_bytes(self.predicted_peak_bytes)}, measured {off:+.2%})"
+# Of a device, for a step in a group: one that runs out of memory there leaves the others waiting.
+_USABLE: Final = 0.9
 
 
 def verify(
@@ -135,6 +56,7 @@ def verify(
     holds_output: bool = True,
     gradients: Gradients = "held",
     compare: Literal["auto", "step", "units"] = "auto",
+    group: GroupChoice = None,
 ) -> Report:
     """Run the step with and without the plan, from the same random state on the same data, and compare.
 
@@ -152,14 +74,19 @@ def verify(
         holds_output: as the profile was recorded; see `record`.
         gradients: as the profile was recorded; see `record`.
         compare: "step" runs the whole step without the plan; "units" compares unit by unit, which needs no more memory
-            than full recompute; "auto" tries the step, and the units if the step runs out of memory.
+            than full recompute; "auto" tries the step, and the units if the step runs out of memory. In a group it predicts
+            whether the step fits, and compares units in all processes if it does not in one.
+        group: the processes that verify together, each its own step, and all get one report: a process group or a device mesh;
+            by default those that the model is spread over; "alone" for a report of its own.
 
     Returns:
-        The findings; `print(report)` shows them in four lines, or five if the loss is chunked.
+        The findings; `print(report)` shows them in four lines, or five if the loss is chunked, and one more in a group.
 
     Raises:
         ArgumentError: the model is no module, or the plan no plan.
-        UnknownNameError, RecordError: see `apply` and `record`; or both or neither of batch and step.
+        UnknownNameError, RecordError: see `apply` and `record`; or both or neither of batch and step; or a process of the group
+            does not verify.
+        NotYetError: units would be compared, of a model that FSDP2 shards.
 
     Example:
         >>> import torch, recollect
@@ -176,6 +103,7 @@ def verify(
     check_kind("verify(model, batch, plan)", "plan", plan, Plan, "recollect.Plan")
     check_optimizers(model, optimizer)
     device = device_of(model, batch)
+    ranks = ranks_of(model, group, "verify(model, batch, plan)")
     # Before anything is copied here.
     others = OtherAllocations(device, resident_tensors(model, batch, optimizer))
     verified: VerifiedStep
@@ -183,21 +111,47 @@ def verify(
         verified = BatchStep(model, device, batch, loss_fn, holds_output=holds_output, gradients=gradients)
     else:
         verified = OwnStep(model, device, step, optimizer)
-    check = _Check(verified, batch, optimizer, others)
+    check = _Check(verified, batch, optimizer, others, ranks)
     with stage("verifying the plan"), verified.undisturbed(), _without_plans(model):
-        if compare != "units":
-            try:
-                return check.by_step(plan)
-            except (torch.OutOfMemoryError, MemoryError):
-                if compare == "step" or step is not None:
-                    raise
-                verified.clear()
-        return check.by_unit(plan)
+        if ranks.is_alone:
+            return _checked(check, plan, compare, may_fall_back=step is None)
+
+        if compare == "auto":
+            options: dict[str, Any] = {"loss_fn": loss_fn, "holds_output": holds_output, "gradients": gradients}
+            compare = "step" if step is not None or _all_fit(ranks, model, batch, optimizer, options) else "units"
+        report = ranks.together(lambda: _checked(check, plan, compare, may_fall_back=False), Place.START)
+        return report_of_ranks(ranks.gather(report, Place.START), ranks.ranks)
+
+
+def _checked(check: _Check, plan: Plan, compare: Literal["auto", "step", "units"], *, may_fall_back: bool) -> Report:
+    """Compare step or units; `may_fall_back`: units if the step runs out of memory, and it was not asked for."""
+    if compare != "units":
+        try:
+            return check.by_step(plan)
+        except (torch.OutOfMemoryError, MemoryError):
+            if compare == "step" or not may_fall_back:
+                raise
+            check.step.clear()
+    return check.by_unit(plan)
+
+
+def _all_fit(ranks: Ranks, model: nn.Module, batch: Any, optimizer: Optimizers, options: Mapping[str, Any]) -> bool:
+    """Predict whether the step fits without a plan in all processes; on a CPU it does, whose memory is not one process's."""
+    usable_bytes = _USABLE * memory_bytes(device_of(model, batch))
+    if ranks.all_of([not usable_bytes], Place.START)[0]:
+        return True
+    # All together, since the step may need all of them.
+    profile = record(model, batch, optimizer=optimizer, group="alone", **options)
+    peak_bytes = classic_plan(profile, "keep_all").predicted_peak_bytes or 0
+    return ranks.all_of([not usable_bytes or peak_bytes <= usable_bytes], Place.START)[0]
 
 
 class _Check:
-    def __init__(self, step: VerifiedStep, batch: Any, optimizer: Optimizers, others: OtherAllocations) -> None:
+    def __init__(
+        self, step: VerifiedStep, batch: Any, optimizer: Optimizers, others: OtherAllocations, ranks: Ranks
+    ) -> None:
         self.step = step
+        self.ranks = ranks
         self.model = step.model
         self.batch = batch
         self.device = step.device
@@ -220,7 +174,7 @@ class _Check:
             del unchunked
         with apply(self.model, plan):
             got = self.step.run()
-        findings = compare_runs(expected, got, again=lambda: self._again(plan))
+        findings = compare_runs(expected, got, again=lambda: self._again(plan), in_any=self._in_any)
         # The loss is no gradient.
         findings = replace(findings, num_compared=findings.num_compared - ("the loss" in expected.gradients))
         del got
@@ -231,11 +185,21 @@ class _Check:
         with loss_in_chunks(self.model, plan.loss_chunks):
             return self.step.run()
 
+    def _in_any(self, flag: bool) -> bool:
+        """Return whether something is so in some process, as all have to know before they run a step once more."""
+        return not self.ranks.all_of([not flag], Place.START)[0]
+
     def by_unit(self, plan: Plan) -> Report:
+        if any(map(is_fully_sharded, self.model.modules())):
+            raise NotYetError(
+                settings={"compare": "units"},
+                needs="units that run alone with the parameters that FSDP2 gathers for them",
+                advice='Verify a step that fits without the plan, as of a smaller batch, with compare="step".',
+            )
         peak = self._peak_of(plan)
         # Whole logits did not fit, so they would not fit here either.
         with loss_in_chunks(self.model, plan.loss_chunks, without_gradients=True):
-            found = compare_units(self.model, plan, lambda: call_model(self.model, self.batch))
+            found = compare_units(self.model, plan, lambda: call_model(self.model, self.batch), self._in_any)
         return self._report(plan, "units", found, None, peak, None, None)
 
     def _report(

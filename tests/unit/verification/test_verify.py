@@ -23,8 +23,8 @@ from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.verification.compare import Findings
+from recollect.verification.report import Report
 from recollect.verification.units import compare_units
-from recollect.verification.verify import Report
 from zoo import ZOO, Case
 
 

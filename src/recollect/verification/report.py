@@ -1,0 +1,152 @@
+"""What `verify` found, in one process or in several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from recollect.byte_format import format_bytes
+from recollect.verification.compare import Difference
+
+__all__ = ["Report", "report_of_ranks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `verify` found.
+
+    Attributes:
+        compared: "step" if the whole step ran with and without the plan; "units" if the plain step does not fit, so that
+            each unit was compared alone, on the inputs that it gets in the step.
+        gradients_equal: every gradient has the same bits with and without the plan, and so has the loss. If the plan chunks
+            the loss, "without the plan" means with the same chunks but without recompute.
+        first_difference: name of the first parameter (or unit, or "the loss") that differs, and the largest absolute
+            difference; None if there is none.
+        first_state_difference: the same for what the step leaves behind besides gradients: "buffer layers.0.running_mean", or
+            "random generator".
+        plain_difference: the same between two steps (or two runs of that unit) without the plan, if they differ. Kernels are
+            not deterministic then, and the plan need not be the cause of a difference.
+        num_compared: number of gradients compared.
+        plain_peak_bytes, plan_peak_bytes: measured peaks of forward and backward, including parameters, buffers, batch and
+            optimizer state; None if the plain step did not run.
+        plan_reserved_bytes, plan_fragmentation_bytes: on CUDA, the most bytes that the caching allocator held in the step
+            with the plan, and how many of them were unused; the prediction excludes them. None on the CPU.
+        predicted_peak_bytes, predicted_slowdown: the plan's predictions.
+        measured_slowdown: median of the ratio of times with the plan and without recompute (both with the plan's loss chunks,
+            as in the prediction), minus one; runs alternate.
+        loss_chunks: parts of the plan's loss; with more than one, sums have another order than the model's.
+        unchunked_difference: the gradient (or "the loss") furthest from that of the unchunked model, and its distance: the norm
+            of the difference over the norm; None with one chunk, or if the plain step did not run.
+        rank: in a group of processes, the one whose peaks these are, since its peak under the plan is the largest. The slowdown
+            is that of the slowest, and differences are those of the first that has some, which they name. None alone.
+        by_rank: in a group, what each process found, by its rank; the same in all of them. Empty alone.
+    """
+
+    compared: Literal["step", "units"]
+    gradients_equal: bool
+    first_difference: tuple[str, float] | None
+    num_compared: int
+    plain_peak_bytes: int | None
+    plan_peak_bytes: int
+    predicted_peak_bytes: int | None
+    predicted_slowdown: float | None
+    measured_slowdown: float | None
+    loss_chunks: int = 1
+    unchunked_difference: tuple[str, float] | None = None
+    plan_reserved_bytes: int | None = None
+    plan_fragmentation_bytes: int | None = None
+    plain_difference: tuple[str, float] | None = None
+    first_state_difference: tuple[str, float] | None = None
+    rank: int | None = None
+    by_rank: Mapping[int, Report] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        """Whether gradients, loss, buffers and random generators all have the same bits with and without the plan."""
+        return self.gradients_equal and self.first_state_difference is None
+
+    def __str__(self) -> str:
+        how = ", unit by unit" if self.compared == "units" else ""
+        equal = f"equal bit for bit ({self.num_compared} compared{how})"
+        if self.first_difference is not None:
+            name, difference = self.first_difference
+            equal = f"DIFFERENT, first at {name}, by up to {difference:.3g}"
+        lines = [f"gradients        {equal}"]
+        if self.first_state_difference is not None:
+            name, difference = self.first_state_difference
+            lines.append(f"left behind      DIFFERENT, first at {name}, by up to {difference:.3g}")
+        if self.plain_difference is not None:
+            name, difference = self.plain_difference
+            lines.append(
+                f"                 two runs without the plan differ, too, first at {name}, by up to {difference:.3g}:"
+            )
+            lines.append("                 kernels are not deterministic; try torch.use_deterministic_algorithms(True)")
+        if self.unchunked_difference is not None:
+            name, difference = self.unchunked_difference
+            lines.append(f"loss             in {self.loss_chunks} chunks: off by {difference:.1e} at most, at {name}")
+        plain = "did not fit" if self.plain_peak_bytes is None else format_bytes(self.plain_peak_bytes)
+        lines.append(f"peak without     {plain}")
+        lines.append(f"peak with plan   {format_bytes(self.plan_peak_bytes)}{self._compared_peak()}")
+        if self.plan_reserved_bytes is not None and self.plan_fragmentation_bytes is not None:
+            fragmentation = format_bytes(self.plan_fragmentation_bytes)
+            lines.append(f"reserved         {format_bytes(self.plan_reserved_bytes)} ({fragmentation} fragmentation)")
+        if self.measured_slowdown is not None:
+            predicted = "" if self.predicted_slowdown is None else f" (predicted {self.predicted_slowdown:.1%})"
+            lines.append(f"slowdown         {self.measured_slowdown:.1%}{predicted}")
+        if self.rank is not None:
+            lines.append(f"ranks            {self._compared_ranks()}")
+        return "\n".join(lines)
+
+    def _compared_peak(self) -> str:
+        if self.predicted_peak_bytes is None:
+            return ""
+        off = self.plan_peak_bytes / self.predicted_peak_bytes - 1
+        return f" (predicted {format_bytes(self.predicted_peak_bytes)}, measured {off:+.2%})"
+
+    def _compared_ranks(self) -> str:
+        lean = min(self.by_rank, key=lambda rank: self.by_rank[rank].plan_peak_bytes)
+        lean_peak = format_bytes(self.by_rank[lean].plan_peak_bytes)
+        text = f"{len(self.by_rank)}; the peaks are rank {self.rank}'s, the largest; the least is rank {lean}'s, {lean_peak}"
+        slowdowns = {
+            rank: its.measured_slowdown for rank, its in self.by_rank.items() if its.measured_slowdown is not None
+        }
+        return f"{text}; slowest is rank {max(slowdowns, key=slowdowns.__getitem__)}" if slowdowns else text
+
+
+def report_of_ranks(reports: Sequence[Report], ranks: Sequence[int]) -> Report:
+    """Return one report for processes that verified together: of each number the worst, and differences with their rank.
+
+    Args:
+        reports: what each found.
+        ranks: their numbers, in the same order.
+    """
+    by_rank = dict(zip(ranks, reports, strict=True))
+    rank = max(by_rank, key=lambda number: by_rank[number].plan_peak_bytes)
+    slowdowns = [report.measured_slowdown for report in reports if report.measured_slowdown is not None]
+    return replace(
+        by_rank[rank],
+        gradients_equal=all(report.gradients_equal for report in reports),
+        first_difference=_first({number: its.first_difference for number, its in by_rank.items()}),
+        first_state_difference=_first({number: its.first_state_difference for number, its in by_rank.items()}),
+        plain_difference=_first({number: its.plain_difference for number, its in by_rank.items()}),
+        unchunked_difference=_largest({number: its.unchunked_difference for number, its in by_rank.items()}),
+        num_compared=min(report.num_compared for report in reports),
+        measured_slowdown=max(slowdowns, default=None),
+        rank=rank,
+        by_rank=by_rank,
+    )
+
+
+def _first(differences: Mapping[int, Difference | None]) -> Difference | None:
+    """Return the first difference, with its rank."""
+    return next((_in_rank(found, rank) for rank, found in differences.items() if found is not None), None)
+
+
+def _largest(differences: Mapping[int, Difference | None]) -> Difference | None:
+    found = [_in_rank(its, rank) for rank, its in differences.items() if its is not None]
+    return max(found, key=lambda difference: difference[1], default=None)
+
+
+def _in_rank(difference: Difference, rank: int) -> Difference:
+    return f"{difference[0]} in rank {rank}", difference[1]
