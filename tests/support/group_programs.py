@@ -21,6 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import recollect
+from recollect.attaching import attached as attached_module
+from recollect.attaching import lockstep
 from recollect.attaching.planned_step import PlannedStep
 from recollect.engine.content import has_same_bits
 from recollect.lab.models.architectures import llama_config
@@ -182,9 +184,9 @@ def without_backward() -> dict[str, Any]:
 
 
 def steady() -> dict[str, Any]:
-    """Thirty steps, of which one process has a longer batch in one, at a time at which they do not ask."""
+    """Twelve steps, of which one process has a longer batch in one, at a time at which they do not ask."""
     plain, planned = replicated(), replicated()
-    lengths = [24] * 12 + [24 + 8 * RANK] + [24] * 17
+    lengths = [24] * 4 + [24 + 8 * RANK] + [24] * 7
     train_alike(plain, lengths)
     asked: list[int] = []
     own = Group.all_of
@@ -250,9 +252,9 @@ def not_all_call() -> dict[str, Any]:
 def ends() -> dict[str, Any]:
     """The second process ends while the first goes on."""
     if RANK == 1:
-        train(model(), *[24] * 12, group=dist.group.WORLD)
+        train(model(), *[24] * 4, group=dist.group.WORLD)
         os._exit(0)
-    return train(model(), *[24] * 40, group=dist.group.WORLD)
+    return train(model(), *[24] * 10, group=dist.group.WORLD)
 
 
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -264,7 +266,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "verify": lambda: verified(sharded()),
     "verify where one does not fit": lambda: verified(replicated(), fits=False),
     "verify units that are sharded": lambda: verified(sharded(), fits=False),
-    "verify alone": lambda: verified(model(), group="alone"),
+    "verify alone": lambda: verified(model(), group="alone", compare="units"),
     "fit": fitted,
     "alone": alone,
     "apply the same": lambda: applied(same=True),
@@ -285,6 +287,9 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def main() -> None:
+    # So that few steps show what happens between.
+    lockstep._STEADY_STEPS, lockstep._ASKS_EVERY = 2, 4  # type: ignore[misc]
+    attached_module._MOST_ATTEMPTS = 1  # type: ignore[misc]
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/store", rank=RANK, world_size=2)
