@@ -55,7 +55,7 @@ def rows(folder: Path, num_processes: int, *cases: str) -> Rows:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    return rows(tmp_path_factory.mktemp("two"), 2, *ON_TWO, "default batch", *REFUSED)
+    return rows(tmp_path_factory.mktemp("two"), 2, *ON_TWO, "default batch", "Megatron", *REFUSED)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +99,12 @@ def test_the_peak_is_as_predicted(name: str, two: Rows, four: Rows) -> None:
     assert (two | four)[name][0]["planned"]["excess"] < 8 * buffer_bytes
 
 
+def test_megatrons_settings_are_the_plan_of_all(two: Rows) -> None:
+    for row in two["Megatron"]:
+        assert row["plan"] and row["plan"] == two["Megatron"][0]["plan"]
+        assert row["loss"] == two["DP2"][0]["plain"]["loss"]
+
+
 def test_each_rank_of_data_parallelism_has_one_micro_batch_unless_told(two: Rows) -> None:
     assert [row["accumulation"] for row in two["default batch"]] == [2, 2]
 
@@ -111,6 +117,7 @@ ERRORS = {
     "device": r"ConfigError: got device='cuda:1': each process has a device of its own\. Write cuda or cpu",
     "resume": r"NotYetError: got resume=True, .*not yet: checkpoints of several processes\. Start in a new --run-dir",
     "bias": r"NotYetError: got moe_router_enable_expert_bias=True, data_parallel_size=2: .* load counted over all ranks",
+    "parts": r"NotYetError: got distribute_saved_activations=True: not yet: kept values that are split among the ranks",
     "too small": r"BudgetTooSmallError: .* is below the least possible peak",
     "two budgets": r"ConfigError: got memory_budget in rank 0='80%', memory_budget in rank 1='90%': two values .* Start all",
     "no data": r"DataError: data notes/: no such folder",

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import training_runs
 from recollect.errors import DataError
+from recollect.integrations.megatron import RecomputeConfig
 from recollect.lab.train import session as session_module
 from recollect.lab.train.config import OptimFlags, ProcessFlags, TrainConfig
 from recollect.lab.train.loop import train
@@ -93,9 +94,19 @@ REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "device": lambda folder: trained(settings(folder, "e", device="cuda:1")),
     "resume": lambda folder: trained(settings(folder, "e", resume=True)),
     "bias": lambda folder: trained(settings(folder, "e", size="deepseek-v3-tiny")),
+    "parts": lambda folder: trained(
+        settings(folder, "parts", parallel=TENSOR, recompute=RecomputeConfig(**FULL, distribute_saved_activations=True))
+    ),
     "too small": lambda folder: trained(settings(folder, "e", memory_budget="1MB")),
     "two budgets": two_budgets,
     "no data": failing_data,
+}
+
+
+FULL: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
 }
 
 
@@ -103,6 +114,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     """Return what a case makes."""
     if name in LAYOUTS:
         return layout(folder, name)
+    if name == "Megatron":
+        return trained(settings(folder, name, recompute=RecomputeConfig(**FULL)))
     if name == "default batch":
         config = settings(folder, name, accumulation=None)
         assert config.optim == OptimFlags(**{**vars(config.optim), "accumulation": None})

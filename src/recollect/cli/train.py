@@ -8,7 +8,7 @@ import signal
 from rich.console import Console
 
 from recollect.cli.commands import Train
-from recollect.integrations.megatron import RecomputeConfig, TrainingSetting
+from recollect.integrations.megatron import RecomputeConfig
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.loop import train
 from recollect.lab.train.processes import is_first_process, num_processes
@@ -43,5 +43,5 @@ def training_config(command: Train) -> TrainConfig:
     if not fields:
         return command.config
     recompute = RecomputeConfig(**fields)
-    recompute.check(TrainingSetting.of(command.config.model.dimensions()))
+    recompute.check(command.config.training_setting(command.config.model.dimensions()))
     return dataclasses.replace(command.config, step=dataclasses.replace(command.config.step, recompute=recompute))

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 from tyro.conf import FlagCreatePairsOff, Suppress, arg
 
 from recollect.integrations.megatron.config import RecomputeConfig
+from recollect.integrations.megatron.training_setting import TrainingSetting
+from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.flags import ParallelFlags
 from recollect.lab.train.checks import at_least, within
 from recollect.lab.train.model_flags import ModelFlags, SizeName
@@ -215,6 +217,19 @@ class TrainConfig:
         if self.run.eval_iters is None:
             return self.run.validation_batches
         return self.run.eval_iters * self.optim.num_micro_batches
+
+    def training_setting(self, dimensions: TransformerConfig) -> TrainingSetting:
+        """Return what Megatron's rules for recompute consider of this run.
+
+        Args:
+            dimensions: the model.
+        """
+        flags = self.parallel
+        return TrainingSetting.of(
+            dimensions,
+            tensor_model_parallel_size=flags.tensor_model_parallel_size,
+            sequence_parallel=flags.layout().sequence_parallel,
+        )
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that determine the numbers of a run, by dotted name; a resumed run must have the same.

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import recollect
 from recollect.byte_format import format_bytes
-from recollect.integrations.megatron import TrainingSetting, megatron_plan
+from recollect.integrations.megatron import megatron_plan
 from recollect.lab.train.config import StepFlags
 from recollect.lab.train.files import write_text
 from recollect.lab.train.memory import measure_plain
@@ -106,7 +106,7 @@ def _decide(session: Session) -> tuple[Plan, int]:
         )
         return plan, plain_bytes
     profile = _recorded(session, 1 if flags.loss_chunks == "auto" else flags.loss_chunks)
-    plan = megatron_plan(profile, flags.recompute, TrainingSetting.of(session.model.config))
+    plan = megatron_plan(profile, flags.recompute, session.config.training_setting(session.model.config))
     return plan, recollect.classic_plan(profile, "keep_all").predicted_peak_bytes or 0
 
 
