@@ -17,7 +17,7 @@ from recollect.costs.hardware import Hardware
 from recollect.costs.links import Cluster
 from recollect.costs.op_costs import Again, Key, OpRun, key_of
 from recollect.costs.op_work import work_of
-from recollect.costs.roofline import seconds
+from recollect.costs.roofline import Work, seconds
 from recollect.engine.facts import OpFacts
 
 
@@ -93,6 +93,12 @@ class ModelledCosts:
         key = key_of(again.kind, args, {})
         self._seconds[key] = math.fsum(self._seconds[run.key] for run in inner)
         return OpRun(key, 0)
+
+    def gather_s(self, nbytes: int, ranks: tuple[int, ...]) -> float:
+        """Return the modelled time to gather a tensor of so many bytes, of which each rank holds a part."""
+        if self._cluster is not None:
+            return self._cluster.collective_s("all_gather", nbytes, ranks)
+        return seconds(Work("copy", 2.0 * nbytes, float(nbytes)), self.hardware)
 
     def seconds_of(self, run: OpRun | None) -> float:
         """Return the modelled time of an op; 0 for an unseen one."""

@@ -6,6 +6,7 @@ A value is cut by bytes, so that any size and type will do: the last ranks' part
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from recollect._torch_parallel import gathered
+from recollect._torch_private import disable_torch_dispatch
 from recollect.arguments import check_kind
 from recollect.engine.agreement import Agreement
 from recollect.engine.content import checksums
@@ -20,7 +22,7 @@ from recollect.engine.values import Layout, TapeValue, laid_out, layout_of
 from recollect.errors import PlanError
 from recollect.plans.paths import unit_words
 
-__all__ = ["Gather", "Shards", "distribute_saved_activations", "shards_of"]
+__all__ = ["Gather", "Shards", "content_of", "distribute_saved_activations", "shards_of"]
 
 _groups: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
@@ -74,14 +76,20 @@ class Shards:
 
     Attributes:
         size: number of ranks.
+        ranks: their numbers among all processes.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.name: str = group.group_name
         self.size = dist.get_world_size(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
         self._rank = dist.get_rank(group)
-        self._checked: set[tuple[str, str]] = set()
+        self._num_seen: Counter[tuple[str, str]] = Counter()
+
+    def part_bytes(self, nbytes: int) -> int:
+        """Return the bytes of each rank's part of a value."""
+        return -(-nbytes // self.size)
 
     def call(self, tensor: torch.Tensor, agreement: Agreement, unit: str, name: str) -> tuple[Gather, TapeValue]:
         """Return what gathers a tensor, and its argument: this rank's part of it.
@@ -91,19 +99,22 @@ class Shards:
         """
         agreement.meet(self.name)
         agreement.check(self.name, "hold values as parts")
-        self._check_once(tensor, unit, name)
+        self._check(tensor, unit, name)
         content = _bytes_of(tensor)
-        size = -(-len(content) // self.size)
+        size = self.part_bytes(len(content))
         part = content[self._rank * size : (self._rank + 1) * size].clone()
         if len(part) < size:
             part = nn.functional.pad(part, (0, size - len(part)))
         return Gather(self, layout_of(tensor)), TapeValue(part)
 
-    def _check_once(self, tensor: torch.Tensor, unit: str, name: str) -> None:
-        """Compare a value over the group, in the first step only: all ranks hold the same values in the same order."""
-        if (unit, name) in self._checked:
+    def _check(self, tensor: torch.Tensor, unit: str, name: str) -> None:
+        """Compare a value over the group, ever more seldom: all ranks hold the same values in the same order.
+
+        In the first step, the second, the fourth and so on, as what starts as zeros on all ranks may part later.
+        """
+        self._num_seen[unit, name] += 1
+        if self._num_seen[unit, name].bit_count() > 1:
             return
-        self._checked.add((unit, name))
         found = torch.tensor([tensor.untyped_storage().nbytes(), *checksums([tensor])], device=tensor.device)
         everywhere = gathered(found, self.size, self.name).view(self.size, 2)
         if not bool((everywhere == found).all()):
@@ -125,6 +136,23 @@ class Gather:
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> tuple[torch.Tensor]:
         """Gather, as all ranks of the group do."""
         return (laid_out(gathered(tensors[0], self._shards.size, self._shards.name), self._layout),)
+
+
+def content_of(tensor: torch.Tensor) -> int | None:
+    """Return a number for the content of a tensor that may be held as a part; None for one that may not.
+
+    What is one number throughout, such as zeros, tells nothing: it may be the same on all ranks in one step and not in another.
+    """
+    if tensor.layout is not torch.strided or tensor.storage_offset() or not tensor.numel():
+        return None
+    with disable_torch_dispatch(), torch.no_grad():
+        content = _bytes_of(tensor)
+        if len(content) % tensor.element_size():
+            return None
+        elements = content.view(-1, tensor.element_size())
+        if bool((elements == elements[0]).all()):
+            return None
+    return checksums([tensor])[0]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

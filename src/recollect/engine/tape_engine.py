@@ -29,8 +29,10 @@ class TapeEngine:
 
     def apply(self, model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement) -> list[PlacedForward]:
         """Return forwards that run the units on one tape; units that recompute nothing run as before."""
-        # A unit that keeps everything still belongs on the tape if another unit may have dropped its input.
-        drops_outputs = any(unit.output is Action.RECOMPUTE for unit in units.values())
+        # A unit that keeps everything still belongs on the tape if another unit may have dropped its input, or holds a part.
+        drops_outputs = any(
+            unit.output is Action.RECOMPUTE or Action.SHARD in unit.actions.values() for unit in units.values()
+        )
         paths = [path for path, unit in units.items() if unit.recomputes_anything or drops_outputs]
         shards = shards_of(model)
         _check_shards(units, shards)

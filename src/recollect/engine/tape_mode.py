@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from recollect._torch_parallel import name_of_group
+from recollect._torch_parallel import name_of_group, waited_for
 from recollect._torch_private import (
     desugars,
     has_saved_tensors_hooks,
@@ -204,6 +204,8 @@ class TapeMode(OpMode):
             return
         if result.layout is not _STRIDED or is_known(result.untyped_storage()) or result.storage_offset():
             return
+        if facts.is_collective:
+            waited_for(result)  # What it has made may not be there yet.
         count = self.counts[self.unit_path, self.scope, facts.name]
         stem = value_stem(self.scope, facts.name, count - 1)
         call, part = shards.call(result, agreement, self.unit_path, f"{stem}.{index}" if index else stem)

@@ -15,10 +15,10 @@ the next cut is made. L has finitely many planes, so this ends, and soon: after 
 for each one after it, as the planes are the same for every budget. How exactly the program was solved only decides which
 prices are tried, not whether what is returned is a bound.
 
-"Any plan" means: keep or recompute, value by value, unit outputs dropped or not, each op running again at most once, and what
-it computed staying as long as backward has still to ask for it, as on the tape; for the ops and the order of the recorded step.
-It does not hold for what changes the step itself: offload, another micro-batch, a chunked loss, ops that are replaced by
-others.
+"Any plan" means: keep or recompute, value by value, or hold as parts what the profile knows to be the same on all ranks; unit
+outputs dropped or not, each op running again at most once, and what it computed or gathered staying as long as backward has
+still to ask for it, as on the tape; for the ops and the order of the recorded step. It does not hold for what changes the step
+itself: offload, another micro-batch, a chunked loss, ops that are replaced by others.
 
 References:
     J. E. Kelley, "The cutting-plane method for solving convex programs", Journal of the SIAM 8(4), 1960.

@@ -12,7 +12,9 @@ which nothing can run again, such as all of forward, form a class k:
                   what the tape takes in forward    if m_j = 1
 
 The price of v in k is bytes(v) times the sum of lambda_e over the times of k at which v has been made and a plan can be
-without it. Every term is a capacity between two nodes (source side = 1), so the least cost is a minimum cut.
+without it. Where ranks may hold parts of v, it is that of a part; in the first class, before backward asks for anything, with
+the time to gather v, or that of the whole, whichever is less. Every term is a capacity between two nodes (source side = 1), so the
+least cost is a minimum cut.
 
 What a plan has in memory at each moment, and which of its ops run again after it, is such a choice, so no plan costs less. All
 else is left out, in favour of the bound: other working memory of recomputing, saved generator states, values that are
@@ -113,18 +115,25 @@ class CheapestStep:
             ],
             dtype=np.int64,
         )
+        self._part_bytes = self._nbytes.copy()
+        self._gather_s = np.zeros(len(self._nbytes))
+        for call, graph, first_value in zip(profile.calls, graphs, times.first_value, strict=False):
+            for part in graph.parts:
+                column = first_value + part.value
+                self._part_bytes[column] = min(self._nbytes[column], rounded_bytes(profile, part.nbytes))
+                self._gather_s[column] = call.num_runs * part.gather_s
         self._readers, self._read = times.reads[:, 0], times.reads[:, 1]
         self._charges = _Charges(profile, times.first_op)
         self._first_need = self._first_needs()
 
     @property
     def most_s(self) -> float:
-        """Seconds of recompute if all runs again, which is more than any plan has: nothing runs twice."""
-        return math.fsum((*self._op_s, *self._charges.all_s))
+        """Seconds of recompute if all runs again, which is more than any plan has: nothing runs, or is gathered, twice."""
+        return math.fsum((*self._op_s, *self._charges.all_s, *self._gather_s))
 
     def everything_kept(self) -> StepChoice:
         """Return the choice that runs nothing again."""
-        return self._choice(np.zeros(len(self._op_s), dtype=np.int64))
+        return self._choice(np.zeros(len(self._op_s), dtype=np.int64), np.zeros(len(self._nbytes), dtype=bool))
 
     def dropped(self, choice: StepChoice) -> list[frozenset[int]]:
         """Return for each call the values that are computed again, by index in its graph."""
@@ -148,8 +157,12 @@ class CheapestStep:
         num_classes, num_ops, num_values = len(stages), len(self._op_s), len(self._nbytes)
         edges = _Edges(num_classes * (num_ops + num_values))
         fixed_s = 0.0
+        is_part = np.zeros(num_values, dtype=bool)
         for number, members in enumerate(np.split(priced, first[1:]) if num_classes else ()):
-            cost_s = (prices[members] @ times.can_cost[members]) * self._nbytes
+            price = prices[members] @ times.can_cost[members]
+            cost_s = self._costs_s(price, int(stages[number]))
+            if stages[number] == 0:
+                is_part = price * (self._nbytes - self._part_bytes) > self._gather_s
             # No value is computed twice: what backward has asked for stays from then on, if it is needed.
             maker = np.where(times.first_use <= stages[number], -1, self._maker)
             nodes = (number * num_ops, num_classes * num_ops + number * num_values)
@@ -166,7 +179,15 @@ class CheapestStep:
         lowest = np.array([0, *(stages + 1)])[num_run]
         highest = np.array([0, *stages[1:], _NEVER])[num_run] if num_classes else lowest
         runs_until = np.clip(self._first_need, lowest, highest)
-        return StepCut(float(fixed_s + cut_s), self._choice(runs_until))
+        return StepCut(float(fixed_s + cut_s), self._choice(runs_until, is_part))
+
+    def _costs_s(self, price: NDArray[np.float64], stage: int) -> NDArray[np.float64]:
+        """Return what each value costs in memory in one class, from the price of its bytes."""
+        part_s = price * self._part_bytes
+        found: NDArray[np.float64] = part_s
+        if stage == 0:
+            found = np.minimum(price * self._nbytes, part_s + self._gather_s)
+        return found
 
     def _add_values(
         self,
@@ -188,8 +209,8 @@ class CheapestStep:
         edges.add(first_value + read, np.where(maker[read] < 0, edges.sink, first_op + maker[read]), cost_s[read])
         return float(cost_s[asked[is_fixed]].sum())
 
-    def _choice(self, runs_until: NDArray[np.int64]) -> StepChoice:
-        """Return what it takes that ops run again after the stages before these."""
+    def _choice(self, runs_until: NDArray[np.int64], is_part: NDArray[np.bool_]) -> StepChoice:
+        """Return what it takes that ops run again after the stages before these, and that these values begin as parts."""
         times = self._times
         needed_until = np.zeros(len(self._nbytes), dtype=np.int64)
         np.maximum.at(needed_until, self._read, runs_until[self._readers])
@@ -197,8 +218,12 @@ class CheapestStep:
         stages = times.stages[:, None]
         in_memory = times.can_cost & (times.needed | (stages < needed_until)) & (stages >= made_again)
         runs = np.flatnonzero(runs_until)
-        recompute_s = math.fsum((*self._op_s[runs], *self._charges.seconds(runs)))
-        return StepChoice(runs_until, recompute_s, in_memory @ self._nbytes)
+        is_first = times.stages == 0
+        is_gathered = is_part & in_memory[is_first].any(axis=0)
+        recompute_s = math.fsum((*self._op_s[runs], *self._charges.seconds(runs), *self._gather_s[is_gathered]))
+        kept_bytes = in_memory @ self._part_bytes
+        kept_bytes[is_first] += in_memory[is_first] @ np.where(is_part, 0, self._nbytes - self._part_bytes)
+        return StepChoice(runs_until, recompute_s, kept_bytes)
 
     def _first_needs(self) -> NDArray[np.int64]:
         """Return for each op the stage in which backward first needs it, if all of its unit runs again."""

@@ -110,7 +110,14 @@ class Planner:
 
     @cached_property
     def _solvers(self) -> list[Solver]:
-        return [solver(self.profile, program=self._program) for solver in SOLVERS] if self.profile.calls else []
+        if not self.profile.calls:
+            return []
+        found = [solver(self.profile, program=self._program) for solver in SOLVERS]
+        if any(graph.parts for graph in self.profile.graphs):
+            # A search with more to choose from may find less.
+            graphs = tuple(replace(graph, parts=()) for graph in self.profile.graphs)
+            found += [solver(replace(self.profile, graphs=graphs)) for solver in SOLVERS]
+        return found
 
     @cached_property
     def _bound(self) -> LowerBound:

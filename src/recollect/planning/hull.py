@@ -5,7 +5,8 @@ At a price `lambda` (seconds per kept byte), choosing the values to keep and the
     a_v = 1   value v is available in backward          a_v = 1 for what autograd saved
     r_o = 1   op o runs again                           r_o <= a_u for each argument u of o
     m_j = 1   the tape watches module j                 r_o <= m_module(o) <= m_unit
-    cost      lambda * bytes(v)  if a_v = 1 and r_producer(v) = 0: v is kept
+    cost      lambda * bytes(v)  if a_v = 1 and r_producer(v) = 0: v is kept; or, if that is less and all ranks of a group
+                                 have the same v, lambda * bytes of its part + time to gather it
               time(o)            if r_o = 1, and the overhead of the tape in forward if m_j = 1
 
 Every term is a capacity between two nodes (source side = 1), so one cut gives the best option at that price. The
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,9 +37,9 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
-from recollect.profile.graph import UnitGraph
+from recollect.profile.graph import PartRecord, UnitGraph
 
-__all__ = ["Evaluator", "Option", "evaluate", "unit_hull"]
+__all__ = ["Evaluator", "Option", "evaluate", "part_index", "unit_hull", "whole_value"]
 
 _INFINITE = 2**31 - 1
 # The sum of the finite capacities, so that no flow reaches _INFINITE.
@@ -54,16 +55,27 @@ class Option:
     """One way to keep and recompute the values of one unit.
 
     Attributes:
-        keep: indices of the kept values; every saved value is among them or can be computed from them.
+        keep: indices of the kept values; every saved value is among them or can be computed from them. A value v of which
+            only this rank's part is kept has the index `part_index(graph, v)`, beyond those of all values.
         recompute_ops: indices of the ops that run again in backward.
         kept_bytes: bytes of `keep`, including the unit's output if kept, and of generator states to rerun random ops.
-        recompute_s: seconds of `recompute_ops`, plus the overhead of the tape in forward for their modules.
+        recompute_s: seconds of `recompute_ops` and to gather parts, plus the overhead of the tape in forward for their modules.
     """
 
     keep: frozenset[int]
     recompute_ops: frozenset[int]
     kept_bytes: int
     recompute_s: float
+
+
+def part_index(graph: UnitGraph, value: int) -> int:
+    """Return what stands for this rank's part of a value among the kept ones."""
+    return len(graph.values) + value
+
+
+def whole_value(graph: UnitGraph, index: int) -> int:
+    """Return the value that is kept, as a whole or as a part."""
+    return index % len(graph.values)
 
 
 def unit_hull(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
@@ -165,6 +177,7 @@ class Evaluator:
         self._modules = [module_of(op.name) for op in graph.ops]
         self._module_tape_s = dict(graph.module_tape_s)
         self._nbytes = [value.nbytes for value in values]
+        self._parts = {part_index(graph, part.value): part for part in graph.parts}
         self._op_s = [op.time_s for op in graph.ops]
         self._state_bytes = [op.state_bytes for op in graph.ops]
         self._has_states = any(self._state_bytes)
@@ -180,6 +193,10 @@ class Evaluator:
         """Return the option that keeps these values."""
         # One byte per value, for speed: this runs hundreds of times per unit.
         wanted = set(keep)
+        # Where a part is kept, the whole is not.
+        parts = [part for index, part in self._parts.items() if index in wanted] if self._parts else []
+        if parts:
+            wanted = {value for value in wanted if value < len(self._nbytes)} | {part.value for part in parts}
         available, needed = bytearray(len(self._nbytes)), bytearray(len(self._nbytes))
         for value in (*self._free, *wanted):
             available[value] = 1
@@ -197,12 +214,28 @@ class Evaluator:
                 for value in inputs:
                     needed[value] = 1
         kept = self._outputs.union(value for value in wanted if needed[value])
+        parts = [part for part in parts if part.value in kept]
+        if parts:
+            return self._with_parts(kept, parts, recompute_ops)
         state_bytes = sum(map(self._state_bytes.__getitem__, recompute_ops)) if self._has_states else 0
         return Option(
             keep=frozenset(kept),
             recompute_ops=frozenset(recompute_ops),
             kept_bytes=sum(map(self._nbytes.__getitem__, kept)) + state_bytes,
             recompute_s=math.fsum((*map(self._op_s.__getitem__, recompute_ops), *self._tape_s(recompute_ops))),
+        )
+
+    def _with_parts(self, kept: set[int], parts: Sequence[PartRecord], recompute_ops: Sequence[int]) -> Option:
+        """Return the option that keeps values, some of them as parts."""
+        whole = kept.difference(part.value for part in parts)
+        nbytes = [self._nbytes[value] for value in whole] + [part.nbytes for part in parts]
+        makers = [op for part in parts if (op := self._graph.values[part.value].producer) is not None]
+        seconds = [self._op_s[op] for op in recompute_ops] + [part.gather_s for part in parts]
+        return Option(
+            keep=frozenset(whole.union(part_index(self._graph, part.value) for part in parts)),
+            recompute_ops=frozenset(recompute_ops),
+            kept_bytes=sum(nbytes) + sum(self._state_bytes[op] for op in recompute_ops),
+            recompute_s=math.fsum((*seconds, *self._tape_s([*recompute_ops, *makers]))),
         )
 
     def _tape_s(self, recompute_ops: Collection[int]) -> Iterator[float]:
@@ -260,6 +293,12 @@ class _Network:
         self._nbytes = np.asarray(nbytes, dtype=float)[position]
         self._seconds = np.asarray(seconds, dtype=float)[position]
         self._is_infinite = self._nbytes < 0
+        # What each edge costs instead if the value is kept as a part; as much where there is none.
+        part_of = {part.value: part for part in graph.parts}
+        parts = [part_of.get(start) if nbytes > 0 else None for start, _, nbytes, _ in edges]
+        in_order = [parts[at] for at in position] if graph.parts else []
+        self._part_bytes = np.array([-1 if part is None else part.nbytes for part in in_order], dtype=float)
+        self._gather_s = np.array([0.0 if part is None else part.gather_s for part in in_order], dtype=float)
 
     def _value_edges(self, keeps_output: bool) -> Iterable[tuple[int, int, int, float]]:
         fixed_ops = _fixed_ops(self._graph)
@@ -296,6 +335,9 @@ class _Network:
     def cut(self, *, byte_price: float, second_price: float) -> Option:
         """Return the cheapest option at these prices of a kept byte and a recomputed second."""
         price = np.where(self._is_infinite, 0.0, byte_price * self._nbytes + second_price * self._seconds)
+        if len(self._part_bytes):
+            as_parts = byte_price * self._part_bytes + second_price * self._gather_s
+            price = np.where(self._part_bytes >= 0, np.minimum(price, as_parts), price)
         total = float(price.sum())
         scale = _TOTAL_CAPACITY / total if total > 0 else 0.0
         capacity = np.where(self._is_infinite, _INFINITE, np.maximum(np.rint(price * scale), price > 0))
@@ -307,4 +349,11 @@ class _Network:
         available = {int(node) for node in reached if node < self._num_values}
         run = {int(node) - self._num_values for node in reached if self._num_values <= node < self._source}
         keep = {v for v in available if self._graph.values[v].producer not in run}
+        keep |= {
+            part_index(self._graph, part.value)
+            for part in self._graph.parts
+            if (part.value in keep or self._graph.values[part.value].is_output)
+            and byte_price * part.nbytes + second_price * part.gather_s
+            < byte_price * self._graph.values[part.value].nbytes
+        }
         return self._evaluator.option(keep)

@@ -6,13 +6,13 @@ Times play no part here, so that the least peak does not depend on them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recollect.planning.alive_calls import most_alive, num_alive
-from recollect.planning.hull import Evaluator, Option
+from recollect.planning.hull import Evaluator, Option, part_index, whole_value
 from recollect.planning.option_table import Fate, OptionTable
 from recollect.planning.unit_options import working_bytes
 from recollect.plans.action import Action
@@ -113,14 +113,16 @@ class LeanUnits:
         graph = self.rows[row].graph
         if graph not in self._worth:
             self._worth[graph] = worth_keeping(self.profile.graphs[graph])
-        return [self.fate(row, option.keep ^ {value}, output) for value in self._worth[graph]]
+        parts = [part_index(self.profile.graphs[graph], part.value) for part in self.profile.graphs[graph].parts]
+        return [self.fate(row, option.keep ^ {value}, output) for value in (*self._worth[graph], *parts)]
 
     def flipped(self, row: int, fate: Fate) -> list[Fate]:
         """Return fates of a unit that drops its output if it keeps it, and the other way around."""
         option, output = fate
         graph = self.rows[row].graph
         values = self.profile.graphs[graph].values
-        inner = frozenset(value for value in option.keep if not values[value].is_output)
+        whole = partial(whole_value, self.profile.graphs[graph])
+        inner = frozenset(index for index in option.keep if not values[whole(index)].is_output)
         if output == Action.RECOMPUTE:
             return [self.fate(row, keep, Action.KEEP) for keep in dict.fromkeys((frozenset[int](), inner))]
         if graph not in self._checkpoints:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-from recollect.planning.hull import Evaluator, Option, unit_hull
+from recollect.planning.hull import Evaluator, Option, part_index, unit_hull
 from recollect.planning.unit_plans import unit_plan
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
@@ -130,11 +130,19 @@ class OptionTable:
         return result
 
     def _is_named(self, index: int, fates: Sequence[Fate]) -> bool:
-        """Return whether the plan names the row: it is a layer, recomputes, or reads a dropped output."""
+        """Return whether the plan names the row: it is a layer, recomputes, or reads an output that is dropped or a part."""
         return (
             self._is_repeated[self.rows[index].path]
             or self._unit_plan(index, fates[index]).recomputes_anything
-            or any(fates[source][1] == Action.RECOMPUTE for source in self.sources[index])
+            or any(self._lacks_output(source, fates[source]) for source in self.sources[index])
+        )
+
+    def _lacks_output(self, index: int, fate: Fate) -> bool:
+        """Return whether a row's output is not in memory as a whole."""
+        graph = self.profile.graphs[self.rows[index].graph]
+        option, output = fate
+        return output == Action.RECOMPUTE or any(
+            part_index(graph, part.value) in option.keep for part in graph.parts if graph.values[part.value].is_output
         )
 
     def _row_decisions(self, index: int, fate: Fate, *, is_named: bool) -> tuple[CallActions, ...]:

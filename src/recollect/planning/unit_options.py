@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from recollect.planning.hull import Evaluator, Option, unit_hull
+from recollect.planning.hull import Evaluator, Option, part_index, unit_hull, whole_value
 from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import UnitGraph
@@ -42,13 +42,17 @@ def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options
     free = hull if not graph.module_tape_s else unit_hull(replace(graph, tape_s=0.0, module_tape_s=()), output=output)
     corners = [*hull, *(option for option in free if option not in hull)]
     produced = _produced(graph)
-    useful = {v for option in corners for v in option.keep} | {i for i in produced if graph.values[i].saved}
+    useful = {whole_value(graph, v) for option in corners for v in option.keep} | {
+        i for i in produced if graph.values[i].saved
+    }
     most_variations = max(_FEWEST_VARIATIONS, _OPS_OF_ALL_VARIATIONS // max(1, len(graph.ops)))
     varied = _spread(corners, most_variations // _FEWEST_VALUES)
     values = _largest(graph, useful & produced, most_variations // len(varied))
+    can_be_parts = {part.value for part in graph.parts}
+    parts = [part_index(graph, value) for value in values if value in can_be_parts]
     variations = itertools.chain(
         (option.keep for option in corners),
-        (option.keep ^ {value} for option in varied for value in values),
+        (option.keep ^ {value} for option in varied for value in (*values, *parts)),
         itertools.islice((keep for option in varied for keep in _without_modules(graph, option)), most_variations),
     )
     rest = _undominated(graph, _evaluated(graph, variations, hull, output))
@@ -94,8 +98,15 @@ def _evaluated(
 def _undominated(graph: UnitGraph, options: Iterable[Option]) -> list[Option]:
     """Return the options that no other dominates, in order of bytes."""
     made_bytes = [sum(graph.values[v].nbytes for v in op.outputs) for op in graph.ops]
+    gathered_bytes = {part_index(graph, part.value): graph.values[part.value].nbytes for part in graph.parts}
     measured = [
-        (option.kept_bytes, option.recompute_s, sum(map(made_bytes.__getitem__, option.recompute_ops)), option)
+        (
+            option.kept_bytes,
+            option.recompute_s,
+            sum(map(made_bytes.__getitem__, option.recompute_ops))
+            + sum(gathered_bytes[index] for index in gathered_bytes.keys() & option.keep),
+            option,
+        )
         for option in options
     ]
     measured.sort(key=lambda m: m[:3])

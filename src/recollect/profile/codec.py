@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from recollect.fields import Field
 from recollect.profile.events import StepLog
-from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
 
 __all__ = ["construct", "decode_call", "decode_graph", "decode_log", "encode_call", "encode_graph", "encode_log"]
 
@@ -47,6 +47,11 @@ def encode_graph(graph: UnitGraph) -> dict[str, Any]:
         **({"buffer_bytes": graph.buffer_bytes} if graph.buffer_bytes else {}),
         **({"tape_s": graph.tape_s} if graph.tape_s else {}),
         **({"module_tape_s": dict(graph.module_tape_s)} if graph.module_tape_s else {}),
+        **(
+            {"parts": [{"value": p.value, "nbytes": p.nbytes, "gather_s": p.gather_s} for p in graph.parts]}
+            if graph.parts
+            else {}
+        ),
     }
 
 
@@ -73,7 +78,7 @@ def _encode_flags(record: ValueRecord | OpRecord | UnitCall, names: tuple[str, .
 
 def decode_graph(graph: Field) -> UnitGraph:
     """Read a unit's graph; raise the document's error at what cannot be."""
-    tape, modules = graph.find("tape_s"), graph.find("module_tape_s")
+    tape, modules, parts = graph.find("tape_s"), graph.find("module_tape_s"), graph.find("parts")
     return construct(
         UnitGraph,
         graph,
@@ -82,6 +87,15 @@ def decode_graph(graph: Field) -> UnitGraph:
         tape_s=0.0 if tape is None else tape.number(),
         buffer_bytes=_decode_bytes(graph, "buffer_bytes"),
         module_tape_s=() if modules is None else tuple((m, modules.get(m).number()) for m in modules.keys()),
+        parts=() if parts is None else tuple(_decode_part(part) for part in parts.array()),
+    )
+
+
+def _decode_part(part: Field) -> PartRecord:
+    return PartRecord(
+        value=part.get("value").integer(least=0),
+        nbytes=part.get("nbytes").integer(least=0),
+        gather_s=part.get("gather_s").number(),
     )
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from recollect.plans.value_names import module_of
 
-__all__ = ["OpRecord", "UnitCall", "UnitGraph", "ValueRecord"]
+__all__ = ["OpRecord", "PartRecord", "UnitCall", "UnitGraph", "ValueRecord"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,21 @@ class OpRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class PartRecord:
+    """A value that is the same on all ranks of a group, of which each may hold a part.
+
+    Attributes:
+        value: its index.
+        nbytes: of this rank's part.
+        gather_s: seconds until the whole value is there again.
+    """
+
+    value: int
+    nbytes: int
+    gather_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class UnitGraph:
     """The values and ops of one unit, ops in the order in which forward ran them.
 
@@ -75,6 +90,7 @@ class UnitGraph:
         module_tape_s: (module path, seconds): extra overhead in forward if any value that the module computes is dropped,
             since the tape then has to see all of the module's ops.
         buffer_bytes: bytes of the module's buffers that are copied in forward if the module is to be re-run as a whole.
+        parts: of the values that were the same on all ranks, those that can be held as parts.
 
     Raises:
         ValueError: an index out of range, a producer that does not list its value, an op that reads a value computed
@@ -94,6 +110,7 @@ class UnitGraph:
     tape_s: float = 0.0
     module_tape_s: tuple[tuple[str, float], ...] = ()
     buffer_bytes: int = 0
+    parts: tuple[PartRecord, ...] = ()
 
     def __post_init__(self) -> None:
         for where, tape_s in (("tape_s", self.tape_s), *((f"module_tape_s[{m!r}]", s) for m, s in self.module_tape_s)):
@@ -111,6 +128,13 @@ class UnitGraph:
             names.add(value.name)
         for index, op in enumerate(self.ops):
             self._check_op(index, op)
+        for part in self.parts:
+            if not 0 <= part.value < len(self.values) or self.values[part.value].producer is None:
+                raise ValueError(f"part of value {part.value}: expected a value that an op of the unit computes")
+            if part.nbytes < 0 or not (math.isfinite(part.gather_s) and part.gather_s >= 0):
+                raise ValueError(
+                    f"part of value {part.value}: got {part.nbytes} bytes and {part.gather_s} s, expected 0 or more"
+                )
 
     def _check_value(self, index: int, value: ValueRecord) -> None:
         where = f"value {index} ({value.name!r})"

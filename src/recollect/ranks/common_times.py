@@ -35,26 +35,30 @@ def with_common_times(profile: Profile, ranks: Ranks, place: Place = Place.START
 
 
 def _times(profile: Profile) -> Iterator[float]:
-    yield profile.step_s
+    yield from (profile.step_s, profile.gather_latency_s, profile.gather_s_per_byte)
     for graph in profile.graphs:
         yield graph.tape_s
         yield from (seconds for _, seconds in graph.module_tape_s)
         yield from (op.time_s for op in graph.ops)
+        yield from (part.gather_s for part in graph.parts)
 
 
 def _with_times(profile: Profile, times: Iterator[float]) -> Profile:
     """Return a profile with other times, in the order of `_times`."""
-    step_s = next(times)
+    step_s, gather_latency_s, gather_s_per_byte = (next(times) for _ in range(3))
     graphs = tuple(
         replace(
             graph,
             tape_s=next(times),
             module_tape_s=tuple((module, next(times)) for module, _ in graph.module_tape_s),
             ops=tuple(replace(op, time_s=next(times)) for op in graph.ops),
+            parts=tuple(replace(part, gather_s=next(times)) for part in graph.parts),
         )
         for graph in profile.graphs
     )
-    return replace(profile, graphs=graphs, step_s=step_s)
+    return replace(
+        profile, graphs=graphs, step_s=step_s, gather_latency_s=gather_latency_s, gather_s_per_byte=gather_s_per_byte
+    )
 
 
 def _fingerprint(profile: Profile) -> str:
@@ -66,4 +70,5 @@ def _fingerprint(profile: Profile) -> str:
 
 def _words(graph: UnitGraph) -> str:
     ops = [(op.name, op.inputs, op.outputs) for op in graph.ops]
-    return repr(([module for module, _ in graph.module_tape_s], [value.nbytes for value in graph.values], ops))
+    parts = [(part.value, part.nbytes) for part in graph.parts]
+    return repr(([module for module, _ in graph.module_tape_s], [value.nbytes for value in graph.values], ops, parts))

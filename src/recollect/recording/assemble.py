@@ -9,8 +9,9 @@ from recollect.costs.modelled_costs import ModelledCosts
 from recollect.costs.op_costs import MeasuredCosts
 from recollect.profile import events
 from recollect.profile.events import Event, StepLog
-from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
+from recollect.recording.held_parts import RanksWithParts
 from recollect.recording.recorded_call import RecordedCall
 from recollect.recording.step_recorder import StepRecorder
 from recollect.warning import warn_user
@@ -20,13 +21,16 @@ __all__ = ["Costs", "assemble"]
 Costs: TypeAlias = MeasuredCosts | ModelledCosts
 
 
-def assemble(recorder: StepRecorder, costs: Costs, layers: set[str], **facts: Any) -> Profile:
+def assemble(
+    recorder: StepRecorder, costs: Costs, layers: set[str], *, ranks: RanksWithParts | None = None, **facts: Any
+) -> Profile:
     """Return the profile; calls with equal graphs share one.
 
     Args:
         recorder: after the step.
         costs: that the ops ran with.
         layers: paths of the units that are repeated layers.
+        ranks: that may hold parts of values; they all assemble together.
         **facts: the other fields of the profile.
 
     Warns:
@@ -34,7 +38,12 @@ def assemble(recorder: StepRecorder, costs: Costs, layers: set[str], **facts: An
     """
     _warn_if_none_ran(layers, {call.path for call in recorder.calls}, facts.get("model_class", "the model"))
     graphs: dict[UnitGraph, int] = {}
-    graph_of_call = [graphs.setdefault(_graph(call, costs), len(graphs)) for call in recorder.calls]
+    parts: list[tuple[PartRecord, ...]] = [()] * len(recorder.calls)
+    if ranks is not None:
+        parts, of_parts = ranks.told(recorder.calls)
+        facts |= of_parts
+    made = (_graph(call, costs, own) for call, own in zip(recorder.calls, parts, strict=True))
+    graph_of_call = [graphs.setdefault(graph, len(graphs)) for graph in made]
     sources = [{source for source, _ in call.origins} for call in recorder.calls]
     calls = tuple(
         UnitCall(
@@ -93,7 +102,7 @@ def _resolved(recorder: StepRecorder, costs: Costs) -> tuple[Event, ...]:
     return tuple(resolved)
 
 
-def _graph(call: RecordedCall, costs: Costs) -> UnitGraph:
+def _graph(call: RecordedCall, costs: Costs, parts: tuple[PartRecord, ...]) -> UnitGraph:
     values = tuple(ValueRecord(**vars(value)) for value in call.values)
     ops = tuple(
         OpRecord(
@@ -107,4 +116,4 @@ def _graph(call: RecordedCall, costs: Costs) -> UnitGraph:
         )
         for op in call.ops
     )
-    return UnitGraph(values, ops, buffer_bytes=call.buffer_bytes)
+    return UnitGraph(values, ops, buffer_bytes=call.buffer_bytes, parts=parts)

@@ -48,6 +48,8 @@ class RecordedCall:
     seen_ops: Counter[str] = field(default_factory=Counter)
     watched_modules: set[str] = field(default_factory=set)
     buffer_bytes: int = 0
+    # Of values that may be the same on all ranks of a group: a number for their content.
+    contents: dict[int, int] = field(default_factory=dict)
     # No plan may drop what it returns.
     output_stays: bool = False
 

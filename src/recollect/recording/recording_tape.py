@@ -18,6 +18,7 @@ from recollect.engine.function_run import FunctionRun
 from recollect.engine.op_mode import OpMode
 from recollect.engine.partitioned import group_of
 from recollect.engine.region_state import small_buffer_bytes
+from recollect.engine.sharded_keep import content_of
 from recollect.engine.subclasses import PackedSubclass, strided_tensors
 from recollect.engine.tape import Tape
 from recollect.engine.tape_state import ALL_KEPT, OpActions, OpKey, TapeState
@@ -181,7 +182,21 @@ class _RecordingMode(FunctionMode):
         output = super().__torch_dispatch__(func, types, args, kwargs)
         if index is not None and len(recorder.calls[index].ops) > num_ops:
             self._mark_must_keep(index, args, output)
+            if recorder.compares_ranks and facts_of(func).creates is None:
+                self._note_contents(index, output)
         return output
+
+    def _note_contents(self, index: int, output: Any) -> None:
+        """Note what is in results of which a plan may have each rank hold a part, to compare it with that of other ranks."""
+        call = self.recorder.calls[index]
+        if call.ops[-1].mutates:
+            return
+        for tensor in tree_leaves(output):
+            tracker = tracker_of(storage_of(tensor))
+            if isinstance(tracker, TrackedValue) and tracker.value in call.ops[-1].outputs:
+                content = content_of(tensor)
+                if content is not None:
+                    call.contents[tracker.value] = content
 
     def _keep(self, tensor: torch.Tensor) -> None:
         """Mark a value that the tape is about to forget how to make."""

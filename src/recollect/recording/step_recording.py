@@ -30,7 +30,7 @@ from recollect.quantities import parse_budget
 from recollect.recording.assemble import Costs, assemble
 from recollect.recording.bystanders import Bystanders
 from recollect.recording.find_units import Unit
-from recollect.recording.gather_times import gather_facts
+from recollect.recording.held_parts import RanksWithParts
 from recollect.recording.next_step import Leftovers, Phases, leftovers, with_last_step
 from recollect.recording.optimizer_step import OptimizerStep
 from recollect.recording.recording_tape import RecordingTape, StepMode
@@ -96,6 +96,8 @@ class StepRecording:
         # The costs, if they are modelled: the step then runs on fake tensors.
         self._modelled = costs if isinstance(costs, ModelledCosts) else None
         self.recorder = StepRecorder(costs, device)
+        self._ranks = RanksWithParts.of(model, device, self._modelled)
+        self.recorder.compares_ranks = self._ranks is not None and self._ranks.have_contents
         self._samples = UnitSamples(model, device) if self._modelled is None else NoSamples(model, device)
         self._tape = RecordingTape(self.recorder, self._samples, replays_collectives=replays_collectives)
         self._stack = ExitStack()
@@ -263,7 +265,7 @@ class StepRecording:
             model_class=type(self.model).__name__,
             batch=batch,
             loss_chunks=loss_chunks,
-            **gather_facts(self.model, self.device, fake=modelled is not None),
+            ranks=self._ranks,
         )
         return fold(self._timed(made, budget) if modelled is None else made)
 

@@ -107,9 +107,9 @@ def simulate(
 
 
 def calls_on_tape(decisions: Sequence[CallActions]) -> frozenset[int]:
-    """Return the calls whose units `apply` puts on the tape: if any output is dropped, all that the plan names."""
+    """Return the calls whose units `apply` puts on the tape: if any output is dropped or a part, all that the plan names."""
     keep = Action.KEEP
-    keeps_outputs = all([decision.output is keep for decision in decisions])
+    keeps_outputs = all([decision.output is keep and not decision.values.sharded for decision in decisions])
     return frozenset(
         call
         for call, d in enumerate(decisions)

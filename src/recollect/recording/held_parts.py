@@ -1,0 +1,101 @@
+"""Finds the values of a recorded step that are the same on all ranks of a group, and what it takes to gather one from parts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from recollect._torch_parallel import gathered
+from recollect.costs.modelled_costs import ModelledCosts
+from recollect.costs.op_costs import timed_alone
+from recollect.engine.sharded_keep import Shards, shards_of
+from recollect.plans.value_names import collective_kind
+from recollect.profile.graph import PartRecord
+from recollect.recording.recorded_call import RecordedCall
+
+__all__ = ["RanksWithParts"]
+
+_SMALL_BYTES, _LARGE_BYTES = 64, 1 << 22
+_NUM_SAMPLES: Final = 5
+
+
+class RanksWithParts:
+    """The ranks that may hold parts of a model's values.
+
+    Args:
+        shards: how values are cut into parts.
+        device: where the step runs.
+        modelled: the costs of a step on fake tensors, which have no content to compare: no value is known to be the same.
+    """
+
+    def __init__(self, shards: Shards, device: torch.device, modelled: ModelledCosts | None) -> None:
+        self._shards = shards
+        self._device = device
+        self._modelled = modelled
+
+    @classmethod
+    def of(cls, model: nn.Module, device: torch.device, modelled: ModelledCosts | None) -> RanksWithParts | None:
+        """Return the ranks of a model; None if it has none."""
+        shards = shards_of(model)
+        return None if shards is None else cls(shards, device, modelled)
+
+    @property
+    def have_contents(self) -> bool:
+        """Whether values have a content to compare."""
+        return self._modelled is None
+
+    def told(self, calls: Sequence[RecordedCall]) -> tuple[list[tuple[PartRecord, ...]], dict[str, Any]]:
+        """Return what can be held as parts in each call, and the fields of the profile about it.
+
+        All ranks of the group have to ask together: they compare their values, and time gathers.
+        """
+        latency_s, s_per_byte = self._times()
+        facts = {"shard_ranks": self._shards.size, "gather_latency_s": latency_s, "gather_s_per_byte": s_per_byte}
+        same = self._same(calls)
+        parts = []
+        for number, call in enumerate(calls):
+            found = []
+            for index in sorted(call.contents):
+                value = call.values[index]
+                if (number, index) not in same or value.mutated_later or not value.nbytes:
+                    continue
+                # What a collective made can be held as a part, though it may not run again.
+                if value.must_keep and not collective_kind(value.name):
+                    continue
+                nbytes = self._shards.part_bytes(value.nbytes)
+                found.append(PartRecord(index, nbytes, latency_s + nbytes * self._shards.size * s_per_byte))
+            parts.append(tuple(found))
+        return parts, facts
+
+    def _same(self, calls: Sequence[RecordedCall]) -> set[tuple[int, int]]:
+        """Return the values that have the same content on all ranks, as (call, value)."""
+        if not self.have_contents:
+            return set()
+        keys = [(number, index) for number, call in enumerate(calls) for index in range(len(call.values))]
+        own = torch.tensor([calls[number].contents.get(index, 0) for number, index in keys], device=self._device)
+        numbers = self._gathered(torch.tensor([len(keys)], device=self._device))
+        if not bool((numbers == len(keys)).all()):
+            return set()
+        is_same = (self._gathered(own) == own).all(dim=0).tolist()
+        return {key for key, same in zip(keys, is_same, strict=True) if same and key[1] in calls[key[0]].contents}
+
+    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
+        return gathered(own, self._shards.size, self._shards.name).view(self._shards.size, -1)
+
+    def _times(self) -> tuple[float, float]:
+        """Return the seconds of a gather: at least, and more for each byte of the whole tensor."""
+        small_s, large_s = (self._gather_s(nbytes) for nbytes in (_SMALL_BYTES, _LARGE_BYTES))
+        return small_s, max(0.0, large_s - small_s) / (_LARGE_BYTES - _SMALL_BYTES)
+
+    def _gather_s(self, nbytes: int) -> float:
+        shards = self._shards
+        if self._modelled is not None:
+            return self._modelled.gather_s(nbytes, shards.ranks)
+        part = torch.zeros(nbytes // shards.size + 1, dtype=torch.uint8, device=self._device)
+        gather = partial(gathered, part, shards.size, shards.name)
+        return statistics.median(timed_alone(gather, self._device)[1] for _ in range(_NUM_SAMPLES))
