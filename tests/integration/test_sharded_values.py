@@ -120,6 +120,33 @@ def main() -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_values_are_compared_ever_more_seldom() -> None:
+    """In the first step, the second and the fourth: what begins as zeros on all ranks may part."""
+    model, data = shared_stack()
+    plan = planned_parts(recollect.record(model, data, loss_fn=torch.sum), 1)
+    gathers = []
+    with recollect.apply(model, plan):
+        for _ in range(5):
+            with Watch() as watch:
+                model(data).sum().backward()
+            gathers.append(watch.ops["_c10d_functional::all_gather_into_tensor"])
+    assert gathers[0] == gathers[1] == gathers[3] > gathers[2] == gathers[4] > 0
+
+
+@pytest.mark.usefixtures("group")
+def test_values_that_are_one_number_throughout_are_not_known_to_be_the_same() -> None:
+    """A gate that is closed at first gives zeros on all ranks, whatever they will give later."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Tanh())
+    with torch.no_grad():
+        for parameter in model[2].parameters():
+            parameter.zero_()
+    recollect.distribute_saved_activations(model)
+    profile = recollect.record(model, torch.randn(5, 8), loss_fn=torch.sum, units=["0", "1", "2", "3"])
+    found = {call.path: len(profile.graph_of(call).parts) for call in profile.calls}
+    assert found == {"0": 1, "1": 1, "2": 0, "3": 0}
+
+
+@pytest.mark.usefixtures("group")
 def test_a_plan_with_parts_survives_json_and_prints_them() -> None:
     model, data = shared_stack()
     plan = planned_parts(recollect.record(model, data, loss_fn=torch.sum), None)

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed import init_device_mesh
 
 import recollect
+from recollect._torch_parallel import fake_process_group
+from recollect.engine.content import has_same_bits
 from recollect.errors import BudgetTooSmallError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
@@ -21,10 +23,14 @@ from recollect.lab.parallel.tensor import tensor_parallel
 from recollect.planning.choose import Planner
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
+from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 
 RANKS = 2
-WIDTH, LENGTH, LAYERS = (int(word) for word in os.environ.get("SHARD_SIZES", "64 32 4").split())
+# Small weights, and long sequences.
+WIDTH, LENGTH, LAYERS = 64, 512, 6
+# Of the bytes between the least budget without parts and keeping everything, in percent.
+SPANS = (0, 2, 20)
 
 
 def model() -> GPTModel:
@@ -63,54 +69,79 @@ def least_bytes(planner: Planner) -> int:
     raise AssertionError("a byte was enough")
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+def over_gloo() -> dict[str, Any]:
+    """Plans with parts and without, at the least budgets of both and above, and what the step under each measures."""
     made = model()
     expected = gradients(made)
     profile = recollect.record(made, batch(), collectives="replay")
     planners = {"with": Planner(profile), "without": Planner(without_parts(profile))}
     least = {name: least_bytes(planner) for name, planner in planners.items()}
+    span = planners["with"].plain_peak_bytes - least["without"]
+    budgets = [least["with"], *(least["without"] + span * part // 100 for part in SPANS)]
     found: dict[str, Any] = {
         "least": least,
         "plain": planners["with"].plain_peak_bytes,
-        "parts": {
-            call.path: sorted(profile.graph_of(call).values[part.value].name for part in profile.graph_of(call).parts)
-            for call in profile.calls
-        },
-        "values": {
-            call.path: [v.name for v in profile.graph_of(call).values if v.producer is not None]
-            for call in profile.calls
-        },
         "json": recollect.Profile.from_json(profile.to_json()) == profile,
         "rows": [],
     }
-    span = found["plain"] - least["without"]
-    for budget in (least["with"], least["without"], *(least["without"] + span * part // 10 for part in (1, 2, 4))):
+    for kind in ("parts", "values"):
+        found[kind] = {call.path: names_of(profile.graph_of(call), kind) for call in profile.calls}
+    for budget in budgets:
         row: dict[str, Any] = {"budget": budget}
         for name, planner in planners.items():
             if budget < least[name]:
                 continue
             plan = planner.plan(budget)
             with recollect.apply(made, plan):
-                got = gradients(made)
-                for _ in range(2):
-                    gradients(made)
+                # The first two steps compare the values of both ranks.
+                steps = [gradients(made) for _ in range(3)]
             row[name] = {
                 "slowdown": plan.predicted_slowdown,
                 "bound": plan.bound_slowdown,
                 "peak": plan.predicted_peak_bytes,
                 "parts": num_parts(plan),
-                "equal": all(torch.equal(one, other) for one, other in zip(got, expected, strict=True)),
+                "equal": all(has_same_bits(a, b) for got in steps for a, b in zip(got, expected, strict=True)),
                 "plan": plan.to_json(),
             }
-            report = recollect.verify(made, batch(), plan, compare="step")
-            row[name] |= {"measured": report.plan_peak_bytes}
         found["rows"].append(row)
-    torch.save(found, Path(folder) / f"rank{rank}")
+    return found
+
+
+def names_of(graph: UnitGraph, kind: str) -> list[str]:
+    if kind == "parts":
+        return sorted(graph.values[part.value].name for part in graph.parts)
+    return sorted(value.name for value in graph.values if value.producer is not None)
+
+
+def alone() -> list[dict[str, Any]]:
+    """What plans of one rank need, to the byte; without partners all values seem to be the same on all ranks."""
+    made = model()
+    profile = recollect.record(made, batch(), collectives="replay")
+    planner = Planner(profile)
+    least = least_bytes(planner)
+    rows = []
+    for budget in (least, least + (planner.plain_peak_bytes - least) // 50):
+        plan = planner.plan(budget)
+        report = recollect.verify(made, batch(), plan, compare="step")
+        rows.append({"parts": num_parts(plan), "peak": plan.predicted_peak_bytes, "measured": report.plan_peak_bytes})
+    return rows
+
+
+def run(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    found = over_gloo()
     dist.barrier()
+    dist.destroy_process_group()
+    with fake_process_group(rank, RANKS):
+        found["alone"] = alone()
+        tokens = batch()
+        fake = recollect.record(model(), {name: tensor.to("meta") for name, tensor in tokens.items()}, fake=True)
+    found["fake"] = {"ranks": fake.shard_ranks, "parts": sum(len(graph.parts) for graph in fake.graphs)}
+    found["fake"]["gather_s"] = [fake.gather_latency_s, fake.gather_s_per_byte]
+    torch.save(found, Path(folder) / f"rank{rank}")
     os._exit(0)
 
 

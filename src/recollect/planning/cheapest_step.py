@@ -13,8 +13,8 @@ which nothing can run again, such as all of forward, form a class k:
 
 The price of v in k is bytes(v) times the sum of lambda_e over the times of k at which v has been made and a plan can be
 without it. Where ranks may hold parts of v, it is that of a part; in the first class, before backward asks for anything, with
-the time to gather v, or that of the whole, whichever is less. Every term is a capacity between two nodes (source side = 1), so the
-least cost is a minimum cut.
+the time to gather v, or that of the whole, whichever is less. Every term is a capacity between two nodes (source side = 1), so
+the least cost is a minimum cut.
 
 What a plan has in memory at each moment, and which of its ops run again after it, is such a choice, so no plan costs less. All
 else is left out, in favour of the bound: other working memory of recomputing, saved generator states, values that are

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from recollect.profile.graph import UnitGraph
+from recollect.profile.graph import PartRecord, UnitGraph
 from recollect.profile.profile import Profile
 from recollect.ranks.common_times import with_common_times
 from recollect.ranks.group import ALONE, Place, Ranks
@@ -30,9 +30,28 @@ class Others(Ranks):
 
 def slower(profile: Profile, factor: float) -> Profile:
     def graph(its: UnitGraph) -> UnitGraph:
-        return replace(its, ops=tuple(replace(op, time_s=factor * op.time_s) for op in its.ops))
+        parts = tuple(replace(part, gather_s=factor * part.gather_s) for part in its.parts)
+        return replace(its, ops=tuple(replace(op, time_s=factor * op.time_s) for op in its.ops), parts=parts)
 
-    return replace(profile, step_s=factor * profile.step_s, graphs=tuple(map(graph, profile.graphs)))
+    return replace(
+        profile,
+        step_s=factor * profile.step_s,
+        gather_latency_s=factor * profile.gather_latency_s,
+        gather_s_per_byte=factor * profile.gather_s_per_byte,
+        graphs=tuple(map(graph, profile.graphs)),
+    )
+
+
+def with_parts(profile: Profile) -> Profile:
+    """The same step, where the value that each unit computes last may be held as parts."""
+    graphs = tuple(replace(g, parts=(PartRecord(len(g.values) - 1, 8, 1e-3),)) for g in profile.graphs)
+    return replace(profile, graphs=graphs, shard_ranks=2, gather_latency_s=1e-4, gather_s_per_byte=1e-9)
+
+
+def test_times_of_gathers_become_their_median() -> None:
+    profile = with_parts(stack(3))
+    others = [slower(profile, factor) for factor in (1.0, 9.0)]
+    assert with_common_times(slower(profile, 16.0), Others(others)) == slower(profile, 9.0)
 
 
 def test_times_of_the_same_ops_become_their_median() -> None:

@@ -1,0 +1,77 @@
+"""Plans that hold values as parts by themselves, under tensor parallelism: what they choose, and that it is exact."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shard_programs import LAYERS, RANKS
+
+PROGRAM = Path(__file__).parents[1] / "support" / "shard_programs.py"
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, str(PROGRAM)]
+    running = [subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE) for rank in range(RANKS)]
+    for process in running:
+        _, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors.decode()
+    return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(RANKS)]
+
+
+def test_values_between_the_matrices_are_known_to_be_the_same(ranks: list[dict[str, Any]]) -> None:
+    """What attention and the MLP compute differs; one value throughout, such as no dropout, would tell nothing."""
+    found = ranks[0]["parts"]["decoder.layers.1"]
+    assert {"add", "add#1", "input_layernorm.mul", "pre_mlp_layernorm.mul#1"} <= set(found)
+    others = set(ranks[0]["values"]["decoder.layers.1"]) - set(found)
+    assert {"self_attention.linear_qkv.mm", "self_attention.linear_proj.mm", "mlp.linear_fc1.mm"} <= others
+    assert ranks[0]["parts"] == ranks[1]["parts"]
+    assert all(found["json"] for found in ranks)
+
+
+def test_gradients_are_those_without_a_plan_and_ranks_have_one_plan(ranks: list[dict[str, Any]]) -> None:
+    for row, other in zip(ranks[0]["rows"], ranks[1]["rows"], strict=True):
+        for name in row.keys() - {"budget"}:
+            assert row[name]["plan"] == other[name]["plan"]
+            assert row[name]["equal"]
+            assert other[name]["equal"]
+
+
+def test_parts_lower_the_least_budget_and_the_slowdown(ranks: list[dict[str, Any]]) -> None:
+    """In all of the layers, at the least budget; and never a slower plan."""
+    found = ranks[0]
+    assert found["least"]["with"] < 0.97 * found["least"]["without"]
+    leanest, tight = found["rows"][:2]
+    assert leanest["with"]["parts"] >= LAYERS - 1
+    assert tight["with"]["parts"] > 0 == tight["without"]["parts"]
+    assert tight["with"]["slowdown"] < 0.8 * tight["without"]["slowdown"]
+    for row in found["rows"][1:]:
+        assert row["with"]["slowdown"] <= row["without"]["slowdown"]
+        assert row["with"]["bound"] <= row["with"]["slowdown"]
+        assert row["with"]["peak"] <= row["budget"]
+
+
+def test_peaks_are_predicted_to_the_byte(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["alone"][0]["parts"] > 0
+        for row in found["alone"]:
+            assert 0 <= row["peak"] - row["measured"] <= 1024
+
+
+def test_fake_tensors_have_no_values_to_compare_and_gathers_take_time(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["fake"]["ranks"] == RANKS
+        assert found["fake"]["parts"] == 0
+        assert min(found["fake"]["gather_s"]) > 0
