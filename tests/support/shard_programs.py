@@ -113,18 +113,14 @@ def names_of(graph: UnitGraph, kind: str) -> list[str]:
     return sorted(value.name for value in graph.values if value.producer is not None)
 
 
-def alone() -> list[dict[str, Any]]:
-    """What plans of one rank need, to the byte; without partners all values seem to be the same on all ranks."""
+def alone() -> dict[str, Any]:
+    """What the leanest plan of one rank needs; without partners all values seem to be the same on all ranks."""
     made = model()
     profile = recollect.record(made, batch(), collectives="replay")
     planner = Planner(profile)
-    least = least_bytes(planner)
-    rows = []
-    for budget in (least, least + (planner.plain_peak_bytes - least) // 50):
-        plan = planner.plan(budget)
-        report = recollect.verify(made, batch(), plan, compare="step")
-        rows.append({"parts": num_parts(plan), "peak": plan.predicted_peak_bytes, "measured": report.plan_peak_bytes})
-    return rows
+    plan = planner.plan(least_bytes(planner))
+    report = recollect.verify(made, batch(), plan, compare="step")
+    return {"parts": num_parts(plan), "peak": plan.predicted_peak_bytes, "measured": report.plan_peak_bytes}
 
 
 def run(rank: int, folder: str) -> None:
