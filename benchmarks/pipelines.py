@@ -200,7 +200,7 @@ def main() -> None:
                 )
             continue
         with tempfile.TemporaryDirectory() as folder:
-            ranks = run(PROGRAM, [row.job for row in made], Path(folder), num_steps=3)
+            ranks = run(PROGRAM, [row.job for row in made], Path(folder))
         for index, row in enumerate(made):
             numbers += _reported(row, [rank[index] for rank in ranks])
     if numbers:

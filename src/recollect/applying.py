@@ -8,7 +8,8 @@ they run outside `forward`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -16,6 +17,7 @@ from recollect._torch_parallel import freed_after_forward, is_checkpoint_wrapper
 from recollect.arguments import check_kind
 from recollect.engine.agreement import Agreement
 from recollect.engine.first_call import first_call_forwards
+from recollect.engine.in_turn import InTurn
 from recollect.engine.other_depth import check_depth
 from recollect.engine.placed_forward import Applied, PlacedForward
 from recollect.engine.policy import Policy
@@ -24,7 +26,7 @@ from recollect.engine.registry import ENGINES
 from recollect.engine.tape import Tape
 from recollect.engine.tape_engine import tape_forwards
 from recollect.engine.unit_modules import unit_module
-from recollect.errors import AlreadyAppliedError, PlanError, UnknownNameError
+from recollect.errors import AlreadyAppliedError, ArgumentError, PlanError, UnknownNameError
 from recollect.loss.intercept import loss_forwards
 from recollect.plans.action import Action
 from recollect.plans.digest import digest_of, needs_all_ranks
@@ -33,17 +35,19 @@ from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import module_of
-from recollect.ranks.common_plan import check_same_plan
+from recollect.ranks.common_plan import check_same_plans
 from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, ranks_of
 
 
-def apply(model: nn.Module, plan: Plan, *, group: GroupChoice = None) -> Applied:
+def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice = None) -> Applied:
     """Make the model's units keep and recompute what the plan says, starting with the next forward.
 
     Args:
         model: the model that the plan was made for, or one with the same modules. It is not copied.
-        plan: the plan to apply. Units that it does not name, or that recompute nothing, run exactly as before.
+        plan: the plan to apply. Units that it does not name, or that recompute nothing, run exactly as before. Several for the
+            stage of a pipeline, one for each micro-batch of a step: each forward with gradients takes the next, and after the
+            last one the first again. See `Applied.follow` for stages of `torch.distributed.pipelining`.
         group: processes that all apply it, a process group or a device mesh: they compare their plans. By default nothing is
             compared, and each may run a plan of its own.
 
@@ -51,12 +55,12 @@ def apply(model: nn.Module, plan: Plan, *, group: GroupChoice = None) -> Applied
         A handle that removes the plan again; also a context manager.
 
     Raises:
-        ArgumentError: the model is no module, or the plan no plan.
+        ArgumentError: the model is no module, the plan no plan, or there are no plans.
         UnknownNameError: the plan names a unit, or a module in a unit, that the model does not have.
         AlreadyAppliedError: the model already has a plan, `CheckpointWrapper` or Hugging Face's gradient checkpointing.
         ChunkedLossError: the plan computes the loss in chunks, which this model does not support.
-        PlanError: the plan drops the output of a unit whose parameters FSDP2 frees after forward; or the processes of the group
-            have different plans.
+        PlanError: the plan drops the output of a unit whose parameters FSDP2 frees after forward; the processes of the group
+            have different plans; or micro-batches compute the loss in different numbers of chunks.
         RecordError: a process of the group does not apply a plan.
         PlanError by the model's first call, on all ranks: they have different plans, of which some run collectives again.
 
@@ -75,16 +79,31 @@ def apply(model: nn.Module, plan: Plan, *, group: GroupChoice = None) -> Applied
         >>> applied.remove()
     """
     check_kind("apply(model, plan)", "model", model, nn.Module, "torch.nn.Module")
-    check_kind("apply(model, plan)", "plan", plan, Plan, "recollect.Plan")
-    warn_if_recorded_elsewhere(model, plan)
+    plans = _checked_plans(plan)
     ranks = ALONE if group is None else ranks_of(model, group, "apply(model, plan)")
-    check_same_plan(plan, ranks)
+    distinct = list({id(one): one for one in plans}.values())
+    for one in distinct:
+        warn_if_recorded_elsewhere(model, one)
+    check_same_plans(plans, ranks)
 
     def applied() -> Applied:
-        check_depth(model, plan)
-        return _apply(model, plan, compares=True)
+        for one in distinct:
+            check_depth(model, one)
+        return _apply(model, plan, compares=True) if isinstance(plan, Plan) else _apply_in_turn(model, plans)
 
     return ranks.together(applied, Place.START, undo=Applied.remove)
+
+
+def _checked_plans(given: Any) -> list[Plan]:
+    """Return the plans of all micro-batches, or the one."""
+    plans = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not plans:
+        raise ArgumentError(
+            "recollect.apply(model, plan): got no plans, expected a recollect.Plan, or one for each micro-batch of a step."
+        )
+    for plan in plans:
+        check_kind("apply(model, plan)", "plan", plan, Plan, "recollect.Plan")
+    return plans
 
 
 def apply_own(model: nn.Module, plan: Plan) -> Applied:
@@ -94,19 +113,44 @@ def apply_own(model: nn.Module, plan: Plan) -> Applied:
 
 def _apply(model: nn.Module, plan: Plan, *, compares: bool) -> Applied:
     """Apply a plan; `compares`: ranks may have different ones, and find out in the first call."""
+    agreement = Agreement(digest_of(plan.units), needs_all=needs_all_ranks(plan.units))
+    forwards = _unit_forwards(model, plan, agreement)
+    _check_not_applied(model, forwards)
+    others = [*loss_forwards(model, plan.loss_chunks), *(first_call_forwards(model, agreement) if compares else [])]
+    return Applied(model, [*forwards, *others], plan)
+
+
+def _apply_in_turn(model: nn.Module, plans: Sequence[Plan]) -> Applied:
+    """Apply a plan for each micro-batch; those that share one share its forwards."""
+    chunks = sorted({plan.loss_chunks for plan in plans})
+    if len(chunks) > 1:
+        raise PlanError(
+            f"cannot apply the plans: they compute the loss in {' and '.join(map(str, chunks))} chunks, expected the same "
+            "loss_chunks for all micro-batches, since it is set on the model."
+        )
+    # Ranks compare the plans of all micro-batches at once, in the first call.
+    agreement = Agreement(
+        "+".join(digest_of(plan.units) for plan in plans), needs_all=any(needs_all_ranks(plan.units) for plan in plans)
+    )
+    known = {id(plan): _unit_forwards(model, plan, agreement) for plan in plans}
+    forwards = [forward for own in known.values() for forward in own]
+    _check_not_applied(model, forwards)
+    turn = InTurn(model, [known[id(plan)] for plan in plans])
+    others = [*loss_forwards(model, chunks[0]), turn, *first_call_forwards(model, agreement)]
+    return Applied(model, [*forwards, *others], None)
+
+
+def _unit_forwards(model: nn.Module, plan: Plan, agreement: Agreement) -> list[PlacedForward]:
+    """Return the forwards that make a model's units do what a plan says, still to be placed."""
     modules = {path: unit_module(model, path) for path in plan.units}
     for path, unit in plan.units.items():
         _check_value_names(modules[path], path, unit.actions)
     _check_outputs_stay(model, plan, modules)
-    agreement = Agreement(digest_of(plan.units), needs_all=needs_all_ranks(plan.units))
-    forwards = [
+    return [
         forward
         for engine, units in _by_engine(plan.units).items()
         for forward in ENGINES[engine]().apply(model, units, agreement)
     ]
-    _check_not_applied(model, forwards)
-    others = [*loss_forwards(model, plan.loss_chunks), *(first_call_forwards(model, agreement) if compares else [])]
-    return Applied(model, [*forwards, *others], plan)
 
 
 def applied_to(model: nn.Module) -> list[Applied]:

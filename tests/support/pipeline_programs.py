@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, Literal
 
 import torch
@@ -24,7 +28,7 @@ from torch.distributed.pipelining import (
 
 import recollect
 from recollect.engine import tape
-from recollect.pipelines.schedule import PipelineSchedule, schedule_of
+from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineAction, PipelineSchedule, schedule_of
 
 SCHEDULES: Final[dict[str, tuple[Any, int]]] = {
     "GPipe": (ScheduleGPipe, 1),
@@ -50,6 +54,8 @@ class Program:
     Attributes:
         stage_module: makes a stage of (number, number of stages), with weights that depend on these only.
         shape: of a micro-batch.
+        num_timed: steps whose actions are timed.
+        keeps_gradients: gradients are zeroed in place between steps, as predictions count them, and not made anew.
     """
 
     num_ranks: int
@@ -58,6 +64,8 @@ class Program:
     stage_module: Callable[[int, int], nn.Module]
     hardware: str | None = None
     """What times are modelled for; None to measure them."""
+    num_timed: int = 0
+    keeps_gradients: bool = False
 
     def num_stages(self, schedule: str) -> int:
         """Number of stages, those of all ranks together."""
@@ -68,7 +76,7 @@ class Program:
         dist.init_process_group("fake", rank=0, world_size=self.num_ranks)
         try:
             modules = [nn.Identity() for _ in range(SCHEDULES[name][1])]
-            return schedule_of(_torch_schedule(self, name, 0, modules))
+            return schedule_of(_torch_schedule(self, name, _torch_stages(self, name, 0, modules)))
         finally:
             dist.destroy_process_group()
 
@@ -99,7 +107,7 @@ class Job:
     """One way to run a program: its schedule, and the plans of its stages."""
 
     schedule: str
-    plans: tuple[recollect.Plan, ...]
+    plans: tuple[recollect.Plan | tuple[recollect.Plan, ...], ...]
     how: How = "plans"
     stage_module: Callable[[int, int], nn.Module] | None = None
     """Makes the stages, if not the program."""
@@ -107,11 +115,19 @@ class Job:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a rank found: its peak in the last step, and whether its gradients are those of the schedule's first job."""
+    """What a rank found.
+
+    Attributes:
+        peak_bytes: in the last step.
+        is_equal: whether its gradients are those of the schedule's first job.
+        action_s: processor seconds of each action in the timed steps, medians.
+        step_s: seconds of the timed steps, from a barrier of all ranks on, median.
+    """
 
     peak_bytes: int
     is_equal: bool
-    gradient_bytes: int
+    action_s: dict[PipelineAction, float]
+    step_s: float
 
 
 def loss_of(output: torch.Tensor, _target: torch.Tensor | None = None) -> torch.Tensor:
@@ -119,29 +135,29 @@ def loss_of(output: torch.Tensor, _target: torch.Tensor | None = None) -> torch.
     return output.square().mean()
 
 
-def run(program: Program, jobs: Sequence[Job], folder: Path, *, num_steps: int = 2) -> list[list[Ran]]:
+def run(program: Program, jobs: Sequence[Job], folder: Path) -> list[list[Ran]]:
     """Run jobs one after the other, several steps of each; return what each rank found of each."""
-    torch.multiprocessing.spawn(_rank, (program, list(jobs), str(folder), num_steps), nprocs=program.num_ranks)
+    torch.multiprocessing.spawn(_rank, (program, list(jobs), str(folder)), nprocs=program.num_ranks)
     return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(program.num_ranks)]
 
 
-def _rank(rank: int, program: Program, jobs: list[Job], folder: str, num_steps: int) -> None:
+def _rank(rank: int, program: Program, jobs: list[Job], folder: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=program.num_ranks)
     found = []
     # As bytes, which are no tensors that the meter would count.
-    expected: dict[str, list[bytes]] = {}
+    expected: dict[object, list[bytes]] = {}
     for job in jobs:
-        peak_bytes, gradients = _measured(rank, program, job, num_steps)
-        if job.stage_module is not None:
-            # Other stages have other weights.
+        # A stage that is timed refers to itself, so that the last job's modules would stay for a while.
+        gc.collect()
+        ran = _Running(rank, program, job).measured()
+        # Other stages have other weights.
+        key = job.schedule, job.stage_module
+        if job.stage_module is not None and key not in expected:
             plain = replace(job, plans=tuple(recollect.Plan({}) for _ in job.plans), how="plans")
-            _, own = _measured(rank, program, plain, num_steps)
-        else:
-            own = expected.setdefault(job.schedule, gradients)
-        is_equal = gradients == own
-        found.append(Ran(peak_bytes, is_equal, sum(map(len, gradients))))
+            expected[key] = _Running(rank, replace(program, num_timed=0), plain).measured()[1]
+        found.append(replace(ran[0], is_equal=ran[1] == expected.setdefault(key, ran[1])))
     torch.save(found, Path(folder) / f"rank{rank}")
     dist.barrier()
     # The destructor of a gloo group may wait for a thread that waits for the interpreter's lock.
@@ -156,48 +172,84 @@ def _numbers(program: Program, schedule: str, rank: int) -> list[int]:
     return list(range(rank, num_stages, program.num_ranks))
 
 
-def _torch_schedule(program: Program, name: str, rank: int, modules: Sequence[nn.Module]) -> Any:
-    made, chunks = SCHEDULES[name]
+def _torch_stages(program: Program, name: str, rank: int, modules: Sequence[nn.Module]) -> list[PipelineStage]:
     numbers, num_stages = _numbers(program, name, rank), program.num_stages(name)
-    stages = [
+    return [
         PipelineStage(module, number, num_stages, torch.device("cpu"))
         for number, module in zip(numbers, modules, strict=True)
     ]
+
+
+def _torch_schedule(program: Program, name: str, stages: list[PipelineStage]) -> Any:
+    made, chunks = SCHEDULES[name]
     return made(stages if chunks > 1 else stages[0], program.num_micro_batches, loss_fn=loss_of)
 
 
-def _measured(rank: int, program: Program, job: Job, num_steps: int) -> tuple[int, list[bytes]]:
-    """Run the steps of a rank; return the peak of the last, and its gradients."""
-    numbers, num_stages = _numbers(program, job.schedule, rank), program.num_stages(job.schedule)
-    tape.asks_again = (lambda: False) if job.how == "plans, recipes used up" else _ASKS_AGAIN
-    stage_module = job.stage_module or program.stage_module
-    modules = [stage_module(number, num_stages) for number in numbers]
-    for number, module in zip(numbers, modules, strict=True):
-        if job.how == "torch.utils.checkpoint":
-            for name, layer in module.named_children():
-                setattr(module, name, checkpoint_wrapper(layer))
-        else:
-            recollect.apply(module, job.plans[number])
-    schedule = _torch_schedule(program, job.schedule, rank, modules)
-    torch.manual_seed(0)
-    first, *rest = program.shape
-    inputs = (torch.randn(program.num_micro_batches * first, *rest),) if 0 in numbers else ()
-    targets = {"target": torch.zeros(program.num_micro_batches)} if num_stages - 1 in numbers else {}
+class _Running:
+    """A job on one rank."""
 
-    def step() -> None:
-        schedule.step(*inputs, **targets, return_outputs=False)
+    def __init__(self, rank: int, program: Program, job: Job) -> None:
+        numbers = _numbers(program, job.schedule, rank)
+        tape.asks_again = (lambda: False) if job.how == "plans, recipes used up" else _ASKS_AGAIN
+        stage_module, num_stages = job.stage_module or program.stage_module, program.num_stages(job.schedule)
+        self.program = program
+        self.modules = [stage_module(number, num_stages) for number in numbers]
+        stages = _torch_stages(program, job.schedule, rank, self.modules)
+        self.seconds: dict[PipelineAction, list[float]] = {}
+        for number, module, stage in zip(numbers, self.modules, stages, strict=True):
+            if job.how == "torch.utils.checkpoint":
+                for name, layer in module.named_children():
+                    setattr(module, name, checkpoint_wrapper(layer))
+            else:
+                recollect.apply(module, job.plans[number]).follow(stage)
+            self._time(stage)
+        self.schedule = _torch_schedule(program, job.schedule, stages)
+        torch.manual_seed(0)
+        first, *rest = program.shape
+        self.inputs = (torch.randn(program.num_micro_batches * first, *rest),) if 0 in numbers else ()
+        self.targets = {"target": torch.zeros(program.num_micro_batches)} if num_stages - 1 in numbers else {}
 
-    for number in range(num_steps):
-        torch.manual_seed(1000 + number)
-        for module in modules:
-            module.zero_grad(set_to_none=True)
-        dist.barrier()
-        if number < num_steps - 1:
-            step()
-        else:
-            found = recollect.measure_peak(step)
-    gradients = [p.grad for module in modules for p in module.parameters() if p.grad is not None]
-    return found.peak_bytes, [gradient.numpy().tobytes() for gradient in gradients]
+    def _time(self, stage: PipelineStage) -> None:
+        """Have a stage note what each of its actions takes of this thread, in which the CPU's backward runs, too."""
+        methods = {FORWARD: "forward_one_chunk", BACKWARD: "backward_one_chunk", WEIGHT: "backward_weight_one_chunk"}
+        for kind, name in methods.items():
+            vars(stage)[name] = functools.partial(self._timed, stage.stage_index, kind, getattr(stage, name))
+
+    def _timed(
+        self, stage: int, kind: str, run: Callable[..., Any], micro_batch: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if kind == BACKWARD and not kwargs.get("full_backward", True):
+            kind = INPUT
+        begin = time.thread_time()
+        result = run(micro_batch, *args, **kwargs)
+        seconds = self.seconds.setdefault(PipelineAction(stage, kind, micro_batch), [])
+        seconds.append(time.thread_time() - begin)
+        return result
+
+    def step(self) -> None:
+        """Run the schedule once."""
+        self.schedule.step(*self.inputs, **self.targets, return_outputs=False)
+
+    def measured(self) -> tuple[Ran, list[bytes]]:
+        """Run the steps: two to learn, those that are timed, and one whose peak counts; return its gradients, too."""
+        step_s = []
+        for number in range(3 + self.program.num_timed):
+            torch.manual_seed(1000)
+            for module in self.modules:
+                module.zero_grad(set_to_none=not self.program.keeps_gradients)
+            dist.barrier()
+            if number == 2:
+                self.seconds.clear()
+            if number == 2 + self.program.num_timed:
+                action_s = {action: median(seconds) for action, seconds in self.seconds.items()}
+                found = recollect.measure_peak(self.step)
+                break
+            begin = time.perf_counter()
+            self.step()
+            step_s.append(time.perf_counter() - begin)
+        gradients = [p.grad for module in self.modules for p in module.parameters() if p.grad is not None]
+        ran = Ran(found.peak_bytes, True, action_s, median(step_s[2:] or [0.0]))
+        return ran, [gradient.numpy().tobytes() for gradient in gradients]
 
 
 _ASKS_AGAIN: Final = tape.asks_again

@@ -6,13 +6,17 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from recollect._torch_private import transforms_are_active
+from recollect.arguments import check_kind
 from recollect.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 
 class PlacedForward:
@@ -35,6 +39,9 @@ class PlacedForward:
         no storage, and saved-tensor hooks are refused.
         """
         return self.is_on and torch.is_grad_enabled() and not transforms_are_active()
+
+    def begin(self, micro_batch: int) -> None:
+        """Learn which micro-batch comes next; nothing to do for one plan."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.module, "forward")
@@ -93,6 +100,62 @@ class Applied:
         finally:
             for forward in self._forwards:
                 forward.put()
+
+    def begin(self, micro_batch: int = 0) -> None:
+        """Take the plan of this micro-batch for the next forward, where each has a plan of its own.
+
+        For loops of your own after a step that failed half way; otherwise the first follows the last by itself.
+
+        Args:
+            micro_batch: its number in the step, from 0.
+
+        Raises:
+            ConfigError: there is no plan of it.
+
+        Example:
+            >>> import recollect
+            >>> from torch import nn
+            >>> applied = recollect.apply(nn.Linear(2, 2), [recollect.Plan({}), recollect.Plan({})])
+            >>> applied.begin(1)
+        """
+        for forward in self._forwards:
+            forward.begin(micro_batch)
+
+    def follow(self, stage: PipelineStage) -> None:
+        """Take the number of each micro-batch from a stage of `torch.distributed.pipelining`.
+
+        Before its first step such a stage runs one more forward, to learn the shapes; counted, it would take the first plan.
+
+        Args:
+            stage: made of the model. With one plan for all micro-batches there is nothing to follow.
+
+        Raises:
+            ArgumentError: it is no such stage.
+
+        Example:
+            >>> import recollect, torch
+            >>> from torch import nn
+            >>> import torch.distributed as dist
+            >>> from torch.distributed.pipelining import PipelineStage
+            >>> from recollect.errors import ArgumentError
+            >>> applied = recollect.apply(nn.Linear(2, 2), [recollect.Plan({}), recollect.Plan({})])
+            >>> try:
+            ...     applied.follow(nn.Linear(2, 2))
+            ... except ArgumentError as error:
+            ...     print(str(error)[:62])
+            recollect.Applied.follow(stage): got an object of class Linear
+        """
+        # Here: it takes a second to import, and few need it.
+        from torch.distributed.pipelining import PipelineStage
+
+        check_kind("Applied.follow(stage)", "stage", stage, PipelineStage, "torch.distributed.pipelining.PipelineStage")
+        run = stage.forward_one_chunk
+
+        def run_in_turn(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+            self.begin(micro_batch)
+            return run(micro_batch, *args, **kwargs)
+
+        vars(stage)["forward_one_chunk"] = run_in_turn
 
     def remove(self) -> None:
         """Restore every module's own forward; do nothing the second time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -13,7 +14,7 @@ from recollect.ranks.group import Place, Ranks
 from recollect.simulation.decisions import decide, simulated_plan
 from recollect.simulation.simulate import simulate
 
-__all__ = ["check_same_plan", "common_plan"]
+__all__ = ["check_same_plans", "common_plan"]
 
 # Of how many processes the plans are tried by all the others, those that need the most memory.
 _MOST_TRIED: Final = 4
@@ -54,17 +55,17 @@ def common_plan(
     return chosen, cost(best)[1]
 
 
-def check_same_plan(plan: Plan, ranks: Ranks) -> None:
-    """Check that all processes are about to run the same plan.
+def check_same_plans(plans: Sequence[Plan], ranks: Ranks) -> None:
+    """Check that all processes are about to run the same plan, or the same plans of micro-batches.
 
     Raises:
         PlanError: they are not.
     """
     if ranks.is_alone:
         return
-    found = ranks.gather(digest_of(plan.units, plan.loss_chunks), Place.START)
-    if len(set(found)) > 1:
-        shown = ", ".join(f"{digest[:8]} in rank {rank}" for rank, digest in zip(ranks.ranks, found, strict=True))
+    found = ranks.gather([digest_of(plan.units, plan.loss_chunks)[:8] for plan in plans], Place.START)
+    if any(digests != found[0] for digests in found):
+        shown = ", ".join(f"{'+'.join(own)} in rank {rank}" for rank, own in zip(ranks.ranks, found, strict=True))
         raise PlanError(
             f"cannot apply the plan: the processes of its group have different ones ({shown}), expected one plan. Let one "
             "process save it and all load it, or record in all with the same group; without group= each runs its own."

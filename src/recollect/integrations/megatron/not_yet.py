@@ -67,7 +67,8 @@ NOT_YET = (
         settings=("num_microbatches_with_partial_activation_checkpoints",),
         needs="a stage of a pipeline that runs its micro-batches under different plans",
         advice="Leave it out; every micro-batch then follows the same plan. (In Megatron nothing reads it, issue 767.) "
-        "megatron_stage_plans with recollect.predict_pipeline predicts what it would do.",
+        "In a pipeline megatron_stage_plans returns a plan for each micro-batch, for recollect.predict_pipeline and "
+        "recollect.apply.",
         asks=lambda config: config.num_microbatches_with_partial_activation_checkpoints is not None,
     ),
     Missing(

@@ -22,7 +22,7 @@ __all__ = ["megatron_stage_plans"]
 def megatron_stage_plans(
     profiles: Sequence[Profile], schedule: Any, config: RecomputeConfig
 ) -> tuple[Plan | tuple[Plan, ...], ...]:
-    """Return the plans that a Megatron configuration means for the stages of a pipeline, for `predict_pipeline`.
+    """Return the plans that a Megatron configuration means for the stages of a pipeline, for `predict_pipeline` and `apply`.
 
     `recompute_num_layers` counts in each stage, virtual ones too, as each is a block of layers of its own there.
 
