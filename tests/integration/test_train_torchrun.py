@@ -115,7 +115,7 @@ ERRORS = {
     "micro-batches": r"ConfigError: got global_batch_size=6, .*3 micro-batches are no multiple of 2.* multiple of 4 seq",
     "pipeline": r"NotYetError: got pipeline_model_parallel_size=2: not yet: pipeline parallelism here\. Leave it out",
     "device": r"ConfigError: got device='cuda:1': each process has a device of its own\. Write cuda or cpu",
-    "resume": r"NotYetError: got resume=True, .*not yet: checkpoints of several processes\. Start in a new --run-dir",
+    "resume": r"CheckpointError: run folder .*: got --resume but it holds no run, expected the --run-dir of an earlier",
     "bias": r"NotYetError: got moe_router_enable_expert_bias=True, data_parallel_size=2: .* load counted over all ranks",
     "parts": r"NotYetError: got distribute_saved_activations=True: not yet: kept values that are split among the ranks",
     "too small": r"BudgetTooSmallError: .* is below the least possible peak",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["fused_again", "interleaved", "shares"]
+__all__ = ["fused_again", "interleaved", "shares", "whole_rows"]
 
 
 def shares(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -44,3 +44,22 @@ def fused_again(rows: Tensor, sizes: Sequence[int], ranks: int) -> Tensor:
     """
     parts = [share.split(shares(sizes, ranks)) for share in rows.chunk(ranks)]
     return torch.cat([parts[rank][matrix] for matrix in range(len(sizes)) for rank in range(ranks)])
+
+
+def whole_rows(rows: range, sizes: Sequence[int], ranks: int) -> list[range]:
+    """Return where some rows of what `interleaved` returns are in the whole matrix, in the same order.
+
+    Example:
+        >>> whole_rows(range(1, 4), (4, 2), 2)  # of [0, 1, 10, 2, 3, 11]
+        [range(1, 2), range(4, 5), range(2, 3)]
+    """
+    found, begin = [], 0
+    starts = [sum(sizes[:matrix]) for matrix in range(len(sizes))]
+    for rank in range(ranks):
+        for start, share in zip(starts, shares(sizes, ranks), strict=True):
+            first, last = max(rows.start, begin), min(rows.stop, begin + share)
+            if first < last:
+                moved = start + rank * share - begin
+                found.append(range(first + moved, last + moved))
+            begin += share
+    return found

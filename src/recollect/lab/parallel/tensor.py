@@ -36,7 +36,7 @@ from recollect.lab.parallel.sequence_linear import SequenceLinear, with_partial_
 from recollect.lab.parallel.tensor_experts import SplitMoELayer
 from recollect.lab.parallel.vocabulary import VocabularyParallelLoss
 
-__all__ = ["tensor_parallel", "whole_gradients", "whole_parameters"]
+__all__ = ["fused_parameters", "tensor_parallel", "whole_gradients", "whole_parameters"]
 
 
 def tensor_parallel(model: GPTModel, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> GPTModel:
@@ -172,6 +172,19 @@ def _fused(model: GPTModel) -> Iterator[tuple[nn.Module, Sequence[int]]]:
             yield module.linear_fc1, (width, width)
 
 
+def fused_parameters(model: GPTModel) -> dict[str, tuple[Sequence[int], int]]:
+    """Return the names of the parameters that `tensor_parallel` reorders.
+
+    With each, the rows of each fused part in the whole model, and the dimension of these rows.
+    """
+    fused = {id(parameter): (sizes, 0) for linear, sizes in _fused(model) for parameter in linear.parameters()}
+    for module in model.modules():
+        if isinstance(module, SplitMoELayer) and model.config.gated_linear_unit:
+            weight = module.experts.linear_fc1.weight
+            fused[id(weight)] = ((weight.shape[1] // 2,) * 2, 1)
+    return {name: fused[id(p)] for name, p in model.named_parameters() if id(p) in fused}
+
+
 def whole_parameters(model: GPTModel, ranks: int) -> dict[str, Tensor]:
     """Return the parameters of a parallel model as those of the whole one, by name; all ranks have to call it.
 
@@ -189,12 +202,7 @@ def whole_gradients(model: GPTModel, ranks: int) -> dict[str, Tensor]:
 
 
 def _whole(model: GPTModel, tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
-    fused = {id(parameter): (sizes, 0) for linear, sizes in _fused(model) for parameter in linear.parameters()}
-    for module in model.modules():
-        if isinstance(module, SplitMoELayer) and model.config.gated_linear_unit:
-            weight = module.experts.linear_fc1.weight
-            fused[id(weight)] = ((weight.shape[1] // 2,) * 2, 1)
-    sizes_of = {name: fused[id(p)] for name, p in model.named_parameters() if id(p) in fused}
+    sizes_of = fused_parameters(model)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

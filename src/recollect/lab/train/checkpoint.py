@@ -19,12 +19,13 @@ import numpy as np
 import torch
 
 from recollect.errors import CheckpointError
-from recollect.lab.train.files import remove_partial, write_atomically
+from recollect.lab.train.files import remove, remove_partial, write_atomically
+from recollect.lab.train.manifest import Manifest, damage_of, read_manifest
 
 FORMAT = 1
 CHANGEABLE = ("optim.steps", "step.memory_budget", "step.recompute")
 """Settings that a resumed run may change: what it recomputes changes no bit, and more steps are more steps."""
-_NAME = re.compile(r"step_(\d{8})\.pt")
+_NAME = re.compile(r"step_(\d{8})(\.pt)?")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,9 +85,20 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}.pt"
 
 
+def folder_path(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint of several processes, which is a folder."""
+    return checkpoint_path(folder, step).with_suffix("")
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`, oldest first."""
-    return sorted(path for path in folder.glob("step_*.pt") if _NAME.fullmatch(path.name))
+    """Return the checkpoints in `folder`, of one process and of several, oldest first."""
+    return sorted(path for path in folder.glob("step_*") if _NAME.fullmatch(path.name))
+
+
+def keep_newest(folder: Path, keep: int) -> None:
+    """Remove all checkpoints but the newest."""
+    for old in list_checkpoints(folder)[:-keep]:
+        remove(old)
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
@@ -112,8 +124,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path
             f"checkpoint {path}: cannot be written ({reason}), expected a writable folder with free space. "
             f"Older checkpoints are kept; free space or choose another --run-dir."
         ) from None
-    for old in list_checkpoints(folder)[:-keep]:
-        old.unlink(missing_ok=True)
+    keep_newest(folder, keep)
     return path
 
 
@@ -126,12 +137,31 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: the file is truncated, changed, or not a checkpoint; names the newest intact older one.
     """
-    problem = _find_damage(path)
+    refuse_damage(path, find_damage(path))
+    return load_checkpoint(path)
+
+
+def load_checkpoint(path: Path, *, is_mapped: bool = False) -> Checkpoint:
+    """Read a file that was verified.
+
+    Args:
+        path: the file.
+        is_mapped: leave tensors in it until they are read, for a process that needs parts of them.
+    """
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+    return Checkpoint(**{name: content[name] for name in Checkpoint.__slots__})
+
+
+def refuse_damage(path: Path, problem: str | None) -> None:
+    """Refuse a checkpoint that has a problem.
+
+    Raises:
+        CheckpointError: it has; names the newest intact older one.
+    """
     if problem is None:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        return Checkpoint(**{name: content[name] for name in Checkpoint.__slots__})
+        return
     older = [other for other in list_checkpoints(path.parent) if other.name < path.name]
-    good = next((other for other in reversed(older) if _find_damage(other) is None), None)
+    good = next((other for other in reversed(older) if find_damage(other) is None), None)
     advice = f"Remove it to resume from the older {good.name}." if good else "No older one is intact: start a new run."
     raise CheckpointError(f"checkpoint {path}: got {problem}, expected an intact checkpoint. {advice}")
 
@@ -156,8 +186,23 @@ def check_identity(path: Path, stored: dict[str, Any], current: dict[str, Any]) 
             )
 
 
-def _find_damage(path: Path) -> str | None:
-    """Describe what is wrong with the file; None if nothing is."""
+def find_damage(path: Path, *, share: int = 0, shares: int = 1) -> str | None:
+    """Describe what is wrong with a checkpoint; None if nothing is.
+
+    Args:
+        path: a file, or a folder.
+        share: which of the files in a folder to look at, so that several processes share the work; the first has a single file.
+        shares: number of shares.
+    """
+    if not path.is_dir():
+        return _damage_of_file(path) if share == 0 else None
+    found = read_manifest(path)
+    if not isinstance(found, Manifest):
+        return found
+    return damage_of(path, found, sorted(found.files)[share::shares])
+
+
+def _damage_of_file(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()

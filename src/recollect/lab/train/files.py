@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -22,7 +23,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     Raises:
         OSError: the folder is not writable or the disk is full; the temporary file is removed.
     """
-    partial = path.with_name(path.name + _SUFFIX)
+    partial = unpublished(path)
     try:
         with partial.open("wb") as file:
             write(file)
@@ -32,7 +33,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -40,13 +41,36 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
-def remove_partial(folder: Path) -> None:
-    """Remove the temporary files of killed processes from `folder`."""
-    for path in folder.glob(f"*{_SUFFIX}"):
+def unpublished(path: Path) -> Path:
+    """Return the name of a file or folder while it is written or removed."""
+    return path.with_name(path.name + _SUFFIX)
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Give a folder that is written its name, for good."""
+    sync_folder(partial)
+    partial.rename(path)
+    sync_folder(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder: all of it or, if the process is killed, some, under a name for `remove_partial`."""
+    if path.is_dir():
+        if path.suffix != _SUFFIX:
+            path = path.rename(unpublished(path))
+        shutil.rmtree(path)
+    else:
         path.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def remove_partial(folder: Path) -> None:
+    """Remove the temporary files and folders of killed processes from `folder`."""
+    for path in folder.glob(f"*{_SUFFIX}"):
+        remove(path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on disk."""
     # The new name is on disk only once the folder is; Windows cannot open folders and does not need this.
     if os.name != "posix":
         return

@@ -14,7 +14,6 @@ from pathlib import Path
 from rich.console import Console
 
 import recollect
-from recollect.errors import NotYetError
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.determinism import deterministic_kernels
 from recollect.lab.train.display import LiveDisplay, PlainDisplay
@@ -109,17 +108,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
 
 
 def _on_ranks(config: TrainConfig, processes: Processes) -> TrainConfig:
-    """Return the configuration of a run of several processes, with the same folder in all of them.
-
-    Raises:
-        NotYetError: a setting that such runs do not take yet.
-    """
-    if config.run.resume or config.run.load is not None:
-        raise NotYetError(
-            settings={"resume": config.run.resume, "load": config.run.load, "world_size": len(processes.ranks.ranks)},
-            needs="checkpoints of several processes",
-            advice="Start in a new --run-dir, or resume in one process.",
-        )
+    """Return the configuration of a run of several processes, with the same folder in all of them."""
     optim = config.optim.on_ranks(processes.data_ranks)
     config = _in_folder(dataclasses.replace(config, optim=optim))
     folder = processes.ranks.gather(config.run.run_dir, Place.START)[0]
@@ -165,6 +154,7 @@ def _run(session: Session, logs: list[Log], stop: StopRequest) -> list[StepRecor
             saved_step = session.save()
     if session.step != saved_step:
         session.save()
+    session.finish_saving()
     if is_stopped:
         for log in logs:
             log.note(f"Stopped after step {session.step}; resume with --run-dir {session.folder} --resume")

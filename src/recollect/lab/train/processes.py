@@ -65,6 +65,11 @@ class Processes:
         return None if self.mesh is None or self.data_ranks == 1 else self.mesh.get_group("data")
 
     @property
+    def spread(self) -> dict[str, Any]:
+        """How the run is spread, as plain values; its random numbers and its plan hold for that alone."""
+        return {**dataclasses.asdict(self.layout), "sharding": self.sharding}
+
+    @property
     def description(self) -> str:
         """A line about the processes; none for one process."""
         if self.mesh is None:

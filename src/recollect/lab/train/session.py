@@ -7,10 +7,12 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from recollect.errors import CheckpointError
@@ -22,20 +24,28 @@ from recollect.lab.train.checkpoint import (
     Checkpoint,
     check_identity,
     environment,
+    find_damage,
     list_checkpoints,
-    read_checkpoint,
+    load_checkpoint,
+    refuse_damage,
     rng_state,
     set_rng_state,
     write_checkpoint,
 )
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.corpus import Corpus, load_corpus
-from recollect.lab.train.files import write_text
+from recollect.lab.train.files import remove_partial, write_text
+from recollect.lab.train.manifest import Manifest, read_manifest
 from recollect.lab.train.optimizer_step import resolve_device
 from recollect.lab.train.processes import ONE_PROCESS, Processes
+from recollect.lab.train.sharded_checkpoint import ShardedCheckpoints, read_random_states, read_tensors
+from recollect.lab.train.stored_state import StoredState
 from recollect.lab.train.trained import Trained, build_trained
 from recollect.ranks.group import Place
 from recollect.warning import warn_user
+
+# Between the seeds of two steps, more than there are ranks.
+_SEEDS_APART = 1_000_003
 
 
 @dataclass(eq=False)
@@ -49,7 +59,8 @@ class Session:
         corpus: the data.
         trained: the state that training changes.
         processes: those of the run.
-        rng: random number states to start from; None: those of the seed.
+        checkpoints: those of several processes; None for one.
+        rng: random number states to start from; None: those of the seed and the step.
         step: optimizer steps completed.
         changes: settings that are others than when the run was interrupted, in words.
     """
@@ -60,6 +71,7 @@ class Session:
     corpus: Corpus
     trained: Trained
     processes: Processes = ONE_PROCESS
+    checkpoints: ShardedCheckpoints | None = None
     rng: dict[str, Any] | None = None
     step: int = 0
     changes: tuple[str, ...] = ()
@@ -110,15 +122,27 @@ class Session:
     def seed(self) -> None:
         """Set all random number generators to their states at this point of the run, whatever ran before.
 
-        Ranks with batches of their own draw other numbers; those that share a model draw the same ones.
+        Ranks with batches of their own draw other numbers; those that share a model draw the same ones. After a resume on
+        another layout they draw others than from the start.
         """
-        torch.manual_seed(self.config.step.seed + self.processes.data_rank)
+        torch.manual_seed(self.config.step.seed + self.processes.data_rank + self.step * _SEEDS_APART)
         if self.rng is not None:
             set_rng_state(self.rng)
 
+    def stored_state(self) -> StoredState:
+        """Return the tensors of this process as checkpoints store them."""
+        return StoredState(self.model, self.optimizer, self.processes.layout.tensor_model_parallel_size)
+
     def save(self) -> int:
-        """Write a checkpoint and return its step; several processes write none yet."""
-        if not self.processes.ranks.is_alone:
+        """Write a checkpoint and return its step; several processes go on while it is written, until `finish_saving`.
+
+        Raises:
+            CheckpointError: it cannot be written, or of several processes the one before it.
+        """
+        if self.checkpoints is not None:
+            self.checkpoints.start(
+                self.stored_state(), step=self.step, identity=self.identity, environment=environment()
+            )
             return self.step
         checkpoint = Checkpoint(
             step=self.step,
@@ -130,6 +154,15 @@ class Session:
         )
         write_checkpoint(self.folder / "checkpoints", checkpoint, keep=self.config.run.keep_checkpoints)
         return self.step
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is written.
+
+        Raises:
+            CheckpointError: it cannot be.
+        """
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
 
     def _on_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         tokens, labels = batch
@@ -158,7 +191,9 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
         processes.check(config, dimensions)
         return folder, newest, corpus, dimensions
 
-    folder, newest, corpus, dimensions = processes.ranks.together(read, Place.START)
+    ranks = processes.ranks
+    folder, newest, corpus, dimensions = ranks.together(read, Place.START)
+    newest = ranks.gather(newest, Place.START)[0]
     session = Session(
         config=config,
         folder=folder,
@@ -166,16 +201,36 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
         corpus=corpus,
         trained=build_trained(dimensions, config, processes),
         processes=processes,
+        checkpoints=None if ranks.is_alone else _checkpoints(config, folder, processes),
     )
+    problem = None if newest is None else _damage(newest, processes)
 
     def start() -> None:
+        if processes.is_first:
+            remove_partial(folder / "checkpoints")
         if newest is not None:
-            _load(session, newest)
+            _resume(session, newest, problem)
         elif processes.is_first:
             _start_folder(session)
 
-    processes.ranks.together(start, Place.START)
+    ranks.together(start, Place.START)
     return session
+
+
+def _checkpoints(config: TrainConfig, folder: Path, processes: Processes) -> ShardedCheckpoints:
+    return ShardedCheckpoints(
+        folder / "checkpoints",
+        keep=config.run.keep_checkpoints,
+        layout=processes.spread,
+        timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
+    )
+
+
+def _damage(path: Path, processes: Processes) -> str | None:
+    """Have the processes look for damage, each in its share of the files."""
+    ranks = processes.ranks
+    own = find_damage(path, share=0 if ranks.is_alone else dist.get_rank(), shares=len(ranks.ranks))
+    return next((problem for problem in ranks.gather(own, Place.START) if problem is not None), None)
 
 
 def _find_start(config: TrainConfig) -> tuple[Path, Path | None]:
@@ -197,14 +252,10 @@ def _find_start(config: TrainConfig) -> tuple[Path, Path | None]:
     return folder, None
 
 
-def _config_text(config: TrainConfig) -> str:
-    return json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n"
-
-
 def _start_folder(session: Session) -> None:
     try:
         session.folder.mkdir(parents=True, exist_ok=True)
-        write_text(session.folder / "config.json", _config_text(session.config))
+        write_text(session.folder / "config.json", _config_text(session))
     except OSError as problem:
         raise CheckpointError(
             f"run folder {session.folder}: cannot be written ({problem.strerror}), expected a writable folder. "
@@ -214,40 +265,83 @@ def _start_folder(session: Session) -> None:
         (session.folder / name).unlink(missing_ok=True)
 
 
-def _load(session: Session, path: Path) -> None:
-    checkpoint = read_checkpoint(path)
-    check_identity(path, checkpoint.identity, session.identity)
+def _config_text(session: Session) -> str:
+    """Return what config.json has: the settings of a run, and its layout."""
+    settings = {**dataclasses.asdict(session.config), "layout": session.processes.spread}
+    return json.dumps(settings, indent=2, default=str) + "\n"
+
+
+def _resume(session: Session, path: Path, problem: str | None) -> None:
+    """Put a run into the state of a checkpoint.
+
+    Args:
+        session: the run; with random number states, if the checkpoint has those of its layout.
+        path: the checkpoint, of one process or of several.
+        problem: see `find_damage`.
+
+    Raises:
+        CheckpointError: there is one, or the checkpoint has another configuration or more steps.
+    """
+    refuse_damage(path, problem)
+    found = (
+        read_manifest(path) if path.is_dir() else load_checkpoint(path, is_mapped=not session.processes.ranks.is_alone)
+    )
+    if isinstance(found, str):
+        raise CheckpointError(f"checkpoint {path}: got {found}, expected an intact checkpoint. Resume again.")
+    current = session.identity
+    if isinstance(found, Manifest):
+        current = json.loads(json.dumps(current, default=str))  # as it was written
+    check_identity(path, found.identity, current)
     steps = session.config.optim.steps
-    if steps < checkpoint.step:
+    if steps < found.step:
         raise CheckpointError(
-            f"checkpoint {path}: was written after step {checkpoint.step}, this run has {steps} steps, expected at least as "
-            "many. Raise --steps."
+            f"checkpoint {path}: was written after step {found.step}, this run has {steps} steps, expected at least as many. "
+            "Raise --steps."
         )
-    _take_changes(session, checkpoint.identity)
-    session.model.load_state_dict(checkpoint.model)
-    session.optimizer.load_state_dict(checkpoint.optimizer)
-    session.rng = checkpoint.rng
-    session.step = checkpoint.step
-    _warn_of_changes(path, checkpoint.environment)
+    if session.processes.is_first:
+        _take_changes(session, found.identity, current)
+    _read(session, path, found)
+    session.step = found.step
+    _warn_of_changes(path, found.environment)
 
 
-def _take_changes(session: Session, stored: dict[str, Any]) -> None:
+def _read(session: Session, path: Path, found: Manifest | Checkpoint) -> None:
+    processes = session.processes
+    if isinstance(found, Checkpoint) and processes.ranks.is_alone:
+        session.model.load_state_dict(found.model)
+        session.optimizer.load_state_dict(found.optimizer)
+        session.rng = found.rng
+        return
+    stored = session.stored_state()
+    if isinstance(found, Checkpoint):
+        stored.take(found.model, found.optimizer)
+        return
+    read_tensors(path, stored)
+    rank = 0 if processes.ranks.is_alone else dist.get_rank()
+    session.rng = read_random_states(path, found, processes.spread, rank)
+
+
+def _take_changes(session: Session, stored: dict[str, Any], current: dict[str, Any]) -> None:
     """Note what the resumed run changes, and have the plan made anew if it changes what to recompute."""
     path = session.folder / "config.json"
-    before, text = json.loads(path.read_text()), _config_text(session.config)
+    before, text = json.loads(path.read_text()), _config_text(session)
     now = json.loads(text)
+    layout = before.get("layout", ONE_PROCESS.spread)
     # From the folder, not from the checkpoint: a run that was killed before its next checkpoint has its plan here.
-    if any(before["step"].get(name) != now["step"][name] for name in ("memory_budget", "recompute")):
+    if layout != now["layout"] or any(
+        before["step"].get(name) != now["step"][name] for name in ("memory_budget", "recompute")
+    ):
         for name in ("plan.json", "baseline.json"):
             (session.folder / name).unlink(missing_ok=True)
     # After the plan is gone, so that a process killed in between leaves no plan of other settings.
     write_text(path, text)
-    current = session.identity
     session.changes = tuple(
         f"{name.partition('.')[2]} {current[name]} (before: {stored.get(name)})"
         for name in CHANGEABLE
         if stored.get(name) != current[name]
     )
+    if layout != now["layout"]:
+        session.changes += ("another layout",)
 
 
 def _warn_of_changes(path: Path, stored: dict[str, Any]) -> None:

@@ -1,0 +1,258 @@
+"""Checkpoints of several processes: the same bits in every layout, whole or not there, and refused when they are damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint_ranks import EVERY, FIRST, LAYOUTS, OLDER, STEPS, copy_of, losses_of, settings
+from recollect.errors import CheckpointError
+from recollect.lab.train.checkpoint import find_damage, keep_newest, list_checkpoints, read_checkpoint, refuse_damage
+from recollect.lab.train.files import remove_partial
+from recollect.lab.train.session import open_session
+from training_runs import losses, wait_for_steps, write_text
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"),
+]
+NEWEST = f"step_{STEPS:08d}"
+OTHERS = [name for name in LAYOUTS if name != FIRST]
+CASES = (
+    *("trained: dropout", "trained: plain", "resumed", *(f"resumed as: {name}" for name in OTHERS)),
+    *(f"from one as: {FIRST}", *(f"rewritten: {number}" for number in range(len(LAYOUTS))), "damaged", "full"),
+)
+
+
+def start(ranks: int, *args: object) -> subprocess.Popen[str]:
+    """Start torchrun."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests/support")])
+    words = [
+        "-W",
+        "ignore",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        *map(str, args),
+    ]
+    return subprocess.Popen(
+        [sys.executable, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("checkpoints")
+    write_text(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[float]:
+    """Losses of a run in one process."""
+    found: list[float] = losses_of(settings(folder, "alone"))["losses"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, alone: list[float]) -> dict[str, list[dict[str, Any]]]:
+    """What four processes made of each case, in one launch."""
+    assert alone
+    process = start(4, ROOT / "tests/support/checkpoint_ranks.py", folder, *CASES)
+    try:
+        _, errors = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    return {case: [json.loads((folder / f"{case} {rank}.json").read_text()) for rank in range(4)] for case in CASES}
+
+
+def test_resumed_on_the_same_layout_the_losses_are_the_same_to_the_bit(found: dict[str, Any]) -> None:
+    """With dropout, so that random number states matter; they differ by rank."""
+    for rank in range(4):
+        whole, resumed = found["trained: dropout"][rank]["losses"], found["resumed"][rank]["losses"]
+        assert len(whole) == STEPS and resumed == whole[EVERY:]
+    assert found["trained: dropout"][0]["losses"] != found["trained: plain"][0]["losses"]
+
+
+@pytest.mark.parametrize("layout", OTHERS)
+def test_resumed_on_another_layout_the_losses_differ_in_their_last_bits(found: dict[str, Any], layout: str) -> None:
+    whole, resumed = found["trained: plain"][0]["losses"], found[f"resumed as: {layout}"][0]["losses"]
+    assert resumed == pytest.approx(whole[EVERY:], rel=2e-6)
+
+
+def test_four_processes_go_on_from_one(found: dict[str, Any], alone: list[float]) -> None:
+    assert found[f"from one as: {FIRST}"][0]["losses"] == pytest.approx(alone[EVERY:], rel=2e-6)
+
+
+def test_one_process_goes_on_from_four(found: dict[str, Any], folder: Path) -> None:
+    copy_of(folder, "plain", "plain as one")
+    resumed = losses_of(settings(folder, "plain as one", resume=True))["losses"]
+    assert resumed == pytest.approx(found["trained: plain"][0]["losses"][EVERY:], rel=2e-6)
+    # A folder of four processes, then a file of one.
+    names = [path.name for path in list_checkpoints(folder / "plain_as_one" / "checkpoints")]
+    assert names == [OLDER, f"{NEWEST}.pt"]
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)))
+def test_what_is_stored_is_the_whole_model_whatever_the_layout(
+    found: dict[str, Any], folder: Path, number: int
+) -> None:
+    """One process writes, each layout reads what the one before wrote, one process reads: not a bit has changed."""
+    written = read_checkpoint(folder / "alone" / "checkpoints" / f"{OLDER}.pt")
+    name = f"rewritten as one {number}"
+    copy_of(folder, f"rewritten {number}", name, newest=EVERY + number + 1)
+    session = open_session(settings(folder, name, resume=True, steps=20))
+    assert session.step == EVERY + number + 1, found
+    read = session.model.state_dict()
+    assert read.keys() == written.model.keys()
+    assert all(torch.equal(read[key], written.model[key]) for key in read)
+    state = session.optimizer.state_dict()["state"]
+    assert state.keys() == written.optimizer["state"].keys()
+    for index, values in state.items():
+        for kind, value in values.items():
+            assert torch.equal(value, written.optimizer["state"][index][kind]), (index, kind)
+
+
+def test_half_written_folders_are_no_checkpoints_and_go(found: dict[str, Any], folder: Path) -> None:
+    checkpoints = folder / f"dropout as {FIRST}".replace(" ", "_") / "checkpoints"
+    assert [path.name for path in sorted(checkpoints.iterdir())] == [OLDER, NEWEST], found
+    names = {path.name for path in (checkpoints / NEWEST).iterdir()}
+    expected = {f"__{rank}_0.distcp" for rank in range(4)} | {f"random_{rank}.pt" for rank in range(4)}
+    assert names == expected | {".metadata", "manifest.json"}
+
+
+def test_a_failed_write_is_an_error_in_all_processes(found: dict[str, Any]) -> None:
+    first = found["full"][0]["error"]
+    assert "step_00000003: cannot be written by rank 0 (Not a directory), expected a writable folder" in first
+    assert {row["error"] for row in found["full"]} == {first}
+
+
+def test_only_the_newest_are_kept_of_either_kind(tmp_path: Path) -> None:
+    for step in (1, 3):
+        (tmp_path / f"step_{step:08d}").mkdir()
+        (tmp_path / f"step_{step:08d}" / "manifest.json").write_text("{}")
+        (tmp_path / f"step_{step + 1:08d}.pt").write_text("")
+    (tmp_path / "step_00000005.partial").mkdir()
+    keep_newest(tmp_path, 2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000003", "step_00000004.pt"]
+    remove_partial(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000004.pt"]
+
+
+def damage_truncate(path: Path) -> None:
+    (path / "__1_0.distcp").write_bytes((path / "__1_0.distcp").read_bytes()[:-10])
+
+
+def damage_flip(path: Path) -> None:
+    data = bytearray((path / "__2_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (path / "__2_0.distcp").write_bytes(data)
+
+
+def damage_random(path: Path) -> None:
+    (path / "random_3.pt").unlink()
+
+
+def damage_manifest(path: Path) -> None:
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace("random_0", "random_9"))
+
+
+def damage_cut_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text((path / "manifest.json").read_text()[:-20])
+
+
+def damage_no_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_truncate, r"got \d+ bytes instead of \d+ in its file __1_0\.distcp, expected an intact checkpoint"),
+        (damage_flip, r"got changed bytes in its file __2_0\.distcp, expected an intact checkpoint"),
+        (damage_random, r"got a folder without its file random_3\.pt"),
+        (damage_manifest, r"got a changed manifest\.json"),
+        (damage_cut_manifest, r"got a changed manifest\.json"),
+        (damage_no_manifest, r"got a folder without manifest\.json"),
+    ],
+)
+def test_damage_is_found_and_the_newest_older_good_one_named(
+    found: dict[str, Any], folder: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    for step in (1, 2, 3):
+        shutil.copytree(folder / "plain" / "checkpoints" / OLDER, tmp_path / f"step_{step:08d}")
+    assert find_damage(tmp_path / OLDER) is None, found
+    damage(tmp_path / OLDER)
+    damage_no_manifest(tmp_path / "step_00000002")
+    with pytest.raises(CheckpointError, match=rf"{OLDER}: {message}") as caught:
+        refuse_damage(tmp_path / OLDER, find_damage(tmp_path / OLDER))
+    assert str(caught.value).endswith("Remove it to resume from the older step_00000001.")
+
+
+def test_processes_share_the_files_to_verify(found: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / OLDER
+    shutil.copytree(folder / "plain" / "checkpoints" / OLDER, path)
+    damage_flip(path)
+    assert sum(find_damage(path, share=share, shares=4) is not None for share in range(4)) == 1, found
+
+
+def test_damage_is_the_same_error_in_all_processes(found: dict[str, Any]) -> None:
+    rows = found["damaged"]
+    assert re.search(rf"{NEWEST}: got \d+ bytes instead of \d+ in its file random_3\.pt", rows[0]["error"])
+    assert rows[0]["error"].endswith(f"Remove it to resume from the older {OLDER}.")
+    assert {row["error"] for row in rows} == {rows[0]["error"]}
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds processes in /proc")
+
+
+def workers(launcher: subprocess.Popen[str]) -> list[int]:
+    """Return the process ids that torchrun started."""
+    return [int(child) for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+
+
+@needs_proc
+def test_killed_and_stopped_the_losses_are_the_same_to_the_bit(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    sizes = ("--size", "tiny", "--seq-length", 16, "--batch-size", 1, "--steps", 30, "--device", "cpu")
+    run = ("--data", tmp_path / "text.txt", "--checkpoint-every", 4, "--hidden-dropout", 0.1, "--validate-every", 0)
+    words = ("-m", "recollect", "train", *sizes, *run, "--tensor-model-parallel-size", 2, "--sequence-parallel")
+
+    def launched(name: str, *more: object, until: int, number: signal.Signals | None) -> str:
+        process = start(2, *words, "--run-dir", tmp_path / name, *more)
+        try:
+            if number is not None:
+                wait_for_steps(process, tmp_path / name, until, limit_s=300)
+                os.kill(workers(process)[1], number)
+            output, errors = process.communicate(timeout=300)
+        finally:
+            process.kill()
+        assert (process.returncode == 0) == (number is not signal.SIGKILL), errors
+        return output + errors
+
+    launched("whole", until=30, number=None)
+    said = launched("broken", until=6, number=signal.SIGKILL)
+    assert "of 2 has ended without a word" in " ".join(said.split())
+    launched("broken", "--resume", until=14, number=signal.SIGTERM)
+    last = max(losses(tmp_path / "broken"))
+    assert 14 <= last < 30
+    assert list_checkpoints(tmp_path / "broken" / "checkpoints")[-1].name == f"step_{last:08d}"
+    launched("broken", "--resume", until=30, number=None)
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")

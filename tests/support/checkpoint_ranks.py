@@ -1,0 +1,140 @@
+"""What each process does in `test_sharded_checkpoints.py`, as a program: torchrun checkpoint_ranks.py FOLDER CASE...
+
+Writes a line of JSON for each case and process: what it found, or its error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import training_runs
+from recollect.lab.train.config import ProcessFlags, TrainConfig
+from recollect.lab.train.loop import train
+from recollect.lab.train.processes import joined_processes
+from recollect.lab.train.session import open_session
+
+TENSOR = {"tensor_model_parallel_size": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "replicas": {},
+    "FSDP2": {"use_torch_fsdp2": True},
+    "TP": TENSOR,
+    "TP SP FSDP2": {**TENSOR, "sequence_parallel": True, "use_torch_fsdp2": True},
+}
+FIRST = "TP SP FSDP2"
+EVERY, STEPS = 3, 6
+OLDER = f"step_{EVERY:08d}"
+
+
+def settings(folder: Path, name: str, layout: str | None = None, **changes: Any) -> TrainConfig:
+    """Return the settings of a run in a folder of its own; with gated projections, whose rows are fused."""
+    sizes = {"steps": STEPS, "accumulation": 4, "batch_size": 1, "seq_length": 16, "checkpoint_every": EVERY}
+    flags = {**sizes, "validation_batches": 1, "validate_every": 0, **changes}
+    config = training_runs.config(folder, run_dir=folder / name.replace(" ", "_"), **flags)
+    return TrainConfig(**{**vars(config), "parallel": ProcessFlags(**(LAYOUTS[layout] if layout else {}))})
+
+
+def copy_of(folder: Path, source: str, name: str, *, newest: int = EVERY) -> None:
+    """Copy a run, as it was after one of its checkpoints."""
+    target = folder / name.replace(" ", "_")
+    shutil.copytree(folder / source.replace(" ", "_"), target)
+    for path in (target / "checkpoints").iterdir():
+        if int(path.name[5:13]) > newest:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def losses_of(config: TrainConfig) -> dict[str, Any]:
+    """Train, and return the losses."""
+    return {"losses": [record.loss for record in train(config, console=training_runs.QUIET).records]}
+
+
+def resumed(folder: Path, layout: str, source: str, **changes: Any) -> dict[str, Any]:
+    """Go on after the older checkpoint of a run."""
+    name = f"{source} as {layout}"
+    if dist.get_rank() == 0:
+        copy_of(folder, source, name)
+        # Of a process that was killed while it wrote.
+        (folder / name.replace(" ", "_") / "checkpoints" / "step_00000005.partial").mkdir()
+    dist.barrier()
+    return losses_of(settings(folder, name, layout, resume=True, **changes))
+
+
+def rewritten(folder: Path, number: int) -> dict[str, Any]:
+    """Read the checkpoint that one process wrote, or the layout before, and write it as another layout does, a step later."""
+    layout, step = list(LAYOUTS)[number], EVERY + number
+    source = f"rewritten {number - 1}" if number else "alone"
+    if dist.get_rank() == 0:
+        copy_of(folder, source, f"rewritten {number}", newest=step)
+    dist.barrier()
+    config = settings(folder, f"rewritten {number}", layout, resume=True)
+    with joined_processes(config) as processes:
+        session = open_session(config, processes)
+        assert session.step == step
+        session.seed()
+        session.step += 1
+        session.save()
+        session.finish_saving()
+    return {}
+
+
+def damaged(folder: Path) -> dict[str, Any]:
+    """Go on from a checkpoint of which another process verifies the file that is damaged."""
+    if dist.get_rank() == 0:
+        copy_of(folder, "plain", "damaged", newest=STEPS)
+        with (folder / "damaged" / "checkpoints" / f"step_{STEPS:08d}" / "random_3.pt").open("ab") as file:
+            file.write(b"more")
+    dist.barrier()
+    return losses_of(settings(folder, "damaged", FIRST, resume=True))
+
+
+def full_disk(folder: Path) -> dict[str, Any]:
+    """Have no folder to write to."""
+    (folder / "full").mkdir(exist_ok=True)
+    (folder / "full" / "checkpoints").write_text("no folder")
+    return losses_of(settings(folder, "full", FIRST))
+
+
+def run(case: str, folder: Path) -> dict[str, Any]:
+    """Return what a case makes."""
+    action, _, what = case.partition(": ")
+    if action == "trained":
+        return losses_of(settings(folder, what, FIRST, **({"hidden_dropout": 0.1} if what == "dropout" else {})))
+    if action == "resumed":
+        return resumed(folder, FIRST, "dropout", hidden_dropout=0.1)
+    if action == "resumed as":
+        return resumed(folder, what, "plain")
+    if action == "from one as":
+        return resumed(folder, what, "alone")
+    if action == "rewritten":
+        return rewritten(folder, int(what))
+    if action == "damaged":
+        return damaged(folder)
+    return full_disk(folder)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo")
+    folder = Path(sys.argv[1])
+    for case in sys.argv[2:]:
+        try:
+            row = run(case, folder)
+        except Exception as error:
+            row = {"error": f"{type(error).__name__}: {error}"}
+        (folder / f"{case} {dist.get_rank()}.json").write_text(json.dumps(row))
+        # A failed case leaves nobody behind.
+        dist.barrier()
+    # A process group's threads may hang at the end.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
