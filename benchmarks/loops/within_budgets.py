@@ -9,7 +9,9 @@ from typing import Any
 from allocator_meter import AllocatorMeter
 from loops.loop import Loop
 from loops.run import Ran, run
+from recollect.attaching.planned_step import own_plan
 from recollect.errors import BudgetTooSmallError
+from recollect.planning.choose import Planner
 
 __all__ = ["BUDGETS", "Row", "rows"]
 
@@ -81,8 +83,9 @@ def _least_bytes(loop: Loop, meter: AllocatorMeter) -> int:
     least_bytes = int(_ROOM * refused.least_peak_bytes)
     if not loop.steps_differ:
         return least_bytes
-    # While a later step is recorded, it may need more than the first one did, and than its plan.
-    return max(least_bytes, *run(loop, meter, least_bytes).peaks_bytes)
+    # Later steps need more than the first one, also at their leanest.
+    later = run(loop, meter, least_bytes).handle.planned
+    return max(least_bytes, *(own_plan(Planner(step.profile), 1)[0].predicted_peak_bytes or 0 for step in later))
 
 
 def _row(loop: Loop, name: str, budget_bytes: int, plain: Ran, within: Ran) -> Row:

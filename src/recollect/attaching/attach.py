@@ -39,7 +39,7 @@ def attach(
     The first step, up to the optimizer's, is recorded while it runs: it is a step of the training like any other, with the
     same gradients bit for bit, but slower, and as lean as possible. Then the plan is made and applied, and one line is logged.
     A later step that is larger, by batch, length, micro-batches, or anything else that the plan was not made for, is
-    recorded and planned in the same way; plans are kept by shape, and swapped.
+    recorded, under the leanest plan that is foreseen for it, and planned; plans are kept by shape, and swapped.
 
     Args:
         model: the model that is trained; several as a list or dict, planned together. It is not edited; only the `forward` of
@@ -69,8 +69,9 @@ def attach(
         LargerStepError: by forward, if `on_larger` is "raise".
 
     Warns:
-        BudgetWarning: a later step fits under no plan, or is larger and `on_larger` is "warn"; the model is in eval mode; it
-            recomputes by another mechanism, too; the optimizer stepped, and the model was not called.
+        BudgetWarning: a later step fits under no plan, or is larger and `on_larger` is "warn"; a step needed more than the
+            budget while it was recorded; the model is in eval mode; it recomputes by another mechanism, too; the optimizer
+            stepped, and the model was not called.
 
     Example:
         >>> import torch, recollect

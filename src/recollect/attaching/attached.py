@@ -8,7 +8,7 @@ the rest of it runs at its leanest, and the next steps are recorded until one co
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -16,7 +16,9 @@ from torch import nn
 
 from recollect._torch_private import num_dispatch_modes, profiler_is_active
 from recollect.applying import apply_own, apply_policy
+from recollect.attaching.begin_recording import begin_recording, excess_of
 from recollect.attaching.entries import Removable, Watcher, entry_forwards
+from recollect.attaching.lean_start import LeanStart
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.other_mechanisms import OtherMechanisms
 from recollect.attaching.planned_step import PlannedStep, plan_step, profile_of
@@ -25,15 +27,14 @@ from recollect.attaching.seen_call import describe_call
 from recollect.attaching.step_end import StepEnd, without_backward
 from recollect.attaching.step_shape import Call, covers
 from recollect.byte_format import format_bytes
-from recollect.costs.op_costs import MeasuredCosts
 from recollect.engine.placed_forward import Applied
 from recollect.errors import BudgetWarning, LargerStepError
 from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.progress.stage import stage
 from recollect.ranks.group import ALONE, Ranks
 from recollect.recording.find_units import Unit
-from recollect.recording.leanest_policy import DropAll
-from recollect.recording.model_step import step_tensors
+from recollect.recording.leanest_policy import DropAll, leanest_policy
 from recollect.recording.step_recording import StepRecording
 from recollect.warning import warn_user
 
@@ -84,6 +85,7 @@ class Attached:
         self._on_larger: OnLarger = on_larger
         self._log = log
         self._lockstep = Lockstep(model, ranks, may_differ=on_larger == "replan")
+        self._lean_start = LeanStart(self._lockstep, device)
         self._parameters = list(model.parameters())
         self._others = OtherMechanisms(model)
         # Raises if the model recomputes already.
@@ -180,10 +182,11 @@ class Attached:
         elif chosen is None and self.planned and self._on_larger != "replan":
             self._refuse(call)
         elif self._is_first and self._all_can_record():
-            self._lockstep.together(self._start_recording)
+            lean_units = self._lean_start.units(self.planned, call, self._parameters)
+            self._lockstep.together(lambda: self._start_recording(lean_units))
         else:
             self._missed, self._attempts_left = list(self._calls), _MOST_ATTEMPTS
-            self._run_leanest()
+            self._run_leanest(call)
 
     @property
     def _is_first(self) -> bool:
@@ -249,23 +252,20 @@ class Attached:
             return False
         return True
 
-    def _start_recording(self) -> None:
+    def _start_recording(self, lean_units: Mapping[str, UnitPlan] | None) -> None:
         self._put(None)
         if not self.model.training and not any(module.training for module in self.model.modules()):
             self._warn_once("the model is in eval mode; a step in training mode will be recorded and planned anew")
-        tensors = step_tensors(self.model, None, self._optimizers, parameters=self._parameters)
-        gradients = tensors.pop("gradients")
-        recording = StepRecording(
-            self.model,
-            self._units,
-            MeasuredCosts(self._device),
-            self._device,
-            counts_all_tensors=True,
-            replays_collectives=not self._lockstep.is_alone,
-            sees_calls=False,
-        )
         with self._entries.suspended():
-            recording.start(tensors, gradients=gradients)
+            recording = begin_recording(
+                self.model,
+                self._units,
+                self._optimizers,
+                self._device,
+                parameters=self._parameters,
+                lean_units=lean_units,
+                replays_collectives=not self._lockstep.is_alone,
+            )
         self._recording, self._watcher.returns = recording, recording.returns
 
     def _abandon_step(self) -> None:
@@ -327,6 +327,8 @@ class Attached:
                 f"{format_bytes(planned.peak_bytes)} at its leanest, which is how it will run",
                 key=str(calls[0]),
             )
+        elif excess := excess_of(recording, planned):
+            self._warn_once(excess, key=f"recording {calls[0]}")
         has_missed = not self._lockstep.all_end(planned.follows(self._missed))
         self._attempts_left = max(0, self._attempts_left - 1) if has_missed else 0
         self.planned = [step for step in self.planned if not planned.replaces(step)]
@@ -343,15 +345,15 @@ class Attached:
         with self._entries.suspended():
             if self._applied is not None:
                 self._applied.remove()
-                self._applied = None
-            if chosen is not None:
-                self._applied = apply_own(self.model, chosen.plan)
+            self._applied = None if chosen is None else apply_own(self.model, chosen.plan)
         self._active = chosen
 
-    def _run_leanest(self) -> None:
+    def _run_leanest(self, call: Call) -> None:
+        # The others may not be here, to be asked for theirs.
+        lean_units = self._lean_start.units(self.planned if self._lockstep.is_alone else [], call, self._parameters)
         self._put(None)
         with self._entries.suspended():
-            self._applied = apply_policy(self.model, self.unit_paths, DropAll())
+            self._applied = apply_policy(self.model, self.unit_paths, leanest_policy(lean_units))
 
     def _refuse(self, call: Call) -> None:
         """Raise, or warn, at a step that no plan was made for."""

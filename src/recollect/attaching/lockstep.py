@@ -26,6 +26,9 @@ from recollect._torch_parallel import allows_uneven_inputs, is_data_parallel
 from recollect.attaching.planned_step import PlannedStep, common_steps, least_recompute_first
 from recollect.engine.partitioned import is_partitioned
 from recollect.errors import RecordError
+from recollect.plans.plan import Plan
+from recollect.profile.profile import Profile
+from recollect.ranks.common_plan import common_plan
 from recollect.ranks.group import Place, Ranks
 
 __all__ = ["Answer", "Lockstep"]
@@ -122,6 +125,18 @@ class Lockstep:
     def all_end(self, flag: bool) -> bool:
         """Return whether something is so in all processes, at the end of a recorded step."""
         return self.ranks.all_of([flag], Place.STEP_END)[0]
+
+    def leanest(self, profile: Profile, own: Plan, plain_bytes: int) -> Plan:
+        """Return, of the leanest plans that the processes made for the call that is about to run, the one for all of them.
+
+        Args:
+            profile: that this process goes by.
+            own: its leanest plan.
+            plain_bytes: its peak without recompute.
+        """
+        return common_plan(profile, own, plain_bytes=plain_bytes, budget_bytes=1, ranks=self.ranks, place=self._place)[
+            0
+        ]
 
     def together(self, action: Callable[[], T], *, is_end: bool = False) -> T:
         """Do something that fails in all processes if it fails in one; see `Ranks.together`."""

@@ -22,7 +22,7 @@ from recollect.ranks.group import ALONE, Place, Ranks
 from recollect.recording.optimizers import state_tensors
 from recollect.recording.step_recording import StepRecording
 
-__all__ = ["PlannedStep", "common_steps", "least_recompute_first", "plan_step", "profile_of"]
+__all__ = ["PlannedStep", "common_steps", "least_recompute_first", "own_plan", "plan_step", "profile_of"]
 
 
 @dataclass
@@ -123,7 +123,7 @@ def plan_step(
     planner = Planner(profile)
     plain_bytes = max(ranks.gather(planner.plain_peak_bytes, Place.STEP_END))
     budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
-    own, problem = _own_plan(planner, budget_bytes)
+    own, problem = own_plan(planner, budget_bytes)
     problems = [found for found in ranks.gather(problem, Place.STEP_END) if found is not None]
     if problems and not earlier:
         raise max(problems, key=lambda error: error.least_peak_bytes)
@@ -162,7 +162,7 @@ def least_recompute_first(steps: Iterable[PlannedStep]) -> list[PlannedStep]:
     return sorted(steps, key=lambda step: (step.worst_slowdown, step.number))
 
 
-def _own_plan(planner: Planner, budget_bytes: int) -> tuple[Plan, BudgetTooSmallError | None]:
+def own_plan(planner: Planner, budget_bytes: int) -> tuple[Plan, BudgetTooSmallError | None]:
     """Return the plan for a budget; where none fits, the leanest, and the error that says so."""
     try:
         return planner.plan(budget_bytes), None

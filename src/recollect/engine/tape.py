@@ -148,13 +148,17 @@ class Tape(TapeState):
             record = record_of(storage)
             if record is None or record.call is not call or record.is_part:
                 continue
+            is_current, layout, base = record.is_current(tensor._version), record.layout, weakref.ref(record.base)
             forget_record(storage)
-            if record.is_current(tensor._version) and record.base.tensor is None:
+            del record
+            # Alive if something else than the record needs it.
+            value = base()
+            if is_current and value is not None and value.tensor is None:
                 held, version = self.alias(tensor, True)
                 with torch.no_grad():
-                    record.base.hold(laid_out(held, record.layout), version)
-                record.base.label = (unit_path, "", "return")
-                watch(record.base, storage)
+                    value.hold(laid_out(held, layout), version)
+                value.label = (unit_path, "", "return")
+                watch(value, storage)
 
     @untraced
     def unpack(self, packed: Any) -> torch.Tensor:

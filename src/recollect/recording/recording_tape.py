@@ -1,8 +1,9 @@
-"""The recording tape: it drops whatever it can, as full recompute would, and reports to a `StepRecorder`."""
+"""The recording tape: it drops what a lean policy drops, and reports to a `StepRecorder`."""
 
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -17,16 +18,16 @@ from recollect.engine.function_mode import FunctionMode
 from recollect.engine.function_run import FunctionRun
 from recollect.engine.op_mode import OpMode
 from recollect.engine.partitioned import group_of
+from recollect.engine.policy import Policy
 from recollect.engine.region_state import small_buffer_bytes
 from recollect.engine.sharded_keep import content_of
 from recollect.engine.subclasses import PackedSubclass, strided_tensors
 from recollect.engine.tape import Tape
-from recollect.engine.tape_state import ALL_KEPT, OpActions, OpKey, TapeState
-from recollect.engine.values import UNWATCHED, record_of
+from recollect.engine.tape_state import ALL_KEPT, OpActions, OpKey
+from recollect.engine.values import UNWATCHED, TapeValue, laid_out, record_of
 from recollect.plans.action import Action
-from recollect.plans.value_names import value_stem
+from recollect.plans.value_names import result_names, value_stem
 from recollect.profile import events
-from recollect.recording.leanest_policy import DropAll
 from recollect.recording.recorded_call import RecordedCall
 from recollect.recording.runs_again import RunsAgain
 from recollect.recording.step_recorder import Mark, StepRecorder
@@ -75,19 +76,29 @@ class _Handle:
 
 
 class RecordingTape(Tape):
-    """Drops everything and reports what runs."""
+    """Drops what its policy drops, and reports what runs.
 
-    def __init__(self, recorder: StepRecorder, samples: UnitSamples, *, replays_collectives: bool = False) -> None:
+    Recipes are made for all values, since the record says which of them there are. One that the policy keeps is held once
+    something needs it.
+
+    Attributes:
+        kept: values that the policy keeps, and that nothing has needed so far.
+    """
+
+    def __init__(
+        self, policy: Policy, recorder: StepRecorder, samples: UnitSamples, *, replays_collectives: bool = False
+    ) -> None:
         # Modules never settle: a unit that runs many times is recorded in full each time.
         super().__init__(
-            DropAll(), runs_to_settle=sys.maxsize, agreement=Agreement("recording") if replays_collectives else None
+            policy, runs_to_settle=sys.maxsize, agreement=Agreement("recording") if replays_collectives else None
         )
         self.recorder = recorder
         self.samples = samples
+        self.kept: weakref.WeakSet[TapeValue] = weakref.WeakSet()
 
     def new_mode(self, unit_path: str) -> FunctionMode:
         """Return a mode that reports to the recorder."""
-        return _RecordingMode(self, unit_path, self.recorder)
+        return _RecordingMode(self, unit_path)
 
     def run(self, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
         """Run a unit's forward and record it as a call."""
@@ -114,7 +125,7 @@ class RecordingTape(Tape):
         return output
 
     def op_actions(self, key: OpKey, count: int, facts: OpFacts, asks: bool) -> OpActions:
-        """Tell the recorder the name of the next op, and drop its results."""
+        """Tell the recorder the name of the next op, and have recipes made for its results."""
         self.recorder.pending_stem = value_stem(key[1], facts.name, count)
         return (Action.RECOMPUTE,) if asks and not self.must_keep(facts) else ALL_KEPT
 
@@ -160,9 +171,10 @@ class RecordingTape(Tape):
 
 
 class _RecordingMode(FunctionMode):
-    def __init__(self, tape: TapeState, unit_path: str, recorder: StepRecorder) -> None:
+    def __init__(self, tape: RecordingTape, unit_path: str) -> None:
         super().__init__(tape, unit_path)
-        self.recorder = recorder
+        self.recorder = tape.recorder
+        self._kept = tape.kept
         # What the Function that is running has saved so far, and where its record begins.
         self._function_saves: list[tuple[_Handle, torch.Tensor]] = []
         self._function_mark = Mark(0, 0, 0)
@@ -181,7 +193,7 @@ class _RecordingMode(FunctionMode):
                 self._keep(args[0])
         output = super().__torch_dispatch__(func, types, args, kwargs)
         if index is not None and len(recorder.calls[index].ops) > num_ops:
-            self._mark_must_keep(index, args, output)
+            self._mark_results(index, args, output)
             if recorder.compares_ranks and facts_of(func).creates is None:
                 self._note_contents(index, output)
         return output
@@ -198,14 +210,25 @@ class _RecordingMode(FunctionMode):
                 if content is not None:
                     call.contents[tracker.value] = content
 
+    def _known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
+        """Return the value of a tensor that has a recipe; hold it from now on if the policy keeps it."""
+        known = super()._known_value(tensor, storage)
+        record = record_of(storage)
+        if known is not None and record is not None and record.base in self._kept:
+            self._kept.discard(record.base)
+            with self.recorder.unseen(), torch.no_grad():
+                held, version = self.tape.alias(tensor, True)
+                record.base.hold(laid_out(held, record.layout), version)
+        return known
+
     def _keep(self, tensor: torch.Tensor) -> None:
         """Mark a value that the tape is about to forget how to make."""
         tracker = tracker_of(storage_of(tensor))
         if isinstance(tracker, TrackedValue):
             self.recorder.calls[tracker.call].values[tracker.value].must_keep = True
 
-    def _mark_must_keep(self, index: int, args: Any, output: Any) -> None:
-        """Mark results that the tape has no recipe for: it keeps them under any plan."""
+    def _mark_results(self, index: int, args: Any, output: Any) -> None:
+        """Mark results that the tape has no recipe for: it keeps them under any plan. Mark those that the policy keeps, too."""
         call = self.recorder.calls[index]
         op = call.ops[-1]
         for tensor in tree_leaves((output, args[:1])):
@@ -220,9 +243,14 @@ class _RecordingMode(FunctionMode):
             # The state of a generator is in host memory.
             if tensor.device.type == "cpu" and record is not None and record.base.node is not None:
                 op.state_bytes = getattr(record.base.node.call, "state_bytes", 0)
+            if record is not None and self._is_kept(call.values[tracker.value].name):
+                self._kept.add(record.base)
             if op.mutates and record is not None:
                 # Recompute of the op that fills a buffer brings back the buffer: `empty` need not be kept.
                 call.values[op.inputs[0]].must_keep = False
+
+    def _is_kept(self, value_name: str) -> bool:
+        return self.tape.policy.action(self.unit_path, value_name) is Action.KEEP
 
     def run_module(self, module_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
         """Note what the module's parameters hold, after the hooks that put it there."""
@@ -276,7 +304,8 @@ class _RecordingMode(FunctionMode):
             # The state of a generator is in host memory.
             state_bytes=call.state_bytes if all(made.tensor.device.type == "cpu" for made in run.made) else 0,
         )
-        return actions if may_drop else ALL_KEPT
+        is_kept = all(map(self._is_kept, result_names(recorder.pending_stem, run.num_storages)))
+        return actions if may_drop and not is_kept else ALL_KEPT
 
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:

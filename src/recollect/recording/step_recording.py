@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Final, Literal, TypeAlias
@@ -22,6 +22,7 @@ from recollect.engine.tape import forget_last_step
 from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.meter import storage_bytes
 from recollect.measuring.timing import waits_for_others
+from recollect.plans.unit_plan import UnitPlan
 from recollect.profile import events
 from recollect.profile.allocator_blocks import block_bytes
 from recollect.profile.profile import Profile
@@ -29,20 +30,22 @@ from recollect.profile.repeated_steps import fold
 from recollect.quantities import parse_budget
 from recollect.recording.assemble import Costs, assemble
 from recollect.recording.bystanders import Bystanders
+from recollect.recording.copies import recorded_peak_bytes
 from recollect.recording.find_units import Unit
 from recollect.recording.held_parts import RanksWithParts
+from recollect.recording.leanest_policy import leanest_policy
 from recollect.recording.next_step import Leftovers, Phases, leftovers, with_last_step
 from recollect.recording.optimizer_step import OptimizerStep
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.returns import Returns
+from recollect.recording.simulated_policy import leanest_of
 from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.timing_rounds import TOGETHER, Rounds, rounds_for
 from recollect.recording.trackers import TrackedOther, tracker_of
 from recollect.recording.unit_samples import NoSamples, UnitSample, UnitSamples
 from recollect.recording.unit_times import measure_unit_times, with_unit_times
 from recollect.simulation.call_actions import CallActions
-from recollect.simulation.decisions import drop_all
-from recollect.simulation.simulate import Simulation, simulate
+from recollect.simulation.simulate import simulate
 
 __all__ = ["Collectives", "Gradients", "StepRecording"]
 
@@ -58,7 +61,7 @@ _UNSEEN_BYTES: Final = 1024
 
 
 class StepRecording:
-    """Records a step: its ops, what they save, and what memory does, while everything that can be dropped is dropped.
+    """Records a step: its ops, what they save, and what memory does, while as little as possible is kept.
 
     Args:
         model: whose units are planned.
@@ -66,11 +69,15 @@ class StepRecording:
         costs: runs the ops and knows their costs.
         device: where the step runs.
         counts_all_tensors: whether to count, on the CPU, too, what is in memory besides the step; on CUDA it always counts.
+            The recording itself then takes as little as it can.
         replays_collectives: whether plans may run collectives again; this recording then does.
         sees_calls: whether to note by itself when models return; otherwise whoever sees their calls tells `returns`.
+        lean_units: the leanest plan that is known for the step, which then runs under it, and within the budget if that can be;
+            else it drops all that can be dropped but what units return.
 
     Attributes:
         returns: when the models of the step return.
+        is_lean: whether it runs under `lean_units`.
         left_bytes: what the step and the recording had made and was alive when the recording stopped, and what is left of the
             last step's gradients.
     """
@@ -85,6 +92,7 @@ class StepRecording:
         counts_all_tensors: bool = False,
         replays_collectives: bool = False,
         sees_calls: bool = True,
+        lean_units: Mapping[str, UnitPlan] | None = None,
     ) -> None:
         self.model = model
         self.device = device
@@ -93,20 +101,22 @@ class StepRecording:
         self._sees_calls = sees_calls
         self._layers = {unit.path for unit in units if unit.is_layer}
         self._paths = [unit.path for unit in units]
-        # The costs, if they are modelled: the step then runs on fake tensors.
         self._modelled = costs if isinstance(costs, ModelledCosts) else None
         self.recorder = StepRecorder(costs, device)
         self._ranks = RanksWithParts.of(model, device, self._modelled)
         self.recorder.compares_ranks = self._ranks is not None and self._ranks.have_contents
-        self._samples = UnitSamples(model, device) if self._modelled is None else NoSamples(model, device)
-        self._tape = RecordingTape(self.recorder, self._samples, replays_collectives=replays_collectives)
+        self.is_lean = lean_units is not None
+        samples = UnitSamples if self._modelled is None else NoSamples
+        self._samples = samples(model, device, in_excerpts=counts_all_tensors)
+        self._policy = leanest_policy(lean_units)
+        self._tape = RecordingTape(self._policy, self.recorder, self._samples, replays_collectives=replays_collectives)
         self._stack = ExitStack()
         self._persistent: dict[str, int] = {}
         self.returns = Returns(self.recorder)
         self._ran_optimizer = False
         self._leftovers = Leftovers()
         self._gradients: set[int] = set()
-        self._other_bytes = self.left_bytes = 0
+        self._other_bytes = self._copied_bytes = self._made_bytes = self.left_bytes = 0
 
     @property
     def is_on_fake_tensors(self) -> bool:
@@ -194,14 +204,14 @@ class StepRecording:
         self._note_staying_outputs()
         recorder.is_over = True
         forget_last_step()
-        self.left_bytes = self._leftovers.total_bytes + self._sample_bytes
+        self._copied_bytes = self._sample_bytes
+        self.left_bytes = self._leftovers.total_bytes + self._copied_bytes
         # Fake tensors take no memory.
         self._other_bytes = self._bystanders.nbytes(0 if self.is_on_fake_tensors else self.left_bytes)
         recorder.close()
         if made:
-            self._persistent["optimizer_state"] = self._persistent.get("optimizer_state", 0) + sum(
-                self._leftovers.storages.get(number, 0) for number in made
-            )
+            self._made_bytes = sum(self._leftovers.storages.get(number, 0) for number in made)
+            self._persistent["optimizer_state"] = self._persistent.get("optimizer_state", 0) + self._made_bytes
             recorder.events = [
                 event
                 for event in recorder.events
@@ -219,9 +229,15 @@ class StepRecording:
             for value in call.values if call.output_stays else ():
                 value.must_keep |= value.is_output and value.producer is not None
 
+    def peak_bytes(self, profile: Profile) -> int:
+        """Return the peak of the recorded step itself; `profile` is that of this recording."""
+        made_bytes = 0 if self.is_lean else self._made_bytes
+        given = {"copied_bytes": self._copied_bytes, "made_bytes": made_bytes}
+        return recorded_peak_bytes(profile, self._policy, has_last_step=self.is_lean, **given)
+
     @property
     def _sample_bytes(self) -> int:
-        return sum(sample.input_bytes for sample in self._samples.samples)
+        return sum(sample.held_bytes for sample in self._samples.samples)
 
     def profile(
         self,
@@ -311,7 +327,7 @@ class StepRecording:
                 for index, call in enumerate(recorder.calls)
             },
             backward_s=backward_s,
-            leanest=_leanest(profile, {profile.calls[call].graph for call in times}),
+            leanest=leanest_of(profile, {profile.calls[call].graph for call in times}),
             known=known,
         )
 
@@ -321,7 +337,8 @@ class StepRecording:
             return profile.device_memory_bytes or math.inf
         plain = simulate(profile, [CallActions()] * len(profile.calls))
         given = parse_budget(budget, reference_bytes=plain.peak_bytes, device_bytes=profile.device_memory_bytes)
-        return max(_leanest(profile, range(len(profile.graphs))).peak_bytes, given)
+        # What a step needs that was recorded without a plan.
+        return given if self.is_lean else max(leanest_of(profile, range(len(profile.graphs))).peak_bytes, given)
 
     def _with_last_step(self, gradients: Gradients) -> list[events.Event]:
         """Return the events with what the last step left behind, until it is replaced.
@@ -380,11 +397,3 @@ class StepRecording:
                 self.recorder.begin_phase(events.OPTIMIZER)
 
         return run
-
-
-def _leanest(profile: Profile, graphs: Container[int]) -> Simulation:
-    """Simulate the step in which calls of some graphs drop all they can, and the others nothing."""
-    return simulate(
-        profile,
-        [drop_all(profile.graph_of(call)) if call.graph in graphs else CallActions() for call in profile.calls],
-    )

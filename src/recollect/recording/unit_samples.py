@@ -6,7 +6,7 @@ What runs again is a copy: neither the model's parameters nor its hooks, counter
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -20,18 +20,47 @@ from recollect._torch_private import (
     tree_map,
 )
 
-__all__ = ["NoSamples", "UnitSample", "UnitSamples"]
+__all__ = ["Excerpt", "NoSamples", "UnitSample", "UnitSamples"]
 
 _HOOKS: Final = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
 )  # fmt: skip
+# Of tensors of so many bytes an excerpt has one element of so many along its longest dimension.
+_LARGE_BYTES: Final = 1 << 13
+_EXCERPT: Final = 16
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+class Excerpt:
+    """A part of a tensor of floats that stands for all of it: the beginning of its longest dimension, which is repeated.
+
+    How long ops take hardly depends on the numbers, and what does (the experts that tokens are routed to) sees real ones.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._shape = tensor.shape
+        self._stride = torch.empty_like(tensor, device="meta").stride()
+        self._dim = max(range(tensor.dim()), key=tensor.size)
+        self.part = tensor.narrow(self._dim, 0, -(-tensor.size(self._dim) // _EXCERPT)).clone()
+        self.nbytes = tensor.nbytes
+
+    @staticmethod
+    def stands_for(leaf: Any) -> bool:
+        """Whether an excerpt of something would do, and would be smaller by enough to matter."""
+        return type(leaf) is torch.Tensor and leaf.is_floating_point() and leaf.nbytes >= _LARGE_BYTES
+
+    def repeated(self) -> torch.Tensor:
+        """Return a tensor as large as the one that it is of."""
+        whole = torch.empty_strided(self._shape, self._stride, dtype=self.part.dtype, device=self.part.device)
+        for piece in whole.split(self.part.size(self._dim), self._dim):
+            piece.copy_(self.part.narrow(self._dim, 0, piece.size(self._dim)))
+        return whole
 
 
 @dataclass(frozen=True)
 class UnitSample:
-    """One call of a unit: the module, not copied yet, and copies of what it got.
+    """One call of a unit: the module, not copied yet, and copies of what it got, of large tensors perhaps a part (`Excerpt`).
 
     `requires_grad`: for each leaf of the arguments, whether it did. `autocast`: the type to which it was cast; None if off.
     """
@@ -51,7 +80,20 @@ class UnitSample:
     @property
     def input_bytes(self) -> int:
         """Bytes of the tensors that it got."""
-        return sum(t.nbytes for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, torch.Tensor))
+        return sum(t.nbytes for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, (torch.Tensor, Excerpt)))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the sample takes."""
+        parts = (leaf.part if isinstance(leaf, Excerpt) else leaf for leaf in tree_leaves((self.args, self.kwargs)))
+        return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
+
+    def whole(self) -> UnitSample:
+        """Return the sample with whole tensors in the place of excerpts."""
+        args, kwargs = tree_map(
+            lambda leaf: leaf.repeated() if isinstance(leaf, Excerpt) else leaf, (self.args, self.kwargs)
+        )
+        return replace(self, args=args, kwargs=kwargs)
 
     def copied_module(self) -> nn.Module:
         """Return a copy of the module, without hooks.
@@ -90,9 +132,11 @@ class UnitSamples:
     Args:
         model: whose units run.
         device: where they run.
+        in_excerpts: whether to hold excerpts of large inputs, where there is little room.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, *, in_excerpts: bool = False) -> None:
+        self._in_excerpts = in_excerpts
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._device = device
         self._kinds: set[Any] = set()
@@ -108,7 +152,10 @@ class UnitSamples:
         if not _runs_alone(module):
             return
         try:
-            leaves = [_copied(leaf) for leaf in tree_leaves((args, kwargs))]
+            leaves = [
+                Excerpt(leaf.detach()) if self._in_excerpts and Excerpt.stands_for(leaf) else _copied(leaf)
+                for leaf in tree_leaves((args, kwargs))
+            ]
         except (TypeError, RuntimeError, NotImplementedError, AttributeError):
             return  # An argument with an open graph inside, or a lock: this unit is timed op by op.
         requires_grad = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves((args, kwargs)))

@@ -170,6 +170,7 @@ def _times_if_alone(sample: UnitSample, device: torch.device, rounds: Rounds) ->
 
 
 def _times_of(sample: UnitSample, device: torch.device, rounds: Rounds) -> UnitTimes | None:
+    sample = sample.whole()
     module = sample.copied_module()
     policies: tuple[Policy | None, ...] = (None, DropAll(), *([_KeepAll()] if rounds.has_idle else []))
     # One tape for all rounds, since it learns in the first one which modules to watch.

@@ -1,0 +1,84 @@
+"""Choose the plan under which a step runs that has none yet: the leanest of those for steps that are foreseen from others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from recollect.attaching.lockstep import Lockstep
+from recollect.attaching.planned_step import PlannedStep, own_plan
+from recollect.attaching.step_shape import Call
+from recollect.measuring.meter import storages_of
+from recollect.planning.choose import Planner
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
+from recollect.profile.profile import Profile
+from recollect.recording.copies import with_copies
+from recollect.recording.foreseen_step import foreseen
+
+__all__ = ["LeanStart"]
+
+
+class LeanStart:
+    """Foresees steps from recorded ones, and finds their leanest plans.
+
+    Args:
+        lockstep: of the processes that run one plan.
+        device: whose gradients count.
+    """
+
+    def __init__(self, lockstep: Lockstep, device: torch.device) -> None:
+        self._lockstep = lockstep
+        self._device = device
+        # Steps come again, as beside a profiler, and each costs a search.
+        self._last: tuple[object, Profile, Planner, Plan] | None = None
+
+    def units(
+        self, planned: Sequence[PlannedStep], call: Call, parameters: Iterable[torch.Tensor]
+    ) -> Mapping[str, UnitPlan] | None:
+        """Return the leanest plan that is foreseen for a step, alike in all processes; None if there is no other step to go by.
+
+        Args:
+            planned: the steps that were recorded.
+            call: of the model, which is about to run without a plan.
+            parameters: of the model, some with gradients.
+        """
+        if not planned:
+            return None
+        profile, planner, own = self._lockstep.together(lambda: self._leanest(planned, call, parameters))
+        return self._lockstep.leanest(profile, own, planner.plain_peak_bytes).units
+
+    def _leanest(
+        self, planned: Sequence[PlannedStep], call: Call, parameters: Iterable[torch.Tensor]
+    ) -> tuple[Profile, Planner, Plan]:
+        nearest = min(planned, key=lambda step: _distance(step, call))
+        key = nearest.number, call
+        if self._last is None or self._last[0] != key:
+            gradients: list[torch.Tensor] = []
+            if call.has_gradients and not nearest.calls[0].has_gradients:
+                gradients = [g for p in parameters if (g := p.grad) is not None and g.device == self._device]
+            profile = foreseen(
+                nearest.profile,
+                gradients_bytes=[storage.nbytes() for storage in storages_of(gradients)],
+                growth=max(1.0, _growth(nearest, call)),
+            )
+            planner = Planner(with_copies(profile))
+            self._last = key, profile, planner, own_plan(planner, 1)[0]
+        return self._last[1:]
+
+
+def _growth(step: PlannedStep, call: Call) -> float:
+    return max(1, call.numel) / max(1, step.calls[0].numel)
+
+
+def _distance(step: PlannedStep, call: Call) -> tuple[bool, float, bool, int]:
+    """Return how little a step tells of another one that begins with a call; of equal ones, the last tells most."""
+    first = step.calls[0]
+    return (
+        first.entry != call.entry,
+        abs(math.log(_growth(step, call))),
+        first.has_gradients != call.has_gradients,
+        -step.number,
+    )

@@ -1,0 +1,34 @@
+"""Simulate a recorded step under a policy, as the recording ran it, instead of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from recollect.engine.policy import Policy
+from recollect.plans.unit_plan import UnitPlan
+from recollect.profile.profile import Profile
+from recollect.simulation.call_actions import CallActions
+from recollect.simulation.decisions import decide_call, drop_all
+from recollect.simulation.simulate import Simulation, simulate
+
+__all__ = ["leanest_of", "under_policy"]
+
+
+def leanest_of(profile: Profile, graphs: Container[int]) -> Simulation:
+    """Simulate the step in which calls of some graphs drop all they can but their outputs, and the others nothing."""
+    return simulate(
+        profile,
+        [drop_all(profile.graph_of(call)) if call.graph in graphs else CallActions() for call in profile.calls],
+    )
+
+
+def under_policy(profile: Profile, policy: Policy) -> Simulation:
+    """Simulate the step with all its units on a tape that follows a policy."""
+    known: dict[tuple[int, str], CallActions] = {}
+    for call in profile.calls:
+        if (call.graph, call.path) not in known:
+            graph = profile.graph_of(call)
+            names = (value.name for value in graph.values if value.producer is not None)
+            unit = UnitPlan({name: policy.action(call.path, name) for name in names}, policy.output_action(call.path))
+            known[call.graph, call.path] = decide_call(graph, unit)
+    return simulate(profile, [known[call.graph, call.path] for call in profile.calls])

@@ -1,0 +1,112 @@
+"""What makes the recording of a step lean: a policy from a plan, excerpts of inputs, and what is counted twice."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from recollect.attaching.begin_recording import excess_of
+from recollect.engine.content import has_same_bits
+from recollect.plans.action import Action
+from recollect.plans.unit_plan import UnitPlan
+from recollect.profile.events import ALLOC, BACKWARD, DIES, FORWARD, FREE, OP, PHASE, RETURN, SAVE, StepLog
+from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.profile import Profile
+from recollect.recording.copies import recorded_peak_bytes, with_copies
+from recollect.recording.leanest_policy import DropAll, LeanPlan
+from recollect.recording.unit_samples import Excerpt, UnitSamples
+
+
+def test_a_lean_plan_keeps_what_the_plan_names_and_drops_what_it_does_not() -> None:
+    policy = LeanPlan({"a": UnitPlan({"h": "keep", "up": "recompute"}, output="recompute")})
+    assert [policy.action("a", name) for name in ("h", "up", "new")] == [
+        Action.KEEP,
+        Action.RECOMPUTE,
+        Action.RECOMPUTE,
+    ]
+    assert policy.output_action("a") is Action.RECOMPUTE
+    assert (policy.action("b", "h"), policy.output_action("b")) == (Action.KEEP, Action.KEEP)
+    assert (policy.acts_in("a", ""), policy.acts_in("b", "")) == (True, False)
+
+
+_LAYOUTS = {
+    "dense": torch.randn(3, 1000, 8),
+    "transposed": torch.randn(8, 3, 1000).transpose(1, 2),
+    "channels last": torch.randn(4, 8, 33, 33).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("tensor", _LAYOUTS.values(), ids=_LAYOUTS)
+def test_an_excerpt_is_small_and_stands_for_a_tensor_of_the_same_layout(tensor: torch.Tensor) -> None:
+    assert Excerpt.stands_for(tensor)
+    excerpt = Excerpt(tensor)
+    assert excerpt.part.nbytes <= tensor.nbytes / 10
+    whole = excerpt.repeated()
+    assert (whole.shape, whole.stride(), whole.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+    dim = max(range(tensor.dim()), key=tensor.size)
+    length = excerpt.part.size(dim)
+    assert has_same_bits(whole.narrow(dim, 0, length), tensor.narrow(dim, 0, length))
+    assert has_same_bits(whole.narrow(dim, length, 1), tensor.narrow(dim, 0, 1))
+
+
+def test_a_sample_holds_excerpts_of_floats_only() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    samples = UnitSamples(model, torch.device("cpu"), in_excerpts=True)
+    samples.take("0", 0, (torch.randn(512, 64), torch.arange(4096)), {})
+    (sample,) = samples.samples
+    assert sample.input_bytes == 512 * 64 * 4 + 4096 * 8
+    assert sample.held_bytes == 512 * 64 * 4 / 16 + 4096 * 8
+    assert has_same_bits(sample.whole().args[1], torch.arange(4096))
+    assert sample.whole().args[0].shape == (512, 64)
+
+
+_GRAPH = UnitGraph(
+    (ValueRecord("input", 0, None), ValueRecord("k", 64, 0, saved=True), ValueRecord("y", 8, 1, is_output=True)),
+    (OpRecord("k", (0,), (1,), 1.0), OpRecord("y", (1,), (2,), 1.0)),
+)
+# The model holds `k` in a cache until the end.
+_EVENTS = (
+    *((PHASE, FORWARD), (OP, 0, 0), (SAVE, 0, 1, 0, 0), (OP, 0, 1), (RETURN, 0), (DIES, 0, 2)),
+    *((PHASE, BACKWARD), (6, 0), (DIES, 0, 1)),
+)
+_PROFILE = Profile((_GRAPH,), (UnitCall("layer", 0),), StepLog((_EVENTS,), ((0, -1),)), step_s=1.0)
+
+
+def test_what_the_model_holds_counts_twice_if_the_recording_keeps_it() -> None:
+    found = list(with_copies(_PROFILE).log.events())
+    assert found[5:7] == [(DIES, 0, 1), (ALLOC, 0, 64)]
+    assert found[-1] == (FREE, 0)
+    given: dict[str, Any] = {"copied_bytes": 1000, "made_bytes": 100, "has_last_step": True}
+    assert recorded_peak_bytes(_PROFILE, LeanPlan({}), **given) == 64 + 8 + 64 + 1000 - 100
+    assert recorded_peak_bytes(_PROFILE, DropAll(), **given) == 64 + 8 + 1000 - 100
+
+
+def test_a_first_step_finds_nothing_of_a_last_one() -> None:
+    events = ((ALLOC, 7, 500), *_EVENTS, (FREE, 7))
+    profile = Profile(_PROFILE.graphs, _PROFILE.calls, StepLog((events,), ((0, -1),)), step_s=1.0)
+    given: dict[str, Any] = {"copied_bytes": 0, "made_bytes": 0}
+    assert recorded_peak_bytes(profile, DropAll(), has_last_step=True, **given) == 572
+    assert recorded_peak_bytes(profile, DropAll(), has_last_step=False, **given) == 72
+
+
+def test_an_excess_is_said_with_its_numbers() -> None:
+    planned = SimpleNamespace(profile=None, budget_bytes=2 << 20, peak_bytes=1 << 20, calls=["4 x 64"])
+    recording = SimpleNamespace(peak_bytes=lambda _: 3 << 20, is_lean=True)
+    assert excess_of(cast(Any, recording), cast(Any, planned)) == (
+        "while it was recorded, a step of 4 x 64 needed about 3.0 MiB, 1.0 MiB more than the budget of 2.0 MiB, as nothing "
+        "leaner was known for it; from now on steps like it need 1.0 MiB"
+    )
+    planned.budget_bytes = 3 << 20
+    assert excess_of(cast(Any, recording), cast(Any, planned)) == ""
+
+
+def test_of_a_first_step_an_excess_is_said_beyond_the_error_of_the_estimate() -> None:
+    planned = SimpleNamespace(profile=None, budget_bytes=1000, peak_bytes=900, calls=["4 x 64"])
+    recording = SimpleNamespace(peak_bytes=lambda _: 1119, is_lean=False)
+    assert excess_of(cast(Any, recording), cast(Any, planned)) == ""
+    recording.peak_bytes = lambda _: 1121
+    assert "needed about 1.1 KiB, 121 B more" in excess_of(cast(Any, recording), cast(Any, planned))
