@@ -30,7 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-PRIVATE_INTEGRATIONS = {"key_value_cache", "nearest", "running_trainer"}
+PRIVATE_INTEGRATIONS = {"key_value_cache", "nearest", "running_trainer", "wrapped_model"}
 
 
 def public_names() -> set[str]:
