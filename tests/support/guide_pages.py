@@ -107,7 +107,11 @@ def stages() -> Names:
     layer = recollect.record(
         modules[1], inputs[1], loss_fn=torch.sum, gradients="accumulated", holds_output=False, fake=True
     )
+    torch.distributed.init_process_group("fake", rank=0, world_size=2)
     return {
+        "profiles": [layer, layer],
+        "num_stages": 2,
+        "device": "cpu",
         "embedding": layer,
         "layer": layer,
         "head": layer,
@@ -120,8 +124,17 @@ def stages() -> Names:
 
 
 def chunked() -> Names:
+    """What goes into a loss, and a head of which two ranks, the other one pretended, have half of the words each."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=2)
     hidden = torch.randn(32, 8, requires_grad=True)
-    return {**training(), "hidden": hidden, "weight": torch.randn(64, 8), "labels": torch.randint(0, 64, (32,))}
+    return {
+        **training(),
+        "hidden": hidden,
+        "weight": torch.randn(64, 8),
+        "labels": torch.randint(0, 64, (32,)),
+        "head": nn.Linear(8, 32, bias=False),
+        "mesh": torch.distributed.device_mesh.init_device_mesh("cpu", (2,)),
+    }
 
 
 def reference_models() -> Names:

@@ -155,9 +155,9 @@ class MemoryBudget(TrainerCallback):
         # A training that an error ended does not say so; `auto_find_batch_size` begins anew after one.
         self._remove()
         self._num_logged = 0
+        wrapped = _wrapped(calling_trainer(), args, model)
         # The level of what a trainer says without being asked for more.
         log = logging.get_logger("transformers.trainer").warning if state.is_world_process_zero else _say_nothing
-        wrapped = _wrapped(calling_trainer(), args, model)
         # What makes replicas, and DeepSpeed, sends the parameters of the first process to all.
         self._presence.check(is_after_barrier=bool(args.deepspeed) or is_data_parallel(wrapped))
         if args.deepspeed:
