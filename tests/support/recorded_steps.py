@@ -21,6 +21,7 @@ from recollect.profile import events
 from recollect.profile.profile import Profile
 from recollect.recording.assemble import assemble
 from recollect.recording.find_units import find_units
+from recollect.recording.leanest_policy import DropAll
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.unit_samples import NoSamples
@@ -75,9 +76,8 @@ def recorded(model: nn.Module, step: Step, inputs: Sequence[Tensor], *, units: I
     groups = {"parameters": list(model.parameters()), "buffers": list(model.buffers()), "batch": list(inputs)}
     persistent = {name: storage_bytes(tensors) for name, tensors in groups.items()}
     recorder.trackers.mark_persistent(tensor for tensors in groups.values() for tensor in tensors)
-    with apply_policy(
-        model, [unit.path for unit in found], RecordingTape(recorder, NoSamples(model, torch.device("cpu")))
-    ):
+    tape = RecordingTape(DropAll(), recorder, NoSamples(model, torch.device("cpu")))
+    with apply_policy(model, [unit.path for unit in found], tape):
         try:
             with costs.recording(), StepMode(recorder):
                 step(Phases(recorder.begin_phase))
