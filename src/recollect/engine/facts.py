@@ -169,8 +169,8 @@ _FOLLOWS_SETTINGS = frozenset(
     }
 )
 
-# Fake tensors answer C++ queries through ops of this namespace.
-_QUESTIONS = "prim"
+# Fake tensors answer C++ queries through ops of the first of these; those of the second name what runs in a trace.
+_NO_COMPUTATION = frozenset({"prim", "profiler"})
 
 _REPLAYABLE_NAMESPACES = frozenset({"aten", "prims", "torchvision"})
 
@@ -197,7 +197,7 @@ def facts_of(func: Any) -> OpFacts:
     changes_layout_only = torch.Tag.inplace_view in tags and name not in _MOVES
     return OpFacts(
         name=name if namespace == "aten" else f"{namespace}:{name}",
-        is_view=namespace == _QUESTIONS
+        is_view=namespace in _NO_COMPUTATION
         or name in _NO_WRITES
         or (is_collective and name in _PASS_ON_COLLECTIVES)
         or (not writes and name not in _LAZY_VIEWS and (bool(aliased) or name in _UNANNOTATED_VIEWS)),

@@ -19,6 +19,11 @@ def test_record_stream_writes_nothing() -> None:
     assert not facts.changes_storage
 
 
+def test_what_names_a_part_of_a_trace_computes_nothing() -> None:
+    """FSDP2 does so inside of units; its result is no tensor."""
+    assert facts_of(torch.ops.profiler._record_function_enter_new.default).is_view
+
+
 @pytest.mark.parametrize("op", [aten.scatter.src, aten.scatter_.src, aten.index_copy.default, aten.index_put_.default])
 def test_results_that_hang_on_an_order_are_kept_on_cuda(op: Any) -> None:
     facts = facts_of(op)
