@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from recollect._torch_functions import runs_python_backward
+from recollect._torch_parallel import freed_after_forward, is_fully_sharded
 from recollect._torch_private import desugars, tree_leaves, untraced
 from recollect.engine.agreement import Agreement
 from recollect.engine.facts import OpFacts, facts_of
@@ -24,7 +25,7 @@ from recollect.engine.sharded_keep import content_of
 from recollect.engine.subclasses import PackedSubclass, strided_tensors
 from recollect.engine.tape import Tape
 from recollect.engine.tape_state import ALL_KEPT, OpActions, OpKey
-from recollect.engine.values import UNWATCHED, TapeValue, laid_out, record_of
+from recollect.engine.values import UNWATCHED, TapeValue, forget_record, laid_out, record_of
 from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem
 from recollect.profile import events
@@ -257,7 +258,13 @@ class _RecordingMode(FunctionMode):
         module = getattr(forward, "__self__", None)
         if isinstance(module, nn.Module):
             self.recorder.note_parameters(module.parameters())
-        return super().run_module(module_path, forward, args, kwargs)
+        output = super().run_module(module_path, forward, args, kwargs)
+        if isinstance(module, nn.Module) and is_fully_sharded(module) and freed_after_forward(module):
+            # The rest of the unit's backward asks for it before the module's own backward has the parameters back.
+            for tensor in strided_tensors(output):
+                self._keep(tensor)
+                forget_record(tensor.untyped_storage())
+        return output
 
     def run_function(self, function: Any, apply: Any, args: Any) -> Any:
         """Note where the record of the Function begins."""
