@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint_ranks import EVERY, FIRST, LAYOUTS, OLDER, STEPS, copy_of, losses_of, settings
+from checkpoint_ranks import EVERY, EXPERT_LAYOUTS, FIRST, LAYOUTS, OLDER, STEPS, copy_of, losses_of, settings
 from recollect.errors import CheckpointError
 from recollect.lab.train.checkpoint import find_damage, keep_newest, list_checkpoints, read_checkpoint, refuse_damage
 from recollect.lab.train.files import remove_partial
@@ -33,7 +33,9 @@ OTHERS = [name for name in LAYOUTS if name != FIRST]
 CASES = (
     *("trained: dropout", "trained: plain", "resumed", *(f"resumed as: {name}" for name in OTHERS)),
     *(f"from one as: {FIRST}", *(f"rewritten: {number}" for number in range(len(LAYOUTS))), "damaged", "full"),
+    *(f"rewritten experts: {number}" for number in range(len(EXPERT_LAYOUTS))),
 )
+REWRITTEN = [*(("", number) for number in range(len(LAYOUTS))), *((" experts", n) for n in range(len(EXPERT_LAYOUTS)))]
 
 
 def start(ranks: int, *args: object) -> subprocess.Popen[str]:
@@ -73,6 +75,7 @@ def alone(folder: Path) -> list[float]:
 def found(folder: Path, alone: list[float]) -> dict[str, list[dict[str, Any]]]:
     """What four processes made of each case, in one launch."""
     assert alone
+    losses_of(settings(folder, "alone experts", steps=EVERY))
     process = start(4, ROOT / "tests/support/checkpoint_ranks.py", folder, *CASES)
     try:
         _, errors = process.communicate(timeout=300)
@@ -109,14 +112,14 @@ def test_one_process_goes_on_from_four(found: dict[str, Any], folder: Path) -> N
     assert names == [OLDER, f"{NEWEST}.pt"]
 
 
-@pytest.mark.parametrize("number", range(len(LAYOUTS)))
+@pytest.mark.parametrize(("kind", "number"), REWRITTEN)
 def test_what_is_stored_is_the_whole_model_whatever_the_layout(
-    found: dict[str, Any], folder: Path, number: int
+    found: dict[str, Any], folder: Path, kind: str, number: int
 ) -> None:
     """One process writes, each layout reads what the one before wrote, one process reads: not a bit has changed."""
-    written = read_checkpoint(folder / "alone" / "checkpoints" / f"{OLDER}.pt")
-    name = f"rewritten as one {number}"
-    copy_of(folder, f"rewritten {number}", name, newest=EVERY + number + 1)
+    written = read_checkpoint(folder / f"alone{kind}".replace(" ", "_") / "checkpoints" / f"{OLDER}.pt")
+    name = f"rewritten{kind} as one {number}"
+    copy_of(folder, f"rewritten{kind} {number}", name, newest=EVERY + number + 1)
     session = open_session(settings(folder, name, resume=True, steps=20))
     assert session.step == EVERY + number + 1, found
     read = session.model.state_dict()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from recollect.lab.train.config import TrainConfig
-from training_ranks import REFUSED, settings, trained
+from training_ranks import EXPERTS, REFUSED, settings, trained
 from training_runs import wait_for_steps, write_text
 
 ROOT = Path(__file__).parents[2]
@@ -25,8 +25,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"),
 ]
 
-ON_TWO = ("TP2", "TP2 SP", "DP2", "DP2 FSDP2", "DP2 ZeRO")
-ON_FOUR = ("TP2 DP2", "TP2 SP DP2 FSDP2")
+ON_TWO = ("TP2", "TP2 SP", "DP2", "DP2 FSDP2", "DP2 ZeRO", "CP2", "DP2 experts", "EP2 experts")
+ON_FOUR = ("TP2 DP2", "TP2 SP DP2 FSDP2", "TP2 SP CP2", "EP2 CP2 DP2 FSDP2 experts")
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -65,18 +65,19 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The same run in this process."""
+    """The same runs in this process, without experts and with."""
     folder = tmp_path_factory.mktemp("one")
     write_text(folder)
-    return trained(settings(folder, "one"))
+    return {name: trained(settings(folder, name, **model)) for name, model in (("dense", {}), ("experts", EXPERTS))}
 
 
 @pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
 def test_a_layout_trains_as_one_process(name: str, two: Rows, four: Rows, alone: dict[str, Any]) -> None:
     """Losses are sums in another order: each of them is rounded in its last bit or two (1.2e-7), and steps add to it."""
+    expected = alone["experts" if "experts" in name else "dense"]
     for row in (two | four)[name]:
         for number in ("loss", "grad_norm", "validation_loss"):
-            assert row["plain"][number] == pytest.approx(alone[number], rel=2e-6), number
+            assert row["plain"][number] == pytest.approx(expected[number], rel=2e-6), number
 
 
 @pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
@@ -93,9 +94,10 @@ def test_a_plan_changes_no_bit(name: str, two: Rows, four: Rows) -> None:
 def test_the_peak_is_as_predicted(name: str, two: Rows, four: Rows) -> None:
     """Up to a few buffers on their way, which gloo's threads hold for a moment longer.
 
-    One is the residual stream of a micro-batch (16 KiB), or a gathered layer of FSDP2 (193 KiB).
+    One is the residual stream of a micro-batch (16 KiB), or a gathered layer of FSDP2 (193 KiB). Where ranks share experts, how
+    many rows come follows the routes, which move: all rows of a micro-batch make 112 KiB in a product.
     """
-    buffer_bytes = 193 * 1024 if "FSDP2" in name or "ZeRO" in name else 16 * 1024
+    buffer_bytes = 193 * 1024 if "FSDP2" in name or "ZeRO" in name else 112 * 1024 if "EP2" in name else 16 * 1024
     assert (two | four)[name][0]["planned"]["excess"] < 8 * buffer_bytes
 
 
@@ -116,7 +118,11 @@ ERRORS = {
     "pipeline": r"NotYetError: got pipeline_model_parallel_size=2: not yet: pipeline parallelism here\. Leave it out",
     "device": r"ConfigError: got device='cuda:1': each process has a device of its own\. Write cuda or cpu",
     "resume": r"CheckpointError: run folder .*: got --resume but it holds no run, expected the --run-dir of an earlier",
-    "bias": r"NotYetError: got moe_router_enable_expert_bias=True, data_parallel_size=2: .* load counted over all ranks",
+    "no experts": r"ConfigError: got num_moe_experts=None, expert_model_parallel_size=2: there are no experts to share\. Leave",
+    "experts": r"ConfigError: got num_moe_experts=3, expert_model_parallel_size=2: 3 is no multiple of 2\. The next .* is 4",
+    "too many": r"ConfigError: got expert_model_parallel_size=4, data_parallel_size=2, .* some of the 2 ranks of data and",
+    "sequence": r"ConfigError: got seq_length=30, 2 x context_parallel_size=4: 30 is no multiple of 4\. The next .* is 32",
+    "both": r"ConfigError: got world_size=2, tensor_model_parallel_size=2, context_parallel_size=2: one model takes 4 pro",
     "parts": r"NotYetError: got distribute_saved_activations=True: not yet: kept values that are split among the ranks",
     "too small": r"BudgetTooSmallError: .* is below the least possible peak",
     "two budgets": r"ConfigError: got memory_budget in rank 0='80%', memory_budget in rank 1='90%': two values .* Start all",

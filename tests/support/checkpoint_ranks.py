@@ -29,6 +29,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP SP FSDP2": {**TENSOR, "sequence_parallel": True, "use_torch_fsdp2": True},
 }
 FIRST = "TP SP FSDP2"
+# Of a model with experts.
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "EP": {"expert_model_parallel_size": 2},
+    "EP FSDP2": {"expert_model_parallel_size": 2, "use_torch_fsdp2": True},
+    "EP CP": {"expert_model_parallel_size": 4, "context_parallel_size": 2},
+}
 EVERY, STEPS = 3, 6
 OLDER = f"step_{EVERY:08d}"
 
@@ -36,9 +42,11 @@ OLDER = f"step_{EVERY:08d}"
 def settings(folder: Path, name: str, layout: str | None = None, **changes: Any) -> TrainConfig:
     """Return the settings of a run in a folder of its own; with gated projections, whose rows are fused."""
     sizes = {"steps": STEPS, "accumulation": 4, "batch_size": 1, "seq_length": 16, "checkpoint_every": EVERY}
-    flags = {**sizes, "validation_batches": 1, "validate_every": 0, **changes}
+    model = {"size": "deepseek-v3-tiny", "num_layers": 2} if "experts" in name else {}
+    flags = {**sizes, "validation_batches": 1, "validate_every": 0, **model, **changes}
     config = training_runs.config(folder, run_dir=folder / name.replace(" ", "_"), **flags)
-    return TrainConfig(**{**vars(config), "parallel": ProcessFlags(**(LAYOUTS[layout] if layout else {}))})
+    parallel = {**LAYOUTS, **EXPERT_LAYOUTS}[layout] if layout else {}
+    return TrainConfig(**{**vars(config), "parallel": ProcessFlags(**parallel)})
 
 
 def copy_of(folder: Path, source: str, name: str, *, newest: int = EVERY) -> None:
@@ -66,14 +74,14 @@ def resumed(folder: Path, layout: str, source: str, **changes: Any) -> dict[str,
     return losses_of(settings(folder, name, layout, resume=True, **changes))
 
 
-def rewritten(folder: Path, number: int) -> dict[str, Any]:
+def rewritten(folder: Path, kind: str, number: int) -> dict[str, Any]:
     """Read the checkpoint that one process wrote, or the layout before, and write it as another layout does, a step later."""
-    layout, step = list(LAYOUTS)[number], EVERY + number
-    source = f"rewritten {number - 1}" if number else "alone"
+    layout, step = list(EXPERT_LAYOUTS if kind else LAYOUTS)[number], EVERY + number
+    source = f"rewritten{kind} {number - 1}" if number else f"alone{kind}"
     if dist.get_rank() == 0:
-        copy_of(folder, source, f"rewritten {number}", newest=step)
+        copy_of(folder, source, f"rewritten{kind} {number}", newest=step)
     dist.barrier()
-    config = settings(folder, f"rewritten {number}", layout, resume=True)
+    config = settings(folder, f"rewritten{kind} {number}", layout, resume=True)
     with joined_processes(config) as processes:
         session = open_session(config, processes)
         assert session.step == step
@@ -112,8 +120,8 @@ def run(case: str, folder: Path) -> dict[str, Any]:
         return resumed(folder, what, "plain")
     if action == "from one as":
         return resumed(folder, what, "alone")
-    if action == "rewritten":
-        return rewritten(folder, int(what))
+    if action.startswith("rewritten"):
+        return rewritten(folder, action.removeprefix("rewritten"), int(what))
     if action == "damaged":
         return damaged(folder)
     return full_disk(folder)

@@ -23,10 +23,13 @@ from recollect.integrations.megatron import RecomputeConfig
 from recollect.lab.train import session as session_module
 from recollect.lab.train.config import OptimFlags, ProcessFlags, TrainConfig
 from recollect.lab.train.loop import train
+from recollect.lab.train.model_flags import ExpertFlags
 from recollect.plans.digest import digest_of
 from recollect.plans.plan import Plan
 
 TENSOR = {"tensor_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
+EXPERT = {"expert_model_parallel_size": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": TENSOR,
     "TP2 SP": {**TENSOR, "sequence_parallel": True},
@@ -35,9 +38,27 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2 ZeRO": {"use_distributed_optimizer": True},
     "TP2 DP2": TENSOR,
     "TP2 SP DP2 FSDP2": {**TENSOR, "sequence_parallel": True, "use_torch_fsdp2": True},
+    "CP2": CONTEXT,
+    "TP2 SP CP2": {**TENSOR, **CONTEXT, "sequence_parallel": True},
+    "DP2 experts": {},
+    "EP2 experts": EXPERT,
+    "EP2 CP2 DP2 FSDP2 experts": {**EXPERT, **CONTEXT, "use_torch_fsdp2": True},
 }
 # Validation batches that do not divide over two ranks.
 STEPS: dict[str, Any] = {"steps": 4, "accumulation": 4, "batch_size": 2, "validation_batches": 3, "validate_every": 2}
+
+
+# With a bias that moves far enough to change routes, and a prediction of the token after the next.
+EXPERTS: dict[str, Any] = {
+    "size": "deepseek-v3-tiny",
+    "num_layers": 2,
+    "experts": ExpertFlags(moe_layer_freq="[0,1]", moe_router_bias_update_rate=0.05),
+}
+
+
+def model_of(name: str) -> dict[str, Any]:
+    """Return the flags of the model of a layout."""
+    return EXPERTS if "experts" in name else {}
 
 
 def settings(folder: Path, name: str, **changes: Any) -> TrainConfig:
@@ -61,9 +82,9 @@ def trained(config: TrainConfig) -> dict[str, Any]:
 
 def layout(folder: Path, name: str) -> dict[str, Any]:
     """Train in a layout without a plan and with one."""
-    parallel = LAYOUTS[name]
-    plain = trained(settings(folder, name, parallel=parallel))
-    return {"plain": plain, "planned": trained(settings(folder, f"{name} p", parallel=parallel, memory_budget="92%"))}
+    flags = {"parallel": LAYOUTS[name], **model_of(name)}
+    plain = trained(settings(folder, name, **flags))
+    return {"plain": plain, "planned": trained(settings(folder, f"{name} p", **flags, memory_budget="92%"))}
 
 
 def failing_data(folder: Path) -> dict[str, Any]:
@@ -86,6 +107,9 @@ def two_budgets(folder: Path) -> dict[str, Any]:
     return trained(settings(folder, "budgets", memory_budget=("80%", "90%")[dist.get_rank()]))
 
 
+THREE = ExpertFlags(
+    num_experts=3, moe_layer_freq="[0,1]", moe_router_num_groups=1, moe_router_group_topk=1, moe_router_topk=2
+)
 REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "world size": lambda folder: trained(settings(folder, "e", parallel={"tensor_model_parallel_size": 4})),
     "heads": lambda folder: trained(settings(folder, "e", parallel=TENSOR, num_query_groups=1)),
@@ -93,7 +117,11 @@ REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "pipeline": lambda folder: trained(settings(folder, "e", parallel={"pipeline_model_parallel_size": 2})),
     "device": lambda folder: trained(settings(folder, "e", device="cuda:1")),
     "resume": lambda folder: trained(settings(folder, "e", resume=True)),
-    "bias": lambda folder: trained(settings(folder, "e", size="deepseek-v3-tiny")),
+    "no experts": lambda folder: trained(settings(folder, "e", parallel=EXPERT)),
+    "experts": lambda folder: trained(settings(folder, "e", parallel=EXPERT, **(EXPERTS | {"experts": THREE}))),
+    "too many": lambda folder: trained(settings(folder, "e", parallel={"expert_model_parallel_size": 4}, **EXPERTS)),
+    "sequence": lambda folder: trained(settings(folder, "e", parallel=CONTEXT, seq_length=30)),
+    "both": lambda folder: trained(settings(folder, "e", parallel={**CONTEXT, **TENSOR})),
     "parts": lambda folder: trained(
         settings(folder, "parts", parallel=TENSOR, recompute=RecomputeConfig(**FULL, distribute_saved_activations=True))
     ),

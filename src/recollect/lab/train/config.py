@@ -123,7 +123,7 @@ class ProcessFlags(ParallelFlags):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 1, "distributed_timeout_minutes")
-        self.refuse_missing("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+        self.refuse_missing("pipeline_model_parallel_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +229,7 @@ class TrainConfig:
             dimensions,
             tensor_model_parallel_size=flags.tensor_model_parallel_size,
             sequence_parallel=flags.layout().sequence_parallel,
+            expert_model_parallel_size=flags.expert_model_parallel_size,
         )
 
     def identity(self) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""What the processes of a run exchange in a step: gradients, their norm, and losses. One process exchanges nothing."""
+"""What the processes of a run exchange in a step: gradients, their norm, and losses. One process exchanges nothing.
+
+Ranks of context parallelism have parts of a batch. Their gradients are those of their parts, times the ranks, and their loss is
+that of all: a mean over the ranks of data and context parallelism is right for either.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from recollect.lab.parallel.expert import ExchangedExperts
+from recollect.lab.parallel.mesh import LayoutMesh
 from recollect.lab.train.processes import Processes
 
 __all__ = ["Exchange", "exchange_of"]
@@ -25,7 +31,7 @@ class Exchange:
         return nullcontext()
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make gradients the mean over the ranks of data parallelism, where backward has not done it."""
+        """Make gradients the mean over the ranks with tokens of their own, where backward has not done it."""
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
         """Scale gradients down to a norm, that of all parameters everywhere; return their norm before."""
@@ -50,30 +56,44 @@ class _RanksExchange(Exchange):
 
     Args:
         processes: all of them.
-        replicas: what DistributedDataParallel wraps, if it does.
+        mesh: which of them share what.
+        trained: what runs in training: the model, or what wraps it.
     """
 
-    def __init__(self, processes: Processes, replicas: DistributedDataParallel | None) -> None:
-        self._group = processes.data_group
+    def __init__(self, processes: Processes, mesh: LayoutMesh, trained: nn.Module) -> None:
         self._place, self._ranks = processes.data_rank, processes.data_ranks
-        self._replicas = replicas
+        self._data, self._gradients, self._replicas = mesh.data, mesh.gradients, mesh.replicas
+        self._wrapper = trained if isinstance(trained, DistributedDataParallel) else None
         # FSDP2 and DDP reduce in backward.
-        self._reduces = self._group is not None and processes.sharding == "none" and replicas is None
+        self._reduces = mesh.gradients.size() > 1 and processes.sharding == "none" and self._wrapper is None
+        self._of_experts = {
+            id(parameter)
+            for module in trained.modules()
+            if isinstance(module, ExchangedExperts)
+            for parameter in module.parameters()
+        }
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
-        if self._replicas is None or is_last:
+        if self._wrapper is None or is_last:
             return nullcontext()
-        return self._replicas.no_sync()
+        return self._wrapper.no_sync()
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         if not self._reduces:
             return
-        found = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        waiting = [dist.all_reduce(gradient, group=self._group, async_op=True) for gradient in found]
-        for gradient, work in zip(found, waiting, strict=True):
-            assert work is not None
-            work.wait()
-            gradient.div_(self._ranks)
+        waiting: list[tuple[Tensor, dist.Work | None]] = []
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            # Those of experts are sums over the ranks that share them already.
+            mesh = self._replicas if id(parameter) in self._of_experts else self._gradients
+            gradient = _local(parameter.grad)
+            work = dist.all_reduce(gradient, group=mesh.get_group(), async_op=True) if mesh.size() > 1 else None
+            waiting.append((gradient, work))
+        for gradient, work in waiting:
+            if work is not None:
+                work.wait()
+            gradient.div_(self._gradients.size())
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
         # Norms add up over parameters of the same mesh only.
@@ -99,8 +119,8 @@ class _RanksExchange(Exchange):
         return self._sum(torch.stack([torch.zeros_like(losses[0]), *own]).sum()) / total
 
     def _sum(self, value: Tensor) -> float:
-        if self._group is not None:
-            dist.all_reduce(value, group=self._group)
+        if self._ranks > 1:
+            dist.all_reduce(value, group=self._data.get_group())
         return value.item()
 
 
@@ -117,7 +137,7 @@ def exchange_of(processes: Processes, trained: nn.Module) -> Exchange:
     """
     if processes.mesh is None:
         return Exchange()
-    return _RanksExchange(processes, trained if isinstance(trained, DistributedDataParallel) else None)
+    return _RanksExchange(processes, processes.mesh, trained)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         print_line(console, _describe(session))
         plan, baseline = prepare(session, console)
         if plan is not None:
-            stack.enter_context(recollect.apply(session.trained.wrapped, plan, group=processes.mesh))
+            stack.enter_context(recollect.apply(session.trained.wrapped, plan, group=processes.plan_group))
         budget_bytes = None if plan is None else plan.budget_bytes
         logs = _open_logs(session, console, budget_bytes, stack) if processes.is_first else []
         if ranks.is_alone:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from recollect.errors import HardwareError
 from recollect.lab.models.config import TransformerConfig
@@ -87,8 +88,9 @@ def train_step(
         norm = exchange.clip(model.parameters(), clip_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)  # frees their memory for the next forward
-    if isinstance(model, GPTModel):
-        model.update_expert_bias()
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    if isinstance(inner, GPTModel):
+        inner.update_expert_bias()
     return exchange.mean(torch.stack(losses).sum()), norm
 
 

@@ -25,6 +25,7 @@ from recollect.profile.profile import Profile
 from recollect.ranks.common_plan import common_plan
 from recollect.ranks.group import Place
 from recollect.recording.record import Collectives
+from recollect.recording.restored_state import restored_buffers
 
 if TYPE_CHECKING:
     from recollect.plans.plan import Plan
@@ -111,7 +112,7 @@ def _decide(session: Session) -> tuple[Plan, int]:
 
 
 def _recorded(session: Session, loss_chunks: int) -> Profile:
-    trained, mesh = session.trained, session.processes.mesh
+    trained, group = session.trained, session.processes.plan_group
     # Gradients are reduced in the last one, and all between the first and the last are alike.
     batches = list(itertools.islice(session.batches(0), 2))
 
@@ -128,15 +129,17 @@ def _recorded(session: Session, loss_chunks: int) -> Profile:
         # Only in a step that runs as it is do gradients become parts of the buckets of DDP, which are always there.
         how = {"step": step}
     # All processes run one plan, so that collectives may run again.
-    collectives: Collectives = "keep" if mesh is None else "replay"
-    return recollect.record(
-        trained.wrapped,
-        optimizer=trained.optimizer,
-        loss_chunks=loss_chunks,
-        collectives=collectives,
-        group=mesh,
-        **how,
-    )
+    collectives: Collectives = "keep" if group is None else "replay"
+    # The routers count the tokens of the run, not of a step that is recorded.
+    with restored_buffers(trained.model):
+        return recollect.record(
+            trained.wrapped,
+            optimizer=trained.optimizer,
+            loss_chunks=loss_chunks,
+            collectives=collectives,
+            group=group,
+            **how,
+        )
 
 
 def _measure_plain(session: Session) -> tuple[int, float]:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from recollect.errors import ConfigError, HardwareError, NotYetError
+from recollect.errors import ConfigError, HardwareError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.flags import Sharding
 from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.mesh import LayoutMesh, layout_mesh
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.lost_processes import named_errors
 from recollect.ranks.group import ALONE, Place, Ranks, group_of
@@ -36,13 +36,13 @@ class Processes:
         layout: how the model is spread over them.
         sharding: what data parallelism shares.
         ranks: lets them ask each other.
-        mesh: with dimensions "data" and "tensor"; None for one process.
+        mesh: which of them share what; None for one process.
     """
 
     layout: DeviceLayout = dataclasses.field(default_factory=DeviceLayout)
     sharding: Sharding = "none"
     ranks: Ranks = ALONE
-    mesh: DeviceMesh | None = None
+    mesh: LayoutMesh | None = None
 
     @property
     def is_first(self) -> bool:
@@ -52,7 +52,7 @@ class Processes:
     @property
     def data_rank(self) -> int:
         """Place of this process among those with batches of their own."""
-        return 0 if self.mesh is None else self.mesh.get_local_rank("data")
+        return 0 if self.mesh is None else self.mesh.data.get_local_rank()
 
     @property
     def data_ranks(self) -> int:
@@ -60,9 +60,14 @@ class Processes:
         return self.layout.data_parallel_size
 
     @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """The processes that hold the same part of the model as this one, with batches of their own; None if it is alone."""
-        return None if self.mesh is None or self.data_ranks == 1 else self.mesh.get_group("data")
+    def token_rank(self) -> int:
+        """Place of this process among those with tokens of their own: other batches, or other parts of sequences."""
+        return 0 if self.mesh is None else self.mesh.gradients.get_local_rank()
+
+    @property
+    def plan_group(self) -> dist.ProcessGroup | None:
+        """The processes that run one plan; None for one process."""
+        return None if self.mesh is None else dist.group.WORLD
 
     @property
     def spread(self) -> dict[str, Any]:
@@ -74,18 +79,25 @@ class Processes:
         """A line about the processes; none for one process."""
         if self.mesh is None:
             return ""
-        parts = {"tensor": self.layout.tensor_model_parallel_size, "data": self.data_ranks}
+        layout = self.layout
+        parts = {
+            "tensor": layout.tensor_model_parallel_size,
+            "context": layout.context_parallel_size,
+            "data": self.data_ranks,
+        }
         sizes = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
-        sequence = ", sequence parallel" if self.layout.sequence_parallel else ""
+        sequence = ", sequence parallel" if layout.sequence_parallel else ""
+        sharers = layout.expert_model_parallel_size
+        experts = f", experts shared by {sharers}" if sharers > 1 else ""
         shared = {"none": "", "optimizer": ", optimizer state shared", "all": ", all shared"}[self.sharding]
-        return f"Processes: {len(self.ranks.ranks)}, {sizes}{sequence}{shared}.\n"
+        return f"Processes: {len(self.ranks.ranks)}, {sizes}{sequence}{experts}{shared}.\n"
 
     def check(self, config: TrainConfig, dimensions: TransformerConfig) -> None:
         """Check that a run can be spread like this, with the same answer in every process.
 
         Raises:
-            ConfigError: heads, widths, vocabulary, sequence or micro-batches do not divide.
-            NotYetError: a part of the model that cannot be spread yet, or a setting.
+            ConfigError: heads, widths, vocabulary, experts, sequence or micro-batches do not divide.
+            NotYetError: a part of the model that cannot be spread yet.
         """
         if self.mesh is None:
             return
@@ -100,12 +112,6 @@ class Processes:
                 },
                 reason=f"a step's {count} micro-batches are no multiple of {ranks}, so that ranks would have unequal shares",
                 advice=f"Choose a multiple of {config.optim.batch_size * ranks} sequences a step.",
-            )
-        if ranks > 1 and dimensions.moe_router_enable_expert_bias:
-            raise NotYetError(
-                settings={"moe_router_enable_expert_bias": True, "data_parallel_size": ranks},
-                needs="experts' load counted over all ranks",
-                advice="Leave it out.",
             )
 
 
@@ -146,8 +152,7 @@ def joined_processes(config: TrainConfig) -> Iterator[Processes]:
         with named_errors(ranks):
             _check_same(config, ranks)
             layout = config.parallel.layout_of(len(ranks.ranks))
-            sizes = (layout.data_parallel_size, layout.tensor_model_parallel_size)
-            mesh = init_device_mesh("cuda" if _is_on_cuda(config) else "cpu", sizes, mesh_dim_names=("data", "tensor"))
+            mesh = layout_mesh(layout, "cuda" if _is_on_cuda(config) else "cpu")
             yield Processes(layout, config.parallel.sharding, ranks, mesh)
 
 

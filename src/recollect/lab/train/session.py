@@ -122,10 +122,10 @@ class Session:
     def seed(self) -> None:
         """Set all random number generators to their states at this point of the run, whatever ran before.
 
-        Ranks with batches of their own draw other numbers; those that share a model draw the same ones. After a resume on
+        Ranks with tokens of their own draw other numbers; those that share matrices draw the same ones. After a resume on
         another layout they draw others than from the start.
         """
-        torch.manual_seed(self.config.step.seed + self.processes.data_rank + self.step * _SEEDS_APART)
+        torch.manual_seed(self.config.step.seed + self.processes.token_rank + self.step * _SEEDS_APART)
         if self.rng is not None:
             set_rng_state(self.rng)
 

@@ -1,0 +1,56 @@
+"""Spread the model of a run over its processes: who has which part of it, and what wraps it in training."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.parallel.context import context_parallel
+from recollect.lab.parallel.data import data_parallel
+from recollect.lab.parallel.expert import balance_over, expert_parallel
+from recollect.lab.parallel.tensor import tensor_parallel
+from recollect.lab.train.processes import Processes
+
+__all__ = ["spread"]
+
+
+def spread(model: GPTModel, processes: Processes) -> nn.Module:
+    """Leave this process its part of a model.
+
+    Args:
+        model: the whole model, with the same weights in all processes; changed in place.
+        processes: what to spread it over.
+
+    Returns:
+        What runs in training: the model, or what reduces its gradients around it.
+    """
+    mesh, layout = processes.mesh, processes.layout
+    if mesh is None:
+        return model
+    if layout.tensor_model_parallel_size > 1:
+        tensor_parallel(model, mesh.tensor, sequence_parallel=layout.sequence_parallel)
+    if layout.context_parallel_size > 1:
+        context_parallel(model, mesh.context)
+    shares_experts = layout.expert_model_parallel_size > 1
+    if shares_experts:
+        expert_parallel(model, mesh.expert)
+    if mesh.gradients.size() == 1:
+        return model
+    balance_over(model, mesh.gradients)
+    if processes.sharding != "none":
+        # ZeRO-1 is FSDP2 that frees weights only after backward. ZeroRedundancyOptimizer takes no DTensors, and so would go
+        # with no tensor parallelism.
+        return data_parallel(
+            model,
+            mesh.gradients,
+            expert_mesh=mesh.replicas if shares_experts else None,
+            reshard_after_forward=processes.sharding == "all",
+        )
+    if layout.tensor_model_parallel_size == 1 and not shares_experts:
+        wrapped = DistributedDataParallel(model, process_group=mesh.gradients.get_group(), gradient_as_bucket_view=True)
+        # Routers count each rank's own tokens in them. The argument has another name since PyTorch 2.13.
+        wrapped.broadcast_buffers = False
+        return wrapped
+    # DDP takes no DTensors either: their gradients are reduced after backward.
+    return model
