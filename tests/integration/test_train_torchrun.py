@@ -55,7 +55,7 @@ def rows(folder: Path, num_processes: int, *cases: str) -> Rows:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    return rows(tmp_path_factory.mktemp("two"), 2, *ON_TWO, "default batch", "Megatron", *REFUSED)
+    return rows(tmp_path_factory.mktemp("two"), 2, *ON_TWO, "default batch", "Megatron", "held parts", *REFUSED)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +107,17 @@ def test_megatrons_settings_are_the_plan_of_all(two: Rows) -> None:
         assert row["loss"] == two["DP2"][0]["plain"]["loss"]
 
 
+def test_parts_of_values_change_no_bit(two: Rows) -> None:
+    for row in two["held parts"]:
+        for case, name in {"full": "TP2", "TP2": "TP2", "TP2 SP": "TP2 SP"}.items():
+            for number in ("loss", "grad_norm", "validation_loss"):
+                assert row[case][number] == two[name][0]["plain"][number]
+            assert row[case]["plan"] == two["held parts"][0][case]["plan"]
+        # What the layers get; their last output is read by what recomputes nothing.
+        assert row["full"]["parts"] == {"embedding": 1, "decoder.layers.0": 1, "decoder.layers.1": 0}
+        assert sum(row["TP2"]["parts"].values())
+
+
 def test_each_rank_of_data_parallelism_has_one_micro_batch_unless_told(two: Rows) -> None:
     assert [row["accumulation"] for row in two["default batch"]] == [2, 2]
 
@@ -123,7 +134,8 @@ ERRORS = {
     "too many": r"ConfigError: got expert_model_parallel_size=4, data_parallel_size=2, .* some of the 2 ranks of data and",
     "sequence": r"ConfigError: got seq_length=30, 2 x context_parallel_size=4: 30 is no multiple of 4\. The next .* is 32",
     "both": r"ConfigError: got world_size=2, tensor_model_parallel_size=2, context_parallel_size=2: one model takes 4 pro",
-    "parts": r"NotYetError: got distribute_saved_activations=True: not yet: kept values that are split among the ranks",
+    "parts": r"ConfigError: got distribute_saved_activations=True, tensor_model_parallel_size=1: there are no ranks to",
+    "parts of parts": r"ConfigError: got distribute_saved_activations=True, sequence_parallel=True: sequence parallelism has",
     "too small": r"BudgetTooSmallError: .* is below the least possible peak",
     "two budgets": r"ConfigError: got memory_budget in rank 0='80%', memory_budget in rank 1='90%': two values .* Start all",
     "no data": r"DataError: data notes/: no such folder",

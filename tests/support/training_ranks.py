@@ -24,6 +24,7 @@ from recollect.lab.train import session as session_module
 from recollect.lab.train.config import OptimFlags, ProcessFlags, TrainConfig
 from recollect.lab.train.loop import train
 from recollect.lab.train.model_flags import ExpertFlags
+from recollect.plans.action import Action
 from recollect.plans.digest import digest_of
 from recollect.plans.plan import Plan
 
@@ -44,8 +45,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2 experts": EXPERT,
     "EP2 CP2 DP2 FSDP2 experts": {**EXPERT, **CONTEXT, "use_torch_fsdp2": True},
 }
+# The first is below the least possible peak without parts.
+LITTLE = {"TP2": "1260kB", "TP2 SP": "82%"}
 # Validation batches that do not divide over two ranks.
-STEPS: dict[str, Any] = {"steps": 4, "accumulation": 4, "batch_size": 2, "validation_batches": 3, "validate_every": 2}
+STEPS: dict[str, Any] = {"steps": 3, "accumulation": 4, "batch_size": 2, "validation_batches": 3, "validate_every": 2}
 
 
 # With a bias that moves far enough to change routes, and a prediction of the token after the next.
@@ -76,15 +79,32 @@ def trained(config: TrainConfig) -> dict[str, Any]:
         name: [row[name] for row in rows if row[name] is not None] for name in ("loss", "grad_norm", "validation_loss")
     }
     path = Path(outcome.folder) / "plan.json"
-    plan = digest_of(Plan.load(path).units) if path.exists() else ""
-    return {**found, "plan": plan, "excess": (outcome.measured_peak_bytes or 0) - (outcome.predicted_peak_bytes or 0)}
+    units = Plan.load(path).units if path.exists() else {}
+    return {
+        **found,
+        "plan": digest_of(units) if units else "",
+        "parts": {name: list(unit.actions.values()).count(Action.SHARD) for name, unit in units.items()},
+        "excess": (outcome.measured_peak_bytes or 0) - (outcome.predicted_peak_bytes or 0),
+    }
 
 
 def layout(folder: Path, name: str) -> dict[str, Any]:
     """Train in a layout without a plan and with one."""
     flags = {"parallel": LAYOUTS[name], **model_of(name)}
     plain = trained(settings(folder, name, **flags))
-    return {"plain": plain, "planned": trained(settings(folder, f"{name} p", **flags, memory_budget="92%"))}
+    planned = settings(folder, f"{name} p", **flags, memory_budget="92%")
+    return {"plain": plain, "planned": trained(planned)}
+
+
+def parts(folder: Path) -> dict[str, Any]:
+    """Hold parts of values: of the inputs of layers under full recompute, and where a plan for a small budget says so."""
+    recompute = RecomputeConfig(**FULL, distribute_saved_activations=True)
+    full = settings(folder, "parts full", parallel=TENSOR, recompute=recompute)
+    found = {"full": trained(full)}
+    for name, budget in LITTLE.items():
+        flags = {"memory_budget": budget, "distribute_saved_activations": True}
+        found[name] = trained(settings(folder, f"parts {name}", parallel=LAYOUTS[name], **flags))
+    return found
 
 
 def failing_data(folder: Path) -> dict[str, Any]:
@@ -122,8 +142,14 @@ REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "too many": lambda folder: trained(settings(folder, "e", parallel={"expert_model_parallel_size": 4}, **EXPERTS)),
     "sequence": lambda folder: trained(settings(folder, "e", parallel=CONTEXT, seq_length=30)),
     "both": lambda folder: trained(settings(folder, "e", parallel={**CONTEXT, **TENSOR})),
-    "parts": lambda folder: trained(
-        settings(folder, "parts", parallel=TENSOR, recompute=RecomputeConfig(**FULL, distribute_saved_activations=True))
+    "parts": lambda folder: trained(settings(folder, "e", memory_budget="90%", distribute_saved_activations=True)),
+    "parts of parts": lambda folder: trained(
+        settings(
+            folder,
+            "e",
+            parallel=LAYOUTS["TP2 SP"],
+            recompute=RecomputeConfig(**FULL, distribute_saved_activations=True),
+        )
     ),
     "too small": lambda folder: trained(settings(folder, "e", memory_budget="1MB")),
     "two budgets": two_budgets,
@@ -142,6 +168,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     """Return what a case makes."""
     if name in LAYOUTS:
         return layout(folder, name)
+    if name == "held parts":
+        return parts(folder)
     if name == "Megatron":
         return trained(settings(folder, name, recompute=RecomputeConfig(**FULL)))
     if name == "default batch":

@@ -63,7 +63,7 @@ class RecomputeFlags:
     recompute_modules: tuple[str, ...] | None = None
     """With selective: core_attn (the default), mlp, moe, shared_experts, layernorm, moe_act, mla_up_proj."""
     distribute_saved_activations: bool = False
-    """Split the kept inputs of layers among the ranks of tensor parallelism."""
+    """Split what is kept among the ranks of tensor parallelism: with full, the inputs of layers; with a budget, what pays."""
     moe_layer_recompute: bool = False
     """Old spelling of --recompute-modules moe."""
     offload: _Offload = field(default_factory=OffloadFlags)

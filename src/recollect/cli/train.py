@@ -42,6 +42,9 @@ def training_config(command: Train) -> TrainConfig:
     fields = command.recompute.fields()
     if not fields:
         return command.config
+    if fields == {"distribute_saved_activations": True} and command.config.step.memory_budget is not None:
+        # The plan says where that pays.
+        return dataclasses.replace(command.config, step=dataclasses.replace(command.config.step, **fields))
     recompute = RecomputeConfig(**fields)
     recompute.check(command.config.training_setting(command.config.model.dimensions()))
     return dataclasses.replace(command.config, step=dataclasses.replace(command.config.step, recompute=recompute))

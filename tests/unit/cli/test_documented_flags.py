@@ -18,7 +18,6 @@ from recollect.lab.train.config import TrainConfig
 # Refused, as a part of the line: what is not there yet, and what Megatron refuses too.
 REFUSED = {
     "--fp8-format": r"got --fp8-format=hybrid: not yet: models that compute in 8 or 4 bits\. Leave it out; --bf16 is there",
-    "--context-parallel-size": r"got context_parallel_size=4: not yet: context parallelism here\. Leave it out",
     "selective --recompute-method": r"recompute_granularity='selective', recompute_method='uniform'",
     "mla_up_proj": r"multi_latent_attention=False: the model has no up-projection from latents",
 }

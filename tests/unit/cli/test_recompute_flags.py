@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 import tyro
 
+from recollect.cli.entry import parse_train
 from recollect.cli.recompute_flags import RecomputeFlags
+from recollect.cli.train import training_config
+from recollect.errors import ConfigError
+from recollect.lab.train.config import StepFlags
 
 
 def parse(line: str) -> RecomputeFlags:
@@ -59,6 +63,23 @@ def parse(line: str) -> RecomputeFlags:
 )
 def test_flags_become_megatrons_fields(line: str, fields: dict[str, Any]) -> None:
     assert parse(line).fields() == fields
+
+
+def test_with_a_budget_the_plan_says_which_values_are_held_as_parts() -> None:
+    line = "--size tiny --memory-budget 60% --tensor-model-parallel-size 2 --distribute-saved-activations"
+    step = training_config(parse_train(line.split())).step
+    assert step.distribute_saved_activations
+    assert step.recompute is None
+
+
+def test_parts_of_values_need_a_budget_or_full_recompute() -> None:
+    line = "--size tiny --tensor-model-parallel-size 2 --distribute-saved-activations"
+    with pytest.raises(
+        ConfigError, match=r"recompute_granularity=None, distribute_saved_activations=True: only the kept"
+    ):
+        training_config(parse_train(line.split()))
+    with pytest.raises(ValueError, match=r"distribute_saved_activations: given without memory_budget, expected both"):
+        StepFlags(distribute_saved_activations=True)
 
 
 def test_the_short_flag_clashes_with_full() -> None:

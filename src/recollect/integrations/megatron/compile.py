@@ -13,6 +13,7 @@ from recollect.arguments import check_kind
 from recollect.errors import ConfigError, ConfigWarning
 from recollect.integrations.megatron.choice import BlockFull, Choice, NoRecompute, Selective, UniformFull
 from recollect.integrations.megatron.config import RecomputeConfig
+from recollect.integrations.megatron.held_inputs import with_inputs_as_parts
 from recollect.integrations.megatron.module_values import LayerOps, values_of_module
 from recollect.integrations.megatron.modules import ModuleName
 from recollect.integrations.megatron.not_yet import refuse_not_yet
@@ -47,7 +48,8 @@ def megatron_plan(
     Full recompute drops everything that can be recomputed, and outputs between the layers of one `uniform` region too.
     Selective recompute drops what the named modules compute; their outputs are kept or dropped as in Megatron
     (`MEGATRON_OUTPUT` in `modules.py`), unless `recompute_discard_outputs` says otherwise. What cannot be recomputed (a
-    router's choices) is always kept.
+    router's choices) is always kept. With `distribute_saved_activations` the inputs that full recompute keeps have the action
+    "shard".
 
     Args:
         profile: the recorded step, of the whole model.
@@ -60,7 +62,8 @@ def megatron_plan(
 
     Raises:
         ArgumentError: an argument is of another kind.
-        ConfigError: settings that clash with each other or with the model; the model has none of the named modules.
+        ConfigError: settings that clash with each other or with the model; the model has none of the named modules; parts of
+            values, and the step was recorded without `recollect.distribute_saved_activations`.
         NotYetError: a setting for something that recollect cannot do yet.
 
     Warns:
@@ -93,7 +96,10 @@ def megatron_plan(
     heads = _prediction_heads(profile)
     if heads and isinstance(choice, BlockFull) and not (setting is not None and setting.mtp_num_layers):
         report_mtp_block(config, len(heads))
-    plan = Plan(_units(profile, choice, chunks, heads), note=f"Megatron: {choice}")
+    units = _units(profile, choice, chunks, heads)
+    if config.distribute_saved_activations:
+        units = with_inputs_as_parts(profile, units, _with_kept_inputs(choice, chunks, heads))
+    plan = Plan(units, note=f"Megatron: {choice}")
     return simulated_plan(profile, plan, simulate(profile, decide(profile, plan)))
 
 
@@ -115,6 +121,14 @@ def _units(profile: Profile, choice: Choice, chunks: Chunks, heads: Sequence[str
         path: recompute_all_unit(graph, output=Action.RECOMPUTE if path in dropped else Action.KEEP)
         for path, graph in layers.items()
     }
+
+
+def _with_kept_inputs(choice: Choice, chunks: Chunks, heads: Sequence[str]) -> set[str]:
+    """Return the layers from whose input others, or they themselves, are recomputed."""
+    if isinstance(choice, UniformFull):
+        return {path for chunk in chunks for path in chunk[:: choice.num_layers]} | {*heads}
+    assert isinstance(choice, BlockFull), "only full recompute has inputs of layers to distribute"
+    return {path for chunk in chunks for path in chunk[: choice.num_layers]}
 
 
 def _prediction_heads(profile: Profile) -> list[str]:

@@ -50,7 +50,9 @@ def _not_yet(needs: str, advice: str, arity: Arity, *names: str) -> tuple[Foreig
 
 _COMMUNICATION = "PyTorch decides when processes communicate, and gradients are reduced in fp32"
 _KERNELS = "PyTorch's kernels are used either way"
-_FILES = "checkpoints are files of recollect's own, and hold the whole run"
+_FILES = (
+    "a checkpoint holds the whole run: a file of one process, or a folder of several, written beside the next steps"
+)
 
 _NO_EFFECT = (
     *_no_effect(

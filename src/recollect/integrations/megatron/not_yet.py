@@ -59,11 +59,6 @@ NOT_YET = (
         advice="Leave it out; recompute_modules with moe or moe_act saves the same activations.",
     ),
     Missing(
-        settings=("distribute_saved_activations",),
-        needs="kept values that are split among the ranks of tensor parallelism",
-        advice="Leave it out; each rank then keeps the whole input of a region.",
-    ),
-    Missing(
         settings=("num_microbatches_with_partial_activation_checkpoints",),
         needs="a stage of a pipeline that runs its micro-batches under different plans",
         advice="Leave it out; every micro-batch then follows the same plan. (In Megatron nothing reads it, issue 767.) "
@@ -97,7 +92,7 @@ NOT_YET = (
     ),
     Missing(
         settings=("overlap_moe_expert_parallel_comm",),
-        needs="experts on several ranks",
+        needs="exchanges between experts that run beside other work",
         advice="Leave it out.",
         is_config=False,
     ),

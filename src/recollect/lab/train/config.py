@@ -91,6 +91,8 @@ class StepFlags:
     """On CUDA, use kernels that give the same bits in each run; a CPU always does."""
     recompute: Suppress[RecomputeConfig | None] = None
     """Megatron's settings for recompute, instead of a budget."""
+    distribute_saved_activations: Suppress[bool] = False
+    """With a budget: a plan may hold parts of values on the ranks of tensor parallelism."""
 
     def __post_init__(self, bf16: bool) -> None:
         if bf16:
@@ -106,6 +108,11 @@ class StepFlags:
             raise ValueError(
                 f"memory_budget: got {self.memory_budget} with settings that say what to recompute "
                 f"({', '.join(self.recompute.changed())}), expected one of them: a budget already decides. Remove one."
+            )
+        if self.distribute_saved_activations and self.memory_budget is None:
+            raise ValueError(
+                "distribute_saved_activations: given without memory_budget, expected both: it is for plans within a budget. "
+                "Give memory_budget; or a RecomputeConfig with full recompute and distribute_saved_activations."
             )
 
 
@@ -212,6 +219,14 @@ class TrainConfig:
     profile: Annotated[ProfileFlags, arg(name="profiler", prefix_name=False)] = field(default_factory=ProfileFlags)
 
     @property
+    def holds_parts(self) -> bool:
+        """Whether ranks of tensor parallelism may hold parts of values."""
+        recompute = self.step.recompute
+        return self.step.distribute_saved_activations or (
+            recompute is not None and recompute.distribute_saved_activations
+        )
+
+    @property
     def num_validation_batches(self) -> int:
         """Micro-batches per validation."""
         if self.run.eval_iters is None:
@@ -236,7 +251,7 @@ class TrainConfig:
         """Return the settings that determine the numbers of a run, by dotted name; a resumed run must have the same.
 
         Paths of data are excluded: the tokens themselves are compared by fingerprint. So is the layout, which changes only
-        the order of sums.
+        the order of sums, and where values are held.
         """
         recompute = self.step.recompute
         parts = {
@@ -249,7 +264,7 @@ class TrainConfig:
             f"{part}.{name}": value
             for part, values in parts.items()
             for name, value in values.items()
-            if name[0] != "_"
+            if name[0] != "_" and name != "distribute_saved_activations"
         }
 
 

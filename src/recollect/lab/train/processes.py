@@ -96,9 +96,17 @@ class Processes:
         """Check that a run can be spread like this, with the same answer in every process.
 
         Raises:
-            ConfigError: heads, widths, vocabulary, experts, sequence or micro-batches do not divide.
+            ConfigError: heads, widths, vocabulary, experts, sequence or micro-batches do not divide; or parts of values have no
+                ranks to hold them.
             NotYetError: a part of the model that cannot be spread yet.
         """
+        if config.step.distribute_saved_activations and self.layout.tensor_model_parallel_size == 1:
+            raise ConfigError(
+                rule="distribute-without-tensor-parallel",
+                settings={"distribute_saved_activations": True, "tensor_model_parallel_size": 1},
+                reason="there are no ranks to distribute to",
+                advice="Leave it out, or set tensor_model_parallel_size to 2 or more.",
+            )
         if self.mesh is None:
             return
         self.layout.check_model(dimensions, seq_length=config.data.seq_length)

@@ -329,7 +329,8 @@ def _take_changes(session: Session, stored: dict[str, Any], current: dict[str, A
     layout = before.get("layout", ONE_PROCESS.spread)
     # From the folder, not from the checkpoint: a run that was killed before its next checkpoint has its plan here.
     if layout != now["layout"] or any(
-        before["step"].get(name) != now["step"][name] for name in ("memory_budget", "recompute")
+        before["step"].get(name) != now["step"][name]
+        for name in ("memory_budget", "recompute", "distribute_saved_activations")
     ):
         for name in ("plan.json", "baseline.json"):
             (session.folder / name).unlink(missing_ok=True)

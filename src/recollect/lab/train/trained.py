@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+import recollect
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.config import TrainConfig
@@ -46,4 +47,6 @@ def build_trained(dimensions: TransformerConfig, config: TrainConfig, processes:
     """
     model = build_model(dimensions, config.step)
     wrapped = spread(model, processes)
+    if config.holds_parts and processes.mesh is not None:
+        recollect.distribute_saved_activations(wrapped, processes.mesh.tensor.get_group())
     return Trained(model, wrapped, build_optimizer(model, config.optim), exchange_of(processes, wrapped))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cases import ALONE, FULL, LAYER_OFFLOAD, WITHIN, Broken, graph, offload
+from megatron_cases import ALONE, LAYER_OFFLOAD, WITHIN, Broken, graph, offload
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting
 from recollect.integrations.megatron.not_yet import NOT_YET, refuse_not_yet
@@ -66,13 +66,16 @@ ASKS_FOR_WHAT_IS_NOT_BUILT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "offload_modules=('core_attn',): not yet: values that are copied to host memory and back",
     ),
     ({"moe_paged_stash": True}, {}, "moe_paged_stash=True: not yet: a store for experts' activations in pages. Leave"),
-    ({**FULL, "distribute_saved_activations": True}, {}, "distribute_saved_activations=True: not yet: kept values"),
     ({"num_microbatches_with_partial_activation_checkpoints": 0}, {}, "=0: not yet: a stage of a pipeline that"),
     ({"moe_enable_routing_replay": True}, {}, "not yet: routers that follow recorded choices. Leave it out; recompute"),
     ({}, {"fp8": "hybrid"}, "fp8='hybrid', fp8_recipe='delayed': not yet: models that compute in 8 bits"),
     ({}, {"fp4": "e2m1"}, "fp4='e2m1': not yet: models that compute in 4 bits"),
     ({}, graph("local", "attn"), "cuda_graph_impl='local', cuda_graph_modules=('attn',): not yet: steps that are"),
-    ({}, {"overlap_moe_expert_parallel_comm": True}, "not yet: experts on several ranks. Leave it out."),
+    (
+        {},
+        {"overlap_moe_expert_parallel_comm": True},
+        "not yet: exchanges between experts that run beside other work. Leave it",
+    ),
 ]
 
 
