@@ -14,7 +14,7 @@ from recollect.costs.links import cluster_of
 from recollect.errors import ConfigError, NotYetError
 from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags
 from recollect.integrations.megatron.nearest_uniform import nearest_uniform_settings
-from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster
+from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster, send_s
 from recollect.lab.parallel.cluster_step import ClusterStep
 from recollect.printing import columns_of, print_line
 
@@ -111,7 +111,12 @@ def _num_micro_batches(command: MakePlan) -> int:
 
 def _nearest(command: MakePlan, found: ClusterPlan) -> str:
     """Return the nearest settings of Megatron for all stages alike, and what they lose, as lines."""
-    settings, uniform = nearest_uniform_settings(found.stages.profiles, found.planned)
+    settings, uniform = nearest_uniform_settings(
+        found.stages.profiles,
+        found.planned,
+        split_profiles=found.stages.split_profiles,
+        send_s=send_s(found.step),
+    )
     words = bridge_lines(settings) if command.write == "bridge" else megatron_flags(settings) or "no flags"
     lost_s = uniform.step_s - found.planned.step_s
     return (

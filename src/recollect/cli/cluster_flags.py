@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from tyro.conf import OmitArgPrefixes, arg
 
 from recollect.lab.parallel.flags import ParallelFlags
-from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.layout import DeviceLayout, ScheduleName
 
 __all__ = ["ClusterFlags", "NodeFlags"]
 
@@ -34,6 +34,9 @@ class ClusterFlags(ParallelFlags):
         (True, False)
     """
 
+    pipeline_parallel_schedule: ScheduleName | None = None
+    """In which order ranks run their stages, with the names of torchtitan; default: 1F1B, or Interleaved1F1B where a rank has
+    several. ZBVZeroBubble and DualPipeV run two on each rank."""
     decoder_first_pipeline_num_layers: int | None = None
     """Layers of the first rank of the pipeline; default: as many as the others."""
     decoder_last_pipeline_num_layers: int | None = None
@@ -57,6 +60,7 @@ class ClusterFlags(ParallelFlags):
             super().layout(data_parallel_size),
             decoder_first_pipeline_num_layers=self.decoder_first_pipeline_num_layers,
             decoder_last_pipeline_num_layers=self.decoder_last_pipeline_num_layers,
+            pipeline_parallel_schedule=self.pipeline_parallel_schedule,
         )
 
     @property

@@ -160,6 +160,7 @@ def record_with(
     units: Iterable[str] | None = None,
     holds_output: bool = True,
     gradients: Gradients = "held",
+    split_backward: bool = False,
     loss_chunks: int = 1,
     collectives: Collectives = "keep",
 ) -> Profile:
@@ -174,6 +175,7 @@ def record_with(
         units: see `record`.
         holds_output: see `record`.
         gradients: see `record`.
+        split_backward: see `record`.
         loss_chunks: see `record`.
         collectives: see `record`.
     """
@@ -181,7 +183,7 @@ def record_with(
     device = device_of(model, batch)
     replays = collectives == "replay"
     recording = StepRecording(model, find_units(model, units), costs, device, replays_collectives=replays)
-    loop = _Loop(model, batch, None, device, optimizer, loss_fn, holds_output, gradients, loss_chunks)
+    loop = _Loop(model, batch, None, device, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)
     return loop.recorded(recording, record_optimizer_step(optimizer, device))
 
 

@@ -16,13 +16,18 @@ __all__ = ["nearest_uniform_settings"]
 
 
 def nearest_uniform_settings(
-    profiles: Sequence[Profile], planned: PipelinePlan, *, send_s: float = 0.0
+    profiles: Sequence[Profile],
+    planned: PipelinePlan,
+    *,
+    split_profiles: Sequence[Profile] = (),
+    send_s: float = 0.0,
 ) -> tuple[RecomputeConfig, PipelinePlan]:
     """Return the fastest of Megatron's settings with which each rank keeps the budget of some plans.
 
     Args:
         profiles: of all stages, that the plans were made from; those that are alike are the same object.
         planned: the plans.
+        split_profiles: see `plan_pipeline`.
         send_s: see `plan_pipeline`.
 
     Returns:
@@ -44,7 +49,7 @@ def nearest_uniform_settings(
     least = 0
     for config in sorted(everywhere, key=added_s):
         chosen: list[Plan] = [plans[id(profile)][config] for profile in profiles]
-        found = predict_pipeline(profiles, planned.schedule, chosen, send_s=send_s)
+        found = predict_pipeline(profiles, planned.schedule, chosen, split_profiles=split_profiles, send_s=send_s)
         if found.peak_bytes <= budget_bytes:
             return config, found
         least = found.peak_bytes if not least else min(least, found.peak_bytes)

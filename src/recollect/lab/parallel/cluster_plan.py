@@ -6,13 +6,16 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from recollect.byte_format import format_bytes
+from recollect.errors import ConfigError
 from recollect.lab.parallel.cluster_step import Axis, ClusterStep, RecordedStages, record_stages
+from recollect.lab.parallel.torch_schedule import torch_schedule
 from recollect.pipelines.pipeline_plan import PipelinePlan
 from recollect.pipelines.plan_pipeline import plan_pipeline
-from recollect.pipelines.schedule import PipelineSchedule
+from recollect.pipelines.schedule import INPUT, PipelineSchedule
 from recollect.plans.plan import Plan
+from recollect.profile.profile import Profile
 
-__all__ = ["ClusterPlan", "RankUse", "plan_cluster", "schedule_of_step"]
+__all__ = ["ClusterPlan", "RankUse", "plan_cluster", "schedule_of_step", "send_s"]
 
 
 @dataclass(frozen=True)
@@ -156,26 +159,39 @@ def plan_cluster(step: ClusterStep, budget: int | str) -> ClusterPlan:
         (True, 1)
     """
     stages = record_stages(step)
-    planned = plan_pipeline(stages.profiles, schedule_of_step(step), budget, send_s=_send_s(step))
+    planned = plan_pipeline(
+        stages.profiles, schedule_of_step(step), budget, split_profiles=stages.split_profiles, send_s=send_s(step)
+    )
     ranks = tuple(_use(step, stages, planned, rank) for rank in range(step.layout.pipeline_model_parallel_size))
     return ClusterPlan(step, stages, planned, ranks)
 
 
 def schedule_of_step(step: ClusterStep) -> PipelineSchedule:
-    """Return the schedule of a step: 1F1B, interleaved where a rank has several stages.
+    """Return the schedule of a step; by default 1F1B, interleaved where a rank has several stages.
 
     Raises:
-        ConfigError: with several stages a rank, micro-batches that are no multiple of the ranks.
+        ConfigError: micro-batches that the schedule does not take; a schedule that Megatron has not, with its engine.
+        RecordError: this process is part of a real process group, and torch has to write the schedule.
     """
-    ranks = step.layout.pipeline_model_parallel_size
-    num_stages = len(step.layout.layers_of_stages(step.config.num_layers))
+    layout = step.layout
+    ranks, name = layout.pipeline_model_parallel_size, layout.pipeline_parallel_schedule
+    num_stages = len(layout.layers_of_stages(step.config.num_layers))
+    if name not in (None, "1F1B", "Interleaved1F1B"):
+        if step.pipeline_engine == "megatron":
+            raise ConfigError(
+                settings={"pipeline_parallel_schedule": name, "pipeline_engine": "megatron"},
+                reason="Megatron has 1F1B and Interleaved1F1B alone",
+                advice="Choose one of these, or the engine torch.",
+            )
+        return torch_schedule(layout, num_stages=num_stages, num_micro_batches=step.num_micro_batches)
     schedule = PipelineSchedule.interleaved_1f1b(
         num_ranks=ranks, stages_per_rank=num_stages // ranks, num_micro_batches=step.num_micro_batches
     )
     return replace(schedule, holds_sent=schedule.holds_sent and step.pipeline_engine == "torch")
 
 
-def _send_s(step: ClusterStep) -> float:
+def send_s(step: ClusterStep) -> float:
+    """Return the seconds in which a micro-batch gets from one stage to the next."""
     if step.layout.pipeline_model_parallel_size == 1:
         return 0.0
     parts = step.layout.tensor_model_parallel_size if step.layout.sequence_parallel else 1
@@ -197,8 +213,8 @@ def _use(step: ClusterStep, stages: RecordedStages, planned: PipelinePlan, rank:
     busy_s, recompute_s = (
         step.num_micro_batches * seconds
         for seconds in (
-            sum(stages.profiles[stage].step_s for stage in own),
-            sum(stages.profiles[stage].step_s * (_plan_of(planned, stage).predicted_slowdown or 0.0) for stage in own),
+            sum(_backward_as_run(stages, planned, stage).step_s for stage in own),
+            sum(planned.slowdowns[stage] * _backward_as_run(stages, planned, stage).step_s for stage in own),
         )
     )
     communicating = {
@@ -219,3 +235,9 @@ def _use(step: ClusterStep, stages: RecordedStages, planned: PipelinePlan, rank:
         waiting_s=max(0.0, planned.step_s - busy_s - recompute_s),
         data_s=communicating["data"] + sum(stages.reduction_s[stage] for stage in own),
     )
+
+
+def _backward_as_run(stages: RecordedStages, planned: PipelinePlan, stage: int) -> Profile:
+    """Return the profile with the backward that a stage runs, most of it if there are both."""
+    is_split = stages.split_profiles and planned.schedule.backwards_of(stage) == {INPUT}
+    return stages.split_profiles[stage] if is_split else stages.profiles[stage]

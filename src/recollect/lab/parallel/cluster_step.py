@@ -69,7 +69,7 @@ class ClusterStep:
     def first_rank(self, stage: int) -> int:
         """Return the lowest rank that runs a stage."""
         layout = self.layout
-        return stage % layout.pipeline_model_parallel_size * layout.num_devices // layout.pipeline_model_parallel_size
+        return layout.rank_of_stage(stage) * layout.num_devices // layout.pipeline_model_parallel_size
 
     def group(self, axis: Axis | Literal["replicas"], stage: int) -> tuple[int, ...]:
         """Return the ranks of the first group of an axis that runs a stage; of "data", those with parts of sequences, too."""
@@ -92,11 +92,13 @@ class RecordedStages:
 
     Attributes:
         profiles: one for each stage, of one micro-batch, as one rank of it runs it; stages that are alike share one.
+        split_profiles: the same with a backward in two halves, where the schedule splits it; else none.
         traffic: of each, what it communicates for a micro-batch, by axis.
         reduction_s: of each, seconds in which its gradients are reduced once a step, and its weights gathered.
     """
 
     profiles: tuple[Profile, ...]
+    split_profiles: tuple[Profile, ...]
     traffic: tuple[Mapping[str, Traffic], ...]
     reduction_s: tuple[float, ...]
 
@@ -125,15 +127,22 @@ def record_stages(step: ClusterStep) -> RecordedStages:
     step.layout.check_model(step.config, seq_length=step.seq_length)
     stages = step.layout.layers_of_stages(step.config.num_layers)
     known: dict[tuple[object, ...], tuple[Profile, Mapping[str, Traffic], int]] = {}
+    known_halves: dict[int, Profile] = {}
     found = []
     for number, layers in enumerate(stages):
         kind = (number == 0, number == len(stages) - 1, *(step.config.is_moe_layer(layer) for layer in layers))
         if kind not in known:
             known[kind] = _record_stage(step, number, layers)
+            if step.layout.splits_backward:
+                # The first stage, whose tokens need no gradient, runs a whole one under any schedule.
+                whole = known[kind][0]
+                halves = _record_stage(step, number, layers, split_backward=True)[0] if number else whole
+                known_halves[id(whole)] = halves
         found.append(known[kind])
     profiles = tuple(profile for profile, _, _ in found)
     return RecordedStages(
         profiles=profiles,
+        split_profiles=tuple(known_halves[id(profile)] for profile in profiles) if known_halves else (),
         traffic=tuple(traffic for _, traffic, _ in found),
         reduction_s=tuple(
             _reduction_s(step, number, profile, experts) for number, (profile, _, experts) in enumerate(found)
@@ -141,7 +150,9 @@ def record_stages(step: ClusterStep) -> RecordedStages:
     )
 
 
-def _record_stage(step: ClusterStep, number: int, layers: range) -> tuple[Profile, Mapping[str, Traffic], int]:
+def _record_stage(
+    step: ClusterStep, number: int, layers: range, *, split_backward: bool = False
+) -> tuple[Profile, Mapping[str, Traffic], int]:
     """Return the profile of a stage, what it communicates, and how many of its parameters are those of experts."""
     with fake_process_group(step.first_rank(number), step.layout.num_devices):
         model = _built(step, layers, layout_mesh(step.layout))
@@ -158,6 +169,7 @@ def _record_stage(step: ClusterStep, number: int, layers: range) -> tuple[Profil
             units=[f"decoder.layers.{index}" for index in range(len(layers))],
             holds_output=False,
             gradients="accumulated",
+            split_backward=split_backward,
             loss_chunks=step.loss_chunks if model.is_last else 1,
             # Megatron's ranks run them again, too; all ranks of a layout get one plan.
             collectives="replay",

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
+from typing import Final, Literal, get_args
 
 from recollect.errors import ConfigError, NotYetError
 from recollect.lab.models.config import TransformerConfig
 
-__all__ = ["DeviceLayout"]
+__all__ = ["DeviceLayout", "ScheduleName"]
+
+ScheduleName = Literal[
+    "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+"""Schedules of `torch.distributed.pipelining`, as torchtitan's `pipeline_parallel_schedule` names them."""
+_ONE_STAGE: Final = ("1F1B", "GPipe")
+_SEVERAL_STAGES: Final = ("Interleaved1F1B", "LoopedBFS")
+# The second half of a rank's two stages goes back: the first rank has the first stage and the last.
+_V_SHAPED: Final = ("ZBVZeroBubble", "DualPipeV")
+_ZERO_BUBBLE: Final = ("InterleavedZeroBubble", *_V_SHAPED)
 
 # From the outermost to the innermost.
 _AXES = (
@@ -32,6 +44,7 @@ class DeviceLayout:
         num_layers_per_virtual_pipeline_stage: layers of one of a rank's several stages; None: each rank has one stage.
         decoder_first_pipeline_num_layers: layers of the first rank; None: as many as the others.
         decoder_last_pipeline_num_layers: layers of the last rank, likewise.
+        pipeline_parallel_schedule: in which order ranks run their stages; None: 1F1B, interleaved where a rank has several.
 
     Raises:
         ConfigError: a size below 1, or sequence parallelism without tensor parallelism.
@@ -50,6 +63,7 @@ class DeviceLayout:
     num_layers_per_virtual_pipeline_stage: int | None = None
     decoder_first_pipeline_num_layers: int | None = None
     decoder_last_pipeline_num_layers: int | None = None
+    pipeline_parallel_schedule: ScheduleName | None = None
 
     def __post_init__(self) -> None:
         for name in (*_AXES, "expert_model_parallel_size"):
@@ -72,6 +86,28 @@ class DeviceLayout:
                 "virtual stages are those of a pipeline of two ranks or more, with one layer or more each",
                 "Set pipeline_model_parallel_size, or leave num_layers_per_virtual_pipeline_stage out.",
             )
+        self._check_schedule()
+
+    @property
+    def is_v_shaped(self) -> bool:
+        """Whether a rank has two stages, of which the second ones go back from the last rank to the first."""
+        return self.pipeline_parallel_schedule in _V_SHAPED
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether stages find the gradients of their input first, and those of their parameters later."""
+        return self.pipeline_parallel_schedule in _ZERO_BUBBLE
+
+    def rank_of_stage(self, stage: int) -> int:
+        """Return which rank of the pipeline runs a stage.
+
+        Example:
+            >>> v = DeviceLayout(pipeline_model_parallel_size=2, pipeline_parallel_schedule="ZBVZeroBubble")
+            >>> [v.rank_of_stage(stage) for stage in range(4)]
+            [0, 1, 1, 0]
+        """
+        ranks = self.pipeline_model_parallel_size
+        return min(stage, 2 * ranks - 1 - stage) if self.is_v_shaped else stage % ranks
 
     @property
     def num_devices(self) -> int:
@@ -136,7 +172,7 @@ class DeviceLayout:
             )
 
     def layers_of_stages(self, num_layers: int) -> tuple[range, ...]:
-        """Return the layers of each stage of the pipeline, in order; stage s runs on rank s mod the pipeline's size.
+        """Return the layers of each stage of the pipeline, in order; `rank_of_stage` says where each runs.
 
         Raises:
             ConfigError: the layers do not divide.
@@ -152,6 +188,8 @@ class DeviceLayout:
             return self._uneven_layers(num_layers)
         _check_divides("num_layers", num_layers, "pipeline_model_parallel_size", ranks)
         each = self.num_layers_per_virtual_pipeline_stage or num_layers // ranks
+        if self.is_v_shaped:
+            each = self._layers_of_two(num_layers // ranks)
         if (num_layers // ranks) % each:
             _clash(
                 {
@@ -162,14 +200,62 @@ class DeviceLayout:
                 f"{num_layers // ranks} layers a rank are no multiple of {each}",
                 "Choose sizes that divide.",
             )
+        self._check_stages(num_layers // ranks // each)
         return tuple(range(first, first + each) for first in range(0, num_layers, each))
+
+    def _layers_of_two(self, num_layers: int) -> int:
+        """Return the layers of each of a rank's two stages."""
+        each = self.num_layers_per_virtual_pipeline_stage
+        if num_layers % 2 or each not in (None, num_layers // 2):
+            _clash(
+                {
+                    "pipeline_parallel_schedule": self.pipeline_parallel_schedule,
+                    "num_layers_per_virtual_pipeline_stage": each,
+                },
+                f"each rank runs two stages alike, and has {num_layers} layers",
+                "Choose sizes that leave an even number of layers a rank, and half of them a virtual stage (the default)."
+                if num_layers % 2
+                else f"Leave num_layers_per_virtual_pipeline_stage out, or pass {num_layers // 2}.",
+            )
+        return num_layers // 2
+
+    def _check_schedule(self) -> None:
+        """Check that the schedule is one, and has a pipeline."""
+        schedule, ranks = self.pipeline_parallel_schedule, self.pipeline_model_parallel_size
+        if schedule is None:
+            return
+        settings = {"pipeline_parallel_schedule": schedule, "pipeline_model_parallel_size": ranks}
+        if schedule not in get_args(ScheduleName):
+            _clash(settings, "there is no such schedule", f"Choose one of {', '.join(get_args(ScheduleName))}.")
+        if ranks == 1:
+            _clash(
+                settings,
+                "a schedule orders the stages of two ranks or more",
+                "Set pipeline_model_parallel_size, or leave pipeline_parallel_schedule out.",
+            )
+
+    def _check_stages(self, count: int) -> None:
+        """Check that the schedule takes as many stages on each rank."""
+        schedule = self.pipeline_parallel_schedule
+        if (count > 1 and schedule in _ONE_STAGE) or (count == 1 and schedule in _SEVERAL_STAGES):
+            _clash(
+                {
+                    "pipeline_parallel_schedule": schedule,
+                    "num_layers_per_virtual_pipeline_stage": self.num_layers_per_virtual_pipeline_stage,
+                },
+                f"it runs {'one stage' if count > 1 else 'several stages'} on each rank, and there {_are(count)}",
+                "Leave num_layers_per_virtual_pipeline_stage out, or choose Interleaved1F1B."
+                if count > 1
+                else "Set num_layers_per_virtual_pipeline_stage to fewer layers than a rank has, or choose 1F1B.",
+            )
 
     def _uneven_layers(self, num_layers: int) -> tuple[range, ...]:
         """Return the layers of each stage, where the first or the last has its own number of them."""
         first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
         between = self.pipeline_model_parallel_size - (first is not None) - (last is not None)
         rest = num_layers - (first or 0) - (last or 0)
-        if between < 1 or rest < between or rest % between or self.num_layers_per_virtual_pipeline_stage is not None:
+        has_several = self.num_layers_per_virtual_pipeline_stage is not None or self.is_v_shaped
+        if between < 1 or rest < between or rest % between or has_several:
             _clash(
                 {
                     "num_layers": num_layers,
@@ -177,10 +263,12 @@ class DeviceLayout:
                     "num_layers_per_virtual_pipeline_stage": self.num_layers_per_virtual_pipeline_stage,
                     "decoder_first_pipeline_num_layers": first,
                     "decoder_last_pipeline_num_layers": last,
+                    **({"pipeline_parallel_schedule": self.pipeline_parallel_schedule} if self.is_v_shaped else {}),
                 },
                 f"{rest} layers are left for {between} ranks with one stage each, alike",
                 "Choose sizes that leave a multiple.",
             )
+        self._check_stages(1)
         sizes = [rest // between] * between
         sizes = [*([] if first is None else [first]), *sizes, *([] if last is None else [last])]
         ends = list(accumulate(sizes))
@@ -244,11 +332,15 @@ def _check_parts(config: TransformerConfig, layout: DeviceLayout) -> None:
         _check_divides("moe_ffn_hidden_size", config.moe_ffn_hidden_size, "8 x tensor_model_parallel_size", 8 * ranks)
 
 
+def _are(count: int) -> str:
+    return "is one" if count == 1 else f"are {count}"
+
+
 def _check_divides(what: str, size: int, by: str, ranks: int) -> None:
     if size % ranks:
         larger = -(-size // ranks) * ranks
         _clash({what: size, by: ranks}, f"{size} is no multiple of {ranks}", f"The next multiple is {larger}.")
 
 
-def _clash(settings: dict[str, object], reason: str, advice: str) -> None:
-    raise ConfigError(settings=settings, reason=reason, advice=advice)
+def _clash(settings: Mapping[str, object], reason: str, advice: str) -> None:
+    raise ConfigError(settings=dict(settings), reason=reason, advice=advice)

@@ -146,3 +146,37 @@ def test_experts_that_are_not_split_yet_are_refused(changes: dict[str, Any], exp
     layout = DeviceLayout(tensor_model_parallel_size=2, data_parallel_size=2, expert_model_parallel_size=experts)
     with pytest.raises(NotYetError, match=f"{part}, tensor_model_parallel_size=2: not yet: tensor parallelism"):
         layout.check_model(config)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "layers", "message"),
+    [
+        ("zbv", 2, None, "there is no such schedule. Choose one of 1F1B, GPipe, Interleaved1F1B, LoopedBFS"),
+        ("GPipe", 1, None, "a schedule orders the stages of two ranks or more"),
+        ("GPipe", 2, 2, "it runs one stage on each rank, and there are 2. Leave"),
+        ("Interleaved1F1B", 2, None, "it runs several stages on each rank, and there is one. Set"),
+        ("ZBVZeroBubble", 2, 1, "each rank runs two stages alike, and has 4 layers. Leave .* out, or pass 2"),
+        ("DualPipeV", 8, None, "each rank runs two stages alike, and has 1 layers. Choose sizes"),
+    ],
+)
+def test_schedules_take_only_some_stages(schedule: Any, ranks: int, layers: int | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DeviceLayout(
+            pipeline_model_parallel_size=ranks,
+            pipeline_parallel_schedule=schedule,
+            num_layers_per_virtual_pipeline_stage=layers,
+        ).layers_of_stages(8)
+
+
+def test_v_shaped_schedules_run_two_stages_a_rank() -> None:
+    layout = DeviceLayout(pipeline_model_parallel_size=2, pipeline_parallel_schedule="ZBVZeroBubble")
+    assert layout.layers_of_stages(8) == (range(2), range(2, 4), range(4, 6), range(6, 8))
+    uneven = DeviceLayout(
+        pipeline_model_parallel_size=2,
+        pipeline_parallel_schedule="ZBVZeroBubble",
+        decoder_first_pipeline_num_layers=3,
+    )
+    with pytest.raises(
+        ConfigError, match="pipeline_parallel_schedule='ZBVZeroBubble': 5 layers are left for 1 ranks with"
+    ):
+        uneven.layers_of_stages(8)
