@@ -113,8 +113,8 @@ def _decide(session: Session) -> tuple[Plan, int]:
 
 def _recorded(session: Session, loss_chunks: int) -> Profile:
     trained, group = session.trained, session.processes.plan_group
-    # Gradients are reduced in the last one, and all between the first and the last are alike.
-    batches = list(itertools.islice(session.batches(0), 2))
+    # The first makes gradients, those after it add to them, and in the last they are reduced.
+    batches = list(itertools.islice(session.batches(0), 3))
 
     def step() -> None:
         for number, (tokens, labels) in enumerate(batches, 1):

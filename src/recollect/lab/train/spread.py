@@ -48,9 +48,6 @@ def spread(model: GPTModel, processes: Processes) -> nn.Module:
             reshard_after_forward=processes.sharding == "all",
         )
     if layout.tensor_model_parallel_size == 1 and not shares_experts:
-        wrapped = DistributedDataParallel(model, process_group=mesh.gradients.get_group(), gradient_as_bucket_view=True)
-        # Routers count each rank's own tokens in them. The argument has another name since PyTorch 2.13.
-        wrapped.broadcast_buffers = False
-        return wrapped
+        return DistributedDataParallel(model, process_group=mesh.gradients.get_group(), gradient_as_bucket_view=True)
     # DDP takes no DTensors either: their gradients are reduced after backward.
     return model
