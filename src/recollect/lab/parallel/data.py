@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -37,12 +40,20 @@ def data_parallel(
     policy = MixedPrecisionPolicy() if precision is None else precision
     units: list[nn.Module] = [*model.decoder.layers, model]
     sharded_over = mesh if expert_mesh is None else expert_mesh
+    alone: set[nn.Parameter] = set()
     for experts in [module for module in model.modules() if isinstance(module, ExchangedExperts)]:
+        if sharded_over.size() == 1:
+            # FSDP2 would copy them for nothing.
+            alone |= {*experts.parameters()}
+            continue
         sharded = fully_shard(experts, mesh=sharded_over, reshard_after_forward=reshard_after_forward, mp_policy=policy)
-        # They have the sum over the ranks that share them. Only NCCL divides by any number as it reduces; and with one rank,
-        # where nothing is reduced, FSDP2 would divide twice.
-        sharded.set_force_sum_reduction_for_comms(sharded_over.size() > 1)
+        # They have the sum over the ranks that share them. Only NCCL divides by any number as it reduces.
+        sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(mesh.size())
+    for parameter in alone:
+        parameter.register_hook(partial(torch.div, other=mesh.size()))
     for unit in units:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+        fully_shard(
+            unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, ignored_params=alone
+        )
     return model
