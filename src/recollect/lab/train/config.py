@@ -119,9 +119,6 @@ class StepFlags:
 @dataclass(frozen=True, kw_only=True)
 class ProcessFlags(ParallelFlags):
     """How to use the processes that torchrun started; what the sizes leave of them is data parallelism.
-
-    Raises:
-        NotYetError: a size above 1 that the trainer has no code for yet.
     """
 
     distributed_timeout_minutes: int = 10
@@ -130,7 +127,6 @@ class ProcessFlags(ParallelFlags):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 1, "distributed_timeout_minutes")
-        self.refuse_missing("pipeline_model_parallel_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,8 +236,11 @@ class TrainConfig:
             dimensions: the model.
         """
         flags = self.parallel
+        ranks, each = flags.pipeline_model_parallel_size, flags.num_layers_per_virtual_pipeline_stage
         return TrainingSetting.of(
             dimensions,
+            pipeline_model_parallel_size=ranks,
+            virtual_pipeline_model_parallel_size=None if each is None else dimensions.num_layers // ranks // each,
             tensor_model_parallel_size=flags.tensor_model_parallel_size,
             sequence_parallel=flags.layout().sequence_parallel,
             expert_model_parallel_size=flags.expert_model_parallel_size,

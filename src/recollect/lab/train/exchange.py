@@ -20,7 +20,7 @@ from recollect.lab.parallel.expert import ExchangedExperts
 from recollect.lab.parallel.mesh import LayoutMesh
 from recollect.lab.train.processes import Processes
 
-__all__ = ["Exchange", "exchange_of"]
+__all__ = ["Exchange", "RanksExchange", "exchange_of", "local_part"]
 
 
 class Exchange:
@@ -29,6 +29,30 @@ class Exchange:
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
         """Return what a micro-batch runs in."""
         return nullcontext()
+
+    def accumulate(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], accumulation: int) -> Tensor:
+        """Run forward and backward of micro-batches; leaves gradients of their mean loss.
+
+        Args:
+            model: see `train_step`.
+            batches: of this process.
+            accumulation: how many.
+
+        Returns:
+            The mean of the losses.
+        """
+        losses: list[Tensor] = []
+        for tokens, labels in batches:
+            with self.micro_batch(is_last=len(losses) == accumulation - 1):
+                # Hold only the loss: otherwise the logits would live through backward.
+                loss = model(tokens, labels).loss / accumulation
+                loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def losses(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Return the losses of batches, of forward alone."""
+        return [model(tokens, labels).loss for tokens, labels in batches]
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make gradients the mean over the ranks with tokens of their own, where backward has not done it."""
@@ -51,7 +75,7 @@ class Exchange:
         return torch.stack(list(losses)).mean().item()
 
 
-class _RanksExchange(Exchange):
+class RanksExchange(Exchange):
     """A step of several processes.
 
     Args:
@@ -87,7 +111,7 @@ class _RanksExchange(Exchange):
                 continue
             # Those of experts are sums over the ranks that share them already.
             mesh = self._replicas if id(parameter) in self._of_experts else self._gradients
-            gradient = _local(parameter.grad)
+            gradient = local_part(parameter.grad)
             work = dist.all_reduce(gradient, group=mesh.get_group(), async_op=True) if mesh.size() > 1 else None
             waiting.append((gradient, work))
         for gradient, work in waiting:
@@ -96,19 +120,24 @@ class _RanksExchange(Exchange):
             gradient.div_(self._gradients.size())
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+        own = [parameter for parameter in parameters if parameter.grad is not None]
+        norm = self._norm(own)
+        if norm > max_norm:
+            scale = max_norm / (norm + _EPSILON)
+            for parameter in own:
+                assert parameter.grad is not None
+                local_part(parameter.grad).mul_(scale)
+        return norm
+
+    def _norm(self, parameters: Sequence[nn.Parameter]) -> float:
+        """Return the norm of the gradients, those of all ranks."""
         # Norms add up over parameters of the same mesh only.
         gradients: dict[object, list[Tensor]] = {}
         for parameter in parameters:
-            if parameter.grad is not None:
-                gradients.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter.grad)
+            assert parameter.grad is not None
+            gradients.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter.grad)
         norms = [nn.utils.get_total_norm(found) for found in gradients.values()]
-        norm = math.hypot(*(_whole(one).item() for one in norms))
-        if norm > max_norm:
-            scale = max_norm / (norm + _EPSILON)
-            for found in gradients.values():
-                for gradient in found:
-                    _local(gradient).mul_(scale)
-        return norm
+        return math.hypot(*(_whole(one).item() for one in norms))
 
     def mean(self, value: Tensor) -> float:
         return self._sum(value.detach().clone()) / self._ranks
@@ -137,11 +166,12 @@ def exchange_of(processes: Processes, trained: nn.Module) -> Exchange:
     """
     if processes.mesh is None:
         return Exchange()
-    return _RanksExchange(processes, processes.mesh, trained)
+    return RanksExchange(processes, processes.mesh, trained)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what is here of a tensor, which shares its memory."""
+    return tensor.tolocal_part() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole(tensor: Tensor) -> Tensor:

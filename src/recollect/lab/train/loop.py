@@ -23,12 +23,14 @@ from recollect.lab.train.memory import measure_step
 from recollect.lab.train.metrics import MetricsFile, TensorBoardLog
 from recollect.lab.train.optim import learning_rate_at, set_learning_rate
 from recollect.lab.train.optimizer_step import resolve_device, train_step, validation_loss
+from recollect.lab.train.pipeline_plans import PipelinePlans
 from recollect.lab.train.prepare import prepare
 from recollect.lab.train.processes import Processes, joined_processes, num_processes
 from recollect.lab.train.records import Log, Outcome, StepRecord
 from recollect.lab.train.session import Session, open_session
 from recollect.lab.train.trace import StepTrace
 from recollect.measuring.device_memory import memory_bytes
+from recollect.plans.plan import Plan
 from recollect.printing import print_line
 from recollect.quantities import check_budget
 from recollect.ranks.group import Place
@@ -89,7 +91,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         print_line(console, _describe(session))
         plan, baseline = prepare(session, console)
         if plan is not None:
-            stack.enter_context(recollect.apply(session.trained.wrapped, plan, group=processes.plan_group))
+            stack.enter_context(_applied(session, plan))
         budget_bytes = None if plan is None else plan.budget_bytes
         logs = _open_logs(session, console, budget_bytes, stack) if processes.is_first else []
         if ranks.is_alone:
@@ -107,9 +109,16 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
     )
 
 
+def _applied(session: Session, plan: Plan | PipelinePlans) -> contextlib.AbstractContextManager[object]:
+    if isinstance(plan, PipelinePlans):
+        return plan.applied(session)
+    return recollect.apply(session.trained.wrapped, plan, group=session.processes.plan_group)
+
+
 def _on_ranks(config: TrainConfig, processes: Processes) -> TrainConfig:
     """Return the configuration of a run of several processes, with the same folder in all of them."""
-    optim = config.optim.on_ranks(processes.data_ranks)
+    # A pipeline needs a micro-batch for each of its ranks.
+    optim = config.optim.on_ranks(processes.data_ranks * processes.layout.pipeline_model_parallel_size)
     config = _in_folder(dataclasses.replace(config, optim=optim))
     folder = processes.ranks.gather(config.run.run_dir, Place.START)[0]
     return dataclasses.replace(config, run=dataclasses.replace(config.run, run_dir=folder))

@@ -75,13 +75,7 @@ def train_step(
         processes.
     """
     exchange = exchange or Exchange()
-    losses: list[Tensor] = []
-    for tokens, labels in batches:
-        with exchange.micro_batch(is_last=len(losses) == accumulation - 1):
-            # Hold only the loss: otherwise the logits would live through backward.
-            loss = model(tokens, labels).loss / accumulation
-            loss.backward()
-        losses.append(loss.detach())
+    loss = exchange.accumulate(model, batches, accumulation)
     exchange.reduce_gradients(model.parameters())
     norm = float("nan")
     if clip_norm:
@@ -91,7 +85,7 @@ def train_step(
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     if isinstance(inner, GPTModel):
         inner.update_expert_bias()
-    return exchange.mean(torch.stack(losses).sum()), norm
+    return exchange.mean(loss), norm
 
 
 @torch.no_grad()
@@ -112,6 +106,7 @@ def validation_loss(
     """
     was_training = model.training
     model.eval()
-    losses = [model(tokens, labels).loss for tokens, labels in batches]
+    exchange = exchange or Exchange()
+    losses = exchange.losses(model, batches)
     model.train(was_training)
-    return (exchange or Exchange()).mean_of_all(losses, total)
+    return exchange.mean_of_all(losses, total)

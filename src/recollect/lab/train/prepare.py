@@ -16,6 +16,7 @@ from recollect.lab.train.config import StepFlags
 from recollect.lab.train.files import write_text
 from recollect.lab.train.memory import measure_plain
 from recollect.lab.train.optimizer_step import train_step
+from recollect.lab.train.pipeline_plans import PipelinePlans, plan_stages
 from recollect.lab.train.records import Baseline
 from recollect.lab.train.session import Session
 from recollect.lab.train.trained import build_trained
@@ -31,17 +32,17 @@ if TYPE_CHECKING:
     from recollect.plans.plan import Plan
 
 
-def prepare(session: Session, console: Console) -> tuple[Plan | None, Baseline]:
+def prepare(session: Session, console: Console) -> tuple[Plan | PipelinePlans | None, Baseline]:
     """Make the run's plan and baseline, or read them from its folder.
 
-    Both are saved as plan.json and baseline.json, so that a resumed run computes the same.
+    Both are saved as plan.json (of a pipeline pipeline_plans.json) and baseline.json, so that a resumed run computes the same.
 
     Args:
         session: the run; its model and optimizer do not change.
         console: where the plan is printed.
 
     Returns:
-        The plan (None without a budget or Megatron's settings) and the baseline.
+        The plan, or those of a pipeline's stages (None without a budget or Megatron's settings), and the baseline.
 
     Raises:
         ConfigError, NotYetError: Megatron's settings clash with the model, or are not supported yet.
@@ -54,21 +55,24 @@ def prepare(session: Session, console: Console) -> tuple[Plan | None, Baseline]:
     is_planned = flags.memory_budget is not None or flags.recompute is not None
     if not is_planned and chunks != "auto":
         session.model.loss_chunks = chunks  # otherwise the plan sets it
-    plan_path, baseline_path = session.folder / "plan.json", session.folder / "baseline.json"
+    is_pipeline = session.processes.layout.pipeline_model_parallel_size > 1
+    kind = PipelinePlans if is_pipeline else recollect.Plan
+    plan_path = session.folder / ("pipeline_plans.json" if is_pipeline else "plan.json")
+    baseline_path = session.folder / "baseline.json"
     ranks = session.processes.ranks
     has_both = baseline_path.exists() and (not is_planned or plan_path.exists())
     if ranks.all_of([has_both], Place.START)[0]:
-        plan = recollect.Plan.load(plan_path) if is_planned else None
+        plan = kind.from_json(plan_path.read_text()) if is_planned else None
         return plan, Baseline(**json.loads(baseline_path.read_text()))
     baseline = Baseline()
-    plan = None
+    plan: Plan | PipelinePlans | None = None
     if session.config.run.measure_plain:
         print_line(console, "Measuring seven steps without recompute")
         peak_bytes, step_s = _measure_plain(session)
         baseline = dataclasses.replace(baseline, measured_peak_bytes=peak_bytes, measured_step_s=step_s)
     if is_planned:
         print_line(console, f"Recording a step and planning for {_aim(flags)}")
-        plan, predicted_bytes = _decide(session)
+        plan, predicted_bytes = _decide_stages(session) if is_pipeline else _decide(session)
         if session.processes.is_first:
             write_text(plan_path, plan.to_json())
         baseline = dataclasses.replace(baseline, predicted_peak_bytes=predicted_bytes)
@@ -87,6 +91,11 @@ def _aim(flags: StepFlags) -> str:
     if flags.recompute is None:
         return str(flags.memory_budget)
     return ", ".join(f"{name}={value}" for name, value in flags.recompute.changed().items()) or "Megatron's defaults"
+
+
+def _decide_stages(session: Session) -> tuple[PipelinePlans, int]:
+    plans = plan_stages(session)
+    return plans, plans.plain_peak_bytes
 
 
 def _decide(session: Session) -> tuple[Plan, int]:

@@ -20,6 +20,7 @@ from recollect.lab.parallel.layout import DeviceLayout
 from recollect.lab.parallel.mesh import LayoutMesh, layout_mesh
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.lost_processes import named_errors
+from recollect.lab.train.pipeline_checks import check_pipeline
 from recollect.ranks.group import ALONE, Place, Ranks, group_of
 
 __all__ = ["ONE_PROCESS", "Processes", "is_first_process", "joined_processes", "num_processes"]
@@ -60,9 +61,25 @@ class Processes:
         return self.layout.data_parallel_size
 
     @property
-    def token_rank(self) -> int:
-        """Place of this process among those with tokens of their own: other batches, or other parts of sequences."""
-        return 0 if self.mesh is None else self.mesh.gradients.get_local_rank()
+    def random_rank(self) -> int:
+        """Place of this process among those that draw random numbers of their own.
+
+        They have other batches, other parts of sequences, or other layers.
+        """
+        if self.mesh is None:
+            return 0
+        tokens = self.mesh.gradients
+        return self.mesh.pipeline.get_local_rank() * tokens.size() + tokens.get_local_rank()
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        """Whether this process is the first of those with the same layers."""
+        return self.mesh is None or dist.get_rank() == min(self._with_same_layers())
+
+    def _with_same_layers(self) -> range:
+        each = len(self.ranks.ranks) // self.layout.pipeline_model_parallel_size
+        first = dist.get_rank() // each * each
+        return range(first, first + each)
 
     @property
     def plan_group(self) -> dist.ProcessGroup | None:
@@ -81,6 +98,7 @@ class Processes:
             return ""
         layout = self.layout
         parts = {
+            "pipeline": layout.pipeline_model_parallel_size,
             "tensor": layout.tensor_model_parallel_size,
             "context": layout.context_parallel_size,
             "data": self.data_ranks,
@@ -121,6 +139,8 @@ class Processes:
                 reason=f"a step's {count} micro-batches are no multiple of {ranks}, so that ranks would have unequal shares",
                 advice=f"Choose a multiple of {config.optim.batch_size * ranks} sequences a step.",
             )
+        if self.layout.pipeline_model_parallel_size > 1:
+            check_pipeline(config, dimensions, self.layout)
 
 
 ONE_PROCESS = Processes()

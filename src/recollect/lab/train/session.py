@@ -44,6 +44,8 @@ from recollect.lab.train.trained import Trained, build_trained
 from recollect.ranks.group import Place
 from recollect.warning import warn_user
 
+# What a start makes anew for other settings.
+_PLAN_FILES = ("plan.json", "pipeline_plans.json", "baseline.json")
 # Between the seeds of two steps, more than there are ranks.
 _SEEDS_APART = 1_000_003
 
@@ -122,10 +124,10 @@ class Session:
     def seed(self) -> None:
         """Set all random number generators to their states at this point of the run, whatever ran before.
 
-        Ranks with tokens of their own draw other numbers; those that share matrices draw the same ones. After a resume on
+        Ranks with tokens or layers of their own draw other numbers; those that share matrices draw the same ones. After a resume on
         another layout they draw others than from the start.
         """
-        torch.manual_seed(self.config.step.seed + self.processes.token_rank + self.step * _SEEDS_APART)
+        torch.manual_seed(self.config.step.seed + self.processes.random_rank + self.step * _SEEDS_APART)
         if self.rng is not None:
             set_rng_state(self.rng)
 
@@ -261,7 +263,7 @@ def _start_folder(session: Session) -> None:
             f"run folder {session.folder}: cannot be written ({problem.strerror}), expected a writable folder. "
             f"Choose another --run-dir."
         ) from None
-    for name in ("plan.json", "baseline.json"):  # left by a start that was killed before its first checkpoint
+    for name in _PLAN_FILES:  # left by a start that was killed before its first checkpoint
         (session.folder / name).unlink(missing_ok=True)
 
 
@@ -332,7 +334,7 @@ def _take_changes(session: Session, stored: dict[str, Any], current: dict[str, A
         before["step"].get(name) != now["step"][name]
         for name in ("memory_budget", "recompute", "distribute_saved_activations")
     ):
-        for name in ("plan.json", "baseline.json"):
+        for name in _PLAN_FILES:
             (session.folder / name).unlink(missing_ok=True)
     # After the plan is gone, so that a process killed in between leaves no plan of other settings.
     write_text(path, text)

@@ -12,7 +12,7 @@ from recollect.lab.parallel.expert import balance_over, expert_parallel
 from recollect.lab.parallel.tensor import tensor_parallel
 from recollect.lab.train.processes import Processes
 
-__all__ = ["spread"]
+__all__ = ["share", "spread"]
 
 
 def spread(model: GPTModel, processes: Processes) -> nn.Module:
@@ -28,16 +28,10 @@ def spread(model: GPTModel, processes: Processes) -> nn.Module:
     mesh, layout = processes.mesh, processes.layout
     if mesh is None:
         return model
-    if layout.tensor_model_parallel_size > 1:
-        tensor_parallel(model, mesh.tensor, sequence_parallel=layout.sequence_parallel)
-    if layout.context_parallel_size > 1:
-        context_parallel(model, mesh.context)
+    share(model, processes)
     shares_experts = layout.expert_model_parallel_size > 1
-    if shares_experts:
-        expert_parallel(model, mesh.expert)
     if mesh.gradients.size() == 1:
         return model
-    balance_over(model, mesh.gradients)
     if processes.sharding != "none":
         # ZeRO-1 is FSDP2 that frees weights only after backward. ZeroRedundancyOptimizer takes no DTensors, and so would go
         # with no tensor parallelism.
@@ -51,3 +45,23 @@ def spread(model: GPTModel, processes: Processes) -> nn.Module:
         return DistributedDataParallel(model, process_group=mesh.gradients.get_group(), gradient_as_bucket_view=True)
     # DDP takes no DTensors either: their gradients are reduced after backward.
     return model
+
+
+def share(model: GPTModel, processes: Processes) -> None:
+    """Leave this process its part of each matrix, sequence and layer of experts; nothing is wrapped.
+
+    Args:
+        model: the whole model, or a stage of a pipeline; changed in place.
+        processes: what to share it among.
+    """
+    mesh, layout = processes.mesh, processes.layout
+    if mesh is None:
+        return
+    if layout.tensor_model_parallel_size > 1:
+        tensor_parallel(model, mesh.tensor, sequence_parallel=layout.sequence_parallel)
+    if layout.context_parallel_size > 1:
+        context_parallel(model, mesh.context)
+    if layout.expert_model_parallel_size > 1:
+        expert_parallel(model, mesh.expert)
+    if mesh.gradients.size() > 1:
+        balance_over(model, mesh.gradients)

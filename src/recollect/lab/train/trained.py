@@ -10,12 +10,15 @@ from torch import nn
 import recollect
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
+from recollect.lab.parallel.pipeline_rank import pipeline_rank
+from recollect.lab.parallel.pipeline_step import PipelineStep
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.exchange import Exchange, exchange_of
 from recollect.lab.train.optim import build_optimizer
-from recollect.lab.train.optimizer_step import build_model
+from recollect.lab.train.optimizer_step import build_model, resolve_device
+from recollect.lab.train.pipeline_exchange import PipelineExchange
 from recollect.lab.train.processes import Processes
-from recollect.lab.train.spread import spread
+from recollect.lab.train.spread import share, spread
 
 __all__ = ["Trained", "build_trained"]
 
@@ -46,7 +49,34 @@ def build_trained(dimensions: TransformerConfig, config: TrainConfig, processes:
         processes: what to spread it over.
     """
     model = build_model(dimensions, config.step)
+    if processes.layout.pipeline_model_parallel_size > 1:
+        return _pipeline(model, config, processes)
     wrapped = spread(model, processes)
     if config.holds_parts and processes.mesh is not None:
         recollect.distribute_saved_activations(wrapped, processes.mesh.tensor.get_group())
     return Trained(model, wrapped, build_optimizer(model, config.optim), exchange_of(processes, wrapped))
+
+
+def _pipeline(model: GPTModel, config: TrainConfig, processes: Processes) -> Trained:
+    mesh = processes.mesh
+    assert mesh is not None
+    layers = processes.layout.layers_of_stages(model.config.num_layers)
+    rank = pipeline_rank(
+        model,
+        layers,
+        rank=mesh.pipeline.get_local_rank(),
+        ranks=mesh.pipeline.size(),
+        spread=lambda stage: share(stage, processes),
+    )
+    step = PipelineStep(
+        rank,
+        mesh.pipeline,
+        num_stages=len(layers),
+        num_micro_batches=config.optim.num_micro_batches // processes.data_ranks,
+        batch_size=config.optim.batch_size,
+        seq_length=config.data.seq_length,
+        device=resolve_device(config.step.device),
+    )
+    return Trained(
+        rank, rank, build_optimizer(rank, config.optim), PipelineExchange(processes, mesh, rank, step)
+    )

@@ -1,0 +1,146 @@
+"""The stages of one rank of a pipeline, cut out of a whole model, with the parameters under their names in that model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.models.gpt import GPTModel, GPTOutput
+from recollect.lab.parallel.stages import StageModel
+
+__all__ = ["LossStage", "PipelineRank", "cut_stage", "pipeline_rank"]
+
+
+class LossStage(StageModel):
+    """A stage as a pipeline's schedule runs it: the last one returns its loss, and nothing else."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """Run the stage; see `StageModel`. Stages before the last ignore labels, and all ignore the logits."""
+        result = super().forward(x, labels, tokens)
+        if isinstance(result, Tensor):
+            return result
+        assert isinstance(result, GPTOutput) and result.loss is not None
+        return result.loss
+
+
+def cut_stage(model: GPTModel, layers: range) -> LossStage:
+    """Return a stage with the parameters of a model, which it shares.
+
+    Args:
+        model: the whole model.
+        layers: those of the stage.
+
+    Example:
+        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
+        >>> model = GPTModel(NAMED_CONFIGS["llama-tiny"])
+        >>> stage = cut_stage(model, range(2, 4))
+        >>> stage.decoder.layers[0] is model.decoder.layers[2], stage.is_last
+        (True, True)
+    """
+    with torch.device("meta"):
+        stage = LossStage(model.config, layers)
+    stage.compute_dtype = model.compute_dtype
+    stage.decoder.layers = nn.ModuleList(model.decoder.layers[layer] for layer in layers)
+    if stage.is_first:
+        stage.embedding = model.embedding
+    if stage.is_last:
+        stage.decoder.final_layernorm = model.decoder.final_layernorm
+        stage.output_layer = model.output_layer
+    return stage.train(model.training)
+
+
+class PipelineRank(GPTModel):
+    """The stages of one rank. Parameters and buffers have the names that they have in the whole model.
+
+    Where embedding and LM head are one matrix, the last rank has a copy of it, under both names.
+
+    Args:
+        config: the whole model.
+        stages: those of this rank, by number; the first and the last of all are not on one rank.
+        layers: of each stage of the pipeline.
+
+    Attributes:
+        stages: by number.
+        has_first: whether the first of all is here.
+        has_last: whether the last of all is here.
+    """
+
+    def __init__(self, config: TransformerConfig, stages: dict[int, LossStage], layers: Sequence[range]) -> None:
+        nn.Module.__init__(self)
+        self.config = config
+        # Modules in a dict are no children: their parameters are registered below, by other names.
+        self.stages = dict(stages)
+        self._shared: tuple[nn.Parameter, ...] = ()
+        own = {
+            str(number): layer
+            for stage, module in stages.items()
+            for number, layer in zip(layers[stage], module.decoder.layers, strict=True)
+        }
+        ends = list(stages.values())
+        first = next((stage for stage in ends if stage.is_first), None)
+        last = next((stage for stage in ends if stage.is_last), None)
+        if first is not None:
+            self.embedding = first.embedding
+        elif last is not None and config.share_embeddings_and_output_weights:
+            self.embedding = _embedding_of(last.output_layer.weight)  # type: ignore[assignment]
+        self.decoder = nn.Module()  # type: ignore[assignment]
+        self.decoder.layers = nn.ModuleDict(own)  # type: ignore[assignment]
+        if last is not None:
+            self.decoder.final_layernorm = last.decoder.final_layernorm
+            self.output_layer = last.output_layer
+        self.has_first, self.has_last = first is not None, last is not None
+        if config.share_embeddings_and_output_weights and (self.has_first or self.has_last):
+            # In a tuple, since as an attribute it would have a third name.
+            self._shared = (self.embedding.word_embeddings.weight,)
+
+    @property
+    def shared_weight(self) -> nn.Parameter | None:
+        """The matrix of which the first and the last rank have a copy each; None on others, and if there is none."""
+        return self._shared[0] if self._shared else None
+
+    @property
+    def loss_chunks(self) -> int:  # type: ignore[override]
+        """Chunks in which the last stage computes its loss; 1 if it is not here."""
+        return next((stage.loss_chunks for stage in self.stages.values() if stage.is_last), 1)
+
+    @loss_chunks.setter
+    def loss_chunks(self, count: int) -> None:
+        for stage in self.stages.values():
+            if stage.is_last:
+                stage.loss_chunks = count
+
+    def train(self, mode: bool = True) -> PipelineRank:
+        """Set the mode of all stages."""
+        super().train(mode)
+        for stage in self.stages.values():
+            stage.train(mode)
+        return self
+
+
+def pipeline_rank(
+    model: GPTModel, layers: Sequence[range], *, rank: int, ranks: int, spread: Callable[[GPTModel], object]
+) -> PipelineRank:
+    """Return the stages of a rank.
+
+    Args:
+        model: the whole model; afterwards parts of it are those of the stages.
+        layers: of each stage of the pipeline; stage s is of rank s mod `ranks`.
+        rank: place of this rank in the pipeline.
+        ranks: of the pipeline.
+        spread: what other parallelism does to each stage, in place.
+    """
+    stages = {number: cut_stage(model, layers[number]) for number in range(rank, len(layers), ranks)}
+    for stage in stages.values():
+        spread(stage)
+    return PipelineRank(model.config, stages, layers)
+
+
+def _embedding_of(weight: nn.Parameter) -> nn.Module:
+    """Return what has the name of an embedding with this matrix."""
+    words, embedding = nn.Module(), nn.Module()
+    words.weight = weight
+    embedding.word_embeddings = words
+    return embedding

@@ -1,0 +1,141 @@
+"""Run a step of a pipeline: the schedule of `torch.distributed.pipelining` over the stages of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from recollect.lab.parallel.pipeline_rank import LossStage, PipelineRank
+from recollect.pipelines.schedule import PipelineSchedule, schedule_of
+
+__all__ = ["PipelineStep"]
+
+MicroBatch = tuple[Tensor, Tensor]
+
+
+class PipelineStep:
+    """The step of a rank of a pipeline: 1F1B, interleaved where it has several stages.
+
+    Args:
+        rank: its stages.
+        mesh: the ranks of the pipeline.
+        num_stages: of all ranks.
+        num_micro_batches: of a step.
+        batch_size: sequences of a micro-batch.
+        seq_length: tokens of a sequence.
+        device: of the stages.
+
+    Attributes:
+        stages: those of torch, by number.
+    """
+
+    def __init__(
+        self,
+        rank: PipelineRank,
+        mesh: DeviceMesh,
+        *,
+        num_stages: int,
+        num_micro_batches: int,
+        batch_size: int,
+        seq_length: int,
+        device: torch.device,
+    ) -> None:
+        self._rank, self._num_micro_batches = rank, num_micro_batches
+        shape = batch_size, seq_length
+        self.stages = {
+            number: PipelineStage(
+                stage,
+                number,
+                num_stages,
+                device,
+                # With these no forward runs before the first step, which routers would count.
+                input_args=received(stage, shape),
+                output_args=torch.empty((), device="meta") if stage.is_last else _between(stage, shape),
+                group=mesh.get_group(),
+            )
+            for number, stage in rank.stages.items()
+        }
+        own = list(self.stages.values())
+        # Gradients are divided by the number of micro-batches at the end, those of the routers' losses, too.
+        self._torch: Any = (
+            Schedule1F1B(own[0], num_micro_batches, loss_fn=_own_loss)
+            if num_stages == mesh.size()
+            else ScheduleInterleaved1F1B(own, num_micro_batches, loss_fn=_own_loss)
+        )
+
+    @property
+    def schedule(self) -> PipelineSchedule:
+        """What each rank computes, in order."""
+        return schedule_of(self._torch)
+
+    def gradients(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Run forward and backward of a step; leaves gradients of the mean loss.
+
+        Args:
+            batches: tokens and labels, each int64 [B, T], as many as micro-batches.
+
+        Returns:
+            The loss of each micro-batch; of a rank without the last stage, none.
+        """
+        return self._run(self._torch.step, batches)
+
+    def losses(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Run forward alone.
+
+        Args:
+            batches: as in `gradients`, but any number; the last one is repeated until a step is full.
+
+        Returns:
+            As `gradients`.
+        """
+        found: list[Tensor] = []
+        for first in range(0, len(batches), self._num_micro_batches):
+            own = list(batches[first : first + self._num_micro_batches])
+            full = [*own, *[own[-1]] * (self._num_micro_batches - len(own))]
+            found += self._run(self._torch.eval, full)[: len(own)]
+        return found
+
+    def _run(self, run: Any, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        inputs, more, losses = (), {}, []
+        if self._rank.has_first:
+            inputs = (torch.cat([tokens for tokens, _ in batches]),)
+        if self._rank.has_last:
+            labels = torch.cat([labels for _, labels in batches])
+            more = {"labels": labels, "target": labels}
+        run(*inputs, losses=losses, return_outputs=False, **more)
+        return [loss.detach() for loss in losses]
+
+
+def received(stage: LossStage, shape: tuple[int, int]) -> Tensor:
+    """Return what a stage receives of a micro-batch, on the meta device.
+
+    Args:
+        stage: any of a pipeline.
+        shape: sequences of a micro-batch, and tokens of each.
+    """
+    if stage.is_first:
+        return torch.empty(shape, dtype=torch.int64, device="meta")
+    return _between(stage, shape)
+
+
+def _between(stage: LossStage, shape: tuple[int, int]) -> Tensor:
+    """Return the residual stream of a micro-batch, of this rank's positions."""
+    size, positions = shape
+    return torch.empty(
+        size,
+        positions // (stage.sequence_ranks * stage.sequence.ranks),
+        stage.config.hidden_size,
+        dtype=stage.compute_dtype or torch.float32,
+        device="meta",
+        requires_grad=True,
+    )
+
+
+def _own_loss(loss: Tensor, _labels: Tensor) -> Tensor:
+    """Return the loss that the last stage has computed."""
+    return loss

@@ -1,0 +1,70 @@
+"""Check that a run can go through a pipeline. Every process gets the same answer, from the numbers alone."""
+
+from __future__ import annotations
+
+from recollect.errors import ConfigError, NotYetError
+from recollect.lab.models.config import TransformerConfig
+from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.train.config import TrainConfig
+
+__all__ = ["check_pipeline"]
+
+
+def check_pipeline(config: TrainConfig, dimensions: TransformerConfig, layout: DeviceLayout) -> None:
+    """Check that a run can go through a pipeline.
+
+    Args:
+        config: the run; its micro-batches divide over data parallelism.
+        dimensions: the whole model, whose layers divide.
+        layout: with several ranks in the pipeline.
+
+    Raises:
+        ConfigError: too few micro-batches, or with several stages a rank no multiple of the ranks.
+        NotYetError: a setting that does not go through a pipeline yet.
+    """
+    ranks = layout.pipeline_model_parallel_size
+    _refuse_missing(config, dimensions, ranks)
+    is_interleaved = len(layout.layers_of_stages(dimensions.num_layers)) > ranks
+    count = config.optim.num_micro_batches // layout.data_parallel_size
+    if count < ranks or (is_interleaved and count % ranks):
+        multiple = config.optim.batch_size * layout.data_parallel_size * ranks
+        needed = f"a multiple of {ranks} for several stages a rank" if is_interleaved else f"at least {ranks}"
+        choose = "a multiple of" if is_interleaved else "at least"
+        raise ConfigError(
+            settings={
+                "global_batch_size": config.optim.batch_size * config.optim.num_micro_batches,
+                "micro_batch_size": config.optim.batch_size,
+                "pipeline_model_parallel_size": ranks,
+            },
+            reason=f"each pipeline has {count} micro-batches a step, and needs {needed}",
+            advice=f"Choose {choose} {multiple} sequences a step.",
+        )
+
+
+def _refuse_missing(config: TrainConfig, dimensions: TransformerConfig, ranks: int) -> None:
+    size = {"pipeline_model_parallel_size": ranks}
+    if config.parallel.sharding != "none":
+        name = "use_torch_fsdp2" if config.parallel.use_torch_fsdp2 else "use_distributed_optimizer"
+        raise NotYetError(
+            settings={name: True, **size},
+            needs="weights that FSDP2 shares in the stages of a pipeline",
+            advice="Leave it out.",
+        )
+    if dimensions.mtp_num_layers is not None:
+        raise NotYetError(
+            settings={"mtp_num_layers": dimensions.mtp_num_layers, **size},
+            needs="multi-token prediction on the last rank of a pipeline",
+            advice="Leave one of them out.",
+        )
+    if dimensions.moe_aux_loss_coeff:
+        raise NotYetError(
+            settings={"moe_aux_loss_coeff": dimensions.moe_aux_loss_coeff, **size},
+            needs="losses of routers that stand on other ranks than the loss that is shown",
+            advice="Leave it at 0 (a router's bias balances experts, too), or leave the pipeline out.",
+        )
+    if config.step.loss_chunks == "auto":
+        raise NotYetError(
+            settings={"loss_chunks": "auto", **size},
+            needs="a number of chunks that is chosen together with the plans of a pipeline's stages",
+            advice="Pass a number.",
+        )

@@ -1,0 +1,151 @@
+"""Plans of a pipeline's stages in a run: made once for all processes, kept in the run folder, and applied."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+import recollect
+from recollect.integrations.megatron import megatron_stage_plans
+from recollect.lab.parallel.pipeline_step import received
+from recollect.lab.train.optim import build_optimizer
+from recollect.lab.train.pipeline_exchange import PipelineExchange
+from recollect.lab.train.session import Session
+from recollect.pipelines.pipeline_plan import PipelinePlan
+from recollect.plans.plan import Plan
+from recollect.profile.profile import Profile
+from recollect.ranks.group import Place
+
+__all__ = ["PipelinePlans", "plan_stages"]
+
+
+
+@dataclass(frozen=True)
+class PipelinePlans:
+    """The plans of a run's stages.
+
+    Attributes:
+        stages: of each stage, a plan for all of its micro-batches, or one for each.
+        budget_bytes: of each device; None with Megatron's settings.
+        predicted_peak_bytes: of the rank that needs most.
+        predicted_slowdown: of the step.
+        plain_peak_bytes: without recompute.
+        table: peaks by rank and recompute by stage, as text.
+    """
+
+    stages: tuple[tuple[Plan, ...], ...]
+    budget_bytes: int | None
+    predicted_peak_bytes: int
+    predicted_slowdown: float
+    plain_peak_bytes: int
+    table: str
+
+    @classmethod
+    def of(cls, made: PipelinePlan, plain_peak_bytes: int) -> PipelinePlans:
+        """Return what a run needs of a pipeline's plan."""
+        return cls(
+            stages=tuple((own,) if isinstance(own, Plan) else tuple(own) for own in made.plans),
+            budget_bytes=made.budget_bytes,
+            predicted_peak_bytes=made.peak_bytes,
+            predicted_slowdown=made.slowdown,
+            plain_peak_bytes=plain_peak_bytes,
+            table=repr(made),
+        )
+
+    def to_json(self) -> str:
+        """Return them as text, for `from_json`."""
+        stages = [[json.loads(plan.to_json()) for plan in own] for own in self.stages]
+        return json.dumps({**vars(self), "stages": stages}) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> PipelinePlans:
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanFormatError: a plan is damaged.
+        """
+        found = json.loads(text)
+        stages = tuple(tuple(Plan.from_json(json.dumps(plan)) for plan in own) for own in found.pop("stages"))
+        return cls(stages=stages, **found)
+
+    def to_text(self, _columns: int) -> str:
+        """Return the table."""
+        return self.table
+
+    @contextlib.contextmanager
+    def applied(self, session: Session) -> Iterator[None]:
+        """Within the block, the stages of this process run under their plans."""
+        exchange = session.trained.exchange
+        assert isinstance(exchange, PipelineExchange)
+        with contextlib.ExitStack() as stack:
+            for number, stage in exchange.rank.stages.items():
+                own = self.stages[number]
+                # Not compared: all processes have them from the first.
+                applied = stack.enter_context(recollect.apply(stage, own[0] if len(own) == 1 else own, group="alone"))
+                applied.follow(exchange.step.stages[number])
+            yield
+
+
+def plan_stages(session: Session) -> PipelinePlans:
+    """Record the stages and plan them, as the settings say; the same in all processes.
+
+    Processes with the same stages record together; the first of them stands for all.
+
+    Raises:
+        BudgetTooSmallError: no plan fits the budget.
+        ConfigError, NotYetError: see `megatron_stage_plans`.
+    """
+    flags, processes = session.config.step, session.processes
+    ranks, exchange = processes.ranks, session.trained.exchange
+    assert isinstance(exchange, PipelineExchange)
+    own = ranks.together(lambda: _recorded(session, exchange), Place.START)
+    found: dict[int, Profile] = {}
+    for profiles in reversed(ranks.gather(own if processes.is_first_of_stage else {}, Place.START)):
+        found |= profiles
+    profiles = [found[stage] for stage in range(len(found))]
+    schedule = exchange.step.schedule
+
+    def planned() -> PipelinePlans:
+        plain = [recollect.classic_plan(profile, "keep_all") for profile in profiles]
+        plain_bytes = recollect.predict_pipeline(profiles, schedule, plain).peak_bytes
+        if flags.recompute is None:
+            return PipelinePlans.of(
+                recollect.plan_pipeline(profiles, schedule, str(flags.memory_budget)), plain_bytes
+            )
+        flags.recompute.check(session.config.training_setting(session.model.config))
+        plans = megatron_stage_plans(profiles, schedule, flags.recompute)
+        return PipelinePlans.of(recollect.predict_pipeline(profiles, schedule, plans), plain_bytes)
+
+    made = ranks.together(lambda: planned() if processes.is_first else None, Place.PLANNED)
+    result: PipelinePlans = ranks.gather(made, Place.PLANNED)[0]
+    return result
+
+
+def _recorded(session: Session, exchange: PipelineExchange) -> dict[int, Profile]:
+    """Record the stages of this process, each on one micro-batch."""
+    tokens, labels = next(session.batches(0))
+    found = {}
+    for number, stage in exchange.rank.stages.items():
+        batch = {"x": tokens}
+        if not stage.is_first:
+            batch["x"] = torch.randn_like(received(stage, tokens.shape), device=session.device, requires_grad=True)
+        if stage.is_last:
+            batch["labels"] = labels
+        found[number] = recollect.record(
+            stage,
+            batch,
+            optimizer=build_optimizer(stage, session.config.optim),
+            loss_fn=None if stage.is_last else torch.sum,
+            units=[f"decoder.layers.{layer}" for layer in range(len(stage.decoder.layers))],
+            holds_output=False,
+            gradients="accumulated",
+            loss_chunks=session.config.step.loss_chunks if stage.is_last else 1,
+            # Processes with the same stages run one plan.
+            collectives="replay",
+            group="alone",
+        )
+    return found
