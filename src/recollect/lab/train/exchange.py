@@ -171,7 +171,7 @@ def exchange_of(processes: Processes, trained: nn.Module) -> Exchange:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return what is here of a tensor, which shares its memory."""
-    return tensor.tolocal_part() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from recollect.lab.parallel.mesh import LayoutMesh
 from recollect.lab.parallel.pipeline_rank import PipelineRank
@@ -71,6 +72,10 @@ class PipelineExchange(RanksExchange):
         if weight is None:
             return
         assert weight.grad is not None
+        if isinstance(weight, DTensor):
+            # An embedding's gradient has all rows, until something asks for this rank's.
+            assert isinstance(weight.grad, DTensor)
+            weight.grad = weight.grad.redistribute(placements=weight.placements)
         group, ranks = self._pipeline.get_group(), self._pipeline.size()
         own = local_part(weight.grad)
         other = torch.empty_like(own)
