@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from recollect.lab.train.config import TrainConfig
-from training_ranks import EXPERTS, REFUSED, settings, trained
+from training_ranks import MODELS, REFUSED, model_of, settings, trained
 from training_runs import wait_for_steps, write_text
 
 ROOT = Path(__file__).parents[2]
@@ -25,8 +25,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"),
 ]
 
-ON_TWO = ("TP2", "TP2 SP", "DP2", "DP2 FSDP2", "DP2 ZeRO", "CP2", "DP2 experts", "EP2 experts")
-ON_FOUR = ("TP2 DP2", "TP2 SP DP2 FSDP2", "TP2 SP CP2", "EP2 CP2 DP2 FSDP2 experts")
+ON_TWO = ("TP2", "TP2 SP", "DP2", "DP2 FSDP2", "DP2 ZeRO", "CP2", "DP2 experts", "EP2 experts", "PP2", "PP2 interleaved tied")
+ON_FOUR = ("TP2 DP2", "TP2 SP DP2 FSDP2", "TP2 SP CP2", "EP2 CP2 DP2 FSDP2 experts", "PP2 TP2 SP tied")
+ON_FOUR += ("PP2 interleaved CP2 tied", "PP2 DP2")
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -65,16 +66,16 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The same runs in this process, without experts and with."""
+    """The same runs in this process, of each model."""
     folder = tmp_path_factory.mktemp("one")
     write_text(folder)
-    return {name: trained(settings(folder, name, **model)) for name, model in (("dense", {}), ("experts", EXPERTS))}
+    return {name: trained(settings(folder, name, **model)) for name, model in MODELS.items()}
 
 
 @pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
 def test_a_layout_trains_as_one_process(name: str, two: Rows, four: Rows, alone: dict[str, Any]) -> None:
     """Losses are sums in another order: each of them is rounded in its last bit or two (1.2e-7), and steps add to it."""
-    expected = alone["experts" if "experts" in name else "dense"]
+    expected = alone[model_of(name)]
     for row in (two | four)[name]:
         for number in ("loss", "grad_norm", "validation_loss"):
             assert row["plain"][number] == pytest.approx(expected[number], rel=2e-6), number
@@ -118,6 +119,13 @@ def test_parts_of_values_change_no_bit(two: Rows) -> None:
         assert sum(row["TP2"]["parts"].values())
 
 
+def test_megatrons_settings_count_in_each_stage_and_tell_micro_batches_apart(two: Rows) -> None:
+    """One layer a stage, of which the first micro-batch of a window recomputes the first, as the others do: all of them."""
+    for row in two["Megatron pipeline"]:
+        assert row["loss"] == two["PP2 interleaved tied"][0]["plain"]["loss"]
+        assert [len(own) for own in row["plan"].split(" / ")] == [4] * 4
+
+
 def test_each_rank_of_data_parallelism_has_one_micro_batch_unless_told(two: Rows) -> None:
     assert [row["accumulation"] for row in two["default batch"]] == [2, 2]
 
@@ -126,7 +134,17 @@ ERRORS = {
     "world size": r"ConfigError: got world_size=2, tensor_model_parallel_size=4: one model takes 4 processes\. Start",
     "heads": r"ConfigError: got num_query_groups=1, tensor_model_parallel_size=2: 1 is no multiple of 2\. The next",
     "micro-batches": r"ConfigError: got global_batch_size=6, .*3 micro-batches are no multiple of 2.* multiple of 4 seq",
-    "pipeline": r"NotYetError: got pipeline_model_parallel_size=2: not yet: pipeline parallelism here\. Leave it out",
+    "layers": r"ConfigError: got num_layers=3, pipeline_model_parallel_size=2: 3 is no multiple of 2\. The next",
+    "stages": r"ConfigError: got global_batch_size=6, .*: each pipeline has 3 micro-batches a step, and needs a multiple of 2 "
+    r"for several stages a rank\. Choose a multiple of 4 sequences a step",
+    "few": r"ConfigError: got global_batch_size=2, micro_batch_size=2, pipeline_model_parallel_size=2: each pipeline has 1 "
+    r"micro-batches a step, and needs at least 2\. Choose at least 4 sequences",
+    "sharded stages": r"NotYetError: got use_torch_fsdp2=True, pipeline_model_parallel_size=2: not yet: weights that FSDP2 .* "
+    r"Leave it out",
+    "next but one": r"NotYetError: got mtp_num_layers=1, pipeline.*: not yet: multi-token prediction on the last rank",
+    "balance": r"NotYetError: got moe_aux_loss_coeff=0.02, pipeline.*: not yet: losses of routers that stand on other ranks",
+    "chunks": r"NotYetError: got loss_chunks='auto', pipeline.*: not yet: a number of chunks .* Pass a number",
+    "small stages": r"BudgetTooSmallError: .*rank 0 \(stages 0; .* Use more ranks, smaller micro-batches",
     "device": r"ConfigError: got device='cuda:1': each process has a device of its own\. Write cuda or cpu",
     "resume": r"CheckpointError: run folder .*: got --resume but it holds no run, expected the --run-dir of an earlier",
     "no experts": r"ConfigError: got num_moe_experts=None, expert_model_parallel_size=2: there are no experts to share\. Leave",
@@ -208,7 +226,8 @@ def test_the_first_process_writes_the_run_folder(stopped: tuple[Path, str, str, 
 
 @needs_proc
 def test_when_a_process_is_killed_the_others_say_which(tmp_path: Path) -> None:
-    process = start(2, *command_line(tmp_path))
+    # Those of a pipeline wait for messages of one another, not for a collective.
+    process = start(2, *command_line(tmp_path, "--pipeline-model-parallel-size", 2))
     try:
         wait_for_steps(process, tmp_path / "run", 3)
         os.kill(workers(process)[1], signal.SIGKILL)

@@ -22,11 +22,14 @@ from recollect.lab.train.processes import joined_processes
 from recollect.lab.train.session import open_session
 
 TENSOR = {"tensor_model_parallel_size": 2}
+PIPELINE = {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas": {},
     "FSDP2": {"use_torch_fsdp2": True},
     "TP": TENSOR,
     "TP SP FSDP2": {**TENSOR, "sequence_parallel": True, "use_torch_fsdp2": True},
+    "PP": {**PIPELINE, "num_layers_per_virtual_pipeline_stage": 1},
+    "PP TP": {**PIPELINE, **TENSOR},
 }
 FIRST = "TP SP FSDP2"
 # Of a model with experts.

@@ -24,6 +24,7 @@ from recollect.lab.train import session as session_module
 from recollect.lab.train.config import OptimFlags, ProcessFlags, TrainConfig
 from recollect.lab.train.loop import train
 from recollect.lab.train.model_flags import ExpertFlags
+from recollect.lab.train.pipeline_plans import PipelinePlans
 from recollect.plans.action import Action
 from recollect.plans.digest import digest_of
 from recollect.plans.plan import Plan
@@ -31,6 +32,8 @@ from recollect.plans.plan import Plan
 TENSOR = {"tensor_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 EXPERT = {"expert_model_parallel_size": 2}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+INTERLEAVED = {**PIPELINE, "num_layers_per_virtual_pipeline_stage": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": TENSOR,
     "TP2 SP": {**TENSOR, "sequence_parallel": True},
@@ -44,6 +47,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2 experts": {},
     "EP2 experts": EXPERT,
     "EP2 CP2 DP2 FSDP2 experts": {**EXPERT, **CONTEXT, "use_torch_fsdp2": True},
+    "PP2": PIPELINE,
+    "PP2 interleaved tied": INTERLEAVED,
+    "PP2 TP2 SP tied": {**PIPELINE, **TENSOR, "sequence_parallel": True},
+    "PP2 interleaved CP2 tied": {**INTERLEAVED, **CONTEXT},
+    "PP2 DP2": PIPELINE,
 }
 # The first is below the least possible peak without parts.
 LITTLE = {"TP2": "1260kB", "TP2 SP": "82%"}
@@ -61,9 +69,14 @@ EXPERTS: dict[str, Any] = {
 }
 
 
-def model_of(name: str) -> dict[str, Any]:
-    """Return the flags of the model of a layout."""
-    return EXPERTS if "experts" in name else {}
+# One matrix is embedding and LM head, which the first and the last rank of a pipeline have.
+TIED: dict[str, Any] = {"num_layers": 4, "tie_embeddings": True}
+MODELS: dict[str, dict[str, Any]] = {"dense": {}, "experts": EXPERTS, "tied": TIED}
+
+
+def model_of(layout: str) -> str:
+    """Return the name of the model of a layout."""
+    return next((name for name in MODELS if name in layout), "dense")
 
 
 def settings(folder: Path, name: str, **changes: Any) -> TrainConfig:
@@ -84,15 +97,25 @@ def trained(config: TrainConfig) -> dict[str, Any]:
     units = Plan.load(path).units if path.exists() else {}
     return {
         **found,
-        "plan": digest_of(units) if units else "",
+        "plan": digest_of(units) if units else stages_in(Path(outcome.folder)),
         "parts": {name: list(unit.actions.values()).count(Action.SHARD) for name, unit in units.items()},
         "excess": (outcome.measured_peak_bytes or 0) - (outcome.predicted_peak_bytes or 0),
     }
 
 
+def stages_in(folder: Path) -> str:
+    """Return what tells the plans of a pipeline's stages from others: a letter for each micro-batch, or for all of them."""
+    path = folder / "pipeline_plans.json"
+    if not path.exists():
+        return ""
+    return " / ".join(
+        "".join(digest_of(plan.units)[0] for plan in own) for own in PipelinePlans.from_json(path.read_text()).stages
+    )
+
+
 def layout(folder: Path, name: str) -> dict[str, Any]:
     """Train in a layout without a plan and with one."""
-    flags = {"parallel": LAYOUTS[name], **model_of(name)}
+    flags = {"parallel": LAYOUTS[name], **MODELS[model_of(name)]}
     plain = trained(settings(folder, name, **flags))
     # Of a model with experts, weights are more of what it needs.
     budget = "97%" if "experts" in name else "92%"
@@ -137,7 +160,16 @@ REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "world size": lambda folder: trained(settings(folder, "e", parallel={"tensor_model_parallel_size": 4})),
     "heads": lambda folder: trained(settings(folder, "e", parallel=TENSOR, num_query_groups=1)),
     "micro-batches": lambda folder: trained(settings(folder, "e", accumulation=3)),
-    "pipeline": lambda folder: trained(settings(folder, "e", parallel={"pipeline_model_parallel_size": 2})),
+    "layers": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, num_layers=3)),
+    "stages": lambda folder: trained(settings(folder, "e", parallel=INTERLEAVED, num_layers=4, accumulation=3)),
+    "few": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, accumulation=1)),
+    "sharded stages": lambda folder: trained(settings(folder, "e", parallel={**PIPELINE, "use_torch_fsdp2": True})),
+    "next but one": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, **EXPERTS)),
+    "balance": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, size="mixtral-tiny")),
+    "chunks": lambda folder: trained(
+        settings(folder, "e", parallel=PIPELINE, memory_budget="90%", loss_chunks="auto")
+    ),
+    "small stages": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, memory_budget="1MB")),
     "device": lambda folder: trained(settings(folder, "e", device="cuda:1")),
     "resume": lambda folder: trained(settings(folder, "e", resume=True)),
     "no experts": lambda folder: trained(settings(folder, "e", parallel=EXPERT)),
@@ -165,6 +197,7 @@ FULL: dict[str, Any] = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
+BLOCK = {**FULL, "recompute_method": "block"}
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:
@@ -175,6 +208,9 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         return parts(folder)
     if name == "Megatron":
         return trained(settings(folder, name, recompute=RecomputeConfig(**FULL)))
+    if name == "Megatron pipeline":
+        block = RecomputeConfig(**BLOCK, num_microbatches_with_partial_activation_checkpoints=1)
+        return trained(settings(folder, name, parallel=INTERLEAVED, recompute=block, **TIED))
     if name == "default batch":
         config = settings(folder, name, accumulation=None)
         assert config.optim == OptimFlags(**{**vars(config.optim), "accumulation": None})
