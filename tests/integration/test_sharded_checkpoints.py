@@ -31,7 +31,8 @@ pytestmark = [
 NEWEST = f"step_{STEPS:08d}"
 OTHERS = [name for name in LAYOUTS if name != FIRST]
 CASES = (
-    *("trained: dropout", "trained: plain", "resumed", *(f"resumed as: {name}" for name in OTHERS)),
+    *("trained: dropout", "trained: plain", "trained: pipeline", "resumed", "resumed pipeline"),
+    *(f"resumed as: {name}" for name in OTHERS),
     *(f"from one as: {FIRST}", *(f"rewritten: {number}" for number in range(len(LAYOUTS))), "damaged", "full"),
     *(f"rewritten experts: {number}" for number in range(len(EXPERT_LAYOUTS))),
 )
@@ -88,8 +89,9 @@ def found(folder: Path, alone: list[float]) -> dict[str, list[dict[str, Any]]]:
 def test_resumed_on_the_same_layout_the_losses_are_the_same_to_the_bit(found: dict[str, Any]) -> None:
     """With dropout, so that random number states matter; they differ by rank."""
     for rank in range(4):
-        whole, resumed = found["trained: dropout"][rank]["losses"], found["resumed"][rank]["losses"]
-        assert len(whole) == STEPS and resumed == whole[EVERY:]
+        for whole, resumed in (("trained: dropout", "resumed"), ("trained: pipeline", "resumed pipeline")):
+            losses = found[whole][rank]["losses"]
+            assert len(losses) == STEPS and found[resumed][rank]["losses"] == losses[EVERY:]
     assert found["trained: dropout"][0]["losses"] != found["trained: plain"][0]["losses"]
 
 

@@ -25,7 +25,18 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"),
 ]
 
-ON_TWO = ("TP2", "TP2 SP", "DP2", "DP2 FSDP2", "DP2 ZeRO", "CP2", "DP2 experts", "EP2 experts", "PP2", "PP2 interleaved tied")
+ON_TWO = (
+    "TP2",
+    "TP2 SP",
+    "DP2",
+    "DP2 FSDP2",
+    "DP2 ZeRO",
+    "CP2",
+    "DP2 experts",
+    "EP2 experts",
+    "PP2",
+    "PP2 interleaved tied",
+)
 ON_FOUR = ("TP2 DP2", "TP2 SP DP2 FSDP2", "TP2 SP CP2", "EP2 CP2 DP2 FSDP2 experts", "PP2 TP2 SP tied")
 ON_FOUR += ("PP2 interleaved CP2 tied", "PP2 DP2")
 Rows = dict[str, list[dict[str, Any]]]

@@ -45,7 +45,11 @@ OLDER = f"step_{EVERY:08d}"
 def settings(folder: Path, name: str, layout: str | None = None, **changes: Any) -> TrainConfig:
     """Return the settings of a run in a folder of its own; with gated projections, whose rows are fused."""
     sizes = {"steps": STEPS, "accumulation": 4, "batch_size": 1, "seq_length": 16, "checkpoint_every": EVERY}
-    model = {"size": "deepseek-v3-tiny", "num_layers": 2} if "experts" in name else {}
+    model = (
+        {"size": "deepseek-v3-tiny", "num_layers": 2}
+        if "experts" in name
+        else {"num_layers": 4, "tie_embeddings": True}
+    )
     flags = {**sizes, "validation_batches": 1, "validate_every": 0, **model, **changes}
     config = training_runs.config(folder, run_dir=folder / name.replace(" ", "_"), **flags)
     parallel = {**LAYOUTS, **EXPERT_LAYOUTS}[layout] if layout else {}
@@ -84,7 +88,7 @@ def rewritten(folder: Path, kind: str, number: int) -> dict[str, Any]:
     if dist.get_rank() == 0:
         copy_of(folder, source, f"rewritten{kind} {number}", newest=step)
     dist.barrier()
-    config = settings(folder, f"rewritten{kind} {number}", layout, resume=True)
+    config = settings(folder, f"rewritten{kind} {number}", layout, resume=True, steps=20)
     with joined_processes(config) as processes:
         session = open_session(config, processes)
         assert session.step == step
@@ -116,9 +120,12 @@ def run(case: str, folder: Path) -> dict[str, Any]:
     """Return what a case makes."""
     action, _, what = case.partition(": ")
     if action == "trained":
-        return losses_of(settings(folder, what, FIRST, **({"hidden_dropout": 0.1} if what == "dropout" else {})))
+        layout = "PP" if what == "pipeline" else FIRST
+        return losses_of(settings(folder, what, layout, **({} if what == "plain" else {"hidden_dropout": 0.1})))
     if action == "resumed":
         return resumed(folder, FIRST, "dropout", hidden_dropout=0.1)
+    if action == "resumed pipeline":
+        return resumed(folder, "PP", "pipeline", hidden_dropout=0.1)
     if action == "resumed as":
         return resumed(folder, what, "plain")
     if action == "from one as":

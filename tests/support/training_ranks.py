@@ -166,9 +166,7 @@ REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "sharded stages": lambda folder: trained(settings(folder, "e", parallel={**PIPELINE, "use_torch_fsdp2": True})),
     "next but one": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, **EXPERTS)),
     "balance": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, size="mixtral-tiny")),
-    "chunks": lambda folder: trained(
-        settings(folder, "e", parallel=PIPELINE, memory_budget="90%", loss_chunks="auto")
-    ),
+    "chunks": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, memory_budget="90%", loss_chunks="auto")),
     "small stages": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, memory_budget="1MB")),
     "device": lambda folder: trained(settings(folder, "e", device="cuda:1")),
     "resume": lambda folder: trained(settings(folder, "e", resume=True)),

@@ -131,7 +131,13 @@ _FIXED = (
         *("--expert-tensor-parallel-size", "--num-distributed-optimizer-instances"),
         *("--tensor-parallel-size", "--model-parallel-size"),
     ),
-    *_only("", (), "pipelines in a training run", "Leave it out.", "--num-virtual-stages-per-pipeline-rank"),
+    *_only(
+        "",
+        (),
+        "another way to count virtual stages",
+        "Use --num-layers-per-virtual-pipeline-stage.",
+        "--num-virtual-stages-per-pipeline-rank",
+    ),
     *_only("AdamW is the optimizer", ("adam",), "other optimizers than AdamW", "Leave it out.", "--optimizer"),
     *_only(
         "AdamW decays weights apart from gradients",

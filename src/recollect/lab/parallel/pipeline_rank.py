@@ -85,7 +85,7 @@ class PipelineRank(GPTModel):
         if first is not None:
             self.embedding = first.embedding
         elif last is not None and config.share_embeddings_and_output_weights:
-            self.embedding = _embedding_of(last.output_layer.weight)  # type: ignore[assignment]
+            self.embedding = _embedding_of(last.output_layer)  # type: ignore[assignment]
         self.decoder = nn.Module()  # type: ignore[assignment]
         self.decoder.layers = nn.ModuleDict(own)  # type: ignore[assignment]
         if last is not None:
@@ -94,7 +94,7 @@ class PipelineRank(GPTModel):
         self.has_first, self.has_last = first is not None, last is not None
         if config.share_embeddings_and_output_weights and (self.has_first or self.has_last):
             # In a tuple, since as an attribute it would have a third name.
-            self._shared = (self.embedding.word_embeddings.weight,)
+            self._shared = (self.embedding.get_parameter("word_embeddings.weight"),)
 
     @property
     def shared_weight(self) -> nn.Parameter | None:
@@ -102,7 +102,7 @@ class PipelineRank(GPTModel):
         return self._shared[0] if self._shared else None
 
     @property
-    def loss_chunks(self) -> int:  # type: ignore[override]
+    def loss_chunks(self) -> int:
         """Chunks in which the last stage computes its loss; 1 if it is not here."""
         return next((stage.loss_chunks for stage in self.stages.values() if stage.is_last), 1)
 
@@ -138,9 +138,9 @@ def pipeline_rank(
     return PipelineRank(model.config, stages, layers)
 
 
-def _embedding_of(weight: nn.Parameter) -> nn.Module:
-    """Return what has the name of an embedding with this matrix."""
+def _embedding_of(head: nn.Module) -> nn.Module:
+    """Return what gives the matrix of the LM head the name that it has as an embedding."""
     words, embedding = nn.Module(), nn.Module()
-    words.weight = weight
+    words.register_parameter("weight", head.get_parameter("weight"))
     embedding.word_embeddings = words
     return embedding

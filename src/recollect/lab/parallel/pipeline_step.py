@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from recollect.lab.parallel.pipeline_rank import LossStage, PipelineRank
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 
-__all__ = ["PipelineStep"]
+__all__ = ["PipelineStep", "received"]
 
 MicroBatch = tuple[Tensor, Tensor]
 
@@ -60,7 +60,7 @@ class PipelineStep:
             )
             for number, stage in rank.stages.items()
         }
-        own = list(self.stages.values())
+        own: list[Any] = list(self.stages.values())
         # Gradients are divided by the number of micro-batches at the end, those of the routers' losses, too.
         self._torch: Any = (
             Schedule1F1B(own[0], num_micro_batches, loss_fn=_own_loss)
@@ -101,7 +101,9 @@ class PipelineStep:
         return found
 
     def _run(self, run: Any, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        inputs, more, losses = (), {}, []
+        inputs: tuple[Tensor, ...] = ()
+        more: dict[str, Tensor] = {}
+        losses: list[Tensor] = []
         if self._rank.has_first:
             inputs = (torch.cat([tokens for tokens, _ in batches]),)
         if self._rank.has_last:
@@ -111,7 +113,7 @@ class PipelineStep:
         return [loss.detach() for loss in losses]
 
 
-def received(stage: LossStage, shape: tuple[int, int]) -> Tensor:
+def received(stage: LossStage, shape: Sequence[int]) -> Tensor:
     """Return what a stage receives of a micro-batch, on the meta device.
 
     Args:
@@ -123,7 +125,7 @@ def received(stage: LossStage, shape: tuple[int, int]) -> Tensor:
     return _between(stage, shape)
 
 
-def _between(stage: LossStage, shape: tuple[int, int]) -> Tensor:
+def _between(stage: LossStage, shape: Sequence[int]) -> Tensor:
     """Return the residual stream of a micro-batch, of this rank's positions."""
     size, positions = shape
     return torch.empty(

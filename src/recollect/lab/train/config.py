@@ -118,8 +118,7 @@ class StepFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessFlags(ParallelFlags):
-    """How to use the processes that torchrun started; what the sizes leave of them is data parallelism.
-    """
+    """How to use the processes that torchrun started; what the sizes leave of them is data parallelism."""
 
     distributed_timeout_minutes: int = 10
     """How long processes wait for each other before they give up."""

@@ -98,11 +98,13 @@ class RanksExchange(Exchange):
         }
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[object]:
+        """See `Exchange`."""
         if self._wrapper is None or is_last:
             return nullcontext()
         return self._wrapper.no_sync()
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See `Exchange`."""
         if not self._reduces:
             return
         waiting: list[tuple[Tensor, dist.Work | None]] = []
@@ -120,6 +122,7 @@ class RanksExchange(Exchange):
             gradient.div_(self._gradients.size())
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+        """See `Exchange`."""
         own = [parameter for parameter in parameters if parameter.grad is not None]
         norm = self._norm(own)
         if norm > max_norm:
@@ -140,9 +143,11 @@ class RanksExchange(Exchange):
         return math.hypot(*(_whole(one).item() for one in norms))
 
     def mean(self, value: Tensor) -> float:
+        """See `Exchange`."""
         return self._sum(value.detach().clone()) / self._ranks
 
     def mean_of_all(self, losses: Sequence[Tensor], total: int | None) -> float:
+        """See `Exchange`."""
         assert total is not None
         own = losses[: len(range(self._place, total, self._ranks))]
         return self._sum(torch.stack([torch.zeros_like(losses[0]), *own]).sum()) / total

@@ -62,6 +62,12 @@ def _refuse_missing(config: TrainConfig, dimensions: TransformerConfig, ranks: i
             needs="losses of routers that stand on other ranks than the loss that is shown",
             advice="Leave it at 0 (a router's bias balances experts, too), or leave the pipeline out.",
         )
+    if config.holds_parts:
+        raise NotYetError(
+            settings={"distribute_saved_activations": True, **size},
+            needs="values that are held as parts in the stages of a pipeline",
+            advice="Leave it out.",
+        )
     if config.step.loss_chunks == "auto":
         raise NotYetError(
             settings={"loss_chunks": "auto", **size},

@@ -37,9 +37,7 @@ class PipelineExchange(RanksExchange):
         self.step = step
         self.rank, self._pipeline = rank, mesh.pipeline
 
-    def accumulate(
-        self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], accumulation: int
-    ) -> Tensor:
+    def accumulate(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], accumulation: int) -> Tensor:
         """See `Exchange`; the loss is zero where the last stage is not."""
         losses = self.step.gradients(list(batches))
         self._add_shared_gradient()

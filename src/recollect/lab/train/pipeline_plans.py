@@ -23,7 +23,6 @@ from recollect.ranks.group import Place
 __all__ = ["PipelinePlans", "plan_stages"]
 
 
-
 @dataclass(frozen=True)
 class PipelinePlans:
     """The plans of a run's stages.
@@ -113,9 +112,7 @@ def plan_stages(session: Session) -> PipelinePlans:
         plain = [recollect.classic_plan(profile, "keep_all") for profile in profiles]
         plain_bytes = recollect.predict_pipeline(profiles, schedule, plain).peak_bytes
         if flags.recompute is None:
-            return PipelinePlans.of(
-                recollect.plan_pipeline(profiles, schedule, str(flags.memory_budget)), plain_bytes
-            )
+            return PipelinePlans.of(recollect.plan_pipeline(profiles, schedule, str(flags.memory_budget)), plain_bytes)
         flags.recompute.check(session.config.training_setting(session.model.config))
         plans = megatron_stage_plans(profiles, schedule, flags.recompute)
         return PipelinePlans.of(recollect.predict_pipeline(profiles, schedule, plans), plain_bytes)
@@ -128,6 +125,8 @@ def plan_stages(session: Session) -> PipelinePlans:
 def _recorded(session: Session, exchange: PipelineExchange) -> dict[int, Profile]:
     """Record the stages of this process, each on one micro-batch."""
     tokens, labels = next(session.batches(0))
+    chunks = session.config.step.loss_chunks
+    assert chunks != "auto"  # which `check_pipeline` refuses
     found = {}
     for number, stage in exchange.rank.stages.items():
         batch = {"x": tokens}
@@ -143,7 +142,7 @@ def _recorded(session: Session, exchange: PipelineExchange) -> dict[int, Profile
             units=[f"decoder.layers.{layer}" for layer in range(len(stage.decoder.layers))],
             holds_output=False,
             gradients="accumulated",
-            loss_chunks=session.config.step.loss_chunks if stage.is_last else 1,
+            loss_chunks=chunks if stage.is_last else 1,
             # Processes with the same stages run one plan.
             collectives="replay",
             group="alone",

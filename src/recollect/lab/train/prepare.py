@@ -62,8 +62,8 @@ def prepare(session: Session, console: Console) -> tuple[Plan | PipelinePlans | 
     ranks = session.processes.ranks
     has_both = baseline_path.exists() and (not is_planned or plan_path.exists())
     if ranks.all_of([has_both], Place.START)[0]:
-        plan = kind.from_json(plan_path.read_text()) if is_planned else None
-        return plan, Baseline(**json.loads(baseline_path.read_text()))
+        known = kind.from_json(plan_path.read_text()) if is_planned else None
+        return known, Baseline(**json.loads(baseline_path.read_text()))
     baseline = Baseline()
     plan: Plan | PipelinePlans | None = None
     if session.config.run.measure_plain:

@@ -124,8 +124,8 @@ class Session:
     def seed(self) -> None:
         """Set all random number generators to their states at this point of the run, whatever ran before.
 
-        Ranks with tokens or layers of their own draw other numbers; those that share matrices draw the same ones. After a resume on
-        another layout they draw others than from the start.
+        Ranks with tokens or layers of their own draw other numbers; those that share matrices draw the same ones. After a
+        resume on another layout they draw others than from the start.
         """
         torch.manual_seed(self.config.step.seed + self.processes.random_rank + self.step * _SEEDS_APART)
         if self.rng is not None:

@@ -77,6 +77,4 @@ def _pipeline(model: GPTModel, config: TrainConfig, processes: Processes) -> Tra
         seq_length=config.data.seq_length,
         device=resolve_device(config.step.device),
     )
-    return Trained(
-        rank, rank, build_optimizer(rank, config.optim), PipelineExchange(processes, mesh, rank, step)
-    )
+    return Trained(rank, rank, build_optimizer(rank, config.optim), PipelineExchange(processes, mesh, rank, step))
