@@ -208,7 +208,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         return trained(settings(folder, name, recompute=RecomputeConfig(**FULL)))
     if name == "Megatron pipeline":
         block = RecomputeConfig(**BLOCK, num_microbatches_with_partial_activation_checkpoints=1)
-        return trained(settings(folder, name, parallel=INTERLEAVED, recompute=block, **TIED))
+        return trained(settings(folder, name, parallel=PIPELINE, recompute=block, **TIED))
     if name == "default batch":
         config = settings(folder, name, accumulation=None)
         assert config.optim == OptimFlags(**{**vars(config.optim), "accumulation": None})
