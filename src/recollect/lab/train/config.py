@@ -234,14 +234,14 @@ class TrainConfig:
         Args:
             dimensions: the model.
         """
-        flags = self.parallel
-        ranks, each = flags.pipeline_model_parallel_size, flags.num_layers_per_virtual_pipeline_stage
+        flags, layout = self.parallel, self.parallel.layout()
+        ranks, each = layout.pipeline_model_parallel_size, layout.num_layers_per_virtual_pipeline_stage
         return TrainingSetting.of(
             dimensions,
             pipeline_model_parallel_size=ranks,
             virtual_pipeline_model_parallel_size=None if each is None else dimensions.num_layers // ranks // each,
             tensor_model_parallel_size=flags.tensor_model_parallel_size,
-            sequence_parallel=flags.layout().sequence_parallel,
+            sequence_parallel=layout.sequence_parallel,
             expert_model_parallel_size=flags.expert_model_parallel_size,
         )
 
