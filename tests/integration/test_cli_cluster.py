@@ -40,6 +40,18 @@ def test_each_stage_has_a_plan_and_all_of_them_the_nearest_flags(
     assert "--recompute-granularity" in output
 
 
+def test_layers_are_divided_with_the_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--pipeline-model-parallel-size", "2", "--write", "megatron", "--out", str(tmp_path / "plan.json")]
+    assert main([*PLAN, *more, "--pipeline-split", "auto", "--memory-budget", "90%"]) == 0
+    output = capsys.readouterr().out
+    sizes = output.partition("layers by stage: ")[2].partition(" (as many in each")[0].split(", ")
+    assert len(sizes) == 2 and sum(map(int, sizes)) == 4
+    flags = output.partition("its split of the layers:\n")[2].splitlines()[0]
+    even = "no flags: as many layers in each stage"
+    uneven = f"--decoder-first-pipeline-num-layers {sizes[0]} --decoder-last-pipeline-num-layers {sizes[1]}"
+    assert flags == (even if sizes[0] == sizes[1] else uneven)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -52,6 +64,9 @@ def test_each_stage_has_a_plan_and_all_of_them_the_nearest_flags(
         ([*PLAN, "--context-parallel-size", "3"], "seq_length=256, 2 x context_parallel_size=6"),
         ([*PLAN, "--expert-model-parallel-size", "2"], "expert_model_parallel_size=2, data_parallel_size=1"),
         ([*PLAN, "--decoder-last-pipeline-num-layers", "3"], "1 layers are left for 0 ranks"),
+        ([*PLAN, "--pipeline-model-parallel-size", "2", "--pipeline-split", "3", "2"], "stages have 5 layers together"),
+        ([*PLAN, "--pipeline-split", "auto"], "there are 1 stages to divide the layers among"),
+        ([*PLAN, "--pipeline-parallel-schedule", "GPipe"], "a schedule orders the stages of two ranks or more"),
         ([*PLAN, *TENSOR, "--hardware", "cpu"], "its links to other devices are not known"),
     ],
 )

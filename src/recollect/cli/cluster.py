@@ -14,7 +14,9 @@ from recollect.costs.links import cluster_of
 from recollect.errors import ConfigError, NotYetError
 from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags
 from recollect.integrations.megatron.nearest_uniform import nearest_uniform_settings
-from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster, send_s
+from recollect.integrations.megatron.pipeline_split import split_flags
+from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster
+from recollect.lab.parallel.cluster_schedule import send_s
 from recollect.lab.parallel.cluster_step import ClusterStep
 from recollect.printing import columns_of, print_line
 
@@ -33,7 +35,7 @@ def run_cluster(command: MakePlan, console: Console) -> None:
     with warnings.catch_warnings():
         # FSDP2 warns of logits that are views, which nothing writes to here.
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module", category=UserWarning)
-        found = plan_cluster(step, command.memory_budget)
+        found = plan_cluster(step, command.memory_budget, chooses_split=command.cluster.pipeline_split == "auto")
     print_line(console, str(found))
     plans = found.plans
     print_line(console, str(found.planned) if len(plans) > 1 else plans[0].to_text(columns_of(console)))
@@ -119,6 +121,11 @@ def _nearest(command: MakePlan, found: ClusterPlan) -> str:
     )
     words = bridge_lines(settings) if command.write == "bridge" else megatron_flags(settings) or "no flags"
     lost_s = uniform.step_s - found.planned.step_s
+    layout = found.step.layout
+    if layout.pipeline_split is not None and not layout.is_v_shaped:
+        predicted = found.step.config.mtp_num_layers or 0
+        ranks = layout.pipeline_model_parallel_size
+        words += f"\nits split of the layers:\n{split_flags(layout.pipeline_split, ranks, num_predicted=predicted)}"
     return (
         f"nearest of Megatron, in all stages alike: step {uniform.slowdown:+.1%}, {1e3 * lost_s:.0f} ms longer\n{words}"
     )

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from tyro.conf import OmitArgPrefixes, arg
 
 from recollect.lab.parallel.flags import ParallelFlags
-from recollect.lab.parallel.layout import DeviceLayout, ScheduleName
+from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.pipeline_layout import ScheduleName
 
 __all__ = ["ClusterFlags", "NodeFlags"]
 
@@ -37,6 +38,8 @@ class ClusterFlags(ParallelFlags):
     pipeline_parallel_schedule: ScheduleName | None = None
     """In which order ranks run their stages, with the names of torchtitan; default: 1F1B, or Interleaved1F1B where a rank has
     several. ZBVZeroBubble and DualPipeV run two on each rank."""
+    pipeline_split: Literal["auto"] | tuple[int, ...] | None = None
+    """Layers of each stage, such as 19 20 20 21; auto chooses them together with the plans; default: as many in each."""
     decoder_first_pipeline_num_layers: int | None = None
     """Layers of the first rank of the pipeline; default: as many as the others."""
     decoder_last_pipeline_num_layers: int | None = None
@@ -60,6 +63,7 @@ class ClusterFlags(ParallelFlags):
             super().layout(data_parallel_size),
             decoder_first_pipeline_num_layers=self.decoder_first_pipeline_num_layers,
             decoder_last_pipeline_num_layers=self.decoder_last_pipeline_num_layers,
+            pipeline_split=None if self.pipeline_split == "auto" else self.pipeline_split,
             pipeline_parallel_schedule=self.pipeline_parallel_schedule,
         )
 

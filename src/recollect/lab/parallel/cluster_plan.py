@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import get_args
 
 from recollect.byte_format import format_bytes
-from recollect.errors import ConfigError
+from recollect.lab.parallel.cluster_schedule import schedule_of_step, send_s
+from recollect.lab.parallel.cluster_split import choose_split, with_split
 from recollect.lab.parallel.cluster_step import Axis, ClusterStep, RecordedStages, record_stages
-from recollect.lab.parallel.torch_schedule import torch_schedule
 from recollect.pipelines.pipeline_plan import PipelinePlan
 from recollect.pipelines.plan_pipeline import plan_pipeline
-from recollect.pipelines.schedule import INPUT, PipelineSchedule
+from recollect.pipelines.schedule import INPUT
+from recollect.pipelines.split_pipeline import PipelineSplit
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
-__all__ = ["ClusterPlan", "RankUse", "plan_cluster", "schedule_of_step", "send_s"]
+__all__ = ["ClusterPlan", "RankUse", "plan_cluster"]
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,14 @@ class ClusterPlan:
         stages: its record.
         planned: the plans, with the time of the step.
         ranks: what each rank of the pipeline needs; ranks of tensor and data parallelism beside it need the same.
+        split: how the layers of its stages were chosen, if they were.
     """
 
     step: ClusterStep
     stages: RecordedStages
     planned: PipelinePlan
     ranks: tuple[RankUse, ...]
+    split: PipelineSplit | None = None
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -95,6 +98,8 @@ class ClusterPlan:
             times = (use.compute_s, use.recompute_s, use.tensor_s, *others, use.waiting_s, use.data_s)
             cells = [f"{format_bytes(size):>9}" for size in sizes] + [f"{1e3 * time:6,.0f} ms" for time in times]
             lines.append(" ".join([f"{number:>4}", *cells]))
+        if self.split is not None:
+            lines.append(self.split.summary)
         return "\n".join(lines)
 
     def assumptions(self) -> list[str]:
@@ -131,12 +136,13 @@ class ClusterPlan:
         ]
 
 
-def plan_cluster(step: ClusterStep, budget: int | str) -> ClusterPlan:
+def plan_cluster(step: ClusterStep, budget: int | str, *, chooses_split: bool = False) -> ClusterPlan:
     """Record the stages of a step on fake tensors, and choose a plan for each under one budget a device.
 
     Args:
         step: model, layout and cluster.
         budget: bytes of each device; see `plan_pipeline`.
+        chooses_split: choose the layers of each stage together with the plans; the layout says how many stages there are.
 
     Raises:
         BudgetTooSmallError: the leanest plans of a rank need more.
@@ -158,47 +164,16 @@ def plan_cluster(step: ClusterStep, budget: int | str) -> ClusterPlan:
         >>> found.planned.peak_bytes <= found.planned.budget_bytes, len(found.ranks)
         (True, 1)
     """
+    split = None
+    if chooses_split:
+        split = choose_split(step, budget)
+        step, budget = with_split(step, split.sizes), split.pipeline.budget_bytes or budget
     stages = record_stages(step)
     planned = plan_pipeline(
         stages.profiles, schedule_of_step(step), budget, split_profiles=stages.split_profiles, send_s=send_s(step)
     )
     ranks = tuple(_use(step, stages, planned, rank) for rank in range(step.layout.pipeline_model_parallel_size))
-    return ClusterPlan(step, stages, planned, ranks)
-
-
-def schedule_of_step(step: ClusterStep) -> PipelineSchedule:
-    """Return the schedule of a step; by default 1F1B, interleaved where a rank has several stages.
-
-    Raises:
-        ConfigError: micro-batches that the schedule does not take; a schedule that Megatron has not, with its engine.
-        RecordError: this process is part of a real process group, and torch has to write the schedule.
-    """
-    layout = step.layout
-    ranks, name = layout.pipeline_model_parallel_size, layout.pipeline_parallel_schedule
-    num_stages = len(layout.layers_of_stages(step.config.num_layers))
-    if name not in (None, "1F1B", "Interleaved1F1B"):
-        if step.pipeline_engine == "megatron":
-            raise ConfigError(
-                settings={"pipeline_parallel_schedule": name, "pipeline_engine": "megatron"},
-                reason="Megatron has 1F1B and Interleaved1F1B alone",
-                advice="Choose one of these, or the engine torch.",
-            )
-        return torch_schedule(layout, num_stages=num_stages, num_micro_batches=step.num_micro_batches)
-    schedule = PipelineSchedule.interleaved_1f1b(
-        num_ranks=ranks, stages_per_rank=num_stages // ranks, num_micro_batches=step.num_micro_batches
-    )
-    return replace(schedule, holds_sent=schedule.holds_sent and step.pipeline_engine == "torch")
-
-
-def send_s(step: ClusterStep) -> float:
-    """Return the seconds in which a micro-batch gets from one stage to the next."""
-    if step.layout.pipeline_model_parallel_size == 1:
-        return 0.0
-    parts = step.layout.tensor_model_parallel_size if step.layout.sequence_parallel else 1
-    parts *= step.layout.context_parallel_size
-    elements = step.micro_batch_size * step.seq_length * step.config.hidden_size // parts
-    nbytes = elements * (2 if step.dtype == "bf16" else 4)
-    return step.cluster.send_s(nbytes, (step.first_rank(0), step.first_rank(1)))
+    return ClusterPlan(step, stages, planned, ranks, split)
 
 
 def _plan_of(planned: PipelinePlan, stage: int) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -103,8 +103,12 @@ class RecordedStages:
     reduction_s: tuple[float, ...]
 
 
-def record_stages(step: ClusterStep) -> RecordedStages:
+def record_stages(step: ClusterStep, pieces: Sequence[range] | None = None) -> RecordedStages:
     """Record the stages of a step on fake tensors, as ranks of a process group without the others.
+
+    Args:
+        step: model, layout and cluster.
+        pieces: the layers of parts of stages, in order, to record these in place of whole stages.
 
     Raises:
         ConfigError: the model cannot be spread like this, or a step has no micro-batch.
@@ -129,14 +133,21 @@ def record_stages(step: ClusterStep) -> RecordedStages:
     known: dict[tuple[object, ...], tuple[Profile, Mapping[str, Traffic], int]] = {}
     known_halves: dict[int, Profile] = {}
     found = []
-    for number, layers in enumerate(stages):
-        kind = (number == 0, number == len(stages) - 1, *(step.config.is_moe_layer(layer) for layer in layers))
+    numbers = []
+    for layers in stages if pieces is None else pieces:
+        number = next(number for number, own in enumerate(stages) if layers.start in own)
+        numbers.append(number)
+        kind = (
+            layers.start == 0,
+            layers.stop == step.config.num_layers,
+            *(step.config.is_moe_layer(layer) for layer in layers),
+        )
         if kind not in known:
             known[kind] = _record_stage(step, number, layers)
             if step.layout.splits_backward:
                 # The first stage, whose tokens need no gradient, runs a whole one under any schedule.
                 whole = known[kind][0]
-                halves = _record_stage(step, number, layers, split_backward=True)[0] if number else whole
+                halves = _record_stage(step, number, layers, split_backward=True)[0] if layers.start else whole
                 known_halves[id(whole)] = halves
         found.append(known[kind])
     profiles = tuple(profile for profile, _, _ in found)
@@ -145,7 +156,8 @@ def record_stages(step: ClusterStep) -> RecordedStages:
         split_profiles=tuple(known_halves[id(profile)] for profile in profiles) if known_halves else (),
         traffic=tuple(traffic for _, traffic, _ in found),
         reduction_s=tuple(
-            _reduction_s(step, number, profile, experts) for number, (profile, _, experts) in enumerate(found)
+            _reduction_s(step, number, profile, experts)
+            for number, (profile, _, experts) in zip(numbers, found, strict=True)
         ),
     )
 

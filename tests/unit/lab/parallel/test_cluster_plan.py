@@ -14,7 +14,8 @@ from recollect.errors import ConfigError, NotYetError
 from recollect.integrations.megatron.nearest_uniform import nearest_uniform_settings
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster, schedule_of_step
+from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster
+from recollect.lab.parallel.cluster_schedule import schedule_of_step
 from recollect.lab.parallel.cluster_step import ClusterStep, RecordedStages, record_stages
 from recollect.lab.parallel.layout import DeviceLayout
 

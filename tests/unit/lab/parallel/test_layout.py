@@ -180,3 +180,26 @@ def test_v_shaped_schedules_run_two_stages_a_rank() -> None:
         ConfigError, match="pipeline_parallel_schedule='ZBVZeroBubble': 5 layers are left for 1 ranks with"
     ):
         uneven.layers_of_stages(8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "more", "message"),
+    [
+        ((4, 3), {}, r"pipeline_split=\(4, 3\), num_layers=8: the stages have 7 layers together"),
+        ((4, 2, 2), {}, "each of two ranks or more runs as many stages, with one layer or more each"),
+        ((), {}, "each of two ranks or more runs as many stages"),
+        ((8, 0), {}, "with one layer or more each"),
+        ((8,), {"pipeline_model_parallel_size": 1}, "each of two ranks or more"),
+        ((4, 4), {"pipeline_parallel_schedule": "ZBVZeroBubble"}, "each of two ranks or more runs two stages"),
+        ((2, 2, 2, 2), {"pipeline_parallel_schedule": "1F1B"}, "it runs one stage on each rank, and there are 2"),
+        ((4, 4), {"decoder_first_pipeline_num_layers": 4}, "decoder_first_pipeline_num_layers=4: both say how many"),
+    ],
+)
+def test_given_splits_are_checked(sizes: tuple[int, ...], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DeviceLayout(**{"pipeline_model_parallel_size": 2, "pipeline_split": sizes, **more}).layers_of_stages(8)
+
+
+def test_a_given_split_is_taken() -> None:
+    layout = DeviceLayout(pipeline_model_parallel_size=2, pipeline_split=(5, 3))
+    assert layout.layers_of_stages(8) == (range(5), range(5, 8)) and layout.num_stages(8) == 2

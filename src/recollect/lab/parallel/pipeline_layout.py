@@ -1,0 +1,260 @@
+"""The sizes of a pipeline: which layers are on which stage, and which stages on which rank. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final, Literal, get_args
+
+from recollect.errors import ConfigError
+
+__all__ = ["PipelineLayout", "ScheduleName", "check_divides", "clash"]
+
+ScheduleName = Literal[
+    "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+"""Schedules of `torch.distributed.pipelining`, as torchtitan's `pipeline_parallel_schedule` names them."""
+_ONE_STAGE: Final = ("1F1B", "GPipe")
+_SEVERAL_STAGES: Final = ("Interleaved1F1B", "LoopedBFS")
+# The second half of a rank's two stages goes back: the first rank has the first stage and the last.
+_V_SHAPED: Final = ("ZBVZeroBubble", "DualPipeV")
+_ZERO_BUBBLE: Final = ("InterleavedZeroBubble", *_V_SHAPED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineLayout:
+    """The part of a layout that is about its pipeline.
+
+    Attributes:
+        pipeline_model_parallel_size: ranks that share the layers, in order.
+        num_layers_per_virtual_pipeline_stage: layers of one of a rank's several stages; None: each rank has one stage.
+        decoder_first_pipeline_num_layers: layers of the first rank; None: as many as the others.
+        decoder_last_pipeline_num_layers: layers of the last rank, likewise.
+        pipeline_split: layers of each stage, in order; None: as the four above say.
+        pipeline_parallel_schedule: in which order ranks run their stages; None: 1F1B, interleaved where a rank has several.
+    """
+
+    pipeline_model_parallel_size: int = 1
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    pipeline_split: tuple[int, ...] | None = None
+    pipeline_parallel_schedule: ScheduleName | None = None
+
+    def check_pipeline(self) -> None:
+        """Check what is known without a model.
+
+        Raises:
+            ConfigError: sizes that clash; names them.
+        """
+        for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+            if (layers := getattr(self, name)) is not None and layers < 1:
+                clash({name: layers}, "each rank of a pipeline has layers", "Pass 1 or more.")
+        layers, ranks = self.num_layers_per_virtual_pipeline_stage, self.pipeline_model_parallel_size
+        if layers is not None and (layers < 1 or ranks == 1):
+            clash(
+                {"num_layers_per_virtual_pipeline_stage": layers, "pipeline_model_parallel_size": ranks},
+                "virtual stages are those of a pipeline of two ranks or more, with one layer or more each",
+                "Set pipeline_model_parallel_size, or leave num_layers_per_virtual_pipeline_stage out.",
+            )
+        self._check_schedule()
+        self._check_split()
+
+    @property
+    def is_v_shaped(self) -> bool:
+        """Whether a rank has two stages, of which the second ones go back from the last rank to the first."""
+        return self.pipeline_parallel_schedule in _V_SHAPED
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether stages find the gradients of their input first, and those of their parameters later."""
+        return self.pipeline_parallel_schedule in _ZERO_BUBBLE
+
+    def rank_of_stage(self, stage: int) -> int:
+        """Return which rank of the pipeline runs a stage.
+
+        Example:
+            >>> v = PipelineLayout(pipeline_model_parallel_size=2, pipeline_parallel_schedule="ZBVZeroBubble")
+            >>> [v.rank_of_stage(stage) for stage in range(4)]
+            [0, 1, 1, 0]
+        """
+        ranks = self.pipeline_model_parallel_size
+        return min(stage, 2 * ranks - 1 - stage) if self.is_v_shaped else stage % ranks
+
+    def num_stages(self, num_layers: int) -> int:
+        """Return the stages of all ranks, where layers need not divide: virtual ones are as large as asked for on average.
+
+        Example:
+            >>> PipelineLayout(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2).num_stages(9)
+            4
+        """
+        if self.pipeline_split is not None:
+            return len(self.pipeline_split)
+        ranks, each = self.pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage
+        several = 1 if each is None else max(1, num_layers // (ranks * each))
+        return ranks * (2 if self.is_v_shaped else several)
+
+    def layers_of_stages(self, num_layers: int) -> tuple[range, ...]:
+        """Return the layers of each stage of the pipeline, in order; `rank_of_stage` says where each runs.
+
+        Raises:
+            ConfigError: the layers do not divide.
+
+        Example:
+            >>> PipelineLayout(
+            ...     pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1
+            ... ).layers_of_stages(4)
+            (range(0, 1), range(1, 2), range(2, 3), range(3, 4))
+        """
+        ranks = self.pipeline_model_parallel_size
+        if self.pipeline_split is not None:
+            return self._split_layers(self.pipeline_split, num_layers)
+        if self.decoder_first_pipeline_num_layers is not None or self.decoder_last_pipeline_num_layers is not None:
+            return self._uneven_layers(num_layers)
+        check_divides("num_layers", num_layers, "pipeline_model_parallel_size", ranks)
+        each = self.num_layers_per_virtual_pipeline_stage or num_layers // ranks
+        if self.is_v_shaped:
+            each = self._layers_of_two(num_layers // ranks)
+        if (num_layers // ranks) % each:
+            clash(
+                {
+                    "num_layers": num_layers,
+                    "pipeline_model_parallel_size": ranks,
+                    "num_layers_per_virtual_pipeline_stage": each,
+                },
+                f"{num_layers // ranks} layers a rank are no multiple of {each}",
+                "Choose sizes that divide.",
+            )
+        self._check_stages(num_layers // ranks // each)
+        return tuple(range(first, first + each) for first in range(0, num_layers, each))
+
+    def _split_layers(self, sizes: tuple[int, ...], num_layers: int) -> tuple[range, ...]:
+        """Return the layers of each stage, whose numbers are given."""
+        if sum(sizes) != num_layers:
+            clash(
+                {"pipeline_split": sizes, "num_layers": num_layers},
+                f"the stages have {sum(sizes)} layers together",
+                "Choose numbers that add up.",
+            )
+        self._check_stages(len(sizes) // self.pipeline_model_parallel_size)
+        ends = accumulate(sizes)
+        return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+    def _check_split(self) -> None:
+        """Check that a given split is one for these ranks, and the only one."""
+        sizes, ranks = self.pipeline_split, self.pipeline_model_parallel_size
+        if sizes is None:
+            return
+        others = (
+            "num_layers_per_virtual_pipeline_stage",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+        )
+        if given := {name: getattr(self, name) for name in others if getattr(self, name) is not None}:
+            clash(
+                {"pipeline_split": sizes, **given},
+                "both say how many layers stages have",
+                "Leave one of them out.",
+            )
+        is_fit = len(sizes) == 2 * ranks if self.is_v_shaped else bool(sizes) and len(sizes) % ranks == 0
+        if ranks == 1 or not is_fit or min(sizes) < 1:
+            each = "two stages" if self.is_v_shaped else "as many stages"
+            clash(
+                {"pipeline_split": sizes, "pipeline_model_parallel_size": ranks},
+                f"each of two ranks or more runs {each}, with one layer or more each",
+                "Give the layers of each stage, in the order of the model.",
+            )
+
+    def _layers_of_two(self, num_layers: int) -> int:
+        """Return the layers of each of a rank's two stages."""
+        each = self.num_layers_per_virtual_pipeline_stage
+        if num_layers % 2 or each not in (None, num_layers // 2):
+            clash(
+                {
+                    "pipeline_parallel_schedule": self.pipeline_parallel_schedule,
+                    "num_layers_per_virtual_pipeline_stage": each,
+                },
+                f"each rank runs two stages alike, and has {num_layers} layers",
+                "Choose sizes that leave an even number of layers a rank, and half of them a virtual stage (the default)."
+                if num_layers % 2
+                else f"Leave num_layers_per_virtual_pipeline_stage out, or pass {num_layers // 2}.",
+            )
+        return num_layers // 2
+
+    def _check_schedule(self) -> None:
+        """Check that the schedule is one, and has a pipeline."""
+        schedule, ranks = self.pipeline_parallel_schedule, self.pipeline_model_parallel_size
+        if schedule is None:
+            return
+        settings = {"pipeline_parallel_schedule": schedule, "pipeline_model_parallel_size": ranks}
+        if schedule not in get_args(ScheduleName):
+            clash(settings, "there is no such schedule", f"Choose one of {', '.join(get_args(ScheduleName))}.")
+        if ranks == 1:
+            clash(
+                settings,
+                "a schedule orders the stages of two ranks or more",
+                "Set pipeline_model_parallel_size, or leave pipeline_parallel_schedule out.",
+            )
+
+    def _check_stages(self, count: int) -> None:
+        """Check that the schedule takes as many stages on each rank."""
+        schedule = self.pipeline_parallel_schedule
+        if (count > 1 and schedule in _ONE_STAGE) or (count == 1 and schedule in _SEVERAL_STAGES):
+            clash(
+                {
+                    "pipeline_parallel_schedule": schedule,
+                    "num_layers_per_virtual_pipeline_stage": self.num_layers_per_virtual_pipeline_stage,
+                },
+                f"it runs {'one stage' if count > 1 else 'several stages'} on each rank, and there {_are(count)}",
+                "Leave num_layers_per_virtual_pipeline_stage out, or choose Interleaved1F1B."
+                if count > 1
+                else "Set num_layers_per_virtual_pipeline_stage to fewer layers than a rank has, or choose 1F1B.",
+            )
+
+    def _uneven_layers(self, num_layers: int) -> tuple[range, ...]:
+        """Return the layers of each stage, where the first or the last has its own number of them."""
+        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
+        between = self.pipeline_model_parallel_size - (first is not None) - (last is not None)
+        rest = num_layers - (first or 0) - (last or 0)
+        has_several = self.num_layers_per_virtual_pipeline_stage is not None or self.is_v_shaped
+        if between < 1 or rest < between or rest % between or has_several:
+            clash(
+                {
+                    "num_layers": num_layers,
+                    "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
+                    "num_layers_per_virtual_pipeline_stage": self.num_layers_per_virtual_pipeline_stage,
+                    "decoder_first_pipeline_num_layers": first,
+                    "decoder_last_pipeline_num_layers": last,
+                    **({"pipeline_parallel_schedule": self.pipeline_parallel_schedule} if self.is_v_shaped else {}),
+                },
+                f"{rest} layers are left for {between} ranks with one stage each, alike",
+                "Choose sizes that leave a multiple.",
+            )
+        sizes = [rest // between] * between
+        sizes = [*([] if first is None else [first]), *sizes, *([] if last is None else [last])]
+        return self._split_layers(tuple(sizes), num_layers)
+
+
+def _are(count: int) -> str:
+    return "is one" if count == 1 else f"are {count}"
+
+
+def check_divides(what: str, size: int, by: str, ranks: int) -> None:
+    """Refuse sizes that do not divide.
+
+    Raises:
+        ConfigError: names both, and the next multiple.
+    """
+    if size % ranks:
+        larger = -(-size // ranks) * ranks
+        clash({what: size, by: ranks}, f"{size} is no multiple of {ranks}", f"The next multiple is {larger}.")
+
+
+def clash(settings: Mapping[str, object], reason: str, advice: str) -> None:
+    """Refuse settings that do not go together.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(settings=dict(settings), reason=reason, advice=advice)
