@@ -198,7 +198,8 @@ def test_report_sets_planned_predicted_and_measured_side_by_side() -> None:
 
 
 def test_report_says_when_the_budget_did_not_hold_or_nothing_ran() -> None:
-    assert "The budget was EXCEEDED by 10.0 MiB" in report(outcome(budget_bytes=80 << 20))
+    assert "The budget was EXCEEDED by 10.0 MiB: please report" in report(outcome(budget_bytes=80 << 20))
+    assert "by 10.0 MiB: gloo holds." in report(outcome(budget_bytes=80 << 20, excess_reason="gloo holds"))
     assert "The run was complete: all 2 steps had been done before." in report(outcome(records=(), step_s=None))
 
 

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from recollect.lab.parallel.layout import DeviceLayout
 from recollect.lab.train.config import TrainConfig
+from recollect.lab.train.processes import ONE_PROCESS, Processes
 from training_ranks import MODELS, REFUSED, model_of, settings, trained
 from training_runs import wait_for_steps, write_text
 
@@ -252,6 +254,14 @@ def test_when_a_process_is_killed_the_others_say_which(tmp_path: Path) -> None:
     assert time.perf_counter() - begin < 30
     said = " ".join(errors.split())
     assert "Error: rank 1 of 2 has ended without a word, so that none goes on: it was killed, or crashed. Look" in said
+
+
+def test_what_takes_more_than_predicted_is_said() -> None:
+    cpu, shared = torch.device("cpu"), Processes(DeviceLayout(data_parallel_size=2, expert_model_parallel_size=2))
+    assert ONE_PROCESS.excess_reason(cpu) == ""
+    assert shared.excess_reason(cpu) == (
+        "ranks that share experts get more rows in some steps than in the recorded one. Leave room for that with a smaller one"
+    )
 
 
 def test_a_layout_without_torchrun_is_refused(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         step_s=_fastest_step_s(records, session),
         folder=str(session.folder),
         total_steps=config.optim.steps,
+        excess_reason=processes.excess_reason(session.device),
     )
 
 

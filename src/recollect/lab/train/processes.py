@@ -110,6 +110,16 @@ class Processes:
         shared = {"none": "", "optimizer": ", optimizer state shared", "all": ", all shared"}[self.sharding]
         return f"Processes: {len(self.ranks.ranks)}, {sizes}{sequence}{experts}{shared}.\n"
 
+    def excess_reason(self, device: torch.device) -> str:
+        """Return why a step may take more memory than predicted, and what to do; nothing if it may not."""
+        shares_experts = self.layout.expert_model_parallel_size > 1
+        reasons = {
+            "ranks that share experts get more rows in some steps than in the recorded one": shares_experts,
+            "gloo holds what it sent a moment longer": self.mesh is not None and device.type == "cpu",
+        }
+        found = "; ".join(reason for reason, applies in reasons.items() if applies)
+        return f"{found}. Leave room for that with a smaller one" if found else ""
+
     def check(self, config: TrainConfig, dimensions: TransformerConfig) -> None:
         """Check that a run can be spread like this, with the same answer in every process.
 

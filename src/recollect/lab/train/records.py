@@ -53,6 +53,7 @@ class Outcome:
         step_s: fastest step without a measured peak, as other programs can only slow steps down; None if there is none.
         folder: the run folder, for messages.
         total_steps: steps requested.
+        excess_reason: why a step may take more than predicted, and what to do, in words; none for one process.
     """
 
     records: tuple[StepRecord, ...]
@@ -63,6 +64,7 @@ class Outcome:
     step_s: float | None
     folder: str
     total_steps: int
+    excess_reason: str = ""
 
     @property
     def measured_peak_bytes(self) -> int | None:

@@ -50,7 +50,7 @@ def report_lines(outcome: Outcome) -> list[str]:
         lines.append(
             f"The budget held, with {difference} to spare."
             if peak_bytes <= budget_bytes
-            else f"The budget was EXCEEDED by {difference}: please report this with plan.json."
+            else f"The budget was EXCEEDED by {difference}: {outcome.excess_reason or 'please report this with plan.json'}."
         )
     lines.append(f"Metrics, plan and checkpoints are in {outcome.folder}.")
     return lines
