@@ -57,7 +57,6 @@ def test_layers_are_divided_with_the_plans(tmp_path: Path, capsys: pytest.Captur
     [
         ([*PLAN, "--tensor-model-parallel-size", "3"], "num_attention_heads=4, tensor_model_parallel_size=3"),
         (["plan", *STEP, *TENSOR], "got fake=False: a layout of many devices is planned on a machine without them"),
-        ([*PLAN, *TENSOR, "--loss-chunks", "auto"], "got loss_chunks='auto': not yet"),
         ([*PLAN, *TENSOR, "--write", "torchtitan"], "got write='torchtitan': not yet"),
         ([*PLAN, "--data-parallel-size", "4", "--global-batch-size", "6"], "global_batch_size=6"),
         ([*PLAN, *TENSOR, "--node-link", "NVLink 9"], "link: got 'NVLink 9'"),

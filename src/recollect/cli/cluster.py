@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +14,7 @@ from recollect.errors import ConfigError, NotYetError
 from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags
 from recollect.integrations.megatron.nearest_uniform import nearest_uniform_settings
 from recollect.integrations.megatron.pipeline_split import split_flags
+from recollect.lab.parallel.cluster_chunks import plan_cluster_with_chunks
 from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster
 from recollect.lab.parallel.cluster_schedule import send_s
 from recollect.lab.parallel.cluster_step import ClusterStep
@@ -32,10 +32,8 @@ def run_cluster(command: MakePlan, console: Console) -> None:
         RecollectError: flags that clash, a model that does not divide, or a budget that is too small.
     """
     step = cluster_step(command)
-    with warnings.catch_warnings():
-        # FSDP2 warns of logits that are views, which nothing writes to here.
-        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module", category=UserWarning)
-        found = plan_cluster(step, command.memory_budget, chooses_split=command.cluster.pipeline_split == "auto")
+    make = plan_cluster_with_chunks if command.loss_chunks == "auto" else plan_cluster
+    found = make(step, command.memory_budget, chooses_split=command.cluster.pipeline_split == "auto")
     print_line(console, str(found))
     plans = found.plans
     print_line(console, str(found.planned) if len(plans) > 1 else plans[0].to_text(columns_of(console)))
@@ -66,8 +64,6 @@ def cluster_step(command: MakePlan) -> ClusterStep:
         )
     unfit = {name: getattr(command, name) for name in ("png", "html", "largest")} | {"hf_config": step.hf_config}
     unfit = {name: value for name, value in unfit.items() if value is not None}
-    if command.loss_chunks == "auto":
-        unfit["loss_chunks"] = command.loss_chunks
     if command.write == "torchtitan":
         unfit["write"] = command.write
     if unfit:

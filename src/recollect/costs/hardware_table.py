@@ -5,6 +5,7 @@
 | H100 (SXM) | 67 | 494.7 | 989.4 | 1979 | 80 GB | 3.35 TB/s | NVIDIA, "H100 Tensor Core GPU" data sheet, 2023 |
 | H100 PCIe | 51 | 378 | 756 | 1513 | 80 GB | 2.0 TB/s | the same, 2022 edition |
 | H100 NVL | 60 | 417.5 | 835.5 | 1671 | 94 GB | 3.9 TB/s | the same, 2024 edition, for one of the two cards |
+| H800 (SXM) | 67 | 494.7 | 989.4 | 1979 | 80 GB | 3.35 TB/s | an H100 with less fp64 and NVLink: arXiv 2505.09343 |
 | H200 | 67 | 494.7 | 989.4 | 1979 | 141 GB | 4.8 TB/s | NVIDIA, "H200 Tensor Core GPU" data sheet, 2024 |
 | A100 40GB | 19.5 | 156 | 312 | | 40 GB | 1.555 TB/s | NVIDIA, "A100 Tensor Core GPU" data sheet, 2020 |
 | A100 (80 GB) | 19.5 | 156 | 312 | | 80 GB | 2.039 TB/s | the same, 2021 edition, SXM |
@@ -109,6 +110,9 @@ HARDWARE: dict[str, Hardware] = {
     "H200": _gpu(
         "NVIDIA H200", memory_gib=141, bandwidth_bytes_per_s=4.8e12, num_multiprocessors=132, tflops_per_s=_HOPPER
     ),
+    "H800": _gpu(
+        "NVIDIA H800 SXM", memory_gib=80, bandwidth_bytes_per_s=3.35e12, num_multiprocessors=132, tflops_per_s=_HOPPER
+    ),
     "A100 40GB": _gpu(
         "NVIDIA A100 40GB",
         memory_gib=40,
@@ -202,6 +206,7 @@ _DEVICE_NAMES = {
     "H100 PCIe": r"H100 PCIe",
     "H100 NVL": r"H100 NVL",
     "H200": r"H200( NVL)?",
+    "H800": r"H800( SXM5?| 80GB HBM3)?",
     "A100 40GB": r"A100-(SXM4|SXM|PCIE|PG509-200)(-40GB)?",
     "A100": r"A100-SXM(4)?-80GB",
     "A100 80GB PCIe": r"A100[- ]80GB[- ]PCIe|A100-PCIE-80GB",

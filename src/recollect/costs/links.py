@@ -9,6 +9,7 @@ measured here.
 |---|--:|--:|--:|---|
 | NVLink 3 | 300 GB/s | 240 GB/s | 3.4 us | NVIDIA, "A100 Tensor Core GPU", 2020: 600 GB/s in both directions |
 | NVLink 4 | 450 GB/s | 370 GB/s | 3.4 us | NVIDIA, "H100 Tensor Core GPU", 2023: 900 GB/s |
+| NVLink 4 (H800) | 200 GB/s | 160 GB/s | 3.4 us | arXiv 2505.09343: 400 GB/s; reached: arXiv 2412.19437, 3.2.2 |
 | NVLink 5 | 900 GB/s | 720 GB/s | 3.4 us | NVIDIA, "Blackwell", 2024: 1.8 TB/s |
 | PCIe 4 | 32 GB/s | 24 GB/s | 5.7 us | PCI-SIG: 64 GB/s for 16 lanes |
 | InfiniBand HDR | 25 GB/s | 20 GB/s | 14 us | NVIDIA, "ConnectX-6": 200 Gb/s, an adapter a device; reached: 80 % |
@@ -56,6 +57,7 @@ LINKS: dict[str, Link] = {
     for link in (
         Link("NVLink 3", 240e9, 3.4e-6),
         Link("NVLink 4", 370e9, 3.4e-6),
+        Link("NVLink 4 (H800)", 160e9, 3.4e-6),
         Link("NVLink 5", 720e9, 3.4e-6),
         Link("PCIe 4", 24e9, 5.7e-6),
         Link("PCIe 5", 45e9, 5.7e-6),
@@ -71,6 +73,7 @@ _USUAL: dict[str, tuple[str, str]] = {
     "H100 PCIe": ("PCIe 5", "InfiniBand NDR"),
     "H100 NVL": ("PCIe 5", "InfiniBand NDR"),
     "H200": ("NVLink 4", "InfiniBand NDR"),
+    "H800": ("NVLink 4 (H800)", "InfiniBand NDR"),
     "A100 40GB": ("NVLink 3", "InfiniBand HDR"),
     "A100": ("NVLink 3", "InfiniBand HDR"),
     "A100 80GB PCIe": ("PCIe 4", "InfiniBand HDR"),

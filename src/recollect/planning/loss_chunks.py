@@ -19,15 +19,15 @@ from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.quantities import parse_budget
 
-__all__ = ["COUNTS", "LossChunks", "Planned", "plan_with_chunks"]
+__all__ = ["COUNTS", "SAME_PEAK", "SAME_TIME", "LossChunks", "Planned", "plan_with_chunks"]
 
 LossChunks = int | Literal["auto"]
 COUNTS = (1, 4, 16, 64)
 
 # Fractions of step time: a plan this much slower is as good, and one with this little slowdown is good enough.
-_SAME_TIME = 0.01
+SAME_TIME = 0.01
 # If more chunks save less than this fraction of the lowest peak, the logits are no longer at the peak.
-_SAME_PEAK = 0.01
+SAME_PEAK = 0.01
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ def plan_with_chunks(record: Callable[[int], Profile], budget: int | str, loss_c
             if failure is None or error.least_peak_bytes < failure.least_peak_bytes:
                 failure = error.with_percentage_of(plain_bytes)
         else:
-            if best is not None and _step_s(made) >= (1 - _SAME_TIME) * _step_s(best):
+            if best is not None and _step_s(made) >= (1 - SAME_TIME) * _step_s(best):
                 break
             best = made
-            if (made.plan.predicted_slowdown or 0.0) <= _SAME_TIME:
+            if (made.plan.predicted_slowdown or 0.0) <= SAME_TIME:
                 break
         least = classic_plan(profile, "full").predicted_peak_bytes or 0
-        if leanest_bytes and least > (1 - _SAME_PEAK) * leanest_bytes:
+        if leanest_bytes and least > (1 - SAME_PEAK) * leanest_bytes:
             break
         leanest_bytes = least
     if best is None:

@@ -43,3 +43,10 @@ def test_an_unknown_link_and_an_empty_node_are_refused() -> None:
         cluster_of(find_hardware("H100"), within="nvlink4")
     with pytest.raises(ConfigError, match="devices_per_node=0: it counts devices"):
         cluster_of(find_hardware("H100"), devices_per_node=0)
+
+
+def test_links_of_the_h800_are_slower_than_those_of_the_h100() -> None:
+    h100, h800 = (cluster_of(find_hardware(name)) for name in ("H100", "H800"))
+    assert h800.within.bytes_per_s == 160e9 < h100.within.bytes_per_s
+    assert h800.between == h100.between
+    assert h800.hardware.rates == h100.hardware.rates

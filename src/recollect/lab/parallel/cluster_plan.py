@@ -123,6 +123,7 @@ class ClusterPlan:
             "The computation waits for collectives of tensor, context and expert parallelism; those of data parallelism run "
             "beside it.",
             *self._routing(),
+            *([f"LM head and loss in {step.loss_chunks} chunks."] if step.loss_chunks > 1 else []),
             *([f"{engine[step.pipeline_engine]}."] if len(self.ranks) > 1 else []),
             "Not counted: the optimizer's workspace and time, buffers of NCCL and DDP, the CUDA context.",
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from recollect._torch_parallel import fake_process_group
 from recollect.costs.links import Cluster
 from recollect.costs.modelled_costs import ModelledCosts, Traffic
-from recollect.errors import ConfigError, NotYetError
+from recollect.errors import ConfigError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.context import context_parallel
 from recollect.lab.parallel.data import data_parallel
@@ -121,13 +122,6 @@ def record_stages(step: ClusterStep, pieces: Sequence[range] | None = None) -> R
             reason="each rank of data parallelism has at least one micro-batch a step",
             advice="Raise the global batch size, or use fewer ranks of data parallelism.",
         )
-    spread = {name: getattr(step.layout, name) for name in ("context_parallel_size", "expert_model_parallel_size")}
-    if step.sharding == "all" and max(spread.values()) > 1:
-        raise NotYetError(
-            settings={"sharding": "all", **spread},
-            needs="plans for FSDP2 where sequences or experts are split, too",
-            advice="Share the optimizer's state alone (use_distributed_optimizer).",
-        )
     step.layout.check_model(step.config, seq_length=step.seq_length)
     stages = step.layout.layers_of_stages(step.config.num_layers)
     known: dict[tuple[object, ...], tuple[Profile, Mapping[str, Traffic], int]] = {}
@@ -166,11 +160,17 @@ def _record_stage(
     step: ClusterStep, number: int, layers: range, *, split_backward: bool = False
 ) -> tuple[Profile, Mapping[str, Traffic], int]:
     """Return the profile of a stage, what it communicates, and how many of its parameters are those of experts."""
-    with fake_process_group(step.first_rank(number), step.layout.num_devices):
+    with fake_process_group(step.first_rank(number), step.layout.num_devices), warnings.catch_warnings():
+        # FSDP2 warns of logits and of experts' results that are views, which nothing writes to here.
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module", category=UserWarning)
         model = _built(step, layers, layout_mesh(step.layout))
-        groups = {step.group(axis, number): axis for axis in reversed(get_args(Axis))}
-        # Only FSDP2 communicates over them in a micro-batch.
-        hidden = [step.group("data", number)] if step.sharding == "all" else []
+        axes = {axis: step.group(axis, number) for axis in get_args(Axis)}
+        # Of experts there are fewer replicas.
+        replicas = step.group("replicas", number)
+        groups = {replicas: "data"} | {ranks: axis for axis, ranks in reversed(axes.items())}
+        hidden = (
+            [ranks for ranks in (axes["data"], replicas) if groups[ranks] == "data"] if step.sharding == "all" else []
+        )
         costs = ModelledCosts(step.cluster.hardware, step.cluster, hidden=hidden)
         profile = record_with(
             costs,
@@ -209,7 +209,8 @@ def _built(step: ClusterStep, layers: range, mesh: LayoutMesh) -> StageModel:
         expert_parallel(model, mesh.expert, balanced=True)
     if step.sharding == "all":
         precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
-        data_parallel(model, mesh.gradients, precision=precision)
+        experts = mesh.replicas if step.layout.expert_model_parallel_size > 1 else None
+        data_parallel(model, mesh.gradients, expert_mesh=experts, precision=precision)
     return model
 
 

@@ -10,7 +10,7 @@ import pytest
 import recollect
 from recollect.costs.hardware_table import find_hardware
 from recollect.costs.links import cluster_of
-from recollect.errors import ConfigError, NotYetError
+from recollect.errors import ConfigError
 from recollect.integrations.megatron.nearest_uniform import nearest_uniform_settings
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.sizes import NAMED_CONFIGS
@@ -210,8 +210,26 @@ def test_further_axes_are_reported_with_what_is_assumed(spread: ClusterPlan) -> 
         assert sum(parts) == pytest.approx(spread.planned.step_s)
 
 
-def test_fsdp2_with_split_sequences_or_experts_is_refused() -> None:
-    with pytest.raises(
-        NotYetError, match="sharding='all', context_parallel_size=2, expert_model_parallel_size=4: not yet"
-    ):
-        record_stages(replace(SPREAD, sharding="all"))
+@pytest.fixture(scope="module")
+def sharded() -> RecordedStages:
+    return record_stages(replace(SPREAD, sharding="all"))
+
+
+def test_fsdp2_shares_experts_among_the_ranks_that_have_them(spread: ClusterPlan, sharded: RecordedStages) -> None:
+    """Of experts there are two replicas, of the rest eight; in fp32, as gradients are."""
+    whole = [profile.persistent["gradients"] for profile in spread.stages.profiles]
+    found = [profile.persistent["parameters"] for profile in sharded.profiles]
+    routed = 4 * 4 * 3 * DEEPSEEK.num_moe_experts * DEEPSEEK.hidden_size * DEEPSEEK.moe_ffn_hidden_size // 4
+    assert found == [whole[0] // 8, (whole[1] - routed) // 8 + routed // 2]
+    assert found == [profile.persistent["gradients"] for profile in sharded.profiles]
+
+
+def test_what_fsdp2_gathers_is_beside_what_experts_and_sequences_exchange(
+    spread: ClusterPlan, sharded: RecordedStages
+) -> None:
+    for plain, shared in zip(spread.stages.traffic, sharded.traffic, strict=True):
+        assert shared["data"].count > 0 and "data" not in plain
+        assert {axis: one.count for axis, one in shared.items() if axis != "data"} == {
+            axis: one.count for axis, one in plain.items()
+        }
+    assert sharded.reduction_s == (0.0, 0.0)
