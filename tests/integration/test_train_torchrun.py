@@ -40,7 +40,7 @@ ON_TWO = (
     "PP2 interleaved tied",
 )
 ON_FOUR = ("TP2 DP2", "TP2 SP DP2 FSDP2", "TP2 SP CP2", "EP2 CP2 DP2 FSDP2 experts", "PP2 TP2 SP tied")
-ON_FOUR += ("PP2 interleaved CP2 tied", "PP2 DP2")
+ON_FOUR += ("PP2 interleaved CP2 tied", "PP2 EP2 experts")
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -156,8 +156,7 @@ ERRORS = {
     r"micro-batches a step, and needs at least 2\. Choose at least 4 sequences",
     "sharded stages": r"NotYetError: got use_torch_fsdp2=True, pipeline_model_parallel_size=2: not yet: weights that FSDP2 .* "
     r"Leave it out",
-    "next but one": r"NotYetError: got mtp_num_layers=1, pipeline.*: not yet: multi-token prediction on the last rank",
-    "balance": r"NotYetError: got moe_aux_loss_coeff=0.02, pipeline.*: not yet: losses of routers that stand on other ranks",
+    "parts of stages": r"NotYetError: got distribute_saved_activations=True, pipeline.*: not yet: values that are held as",
     "chunks": r"NotYetError: got loss_chunks='auto', pipeline.*: not yet: a number of chunks .* Pass a number",
     "small stages": r"BudgetTooSmallError: .*rank 0 \(stages 0; .* Use more ranks, smaller micro-batches",
     "device": r"ConfigError: got device='cuda:1': each process has a device of its own\. Write cuda or cpu",

@@ -51,7 +51,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2 interleaved tied": INTERLEAVED,
     "PP2 TP2 SP tied": {**PIPELINE, **TENSOR, "sequence_parallel": True},
     "PP2 interleaved CP2 tied": {**INTERLEAVED, **CONTEXT},
-    "PP2 DP2": PIPELINE,
+    "PP2 EP2 experts": {**PIPELINE, **EXPERT},
 }
 # The first is below the least possible peak without parts.
 LITTLE = {"TP2": "1260kB", "TP2 SP": "82%"}
@@ -164,8 +164,9 @@ REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "stages": lambda folder: trained(settings(folder, "e", parallel=INTERLEAVED, num_layers=4, accumulation=3)),
     "few": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, accumulation=1)),
     "sharded stages": lambda folder: trained(settings(folder, "e", parallel={**PIPELINE, "use_torch_fsdp2": True})),
-    "next but one": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, **EXPERTS)),
-    "balance": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, size="mixtral-tiny")),
+    "parts of stages": lambda folder: trained(
+        settings(folder, "e", parallel=PIPELINE, recompute=RecomputeConfig(**FULL, distribute_saved_activations=True))
+    ),
     "chunks": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, memory_budget="90%", loss_chunks="auto")),
     "small stages": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, memory_budget="1MB")),
     "device": lambda folder: trained(settings(folder, "e", device="cuda:1")),

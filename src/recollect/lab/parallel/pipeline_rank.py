@@ -15,7 +15,19 @@ __all__ = ["LossStage", "PipelineRank", "cut_stage", "pipeline_rank"]
 
 
 class LossStage(StageModel):
-    """A stage as a pipeline's schedule runs it: the last one returns its loss, and nothing else."""
+    """A stage as a pipeline's schedule runs it: the last one returns its loss, and nothing else.
+
+    Args:
+        config: see `StageModel`.
+        layers: those of this stage.
+
+    Attributes:
+        router_losses: of each forward before the last stage, those of its routers; the step takes them.
+    """
+
+    def __init__(self, config: TransformerConfig, layers: range) -> None:
+        super().__init__(config, layers)
+        self.router_losses: list[Tensor] = []
 
     def forward(self, x: Tensor, labels: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Run the stage; see `StageModel`. Stages before the last ignore labels, and all ignore the logits."""
@@ -24,6 +36,10 @@ class LossStage(StageModel):
             return result
         assert isinstance(result, GPTOutput) and result.loss is not None
         return result.loss
+
+    def note_router_loss(self, loss: Tensor) -> None:
+        """See `StageModel`."""
+        self.router_losses.append(self.sequence.shared(loss.detach()))
 
 
 def cut_stage(model: GPTModel, layers: range) -> LossStage:
@@ -44,8 +60,11 @@ def cut_stage(model: GPTModel, layers: range) -> LossStage:
         stage = LossStage(model.config, layers)
     stage.compute_dtype = model.compute_dtype
     stage.decoder.layers = nn.ModuleList(model.decoder.layers[layer] for layer in layers)
-    if stage.is_first:
+    if stage.is_first or stage.mtp is not None:
+        # For the tokens in between, the last stage has a copy: that of its own process.
         stage.embedding = model.embedding
+    if stage.mtp is not None:
+        stage.mtp = model.mtp
     if stage.is_last:
         stage.decoder.final_layernorm = model.decoder.final_layernorm
         stage.output_layer = model.output_layer
@@ -55,7 +74,8 @@ def cut_stage(model: GPTModel, layers: range) -> LossStage:
 class PipelineRank(GPTModel):
     """The stages of one rank. Parameters and buffers have the names that they have in the whole model.
 
-    Where embedding and LM head are one matrix, the last rank has a copy of it, under both names.
+    Where embedding and LM head are one matrix, the last rank has a copy of it, under both names. With multi-token prediction it
+    has a copy of the embedding.
 
     Args:
         config: the whole model.
@@ -66,6 +86,7 @@ class PipelineRank(GPTModel):
         stages: by number.
         has_first: whether the first of all is here.
         has_last: whether the last of all is here.
+        shared: of the first rank and the last, the parameters of which both have a copy, in the same order.
     """
 
     def __init__(self, config: TransformerConfig, stages: dict[int, LossStage], layers: Sequence[range]) -> None:
@@ -73,7 +94,6 @@ class PipelineRank(GPTModel):
         self.config = config
         # Modules in a dict are no children: their parameters are registered below, by other names.
         self.stages = dict(stages)
-        self._shared: tuple[nn.Parameter, ...] = ()
         own = {
             str(number): layer
             for stage, module in stages.items()
@@ -84,6 +104,8 @@ class PipelineRank(GPTModel):
         last = next((stage for stage in ends if stage.is_last), None)
         if first is not None:
             self.embedding = first.embedding
+        elif last is not None and last.mtp is not None:
+            self.embedding = last.embedding
         elif last is not None and config.share_embeddings_and_output_weights:
             self.embedding = _embedding_of(last.output_layer)  # type: ignore[assignment]
         self.decoder = nn.Module()  # type: ignore[assignment]
@@ -91,15 +113,15 @@ class PipelineRank(GPTModel):
         if last is not None:
             self.decoder.final_layernorm = last.decoder.final_layernorm
             self.output_layer = last.output_layer
+            self.mtp = last.mtp
         self.has_first, self.has_last = first is not None, last is not None
-        if config.share_embeddings_and_output_weights and (self.has_first or self.has_last):
-            # In a tuple, since as an attribute it would have a third name.
-            self._shared = (self.embedding.get_parameter("word_embeddings.weight"),)
-
-    @property
-    def shared_weight(self) -> nn.Parameter | None:
-        """The matrix of which the first and the last rank have a copy each; None on others, and if there is none."""
-        return self._shared[0] if self._shared else None
+        # In a tuple, since as attributes they would have one more name.
+        self.shared: tuple[nn.Parameter, ...] = ()
+        is_shared = config.mtp_num_layers is not None or config.share_embeddings_and_output_weights
+        if is_shared and (self.has_first or self.has_last):
+            alone = config.mtp_num_layers is None  # without the positions, which the last rank does not have
+            embedding: nn.Module = self.embedding.get_submodule("word_embeddings") if alone else self.embedding
+            self.shared = tuple(embedding.parameters())
 
     @property
     def loss_chunks(self) -> int:

@@ -80,9 +80,14 @@ class PipelineStep:
             batches: tokens and labels, each int64 [B, T], as many as micro-batches.
 
         Returns:
-            The loss of each micro-batch; of a rank without the last stage, none.
+            The loss of each micro-batch in the last stage, and those of routers in the stages before; all together make the
+            loss of the pipeline.
         """
-        return self._run(self._torch.step, batches)
+        stages = self._rank.stages.values()
+        for stage in stages:
+            stage.router_losses.clear()  # those of a step that was recorded
+        losses = self._run(self._torch.step, batches)
+        return [*losses, *(loss for stage in stages for loss in stage.router_losses)]
 
     def losses(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Run forward alone.
@@ -91,7 +96,7 @@ class PipelineStep:
             batches: as in `gradients`, but any number; the last one is repeated until a step is full.
 
         Returns:
-            As `gradients`.
+            The loss of each micro-batch; of a rank without the last stage, none.
         """
         found: list[Tensor] = []
         for first in range(0, len(batches), self._num_micro_batches):
@@ -109,6 +114,8 @@ class PipelineStep:
         if self._rank.has_last:
             labels = torch.cat([labels for _, labels in batches])
             more = {"labels": labels, "target": labels}
+            if self._rank.mtp is not None:
+                more["tokens"] = torch.cat([tokens for tokens, _ in batches])
         run(*inputs, losses=losses, return_outputs=False, **more)
         return [loss.detach() for loss in losses]
 

@@ -71,7 +71,7 @@ class StageModel(GPTModel):
         x_BTD, statistics = self.decoder(x_BTD, rotary)
         if not self.is_last:
             self._count(statistics)
-            return _with_losses(x_BTD, statistics)
+            return self._with_losses(x_BTD, statistics)
         if labels is None:
             return GPTOutput(self.output_layer(x_BTD), None)
         tokens = x if self.is_first else tokens
@@ -84,14 +84,18 @@ class StageModel(GPTModel):
             tokens = labels  # which nothing reads
         return self._losses(x_BTD, statistics, tokens, labels, rotary)
 
+    def _with_losses(self, x_BTD: Tensor, statistics: list[RouterStatistics | None]) -> Tensor:
+        """Return the residual stream; its backward begins that of the routers' losses."""
+        losses = [one.aux_loss for one in statistics if one is not None and one.aux_loss is not None]
+        if not losses:
+            return x_BTD
+        loss = torch.stack(losses).sum()
+        self.note_router_loss(loss)
+        result: Any = _WithLoss.apply(x_BTD, loss)  # type: ignore[no-untyped-call]
+        return cast(Tensor, result)
 
-def _with_losses(x_BTD: Tensor, statistics: list[RouterStatistics | None]) -> Tensor:
-    """Return the residual stream; its backward begins that of the routers' losses."""
-    losses = [one.aux_loss for one in statistics if one is not None and one.aux_loss is not None]
-    if not losses:
-        return x_BTD
-    result: Any = _WithLoss.apply(x_BTD, torch.stack(losses).sum())  # type: ignore[no-untyped-call]
-    return cast(Tensor, result)
+    def note_router_loss(self, loss: Tensor) -> None:
+        """Take the losses of the routers of a stage before the last, a scalar, which no output has."""
 
 
 class _WithLoss(torch.autograd.Function):

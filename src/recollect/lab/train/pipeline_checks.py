@@ -23,7 +23,7 @@ def check_pipeline(config: TrainConfig, dimensions: TransformerConfig, layout: D
         NotYetError: a setting that does not go through a pipeline yet.
     """
     ranks = layout.pipeline_model_parallel_size
-    _refuse_missing(config, dimensions, ranks)
+    _refuse_missing(config, ranks)
     is_interleaved = len(layout.layers_of_stages(dimensions.num_layers)) > ranks
     count = config.optim.num_micro_batches // layout.data_parallel_size
     if count < ranks or (is_interleaved and count % ranks):
@@ -41,7 +41,7 @@ def check_pipeline(config: TrainConfig, dimensions: TransformerConfig, layout: D
         )
 
 
-def _refuse_missing(config: TrainConfig, dimensions: TransformerConfig, ranks: int) -> None:
+def _refuse_missing(config: TrainConfig, ranks: int) -> None:
     size = {"pipeline_model_parallel_size": ranks}
     if config.parallel.sharding != "none":
         name = "use_torch_fsdp2" if config.parallel.use_torch_fsdp2 else "use_distributed_optimizer"
@@ -49,18 +49,6 @@ def _refuse_missing(config: TrainConfig, dimensions: TransformerConfig, ranks: i
             settings={name: True, **size},
             needs="weights that FSDP2 shares in the stages of a pipeline",
             advice="Leave it out.",
-        )
-    if dimensions.mtp_num_layers is not None:
-        raise NotYetError(
-            settings={"mtp_num_layers": dimensions.mtp_num_layers, **size},
-            needs="multi-token prediction on the last rank of a pipeline",
-            advice="Leave one of them out.",
-        )
-    if dimensions.moe_aux_loss_coeff:
-        raise NotYetError(
-            settings={"moe_aux_loss_coeff": dimensions.moe_aux_loss_coeff, **size},
-            needs="losses of routers that stand on other ranks than the loss that is shown",
-            advice="Leave it at 0 (a router's bias balances experts, too), or leave the pipeline out.",
         )
     if config.holds_parts:
         raise NotYetError(

@@ -40,7 +40,7 @@ class PipelineExchange(RanksExchange):
     def accumulate(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], accumulation: int) -> Tensor:
         """See `Exchange`; the loss is zero where the last stage is not."""
         losses = self.step.gradients(list(batches))
-        self._add_shared_gradient()
+        self._add_shared_gradients()
         return self._summed(losses) / accumulation
 
     def losses(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -49,8 +49,8 @@ class PipelineExchange(RanksExchange):
         return self.step.losses(own) or [torch.zeros((), device=own[0][0].device) for _ in own]
 
     def _norm(self, parameters: Sequence[nn.Parameter]) -> float:
-        copy = None if self.rank.has_first else self.rank.shared_weight
-        own = super()._norm([parameter for parameter in parameters if parameter is not copy])
+        copies = set() if self.rank.has_first else {id(parameter) for parameter in self.rank.shared}
+        own = super()._norm([parameter for parameter in parameters if id(parameter) not in copies])
         device = parameters[0].device
         squares = torch.tensor(own, dtype=torch.float64, device=device).square()
         dist.all_reduce(squares, group=self._pipeline.get_group())
@@ -64,23 +64,30 @@ class PipelineExchange(RanksExchange):
         device = next(self.rank.parameters()).device
         return torch.stack([torch.zeros((), device=device), *losses]).sum()
 
-    def _add_shared_gradient(self) -> None:
-        """Give both copies of an embedding that is the LM head, too, the gradient of both uses."""
-        weight = self.rank.shared_weight
-        if weight is None:
+    def _add_shared_gradients(self) -> None:
+        """Give both copies of an embedding the gradient of all of its uses."""
+        shared = self.rank.shared
+        if not shared:
             return
-        assert weight.grad is not None
-        if isinstance(weight, DTensor):
-            # An embedding's gradient has all rows, until something asks for this rank's.
-            assert isinstance(weight.grad, DTensor)
-            weight.grad = weight.grad.redistribute(placements=weight.placements)
         group, ranks = self._pipeline.get_group(), self._pipeline.size()
-        own = local_part(weight.grad)
-        other = torch.empty_like(own)
         peer = dist.get_global_rank(group, ranks - 1 if self.rank.has_first else 0)
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, own, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
-        )
-        for work in works:
+        own = [_own_rows(parameter) for parameter in shared]
+        others = [torch.empty_like(gradient) for gradient in own]
+        sent = [dist.P2POp(dist.isend, gradient, peer, group) for gradient in own]
+        received = [dist.P2POp(dist.irecv, gradient, peer, group) for gradient in others]
+        for work in dist.batch_isend_irecv([*sent, *received]):
             work.wait()
-        own.add_(other)
+        for gradient, other in zip(own, others, strict=True):
+            gradient.add_(other)
+
+
+def _own_rows(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of what is here of a parameter."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(parameter, DTensor):
+        # An embedding's gradient has all rows, until something asks for those of this rank.
+        assert isinstance(gradient, DTensor)
+        gradient = gradient.redistribute(placements=parameter.placements)
+        parameter.grad = gradient
+    return local_part(gradient)

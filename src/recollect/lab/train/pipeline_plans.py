@@ -11,6 +11,7 @@ import torch
 
 import recollect
 from recollect.integrations.megatron import megatron_stage_plans
+from recollect.lab.parallel.pipeline_rank import LossStage
 from recollect.lab.parallel.pipeline_step import received
 from recollect.lab.train.optim import build_optimizer
 from recollect.lab.train.pipeline_exchange import PipelineExchange
@@ -134,12 +135,14 @@ def _recorded(session: Session, exchange: PipelineExchange) -> dict[int, Profile
             batch["x"] = torch.randn_like(received(stage, tokens.shape), device=session.device, requires_grad=True)
         if stage.is_last:
             batch["labels"] = labels
+            if stage.mtp is not None:
+                batch["tokens"] = tokens
         found[number] = recollect.record(
             stage,
             batch,
             optimizer=build_optimizer(stage, session.config.optim),
             loss_fn=None if stage.is_last else torch.sum,
-            units=[f"decoder.layers.{layer}" for layer in range(len(stage.decoder.layers))],
+            units=_units(stage),
             holds_output=False,
             gradients="accumulated",
             loss_chunks=chunks if stage.is_last else 1,
@@ -147,4 +150,12 @@ def _recorded(session: Session, exchange: PipelineExchange) -> dict[int, Profile
             collectives="replay",
             group="alone",
         )
+    return found
+
+
+def _units(stage: LossStage) -> list[str]:
+    """Return the paths of the layers; where there is a single one, none is found."""
+    found = [f"decoder.layers.{layer}" for layer in range(len(stage.decoder.layers))]
+    if stage.mtp is not None:
+        found += [f"mtp.layers.{depth}" for depth in range(len(stage.mtp.layers))]
     return found
