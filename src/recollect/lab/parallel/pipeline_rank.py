@@ -99,9 +99,8 @@ class PipelineRank(GPTModel):
             for stage, module in stages.items()
             for number, layer in zip(layers[stage], module.decoder.layers, strict=True)
         }
-        ends = list(stages.values())
-        first = next((stage for stage in ends if stage.is_first), None)
-        last = next((stage for stage in ends if stage.is_last), None)
+        first = next((stage for stage in stages.values() if stage.is_first), None)
+        last = next((stage for stage in stages.values() if stage.is_last), None)
         if first is not None:
             self.embedding = first.embedding
         elif last is not None and last.mtp is not None:

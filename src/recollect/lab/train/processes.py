@@ -74,12 +74,9 @@ class Processes:
     @property
     def is_first_of_stage(self) -> bool:
         """Whether this process is the first of those with the same layers."""
-        return self.mesh is None or dist.get_rank() == min(self._with_same_layers())
-
-    def _with_same_layers(self) -> range:
+        # Those of a pipeline's place are in a row.
         each = len(self.ranks.ranks) // self.layout.pipeline_model_parallel_size
-        first = dist.get_rank() // each * each
-        return range(first, first + each)
+        return self.mesh is None or dist.get_rank() % each == 0
 
     @property
     def plan_group(self) -> dist.ProcessGroup | None:
