@@ -170,7 +170,7 @@ REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "chunks": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, memory_budget="90%", loss_chunks="auto")),
     "small stages": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, memory_budget="1MB")),
     "device": lambda folder: trained(settings(folder, "e", device="cuda:1")),
-    "resume": lambda folder: trained(settings(folder, "e", resume=True)),
+    "resume": lambda folder: trained(settings(folder, "nothing", resume=True)),
     "no experts": lambda folder: trained(settings(folder, "e", parallel=EXPERT)),
     "experts": lambda folder: trained(settings(folder, "e", parallel=EXPERT, **(EXPERTS | {"experts": THREE}))),
     "too many": lambda folder: trained(settings(folder, "e", parallel={"expert_model_parallel_size": 4}, **EXPERTS)),
