@@ -37,6 +37,7 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "EP": {"expert_model_parallel_size": 2},
     "EP FSDP2": {"expert_model_parallel_size": 2, "use_torch_fsdp2": True},
     "EP CP": {"expert_model_parallel_size": 4, "context_parallel_size": 2},
+    "EP PP": {"expert_model_parallel_size": 2, **PIPELINE},
 }
 EVERY, STEPS = 3, 6
 OLDER = f"step_{EVERY:08d}"
