@@ -371,7 +371,7 @@ class DataError(RecollectError, ValueError):
 
 
 class CheckpointError(RecollectError, RuntimeError):
-    """A training checkpoint that is missing, corrupt, or of another run."""
+    """A training checkpoint that is missing, corrupt, or of another run; or another damaged file of a run folder."""
 
 
 class BenchError(RecollectError, ValueError):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import recollect
-from recollect.errors import BudgetTooSmallError, PlanFormatError, QuantityError
+from recollect.errors import BudgetTooSmallError, CheckpointError, PlanFormatError, QuantityError
 from recollect.lab.train.config import demo_config
 from training_runs import kill_after, losses, run, start, write_text
 
@@ -74,10 +74,30 @@ def test_budgets_that_cannot_be(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_damaged_plan_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "text", "kind", "message"),
+    [
+        ("plan.json", "{", PlanFormatError, r"plan\.json: line 1, column 2: not JSON"),
+        (
+            "baseline.json",
+            "[]",
+            CheckpointError,
+            r"baseline\.json: expected a JSON object with predicted_peak_bytes, .* Remove it",
+        ),
+        (
+            "config.json",
+            "{",
+            CheckpointError,
+            r"config\.json: cannot be read as JSON \(.*\)\. Begin again with another",
+        ),
+    ],
+)
+def test_a_damaged_file_of_the_run_folder_is_named(
+    name: str, text: str, kind: type[Exception], message: str, tmp_path: Path
+) -> None:
     run(tmp_path, memory_budget="80%", **SIZE)
-    (tmp_path / "run" / "plan.json").write_text("{")
-    with pytest.raises(PlanFormatError, match=r"plan\.json"):
+    (tmp_path / "run" / name).write_text(text)
+    with pytest.raises(kind, match=message):
         run(tmp_path, memory_budget="80%", resume=True, **SIZE)
 
 

@@ -41,6 +41,8 @@ ON_TWO = (
 )
 ON_FOUR = ("TP2 DP2", "TP2 SP DP2 FSDP2", "TP2 SP CP2", "EP2 CP2 DP2 FSDP2 experts", "PP2 TP2 SP tied")
 ON_FOUR += ("PP2 interleaved CP2 tied", "PP2 EP2 experts")
+# Run in two processes, too.
+OTHERS = ("default batch", "Megatron", "Megatron pipeline", "held parts")
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -69,7 +71,7 @@ def rows(folder: Path, num_processes: int, *cases: str) -> Rows:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    return rows(tmp_path_factory.mktemp("two"), 2, *ON_TWO, "default batch", "Megatron", "held parts", *REFUSED)
+    return rows(tmp_path_factory.mktemp("two"), 2, *ON_TWO, *OTHERS, *REFUSED)
 
 
 @pytest.fixture(scope="module")

@@ -108,9 +108,7 @@ def stages_in(folder: Path) -> str:
     path = folder / "pipeline_plans.json"
     if not path.exists():
         return ""
-    return " / ".join(
-        "".join(digest_of(plan.units)[0] for plan in own) for own in PipelinePlans.from_json(path.read_text()).stages
-    )
+    return " / ".join("".join(digest_of(plan.units)[0] for plan in own) for own in PipelinePlans.load(path).stages)
 
 
 def layout(folder: Path, name: str) -> dict[str, Any]:

@@ -1,12 +1,15 @@
-"""Write files atomically: complete or not at all, even if the process is killed."""
+"""Files of a run folder: written complete or not at all, even if the process is killed, and read back with clear errors."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from recollect.errors import CheckpointError
 
 _SUFFIX = ".partial"
 
@@ -39,6 +42,26 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write `text` atomically."""
     write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def read_object(path: Path, *, keys: Collection[str], advice: str) -> dict[str, Any]:
+    """Read a JSON object that a run wrote into its folder.
+
+    Args:
+        path: the file.
+        keys: that it has.
+        advice: what to do about a damaged one, as a sentence.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no such object.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as problem:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({problem}). {advice}") from None
+    if not isinstance(found, dict) or not found.keys() >= set(keys):
+        raise CheckpointError(f"{path}: expected a JSON object with {', '.join(keys)}. {advice}")
+    return found
 
 
 def unpublished(path: Path) -> Path:

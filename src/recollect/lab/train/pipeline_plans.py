@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 
 import recollect
+from recollect.errors import PlanFormatError
+from recollect.fields import Field, read_document, read_file
 from recollect.integrations.megatron import megatron_stage_plans
 from recollect.lab.parallel.pipeline_rank import LossStage
 from recollect.lab.parallel.pipeline_step import received
@@ -22,6 +25,9 @@ from recollect.profile.profile import Profile
 from recollect.ranks.group import Place
 
 __all__ = ["PipelinePlans", "plan_stages"]
+
+_FORMAT = "recollect.pipeline_plans"
+_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -57,20 +63,42 @@ class PipelinePlans:
         )
 
     def to_json(self) -> str:
-        """Return them as text, for `from_json`."""
+        """Return them as text, for `load`."""
         stages = [[json.loads(plan.to_json()) for plan in own] for own in self.stages]
-        return json.dumps({**vars(self), "stages": stages}) + "\n"
+        return json.dumps({"format": _FORMAT, "version": _VERSION, **vars(self), "stages": stages}) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> PipelinePlans:
-        """Read what `to_json` wrote.
+    def load(cls, path: Path) -> PipelinePlans:
+        """Read a file that `to_json` made.
 
         Raises:
-            PlanFormatError: a plan is damaged.
+            PlanFormatError: it is damaged, or a folder; the message names the file, and the stage.
+            MissingFileError: there is no such file.
         """
-        found = json.loads(text)
-        stages = tuple(tuple(Plan.from_json(json.dumps(plan)) for plan in own) for own in found.pop("stages"))
-        return cls(stages=stages, **found)
+        data = read_file(
+            path,
+            expected="the plans of a pipeline that `recollect train` wrote",
+            advice="Remove it and baseline.json next to it, and the run plans again.",
+            error=PlanFormatError,
+        )
+        try:
+            return cls._read(data.decode())
+        except (UnicodeDecodeError, PlanFormatError) as error:
+            raise PlanFormatError(f"{path}: {error}") from None
+
+    @classmethod
+    def _read(cls, text: str) -> PipelinePlans:
+        root = read_document(text, format=_FORMAT, version=_VERSION, error=PlanFormatError)
+        root.keys(allowed=["format", "version", *(field.name for field in fields(cls))])
+        budget = root.find("budget_bytes")
+        return cls(
+            stages=tuple(tuple(_read_plan(plan) for plan in own.array()) for own in root.get("stages").array()),
+            budget_bytes=None if budget is None else budget.integer(least=0),
+            predicted_peak_bytes=root.get("predicted_peak_bytes").integer(least=0),
+            predicted_slowdown=root.get("predicted_slowdown").number(),
+            plain_peak_bytes=root.get("plain_peak_bytes").integer(least=0),
+            table=root.get("table").text(),
+        )
 
     def to_text(self, _columns: int) -> str:
         """Return the table."""
@@ -88,6 +116,13 @@ class PipelinePlans:
                 applied = stack.enter_context(recollect.apply(stage, own[0] if len(own) == 1 else own, group="alone"))
                 applied.follow(exchange.step.stages[number])
             yield
+
+
+def _read_plan(place: Field) -> Plan:
+    try:
+        return Plan.from_json(json.dumps(place.data))
+    except PlanFormatError as error:
+        raise PlanFormatError(f"{place.where}: {error}") from None
 
 
 def plan_stages(session: Session) -> PipelinePlans:

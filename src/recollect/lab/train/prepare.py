@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -13,7 +14,7 @@ import recollect
 from recollect.byte_format import format_bytes
 from recollect.integrations.megatron import megatron_plan
 from recollect.lab.train.config import StepFlags
-from recollect.lab.train.files import write_text
+from recollect.lab.train.files import read_object, write_text
 from recollect.lab.train.memory import measure_plain
 from recollect.lab.train.optimizer_step import train_step
 from recollect.lab.train.pipeline_plans import PipelinePlans, plan_stages
@@ -48,7 +49,8 @@ def prepare(session: Session, console: Console) -> tuple[Plan | PipelinePlans | 
         ConfigError, NotYetError: Megatron's settings clash with the model, or are not supported yet.
         QuantityError: the budget is not an amount of memory.
         BudgetTooSmallError: no plan fits the budget.
-        PlanFormatError: plan.json is damaged.
+        PlanFormatError: plan.json or pipeline_plans.json is damaged.
+        CheckpointError: baseline.json is.
     """
     chunks = session.config.step.loss_chunks
     flags = session.config.step
@@ -62,8 +64,8 @@ def prepare(session: Session, console: Console) -> tuple[Plan | PipelinePlans | 
     ranks = session.processes.ranks
     has_both = baseline_path.exists() and (not is_planned or plan_path.exists())
     if ranks.all_of([has_both], Place.START)[0]:
-        known = kind.from_json(plan_path.read_text()) if is_planned else None
-        return known, Baseline(**json.loads(baseline_path.read_text()))
+        known = kind.load(plan_path) if is_planned else None
+        return known, _read_baseline(baseline_path)
     baseline = Baseline()
     plan: Plan | PipelinePlans | None = None
     if session.config.run.measure_plain:
@@ -84,6 +86,12 @@ def prepare(session: Session, console: Console) -> tuple[Plan | PipelinePlans | 
     if session.processes.is_first:
         write_text(baseline_path, json.dumps(dataclasses.asdict(baseline)) + "\n")
     return plan, baseline
+
+
+def _read_baseline(path: Path) -> Baseline:
+    names = [field.name for field in dataclasses.fields(Baseline)]
+    found = read_object(path, keys=names, advice="Remove it, and the run measures and plans again.")
+    return Baseline(**{name: found[name] for name in names})
 
 
 def _aim(flags: StepFlags) -> str:

@@ -34,7 +34,7 @@ from recollect.lab.train.checkpoint import (
 )
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.corpus import Corpus, load_corpus
-from recollect.lab.train.files import remove_partial, write_text
+from recollect.lab.train.files import read_object, remove_partial, write_text
 from recollect.lab.train.manifest import Manifest, read_manifest
 from recollect.lab.train.optimizer_step import resolve_device
 from recollect.lab.train.processes import ONE_PROCESS, Processes
@@ -326,7 +326,8 @@ def _read(session: Session, path: Path, found: Manifest | Checkpoint) -> None:
 def _take_changes(session: Session, stored: dict[str, Any], current: dict[str, Any]) -> None:
     """Note what the resumed run changes, and have the plan made anew if it changes what to recompute."""
     path = session.folder / "config.json"
-    before, text = json.loads(path.read_text()), _config_text(session)
+    before = read_object(path, keys=["step"], advice="Begin again with another --run-dir.")
+    text = _config_text(session)
     now = json.loads(text)
     layout = before.get("layout", ONE_PROCESS.spread)
     # From the folder, not from the checkpoint: a run that was killed before its next checkpoint has its plan here.
