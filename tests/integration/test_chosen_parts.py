@@ -70,8 +70,9 @@ def test_peaks_are_predicted_to_the_byte(ranks: list[dict[str, Any]]) -> None:
         assert 0 <= found["alone"]["peak"] - found["alone"]["measured"] <= 1024
 
 
-def test_fake_tensors_have_no_values_to_compare_and_gathers_take_time(ranks: list[dict[str, Any]]) -> None:
+def test_fake_tensors_tell_what_ranks_compute_of_the_same_and_gathers_take_time(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["fake"]["ranks"] == RANKS
-        assert found["fake"]["parts"] == 0
+        path = "decoder.layers.1"
+        assert {"add", "add#1", "input_layernorm.mul"} <= set(found["fake"]["parts"][path]) <= set(found["parts"][path])
         assert min(found["fake"]["gather_s"]) > 0

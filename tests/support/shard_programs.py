@@ -154,7 +154,8 @@ def run(rank: int, folder: str) -> None:
         found["alone"] = alone()
         tokens = batch()
         fake = recollect.record(model(), {name: tensor.to("meta") for name, tensor in tokens.items()}, fake=True)
-    found["fake"] = {"ranks": fake.shard_ranks, "parts": sum(len(graph.parts) for graph in fake.graphs)}
+    found["fake"] = {"ranks": fake.shard_ranks, "parts": {}}
+    found["fake"]["parts"] |= {call.path: names_of(fake.graph_of(call), "parts") for call in fake.calls}
     found["fake"]["gather_s"] = [fake.gather_latency_s, fake.gather_s_per_byte]
     torch.save(found, Path(folder) / f"rank{rank}")
     os._exit(0)

@@ -84,6 +84,7 @@ def cluster_step(command: MakePlan) -> ClusterStep:
         dtype=step.dtype,
         sharding=flags.sharding,
         pipeline_engine=flags.pipeline_engine,
+        holds_parts=flags.distribute_saved_activations,
         loss_chunks=1 if command.loss_chunks == "auto" else command.loss_chunks,
     )
 

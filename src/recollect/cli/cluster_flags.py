@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from tyro.conf import OmitArgPrefixes, arg
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from recollect.lab.parallel.flags import ParallelFlags
 from recollect.lab.parallel.layout import DeviceLayout
@@ -48,6 +48,8 @@ class ClusterFlags(ParallelFlags):
     """Ranks with micro-batches of their own; in Megatron what is left of the devices."""
     global_batch_size: int | None = None
     """Sequences of a step on all devices; default: four micro-batches a rank of the pipeline, or one without a pipeline."""
+    distribute_saved_activations: FlagCreatePairsOff[bool] = False
+    """Let plans have each rank of tensor parallelism hold a part of what is the same on all of them."""
     pipeline_engine: Literal["torch", "megatron"] = "torch"
     """Whose pipelines: torch's hold receive buffers for all micro-batches, Megatron's free what they received and sent."""
     node: Annotated[OmitArgPrefixes[NodeFlags], arg(name="node", prefix_name=False)] = field(default_factory=NodeFlags)

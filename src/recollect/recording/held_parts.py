@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -13,9 +13,11 @@ from torch import nn
 from recollect._torch_parallel import gathered
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.costs.op_costs import timed_alone
-from recollect.engine.sharded_keep import Shards, shards_of
+from recollect.engine.facts import OpFacts
+from recollect.engine.sharded_keep import Shards, content_of, shards_of
 from recollect.plans.value_names import collective_kind
 from recollect.profile.graph import PartRecord
+from recollect.recording.alike_tensors import AlikeTensors
 from recollect.recording.recorded_call import RecordedCall
 
 __all__ = ["RanksWithParts"]
@@ -30,13 +32,14 @@ class RanksWithParts:
     Args:
         shards: how values are cut into parts.
         device: where the step runs.
-        modelled: the costs of a step on fake tensors, which have no content to compare: no value is known to be the same.
+        modelled: the costs of a step on fake tensors, which have no content to compare.
     """
 
     def __init__(self, shards: Shards, device: torch.device, modelled: ModelledCosts | None) -> None:
         self._shards = shards
         self._device = device
         self._modelled = modelled
+        self._alike = None if modelled is None else AlikeTensors(shards.ranks)
 
     @classmethod
     def of(cls, model: nn.Module, device: torch.device, modelled: ModelledCosts | None) -> RanksWithParts | None:
@@ -44,10 +47,21 @@ class RanksWithParts:
         shards = shards_of(model)
         return None if shards is None else cls(shards, device, modelled)
 
-    @property
-    def have_contents(self) -> bool:
-        """Whether values have a content to compare."""
-        return self._modelled is None
+    def begin(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take the parameters, buffers and batch of the step that is about to run."""
+        if self._alike is not None:
+            self._alike.begin(tensors)
+
+    def after_op(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> None:
+        """Follow an op."""
+        if self._alike is not None:
+            self._alike.after_op(func, facts, args, kwargs, output)
+
+    def content_of(self, tensor: torch.Tensor) -> int | None:
+        """Return a number for what is in a tensor that may be held as a part; None for one that may not."""
+        if self._alike is None:
+            return content_of(tensor)
+        return 0 if self._alike.is_alike(tensor) else None
 
     def told(self, calls: Sequence[RecordedCall]) -> tuple[list[tuple[PartRecord, ...]], dict[str, Any]]:
         """Return what can be held as parts in each call, and the fields of the profile about it.
@@ -74,8 +88,8 @@ class RanksWithParts:
 
     def _same(self, calls: Sequence[RecordedCall]) -> set[tuple[int, int]]:
         """Return the values that have the same content on all ranks, as (call, value)."""
-        if not self.have_contents:
-            return set()
+        if self._alike is not None:
+            return {(number, index) for number, call in enumerate(calls) for index in call.contents}
         keys = [(number, index) for number, call in enumerate(calls) for index in range(len(call.values))]
         own = torch.tensor([calls[number].contents.get(index, 0) for number, index in keys], device=self._device)
         numbers = self._gathered(torch.tensor([len(keys)], device=self._device))

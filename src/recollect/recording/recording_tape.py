@@ -21,7 +21,6 @@ from recollect.engine.op_mode import OpMode
 from recollect.engine.partitioned import group_of
 from recollect.engine.policy import Policy
 from recollect.engine.region_state import small_buffer_bytes
-from recollect.engine.sharded_keep import content_of
 from recollect.engine.subclasses import PackedSubclass, strided_tensors
 from recollect.engine.tape import Tape
 from recollect.engine.tape_state import ALL_KEPT, OpActions, OpKey
@@ -29,6 +28,7 @@ from recollect.engine.values import UNWATCHED, TapeValue, forget_record, laid_ou
 from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem
 from recollect.profile import events
+from recollect.recording.held_parts import RanksWithParts
 from recollect.recording.recorded_call import RecordedCall
 from recollect.recording.runs_again import RunsAgain
 from recollect.recording.step_recorder import Mark, StepRecorder
@@ -195,11 +195,11 @@ class _RecordingMode(FunctionMode):
         output = super().__torch_dispatch__(func, types, args, kwargs)
         if index is not None and len(recorder.calls[index].ops) > num_ops:
             self._mark_results(index, args, output)
-            if recorder.compares_ranks and facts_of(func).creates is None:
-                self._note_contents(index, output)
+            if recorder.ranks is not None and facts_of(func).creates is None:
+                self._note_contents(index, output, recorder.ranks)
         return output
 
-    def _note_contents(self, index: int, output: Any) -> None:
+    def _note_contents(self, index: int, output: Any, ranks: RanksWithParts) -> None:
         """Note what is in results of which a plan may have each rank hold a part, to compare it with that of other ranks."""
         call = self.recorder.calls[index]
         if call.ops[-1].mutates:
@@ -207,7 +207,7 @@ class _RecordingMode(FunctionMode):
         for tensor in tree_leaves(output):
             tracker = tracker_of(storage_of(tensor))
             if isinstance(tracker, TrackedValue) and tracker.value in call.ops[-1].outputs:
-                content = content_of(tensor)
+                content = ranks.content_of(tensor)
                 if content is not None:
                     call.contents[tracker.value] = content
 
@@ -360,6 +360,13 @@ class StepMode(OpMode):
         facts = facts_of(func)
         if facts.is_view or facts.is_lazy:
             return func(*args, **kwargs)
+        output = self._ran(func, facts, args, kwargs)
+        if recorder.ranks is not None:
+            recorder.ranks.after_op(func, facts, args, kwargs, output)
+        return output
+
+    def _ran(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+        recorder = self.recorder
         # Repeating an op holds its result twice: harmless inside a layer's forward, where memory is far from its peak.
         output, run = recorder.costs.run(func, facts, args, kwargs, may_repeat=recorder.current is not None)
         recorder.after_op(func, facts, args, kwargs, output, run)

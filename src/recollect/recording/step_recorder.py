@@ -26,6 +26,7 @@ from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape import asks_again
 from recollect.plans.value_names import result_names
 from recollect.profile import events
+from recollect.recording.held_parts import RanksWithParts
 from recollect.recording.recorded_call import RecordedCall, RecordedOp, RecordedValue
 from recollect.recording.trackers import (
     Filled,
@@ -84,7 +85,7 @@ class StepRecorder:
         # Custom autograd Functions that did not make the same when they ran again, by the keys of their costs.
         self.differing: set[Any] = set()
         # Whether values may be held as parts, so that those of other ranks count.
-        self.compares_ranks = False
+        self.ranks: RanksWithParts | None = None
         # Calls that communicate, in forward or in backward: alone in one process they would wait for ever.
         self.communicating: set[int] = set()
         self._device = device

@@ -103,8 +103,7 @@ class StepRecording:
         self._paths = [unit.path for unit in units]
         self._modelled = costs if isinstance(costs, ModelledCosts) else None
         self.recorder = StepRecorder(costs, device)
-        self._ranks = RanksWithParts.of(model, device, self._modelled)
-        self.recorder.compares_ranks = self._ranks is not None and self._ranks.have_contents
+        self._ranks = self.recorder.ranks = RanksWithParts.of(model, device, self._modelled)
         self.is_lean = lean_units is not None
         samples = UnitSamples if self._modelled is None else NoSamples
         self._samples = samples(model, device, in_excerpts=counts_all_tensors)
@@ -144,6 +143,8 @@ class StepRecording:
             self._persistent[kind] = storage_bytes(present)
             recorder.trackers.mark_persistent(present)
             known += present
+        if self._ranks is not None:
+            self._ranks.begin((*self.model.parameters(), *self.model.buffers(), *persistent.get("batch", ())))
         recorder.note_gathered(self.model.parameters())
         in_buckets, buckets_bytes = self._note_buckets()
         last_gradients = [gradient for gradient in self._present(gradients) if id(gradient) not in in_buckets]

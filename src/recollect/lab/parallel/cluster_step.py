@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from recollect._torch_parallel import fake_process_group
 from recollect.costs.links import Cluster
 from recollect.costs.modelled_costs import ModelledCosts, Traffic
+from recollect.engine.sharded_keep import distribute_saved_activations
 from recollect.errors import ConfigError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.context import context_parallel
@@ -53,6 +54,7 @@ class ClusterStep:
         sharding: what data parallelism shares.
         pipeline_engine: "torch" receives into buffers for all micro-batches and holds what it sent as its schedules do;
             "megatron" frees what it received and sent.
+        holds_parts: plans may have the ranks of tensor parallelism hold parts of what is the same on all of them.
         loss_chunks: parts in which the last stage computes LM head and loss.
     """
 
@@ -65,6 +67,7 @@ class ClusterStep:
     dtype: Literal["fp32", "bf16"] = "bf16"
     sharding: Sharding = "none"
     pipeline_engine: Literal["torch", "megatron"] = "torch"
+    holds_parts: bool = False
     loss_chunks: int = 1
 
     def first_rank(self, stage: int) -> int:
@@ -121,6 +124,16 @@ def record_stages(step: ClusterStep, pieces: Sequence[range] | None = None) -> R
             settings={"num_micro_batches": step.num_micro_batches},
             reason="each rank of data parallelism has at least one micro-batch a step",
             advice="Raise the global batch size, or use fewer ranks of data parallelism.",
+        )
+    if step.holds_parts and (step.layout.tensor_model_parallel_size == 1 or step.layout.sequence_parallel):
+        raise ConfigError(
+            settings={
+                "distribute_saved_activations": True,
+                "tensor_model_parallel_size": step.layout.tensor_model_parallel_size,
+                "sequence_parallel": step.layout.sequence_parallel,
+            },
+            reason="it is about what all ranks of tensor parallelism hold alike, which sequence parallelism splits already",
+            advice="Leave it out, or use tensor parallelism without sequence parallelism.",
         )
     step.layout.check_model(step.config, seq_length=step.seq_length)
     stages = step.layout.layers_of_stages(step.config.num_layers)
@@ -203,6 +216,8 @@ def _built(step: ClusterStep, layers: range, mesh: LayoutMesh) -> StageModel:
     model = model.to(torch.float32 if step.sharding == "all" else narrow).train()
     if step.layout.tensor_model_parallel_size > 1:
         tensor_parallel(model, mesh.tensor, sequence_parallel=step.layout.sequence_parallel)
+    if step.holds_parts:
+        distribute_saved_activations(model, mesh.tensor.get_group())
     if step.layout.context_parallel_size > 1:
         context_parallel(model, mesh.context)
     if step.layout.expert_model_parallel_size > 1:
