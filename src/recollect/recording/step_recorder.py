@@ -84,7 +84,7 @@ class StepRecorder:
         self.num_storages = 0
         # Custom autograd Functions that did not make the same when they ran again, by the keys of their costs.
         self.differing: set[Any] = set()
-        # Whether values may be held as parts, so that those of other ranks count.
+        # With them values may be held as parts; None if they may not.
         self.ranks: RanksWithParts | None = None
         # Calls that communicate, in forward or in backward: alone in one process they would wait for ever.
         self.communicating: set[int] = set()
