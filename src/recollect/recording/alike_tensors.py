@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from recollect._torch_parallel import group_ranks
 from recollect._torch_private import tree_leaves
@@ -36,10 +35,10 @@ class AlikeTensors:
     def begin(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take parameters, buffers and the batch, which ranks share unless they are parts."""
         for tensor in tensors:
-            if not isinstance(tensor, DTensor):
-                self._mark(tensor, is_alike=True)
-            elif all(placement.is_replicate() for placement in tensor.placements):
-                self._mark(tensor.to_local(), is_alike=True)
+            # Not by type: to import DTensor takes a second, and plain models have none.
+            placements = getattr(tensor, "placements", ())
+            if all(placement.is_replicate() for placement in placements):
+                self._mark(tensor.to_local() if placements else tensor, is_alike=True)  # type: ignore[attr-defined]
 
     def after_op(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> None:
         """Follow an op."""
