@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rank_processes import run_program
 from shard_programs import LAYERS, RANKS
 
 PROGRAM = Path(__file__).parents[1] / "support" / "shard_programs.py"
@@ -22,12 +21,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, str(PROGRAM)]
-    running = [subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE) for rank in range(RANKS)]
-    for process in running:
-        _, errors = process.communicate(timeout=400)
-        assert process.returncode == 0, errors.decode()
+    folder, _ = run_program(PROGRAM, RANKS, tmp_path_factory, longest_s=240)
     return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(RANKS)]
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from rank_processes import run_program
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -26,18 +25,7 @@ MOST_S = 30
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What each case of `group_programs.py` gave in the two processes."""
-    folder = tmp_path_factory.mktemp("group")
-    program = [sys.executable, "-W", "ignore", str(ROOT / "tests/support/group_programs.py")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen([*program, str(rank), str(folder)], env=environment, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=540)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    _, outputs = run_program(ROOT / "tests/support/group_programs.py", 2, tmp_path_factory, longest_s=270)
     found: dict[str, list[dict[str, Any]]] = {}
     for output in outputs:
         for line in output.splitlines():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 from parallel_programs import ALONE, RANKS, WAYS
+from rank_processes import run_program
 from vocabulary_programs import MANY_CHUNKS, MANY_TOKENS, MANY_WORDS, OPTIONS, WIDTH
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -30,12 +29,7 @@ BUFFER_BYTES = 2 * 64 * 32 * 4 + 128
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, str(SUPPORT / "parallel_programs.py")]
-    running = [subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE) for rank in range(RANKS)]
-    for process in running:
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors.decode()
+    folder, _ = run_program(SUPPORT / "parallel_programs.py", RANKS, tmp_path_factory, longest_s=240)
     return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(RANKS)]
 
 

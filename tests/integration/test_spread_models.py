@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rank_processes import run_program
 from spread_programs import CONTEXT_MODELS, EXPERT_MODELS, RANKS, TENSOR_MODELS
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -25,12 +24,7 @@ FARTHEST = 3e-6
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, str(SUPPORT / "spread_programs.py")]
-    running = [subprocess.Popen([*command, str(rank), str(folder)], stderr=subprocess.PIPE) for rank in range(RANKS)]
-    for process in running:
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors.decode()
+    folder, _ = run_program(SUPPORT / "spread_programs.py", RANKS, tmp_path_factory, longest_s=240)
     return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(RANKS)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from rank_processes import outputs_of
 from recollect.lab.parallel.layout import DeviceLayout
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.processes import ONE_PROCESS, Processes
@@ -58,13 +60,15 @@ def start(num_processes: int, *args: object) -> subprocess.Popen[str]:
 
 def rows(folder: Path, num_processes: int, *cases: str) -> Rows:
     """Run cases of `training_ranks.py` in one launch, and return what each process made of each."""
-    write_text(folder)
-    process = start(num_processes, "--standalone", ROOT / "tests/support/training_ranks.py", folder, *cases)
-    try:
-        _, errors = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors
+
+    def processes() -> list[subprocess.Popen[str]]:
+        # What processes that hung left.
+        shutil.rmtree(folder)
+        folder.mkdir()
+        write_text(folder)
+        return [start(num_processes, "--standalone", ROOT / "tests/support/training_ranks.py", folder, *cases)]
+
+    outputs_of(processes, longest_s=270)
     ranks = range(num_processes)
     return {name: [json.loads((folder / f"{name} {rank}.json").read_text()) for rank in ranks] for name in cases}
 

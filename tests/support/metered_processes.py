@@ -15,10 +15,11 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from allocator_meter import can_be_built, metered_environment  # noqa: E402
+from rank_processes import outputs_of  # noqa: E402
 
 Row = dict[str, Any]
 # Of all cases of a module together; processes that wait for each other may do so for ever.
-_LONGEST_S = 540
+_LONGEST_S = 300
 
 # The weights of a layer of `hugging_face_trainers.llama`, which FSDP2 gathers.
 LAYER_BYTES = 164_352
@@ -36,28 +37,23 @@ def metered_ranks(module: str, *names: str, num_ranks: int) -> list[dict[str, Ro
     with metered_environment() as environment:
         paths = [ROOT / "benchmarks", ROOT / "tests/support", environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = ":".join(map(str, paths))
-        environment["MASTER_PORT"] = str(free_port())
         command = [sys.executable, "-W", "ignore", str(ROOT / "tests/support/metered_trainers.py"), module, *names]
-        started = [
-            subprocess.Popen(
-                command,
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-                if num_ranks > 1
-                else environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(num_ranks)
-        ]
-        try:
-            done = [process.communicate(timeout=_LONGEST_S) for process in started]
-        finally:
-            for process in started:
-                process.kill()
-    assert all(process.returncode == 0 for process in started), "".join(stderr[-4000:] for _, stderr in done)
+
+        def start() -> list[subprocess.Popen[str]]:
+            environment["MASTER_PORT"] = str(free_port())
+            together = [
+                {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)} for rank in range(num_ranks)
+            ]
+            return [
+                subprocess.Popen(
+                    command, env={**environment, **rank}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                )
+                for rank in (together if num_ranks > 1 else [{}])
+            ]
+
+        outputs = outputs_of(start, longest_s=_LONGEST_S)
     # Trainers write to the same stream.
-    found = [[json.loads(line) for line in out.splitlines() if line.startswith('{"case"')] for out, _ in done]
+    found = [[json.loads(line) for line in out.splitlines() if line.startswith('{"case"')] for out in outputs]
     return [{row["case"]: row for row in rows} for rows in found]
 
 
