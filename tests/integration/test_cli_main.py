@@ -67,6 +67,23 @@ def test_help_of_train_begins_with_what_matters(
         assert parse_train(shlex.split(example.partition("(")[0])) != Train()
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_what_a_flag_takes_and_none_is_understood(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert "{None" not in text and "|INT" not in text.replace("{auto}|INT", "")
+
+
+def test_none_is_a_value_and_choices_have_the_order_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = parse_train(["--size", "None", "--num-layers", "None", "--recompute-granularity", "None"])
+    assert flags == Train()
+    assert parse_train(["--num-layers", "3"]).config.model.num_layers == 3
+    with pytest.raises(SystemExit):
+        main(["train", "--size", "foo"])
+    assert "('demo', 'tiny', 'gpt-tiny'," in " ".join(capsys.readouterr().err.split())
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"recollect {__version__}\n"

@@ -19,6 +19,7 @@ from recollect.cli.bench_flags import Bench
 from recollect.cli.commands import Calibrate, DrawFrontier, MakePlan, Tokenize, Train
 from recollect.cli.doctor_flags import Doctor
 from recollect.cli.explain_flags import Explain
+from recollect.cli.optional_values import REGISTRY
 from recollect.cli.train_help import TRAIN_HELP
 from recollect.errors import RecollectError
 from recollect.integrations.megatron.arguments import describes_model, read_arguments
@@ -100,11 +101,13 @@ def _parse(args: list[str]) -> Command:
         raise RecollectError(f"recollect {name}: no such command, expected one of {', '.join(_COMMANDS)}.{meant}")
     if name not in _COMMANDS:
         # Prints help or an error, and exits.
-        parsed = tyro.cli(_EVERY_COMMAND, prog="recollect", description=_DESCRIPTION, args=args or ["--help"])
+        parsed = tyro.cli(
+            _EVERY_COMMAND, prog="recollect", description=_DESCRIPTION, args=args or ["--help"], registry=REGISTRY
+        )
     elif name == "train":
         parsed = parse_train(args[1:])
     else:
-        parsed = tyro.cli(_COMMANDS[name], prog=f"recollect {name}", args=args[1:])
+        parsed = tyro.cli(_COMMANDS[name], prog=f"recollect {name}", args=args[1:], registry=REGISTRY)
     return parsed
 
 
@@ -124,7 +127,9 @@ def parse_train(args: list[str]) -> Train:
     if arguments.without_effect:
         said = "; ".join(f"{name} ({why})" for name, why in arguments.without_effect.items())
         warn_user(f"without effect here: {said}.")
-    return tyro.cli(Train, prog="recollect train", description=TRAIN_HELP, args=arguments.rest, default=default)
+    return tyro.cli(
+        Train, prog="recollect train", description=TRAIN_HELP, args=arguments.rest, default=default, registry=REGISTRY
+    )
 
 
 def _run(command: Command) -> int:

@@ -8,6 +8,7 @@ import pytest
 import tyro
 
 from recollect.cli.entry import parse_train
+from recollect.cli.optional_values import REGISTRY
 from recollect.cli.recompute_flags import RecomputeFlags
 from recollect.cli.train import training_config
 from recollect.errors import ConfigError
@@ -15,7 +16,7 @@ from recollect.lab.train.config import StepFlags
 
 
 def parse(line: str) -> RecomputeFlags:
-    return tyro.cli(RecomputeFlags, args=line.split())
+    return tyro.cli(RecomputeFlags, args=line.split(), registry=REGISTRY)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +93,8 @@ def test_help_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
         parse("--help")
     text = capsys.readouterr().out
     for word in (
-        "--recompute-granularity {None,full,selective}",
-        "--recompute-method {None,uniform,block}",
+        "--recompute-granularity {full,selective}",
+        "--recompute-method {uniform,block}",
         "mla_up_proj",
     ):
         assert word in " ".join(text.split())
