@@ -93,7 +93,7 @@ def over_gloo() -> dict[str, Any]:
     """Plans with parts and without, at the least budgets of both and above, and what the step under each measures."""
     made = model()
     expected = gradients(made)
-    # That of one rank for both: what was measured beside the times, such as bytes that gloo released late, differs now and then.
+    # That of one rank for both: what was measured beside the times, such as bytes that gloo released late, may differ.
     profiles = [timed_alike(recollect.record(made, batch(), collectives="replay"))]
     dist.broadcast_object_list(profiles)
     profile = profiles[0]
