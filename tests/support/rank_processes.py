@@ -41,6 +41,7 @@ def _outputs_of(started: Sequence[subprocess.Popen[str]], longest_s: float) -> l
                 process.communicate(timeout=10)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.communicate()
     assert all(process.returncode == 0 for process in started), "".join(errors[-4000:] for _, errors in done)
     return [output for output, _ in done]
 
