@@ -16,7 +16,7 @@ from recollect.cli import main
 from recollect.cli.commands import Train
 from recollect.cli.entry import parse_train
 from recollect.errors import DataError
-from training_runs import start, write_text
+from training_runs import start_python, write_text
 
 pytestmark = pytest.mark.integration
 
@@ -202,7 +202,7 @@ def test_train_from_the_command_line_prints_the_report(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "picture.png").write_bytes(b"\x89PNG\x00")
     flags = ["--size", "tiny", "--seq-length", 32, "--batch-size", 2, "--steps", 3, "--device", "cpu"]
-    process = start("train", "--data", text, tmp_path / "folder", *flags, "--run-dir", tmp_path / "run")
+    process = start_python("train", "--data", text, tmp_path / "folder", *flags, "--run-dir", tmp_path / "run")
     output, errors = process.communicate()
     assert process.returncode == 0, errors
     assert "Warning: training data" in errors  # the picture

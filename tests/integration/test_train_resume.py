@@ -23,7 +23,7 @@ from recollect.lab.train.loop import train
 from recollect.lab.train.records import Outcome
 from recollect.lab.train.session import open_session
 from recollect.plans.plan import Plan
-from training_runs import config, kill_after, losses, run, start, wait_for_steps, write_text
+from training_runs import config, kill_after, losses, run, start, start_python, wait_for_steps, write_text
 
 pytestmark = pytest.mark.integration
 
@@ -60,7 +60,7 @@ def test_killed_again_and_again_the_losses_are_the_same_to_the_bit(tmp_path: Pat
 def test_interrupt_ends_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
     write_text(tmp_path)
     run_dir = tmp_path / "run"
-    process = start(*arguments(tmp_path, run_dir))
+    process = start_python(*arguments(tmp_path, run_dir))
     wait_for_steps(process, run_dir, 3)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate()

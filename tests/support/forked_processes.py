@@ -1,0 +1,110 @@
+"""Processes that are forked from one that has imported PyTorch and Transformers, which takes longer than most of what they do.
+
+A program runs as `python PROGRAM` and `python -m MODULE` run it, in a process of its own; only what it imports is there sooner.
+One test of each command line starts it the long way.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing.forkserver
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+# The first is what a process imports that pytest itself has started.
+_IMPORTED = ["pytest", "recollect.lab.train.loop", "transformers.trainer", "transformers.models.llama.modeling_llama"]
+_LONGEST_S = 540
+
+
+class ForkedProcess:
+    """A program under way, with what tests use of `subprocess.Popen`; standard output and error are text."""
+
+    def __init__(self, program: str | Path, *arguments: object, cwd: Path | None = None, **environment: str) -> None:
+        """Start it in a folder: a path is a script, anything else a module's name."""
+        self._folder = tempfile.TemporaryDirectory()
+        for stream in "12":
+            Path(self._folder.name, stream).touch()
+        words = [program, *map(str, arguments)]
+        settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        self._process = _server().Process(
+            target=_become, args=(words, cwd or Path.cwd(), settings, Path(self._folder.name)), daemon=True
+        )
+        self._process.start()
+        self.args = words
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The status it ended with, negative for a signal; None before."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Return the status it ended with, None before."""
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        assert self.pid is not None
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float = _LONGEST_S) -> tuple[str, str]:
+        """Wait until it has ended; return what it wrote to standard output and to standard error."""
+        self._process.join(timeout)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+            self._folder.cleanup()
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        output, errors = (Path(self._folder.name, stream).read_text(encoding="utf-8") for stream in "12")
+        self._folder.cleanup()
+        return output, errors
+
+
+def run_forked(
+    program: str | Path, *arguments: object, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end."""
+    process = ForkedProcess(program, *arguments, cwd=cwd, **environment)
+    output, errors = process.communicate()
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def _server() -> multiprocessing.context.ForkServerContext:
+    """Return what starts processes: of all files whose tests this process runs, so that it imports but once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    # A library that has started threads cannot be forked.
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+    return context
+
+
+def _become(words: list[str | Path], cwd: Path, environment: Mapping[str, str], folder: Path) -> None:
+    """Run a program as if this process had been started for it."""
+    for number in (1, 2):
+        os.dup2(os.open(folder / str(number), os.O_WRONLY | os.O_APPEND), number)
+    gc.freeze()  # what was imported is there for good: the meter need not look at it
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    program, *arguments = words
+    sys.argv = [str(program), *map(str, arguments)]
+    if isinstance(program, Path):
+        sys.path.insert(0, str(program.parent))
+        runpy.run_path(str(program), run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
