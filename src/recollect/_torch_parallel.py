@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from recollect.errors import RecordError
+from recollect.errors import ConfigError, RecordError
 
 __all__ = [
     "RankNotes",
@@ -201,6 +201,23 @@ def flat_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return a mesh of the same ranks with one dimension. No public name keeps it a view of the mesh it is a part of."""
     flat: DeviceMesh = mesh._flatten("_".join(mesh.mesh_dim_names or ()))
     return flat
+
+
+def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the dimensions of two, which are views of one. No public name joins them.
+
+    Raises:
+        ConfigError: they are no dimensions of one mesh.
+    """
+    try:
+        joined: DeviceMesh = DeviceMesh._concatenate([outer, inner])
+    except RuntimeError:
+        raise ConfigError(
+            settings={"mesh": outer.mesh.tolist(), "device_mesh": inner.mesh.tolist()},
+            reason="what the ranks of the second share already is to be shared by those of the first, which are others",
+            advice="Pass two dimensions of one mesh.",
+        ) from None
+    return joined
 
 
 def gathered(part: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:

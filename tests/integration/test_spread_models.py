@@ -99,8 +99,33 @@ def test_plans_change_no_bit_of_split_experts(ranks: list[dict[str, Any]], model
     assert [found[f"sequence equal {plan} {model}"] for found in ranks for plan in plans] == [True] * 3 * RANKS
 
 
+@pytest.mark.parametrize("way", ["tensor", "sequence"])
+@pytest.mark.parametrize("model", TENSOR_MODELS)
+def test_split_experts_that_ranks_share_give_the_gradients_of_whole_ones(
+    ranks: list[dict[str, Any]], model: str, way: str
+) -> None:
+    """Against a model on one device that runs the batches of both pairs in turn."""
+    assert max(found[f"{way} both {model}"] for found in ranks) <= FARTHEST
+
+
+@pytest.mark.parametrize("model", ["deepseek", "mixtral"])
+def test_plans_change_no_bit_of_split_experts_that_ranks_share(ranks: list[dict[str, Any]], model: str) -> None:
+    """Under tensor and sequence parallelism, with dropout on, and another batch on each pair of ranks."""
+    plans = ("keep_all", "full", "budget")
+    assert [found[f"both equal {plan} {model}"] for found in ranks for plan in plans] == [True] * 3 * RANKS
+
+
+def test_experts_are_not_shared_by_the_ranks_that_split_them(ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        pair = [0, 1] if rank < 2 else [2, 3]
+        assert found["both refused"] == (
+            f"got mesh={pair}, device_mesh={pair}: what the ranks of the second share already is to be shared by those of the "
+            "first, which are others. Pass two dimensions of one mesh."
+        )
+
+
 def test_experts_that_cannot_be_split_are_refused_alike_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     assert [found["tensor refused"] for found in ranks] == [
-        "got add_bias_linear=True, tensor_model_parallel_size=2: not yet: tensor parallelism of experts that have biases, or "
-        "that ranks share. Leave tensor parallelism out for this model."
+        "got add_bias_linear=True, tensor_model_parallel_size=2: not yet: tensor parallelism of experts that have biases. Leave "
+        "tensor parallelism out for this model."
     ] * RANKS

@@ -113,35 +113,38 @@ EXPERT_MODELS = {
 }
 
 
-def mean_of_whole(model: GPTModel) -> dict[str, Tensor]:
+def mean_of_whole(model: GPTModel, ranks: int = RANKS) -> dict[str, Tensor]:
     """The mean over the batches of all ranks, which a model on one device runs in turn."""
-    found = [gradients(model, batch(rank)) for rank in range(RANKS)]
+    found = [gradients(model, batch(rank)) for rank in range(ranks)]
     return {name: torch.stack([one[name] for one in found]).mean(dim=0) for name in found[0]}
 
 
-def mean_of_shared(model: GPTModel) -> dict[str, Tensor]:
-    """Experts have the sum over all ranks already."""
-    found = gradients(model, batch(dist.get_rank()))
-    shared = {name: found.pop(name) / RANKS for name in [*found] if ".experts." in name}
-    return {**mean(found), **shared}
+def mean_of_shared(
+    model: GPTModel, own: dict[str, Tensor], group: dist.ProcessGroup | None = None, ranks: int = 1
+) -> dict[str, Tensor]:
+    """The mean over the ranks of a group with batches of their own; experts have the sum already. `ranks`: see `gradients`."""
+    found = gradients(model, own, ranks)
+    shared = {name: found.pop(name) / dist.get_world_size(group) for name in [*found] if ".experts." in name}
+    return {**mean(found, group), **shared}
 
 
 def experts(world: DeviceMesh, halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
+    own = batch(dist.get_rank())
     for name, config in EXPERT_MODELS.items():
         whole, shared = built(config), expert_parallel(built(config), world)
-        yield f"expert {name}", farthest(mean_of_shared(shared), mean_of_whole(whole))
+        yield f"expert {name}", farthest(mean_of_shared(shared, own), mean_of_whole(whole))
         if name != "deepseek":
             continue
         for model in (whole, shared):
             model.update_expert_bias()
         biases = [dict(model.named_buffers()) for model in (whole, shared)]
         yield "expert bias", all(torch.equal(biases[0][key], biases[1][key]) for key in biases[0] if "bias" in key)
-        yield "expert again", farthest(mean_of_shared(shared), mean_of_whole(whole))
+        yield "expert again", farthest(mean_of_shared(shared, own), mean_of_whole(whole))
         inner = expert_parallel(built(config), halves["inner"])
         sharded = data_parallel(inner, flat_mesh(halves), expert_mesh=halves["outer"])
         yield (
             "expert with data",
-            farthest(mean_loss(gradients(sharded, batch(dist.get_rank()))), mean_of_whole(built(config))),
+            farthest(mean_loss(gradients(sharded, own)), mean_of_whole(built(config))),
         )
         alone = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("replicas", "expert"))
         sharded = data_parallel(
@@ -149,17 +152,15 @@ def experts(world: DeviceMesh, halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
         )
         yield (
             "expert with data alone",
-            farthest(mean_loss(gradients(sharded, batch(dist.get_rank()))), mean_of_whole(built(config))),
+            farthest(mean_loss(gradients(sharded, own)), mean_of_whole(built(config))),
         )
-        both = expert_parallel(context_parallel(built(config), world), world)
-        found = gradients(both, batch())
-        shared = {name: found.pop(name) / RANKS for name in [*found] if ".experts." in name}
-        yield "expert with context", farthest({**mean(found), **shared}, gradients(built(config), batch()))
+        model = expert_parallel(context_parallel(built(config), world), world)
+        yield "expert with context", farthest(mean_of_shared(model, batch()), gradients(built(config), batch()))
     for name in ("deepseek", "mixtral"):
         model = expert_parallel(built(replace(EXPERT_MODELS[name], hidden_dropout=0.1)), world)
-        for plan, is_equal in plans_change_no_bit(model, batch(dist.get_rank())):
+        for plan, is_equal in plans_change_no_bit(model, own):
             yield f"expert equal {plan} {name}", is_equal
-    few = {name: tensor[:1, :8] for name, tensor in batch(dist.get_rank()).items()}
+    few = {name: tensor[:1, :8] for name, tensor in own.items()}
     lonely = replace(MIXTRAL, moe_router_topk=1, num_moe_experts=4)
     found = gradients(expert_parallel(one_route(lonely), world), {**few, "labels": few["tokens"]})
     yield "expert without rows", sorted(found) == sorted(gradients(built(lonely), few))
@@ -190,6 +191,28 @@ def tensor(halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
     yield "tensor refused", refusal(lambda: tensor_parallel(built(biased), halves["inner"]))
 
 
+def both(halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
+    """Each expert is split over two ranks, and two such pairs share the experts."""
+    group = halves["outer"].get_group()
+    own = batch(halves["outer"].get_local_rank())
+    for name, config in TENSOR_MODELS.items():
+        expected = mean_of_whole(built(config), 2)
+        for kind, is_split in (("tensor", False), ("sequence", True)):
+            model = expert_parallel(
+                tensor_parallel(built(config), halves["inner"], sequence_parallel=is_split), halves["outer"]
+            )
+            found = mean_of_shared(model, own, group, ranks=2)
+            yield f"{kind} both {name}", farthest(found, expected)
+    for name in ("deepseek", "mixtral"):
+        split = tensor_parallel(
+            built(replace(TENSOR_MODELS[name], hidden_dropout=0.1)), halves["inner"], sequence_parallel=True
+        )
+        for plan, is_equal in plans_change_no_bit(expert_parallel(split, halves["outer"]), own):
+            yield f"both equal {plan} {name}", is_equal
+    split = tensor_parallel(built(MIXTRAL), halves["inner"])
+    yield "both refused", refusal(lambda: expert_parallel(split, halves["inner"]))
+
+
 def one_route(config: TransformerConfig) -> GPTModel:
     """A model whose tokens all go to the first expert."""
     model = built(config)
@@ -214,6 +237,7 @@ def run(rank: int, folder: str) -> None:
     found = dict(context(world, halves))
     found |= dict(experts(world, halves))
     found |= dict(tensor(halves))
+    found |= dict(both(halves))
     torch.save(found, Path(folder) / f"rank{rank}")
     dist.barrier()
     os._exit(0)

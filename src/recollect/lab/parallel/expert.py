@@ -32,18 +32,22 @@ def expert_parallel(model: GPTModel, mesh: DeviceMesh, *, balanced: bool = False
     """Give each rank of a mesh some experts of each layer.
 
     Args:
-        model: with the same weights on all ranks, or on the meta device; changed in place. Each rank passes its own batch.
-        mesh: one-dimensional: some ranks of data and context parallelism.
+        model: with the same weights on all ranks, or on the meta device; from `tensor_parallel` before, if both are wanted: each
+            rank then has some channels of some experts. Changed in place. Each rank passes its own batch.
+        mesh: one-dimensional: some ranks of data and context parallelism; beside tensor parallelism another dimension of the
+            same mesh.
         balanced: assume that each rank sends as many rows to each other; for fake tensors, whose routes nobody knows.
 
     Returns:
-        The model. Experts are DTensors, shared along their first dimension. Their gradients are sums over the ranks; those of
+        The model. Experts are DTensors, shared along their first dimension, too. Their gradients are sums over the ranks; those of
         the rest are of this rank's batch. `data_parallel` makes means of both.
 
     Raises:
-        ConfigError: no experts, or no multiple of the ranks; in forward, `balanced` with real tensors.
+        ConfigError: no experts, or no multiple of the ranks; `mesh` is that of tensor parallelism, or part of another; in
+            forward, `balanced` with real tensors.
 
-    Limitations: an auxiliary loss over the batch is one over each rank's. Ranks wait for the one with the most rows.
+    Limitations: an auxiliary loss over the batch is one over each rank's. Ranks wait for the one with the most rows. Beside
+    tensor parallelism all rows are exchanged once for each of its ranks.
     """
     DeviceLayout(expert_model_parallel_size=mesh.size(), data_parallel_size=mesh.size()).check_model(model.config)
     for module in [*model.modules()]:

@@ -74,11 +74,11 @@ class DeviceLayout(PipelineLayout):
 
         Raises:
             ConfigError: heads, widths, vocabulary, layers or the sequence do not divide; names them.
-            NotYetError: tensor parallelism for experts that have biases, or that ranks share.
+            NotYetError: tensor parallelism for experts that have biases.
         """
         ranks = self.tensor_model_parallel_size
         if ranks > 1:
-            _check_parts(config, self)
+            _check_parts(config, ranks)
             sizes = {
                 "num_attention_heads": config.num_attention_heads,
                 "num_query_groups": config.num_query_groups,
@@ -150,21 +150,14 @@ class DeviceLayout(PipelineLayout):
             )
 
 
-def _check_parts(config: TransformerConfig, layout: DeviceLayout) -> None:
+def _check_parts(config: TransformerConfig, ranks: int) -> None:
     """Check that experts, if there are any, can be split by channels."""
-    ranks = layout.tensor_model_parallel_size
     if config.num_moe_experts is None:
         return
-    unfit = {
-        "add_bias_linear": config.add_bias_linear or None,
-        "expert_model_parallel_size": layout.expert_model_parallel_size
-        if layout.expert_model_parallel_size > 1
-        else None,
-    }
-    if found := {name: value for name, value in unfit.items() if value is not None}:
+    if config.add_bias_linear:
         raise NotYetError(
-            settings={**found, "tensor_model_parallel_size": ranks},
-            needs="tensor parallelism of experts that have biases, or that ranks share",
+            settings={"add_bias_linear": True, "tensor_model_parallel_size": ranks},
+            needs="tensor parallelism of experts that have biases",
             advice="Leave tensor parallelism out for this model.",
         )
     sizes = {
