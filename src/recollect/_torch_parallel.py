@@ -213,9 +213,9 @@ def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
         joined: DeviceMesh = DeviceMesh._concatenate([outer, inner])
     except RuntimeError:
         raise ConfigError(
-            settings={"mesh": outer.mesh.tolist(), "device_mesh": inner.mesh.tolist()},
-            reason="what the ranks of the second share already is to be shared by those of the first, which are others",
-            advice="Pass two dimensions of one mesh.",
+            settings={"mesh": outer.mesh.tolist(), "tensor mesh": inner.mesh.tolist()},
+            reason="both are to share one tensor, each along a dimension of its own",
+            advice="Pass two dimensions of one mesh, which have this rank alone in common.",
         ) from None
     return joined
 

@@ -42,7 +42,7 @@ ON_TWO = (
     "PP2 interleaved tied",
 )
 ON_FOUR = ("TP2 DP2", "TP2 SP DP2 FSDP2", "TP2 SP CP2", "EP2 CP2 DP2 FSDP2 experts", "PP2 TP2 SP tied")
-ON_FOUR += ("PP2 interleaved CP2 tied", "PP2 EP2 experts")
+ON_FOUR += ("PP2 interleaved CP2 tied", "PP2 EP2 experts", "TP2 SP EP2 experts")
 # Run in two processes, too.
 OTHERS = ("default batch", "Megatron", "Megatron pipeline", "held parts")
 Rows = dict[str, list[dict[str, Any]]]

@@ -38,6 +38,7 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "EP FSDP2": {"expert_model_parallel_size": 2, "use_torch_fsdp2": True},
     "EP CP": {"expert_model_parallel_size": 4, "context_parallel_size": 2},
     "EP PP": {"expert_model_parallel_size": 2, **PIPELINE},
+    "EP TP": {"expert_model_parallel_size": 2, **TENSOR},
 }
 EVERY, STEPS = 3, 6
 OLDER = f"step_{EVERY:08d}"

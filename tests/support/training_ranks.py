@@ -47,6 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2 experts": {},
     "EP2 experts": EXPERT,
     "EP2 CP2 DP2 FSDP2 experts": {**EXPERT, **CONTEXT, "use_torch_fsdp2": True},
+    "TP2 SP EP2 experts": {**TENSOR, **EXPERT, "sequence_parallel": True},
     "PP2": PIPELINE,
     "PP2 interleaved tied": INTERLEAVED,
     "PP2 TP2 SP tied": {**PIPELINE, **TENSOR, "sequence_parallel": True},

@@ -32,14 +32,14 @@ def expert_parallel(model: GPTModel, mesh: DeviceMesh, *, balanced: bool = False
     """Give each rank of a mesh some experts of each layer.
 
     Args:
-        model: with the same weights on all ranks, or on the meta device; from `tensor_parallel` before, if both are wanted: each
-            rank then has some channels of some experts. Changed in place. Each rank passes its own batch.
-        mesh: one-dimensional: some ranks of data and context parallelism; beside tensor parallelism another dimension of the
-            same mesh.
+        model: with the same weights on all ranks, or on the meta device; from `tensor_parallel`, if both are wanted, so that
+            each rank has some channels of some experts. Changed in place. Each rank passes its own batch.
+        mesh: one-dimensional: some ranks of data and context parallelism; with tensor parallelism another dimension of its
+            mesh.
         balanced: assume that each rank sends as many rows to each other; for fake tensors, whose routes nobody knows.
 
     Returns:
-        The model. Experts are DTensors, shared along their first dimension, too. Their gradients are sums over the ranks; those of
+        The model. Experts are DTensors, shared along their first dimension. Their gradients are sums over the ranks; those of
         the rest are of this rank's batch. `data_parallel` makes means of both.
 
     Raises:

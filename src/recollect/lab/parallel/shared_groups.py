@@ -38,6 +38,6 @@ def _part(whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
     if not isinstance(whole, DTensor):
         return distribute_tensor(whole, mesh, [Shard(dim)])
     # Cut along another dimension before, on each rank of `mesh` in the same way.
-    own = distribute_tensor(whole.detach().to_local(), mesh, [Shard(dim)]).to_local()
+    own = distribute_tensor(whole.to_local().detach(), mesh, [Shard(dim)]).to_local()
     both = joined_mesh(mesh, whole.device_mesh)
     return DTensor.from_local(own, both, [Shard(dim), *whole.placements], run_check=False)

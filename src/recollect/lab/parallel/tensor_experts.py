@@ -1,7 +1,8 @@
 """Tensor parallelism of experts: each rank has some channels of every expert, and of the shared one.
 
 All ranks route all tokens alike. What they send through their parts of the experts are parts of a sum; so are the gradients of
-the tokens and of their weights.
+the tokens and of their weights. Where ranks share the experts, too, each sends all of these
+rows to the ranks with the same channels.
 
 Shape legend: B batch   T positions   D hidden_size
 """

@@ -210,6 +210,16 @@ def test_further_axes_are_reported_with_what_is_assumed(spread: ClusterPlan) -> 
         assert sum(parts) == pytest.approx(spread.planned.step_s)
 
 
+def test_experts_that_ranks_share_are_split_by_tensor_parallelism_too(spread: ClusterPlan) -> None:
+    """Each of its ranks sends all rows, and has half of their channels; experts have two replicas, the rest eight."""
+    layout = replace(SPREAD.layout, tensor_model_parallel_size=2, sequence_parallel=True)
+    found = record_stages(replace(SPREAD, layout=layout), [range(1, 4)])
+    assert found.traffic[0]["expert"].nbytes == spread.stages.traffic[1]["expert"].nbytes
+    routed = 4 * 3 * DEEPSEEK.num_moe_experts * DEEPSEEK.hidden_size * DEEPSEEK.moe_ffn_hidden_size // 4 // 2
+    last = found.profiles[0].persistent
+    assert last["optimizer_state"] == 12 * (last["gradients"] // 4 - routed) // 8 + 12 * routed // 2
+
+
 @pytest.fixture(scope="module")
 def sharded() -> RecordedStages:
     return record_stages(replace(SPREAD, sharding="all"))
