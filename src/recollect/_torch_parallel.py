@@ -25,11 +25,11 @@ __all__ = [
     "fake_process_group",
     "GradientBuckets",
     "allows_uneven_inputs",
-    "filled_storages",
     "flat_mesh",
     "fully_sharded_parameters",
     "group_ranks",
     "is_checkpoint_wrapper",
+    "joined_mesh",
     "is_data_parallel",
     "gathered",
     "gathered_with_gradient",
@@ -389,27 +389,3 @@ def _bucket_sizes(module: DistributedDataParallel) -> list[int]:
         # Which were used, here and in any process: an int32 each.
         sizes += [4 * len(parameters)] * 2
     return sizes
-
-
-@contextmanager
-def filled_storages(note: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
-    """Within the block, hear of each storage that its owner fills or empties by `resize_`, which no dispatch mode sees.
-
-    So FSDP2 gathers parameters, and frees what it has gathered.
-    """
-    resize = torch.UntypedStorage.resize_
-    had_own = "resize_" in vars(torch.UntypedStorage)
-
-    def resized(storage: torch.UntypedStorage, size: int) -> object:
-        result = resize(storage, size)
-        note(storage)
-        return result
-
-    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        if had_own:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-        else:
-            del torch.UntypedStorage.resize_

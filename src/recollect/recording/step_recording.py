@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from recollect._torch_parallel import GradientBuckets, filled_storages, freed_after_forward
+from recollect._torch_parallel import GradientBuckets, freed_after_forward
 from recollect.applying import apply_policy
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.engine.recorded_on import device_name
@@ -41,7 +41,7 @@ from recollect.recording.returns import Returns
 from recollect.recording.simulated_policy import leanest_of
 from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.timing_rounds import TOGETHER, Rounds, rounds_for
-from recollect.recording.trackers import TrackedOther, tracker_of
+from recollect.recording.trackers import TrackedOther, filled_storages, tracker_of
 from recollect.recording.unit_samples import NoSamples, UnitSample, UnitSamples
 from recollect.recording.unit_times import measure_unit_times, with_unit_times
 from recollect.simulation.call_actions import CallActions

@@ -1,9 +1,10 @@
-"""Objects attached to storages while a step is recorded, which log the storages' deaths."""
+"""Objects attached to storages while a step is recorded, which log their deaths; and what hears of those that are filled."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -176,3 +177,27 @@ class Filled:
 
     def __del__(self) -> None:
         self.empty()
+
+
+@contextmanager
+def filled_storages(note: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
+    """Within the block, hear of each storage that its owner fills or empties by `resize_`, which no dispatch mode sees.
+
+    So FSDP2 gathers parameters, and frees what it has gathered.
+    """
+    resize = torch.UntypedStorage.resize_
+    had_own = "resize_" in vars(torch.UntypedStorage)
+
+    def resized(storage: torch.UntypedStorage, size: int) -> object:
+        result = resize(storage, size)
+        note(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        if had_own:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        else:
+            del torch.UntypedStorage.resize_
