@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
+from forked_processes import run_forked
 from metered_processes import ROOT, Row, check_row, free_port, metered, metered_ranks, needs_meter
+from metered_trainers import FEW_STEPS
 
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,
     needs_meter,
-    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
-    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers"),
+    *(
+        pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}")
+        for name in ("deepspeed", "transformers", "accelerate")
+    ),
 ]
 
 # Each stage once, of `deepspeed_engines.CASES` and `deepspeed_trainers.CASES`: importing both libraries takes longer than
@@ -26,17 +27,19 @@ pytestmark = [
 # recorded step seems to need a bucket more than it does.
 ENGINES = ("0 fp32", "3 bf16")
 TRAINERS = ("ZeRO-2",)
+LENGTHS, PAIR = PAIRS = ("3 lengths", "ZeRO-3 in bf16")
 
 
 @pytest.fixture(scope="module")
-def engines() -> dict[str, Row]:
-    return metered("deepspeed_engines", *ENGINES)
+def rows() -> dict[str, Row]:
+    """A row for each case in one process."""
+    return metered("deepspeed_trainers", *ENGINES, *TRAINERS)
 
 
 @pytest.fixture(scope="module")
-def trainers() -> dict[str, Row]:
-    pytest.importorskip("accelerate", reason="Hugging Face's Trainer needs accelerate")
-    return metered("deepspeed_trainers", *TRAINERS)
+def pairs() -> list[dict[str, Row]]:
+    """A row for each case in two processes, of each."""
+    return metered_ranks("deepspeed_trainers", *PAIRS, num_ranks=2)
 
 
 EXPECTED = {
@@ -74,28 +77,20 @@ EXPECTED = {
 @pytest.fixture(scope="module")
 def refusals() -> dict[str, str]:
     """What each mistake raises, from a process of its own."""
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/support/deepspeed_mistakes.py")]
-    environment = {**os.environ, "MASTER_PORT": str(free_port())}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    done = run_forked(ROOT / "tests/support/deepspeed_mistakes.py", MASTER_PORT=str(free_port()))
     assert done.returncode == 0, done.stderr
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_every_step_of_an_engine_is_within_the_budget(name: str, engines: dict[str, Row]) -> None:
-    check_row(engines[name])
+@pytest.mark.parametrize("name", (*ENGINES, *TRAINERS))
+def test_every_step_of_an_engine_and_of_a_trainer_is_within_the_budget(name: str, rows: dict[str, Row]) -> None:
+    check_row(rows[name])
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_every_step_of_a_trainer_with_deepspeed_is_within_the_budget(name: str, trainers: dict[str, Row]) -> None:
-    check_row(trainers[name])
-
-
-def test_a_trainer_with_deepspeed_in_two_processes_is_within_the_budget() -> None:
-    pytest.importorskip("accelerate", reason="Hugging Face's Trainer needs accelerate")
-    for rows in metered_ranks("deepspeed_trainers", "ZeRO-3 in bf16", num_ranks=2):
-        check_row(rows["ZeRO-3 in bf16"])
+def test_a_trainer_with_deepspeed_in_two_processes_is_within_the_budget(pairs: list[dict[str, Row]]) -> None:
+    for rows in pairs:
+        check_row(rows[PAIR], steps=FEW_STEPS)
 
 
 def test_what_is_asked_for_twice_or_not_there_is_refused_by_name(refusals: dict[str, str]) -> None:
@@ -105,9 +100,10 @@ def test_what_is_asked_for_twice_or_not_there_is_refused_by_name(refusals: dict[
     assert refusals.keys() == EXPECTED.keys()
 
 
-def test_processes_whose_batches_grow_at_different_times_record_together() -> None:
+def test_processes_whose_batches_grow_at_different_times_record_together(pairs: list[dict[str, Row]]) -> None:
     """Each is longer in one step of its own; both then record, so that one plan holds for both."""
-    for rows in metered_ranks("deepspeed_engines", "3 lengths", num_ranks=2):
-        check_row(rows["3 lengths"], recorded_steps=3)
+    for rows in pairs:
+        row = rows[LENGTHS]
+        check_row(row, recorded_steps=3, steps=FEW_STEPS)
         # Where the results of linear layers are kept, it is more than half.
-        assert rows["3 lengths"]["least_bytes"] < 0.45 * rows["3 lengths"]["plain_bytes"]
+        assert row["least_bytes"] < 0.45 * row["plain_bytes"]

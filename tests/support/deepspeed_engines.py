@@ -18,7 +18,7 @@ from deepspeed.utils import logger  # noqa: E402
 from torch import nn  # noqa: E402
 
 from hugging_face_trainers import NUM_STEPS, llama, texts  # noqa: E402
-from metered_trainers import Case, StepPeaks  # noqa: E402
+from metered_trainers import FEW_STEPS, Case, StepPeaks  # noqa: E402
 from recollect.integrations.deepspeed import initialize  # noqa: E402
 
 RANK = int(os.environ["RANK"])
@@ -45,10 +45,12 @@ def gathered(engine: Any) -> nn.Module:
     return model
 
 
-def batches(accumulation: int, longest_at: int | None = None) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
+def batches(
+    accumulation: int, longest_at: int | None = None, num_steps: int = NUM_STEPS
+) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
     """Micro-batches, and whether each is the last of its step; each process is longer in one step of its own."""
-    data = texts(4 * NUM_STEPS * accumulation, 72)
-    for number in range(NUM_STEPS * accumulation):
+    data = texts(4 * num_steps * accumulation, 72)
+    for number in range(num_steps * accumulation):
         length = 64 if longest_at is None or number // accumulation == longest_at + 4 * RANK else 60
         rows = data[4 * number : 4 * number + 4]
         yield (
@@ -57,7 +59,9 @@ def batches(accumulation: int, longest_at: int | None = None) -> Iterator[tuple[
         )
 
 
-def _case(stage: int, precision: str, accumulation: int, longest_at: int | None = None) -> Case:
+def _case(
+    stage: int, precision: str, accumulation: int, longest_at: int | None = None, num_steps: int = NUM_STEPS
+) -> Case:
     def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
         model = llama().train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -68,7 +72,7 @@ def _case(stage: int, precision: str, accumulation: int, longest_at: int | None 
             engine, *_ = initialize(**given, memory_budget=budget)
         torch.manual_seed(3 + RANK)
         peaks.begin()
-        for batch, is_last in batches(accumulation, longest_at):
+        for batch, is_last in batches(accumulation, longest_at, num_steps):
             loss = engine(**batch).loss
             engine.backward(loss)
             engine.step()
@@ -95,5 +99,5 @@ CASES: dict[str, Case] = {
     "3 fp32": _case(3, "fp32", 2),
     "3 bf16": _case(3, "bf16", 1),
     # In steps of one process and of the other, both record.
-    "3 lengths": _case(3, "fp32", 1, longest_at=5),
+    "3 lengths": _case(3, "fp32", 1, longest_at=5, num_steps=FEW_STEPS),
 }

@@ -6,12 +6,12 @@ import tempfile
 from typing import Any
 
 # First, as it sets what DeepSpeed reads when it is imported.
-from deepspeed_engines import config, gathered  # isort: skip
+import deepspeed_engines  # isort: skip
 from torch import nn
 from transformers import Trainer
 
 from hugging_face_trainers import arguments, llama, texts, trained
-from metered_trainers import Case, StepPeaks
+from metered_trainers import FEW_STEPS, Case, StepPeaks
 
 
 def _case(stage: int, **changes: Any) -> Case:
@@ -19,7 +19,7 @@ def _case(stage: int, **changes: Any) -> Case:
         trainers: list[Trainer] = []
         with tempfile.TemporaryDirectory() as folder:
             precision = "bf16" if changes.get("bf16") else "fp32"
-            args = arguments(folder, deepspeed=config(stage, precision, accumulation=2), **changes)
+            args = arguments(folder, deepspeed=deepspeed_engines.config(stage, precision, accumulation=2), **changes)
 
             def make(callbacks: list[Any]) -> Trainer:
                 trainers.append(Trainer(llama(), args, train_dataset=texts(480), callbacks=callbacks))
@@ -27,11 +27,16 @@ def _case(stage: int, **changes: Any) -> Case:
 
             _, recorded = trained(make, budget, peaks)
         engine: Any = trainers[0].model_wrapped
-        model = gathered(engine)
+        model = deepspeed_engines.gathered(engine)
         engine.destroy()
         return model, recorded
 
     return run
 
 
-CASES: dict[str, Case] = {"ZeRO-2": _case(2), "ZeRO-3 in bf16": _case(3, bf16=True)}
+# With those of the engine, as importing both libraries takes longer than training.
+CASES: dict[str, Case] = {
+    **deepspeed_engines.CASES,
+    "ZeRO-2": _case(2),
+    "ZeRO-3 in bf16": _case(3, bf16=True, max_steps=FEW_STEPS),
+}

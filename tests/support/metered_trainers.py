@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _ROOM = 1.02
 # Of the way from the least peak to the peak without a budget.
 _PART = 0.15
+# Enough to see each step of several processes, which wait for each other.
+FEW_STEPS = 12
 
 
 @dataclass(frozen=True)
