@@ -72,16 +72,18 @@ def read_arguments(args: Sequence[str]) -> Arguments:
     rest: list[str] = []
     without_effect: dict[str, str] = {}
     given: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     for name, words in _flags(args):
         given[name] = words
         foreign = FOREIGN_FLAGS.get(name)
         if foreign is None:
             rest += _own(name, words)
             continue
-        values, others = _values(foreign, words)
-        _check(foreign, values)
+        values[name], others = _values(foreign, words)
         without_effect[name] = foreign.why
         rest += others
+    for name, found in values.items():
+        _check(FOREIGN_FLAGS[name], found, given)
     for first, second in _EITHER_OR:
         if all(name in given and _text(given[name]) != "None" for name in (first, second)):
             raise ConfigError(
@@ -145,10 +147,12 @@ def _values(flag: ForeignFlag, words: list[str]) -> tuple[list[str], list[str]]:
     return values[:count], values[count:]
 
 
-def _check(flag: ForeignFlag, values: list[str]) -> None:
-    if not flag.needs or (flag.allowed is not None and any(_is_same(values, allowed) for allowed in flag.allowed)):
+def _check(flag: ForeignFlag, values: list[str], given: dict[str, list[str]]) -> None:
+    other = {flag.same_as: _text(given[flag.same_as])} if flag.same_as in given else {}
+    allowed = tuple(other.values()) or flag.allowed or ()
+    if not flag.needs or any(_is_same(values, one) for one in allowed):
         return
-    raise NotYetError(settings={flag.name: _text([flag.name, *values])}, needs=flag.needs, advice=flag.advice)
+    raise NotYetError(settings={flag.name: _text([flag.name, *values]), **other}, needs=flag.needs, advice=flag.advice)
 
 
 def _is_same(values: list[str], allowed: str) -> bool:

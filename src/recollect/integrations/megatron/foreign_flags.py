@@ -20,6 +20,7 @@ class ForeignFlag:
     Attributes:
         name: with dashes.
         arity: number of values that follow it.
+        same_as: another flag; if it is given, its value is the one without effect here.
         allowed: values without effect here; None: any. A flag of arity 0 is allowed unless `needs` is set.
         why: why it has no effect.
         needs: what recollect would need for other values; empty: every value is allowed.
@@ -28,6 +29,7 @@ class ForeignFlag:
 
     name: str
     arity: Arity = 0
+    same_as: str = ""
     allowed: tuple[str, ...] | None = None
     why: str = ""
     needs: str = ""
@@ -126,10 +128,18 @@ _FIXED = (
     *_only(
         "this is not split",
         ("1",),
-        "layouts with another size for experts or the optimizer",
+        "layouts with another size for the optimizer",
         "Set it to 1, or leave it out.",
-        *("--expert-tensor-parallel-size", "--num-distributed-optimizer-instances"),
-        *("--tensor-parallel-size", "--model-parallel-size"),
+        *("--num-distributed-optimizer-instances", "--tensor-parallel-size", "--model-parallel-size"),
+    ),
+    ForeignFlag(
+        name="--expert-tensor-parallel-size",
+        arity=1,
+        same_as="--tensor-model-parallel-size",
+        allowed=("1",),
+        why="experts are split over as many ranks as all matrices, --tensor-model-parallel-size",
+        needs="experts that are split over other ranks than the rest",
+        advice="Leave it out.",
     ),
     *_only(
         "",

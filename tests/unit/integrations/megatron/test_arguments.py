@@ -60,6 +60,17 @@ def test_foreign_flags_are_allowed_or_refused_with_advice() -> None:
             assert str(found.value) == f"got {name}={said}: not yet: {flag.needs}. {flag.advice}"
 
 
+def test_experts_are_split_as_all_matrices_are() -> None:
+    for line in ("--tensor-model-parallel-size=2 --expert-tensor-parallel-size 2", "--expert_tensor_parallel_size=1"):
+        assert "--expert-tensor-parallel-size" in read_arguments(line.split()).without_effect
+    with pytest.raises(NotYetError) as found:
+        read_arguments("--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2".split())
+    assert str(found.value) == (
+        "got --expert-tensor-parallel-size=1, --tensor-model-parallel-size=2: not yet: experts that are split over other ranks "
+        "than the rest. Leave it out."
+    )
+
+
 @pytest.fixture
 def own(capsys: pytest.CaptureFixture[str]) -> set[str]:
     """Names of recollect's own flags, as help prints them."""
