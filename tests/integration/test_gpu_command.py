@@ -152,10 +152,16 @@ def test_no_cuda_device_is_said_in_a_sentence() -> None:
         (("speed",), "no part 'speed'; expected one of tests, calibrate, prediction"),
     ],
 )
-def test_bad_arguments(arguments: tuple[str, ...], message: str) -> None:
-    done = scripts_gpu(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
+@pytest.mark.usefixtures("benchmarks")
+def test_bad_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from gpu.command import main
+
+    try:
+        status = main(arguments)
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("benchmarks")

@@ -18,6 +18,11 @@ from recollect.progress.stage import stage
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|[━╺╸]")
 
+# For programs whose line may come sooner, so that nobody waits for it.
+SOON = """
+import sys, recollect.progress.stage
+sys.modules["recollect.progress.stage"]._DELAY_S = 0.2
+"""
 STAGES = """
 import sys, time
 from recollect.progress.stage import stage
@@ -38,7 +43,7 @@ class Slow(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4))
     def forward(self, x):
-        time.sleep(2.2)
+        time.sleep(0.5)
         for layer in self.layers:
             x = x + layer(x)
         return x.sum()
@@ -53,7 +58,7 @@ from recollect.progress.stage import stage
 model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)))
 profile = recollect.record(model, torch.randn(64, 64), loss_fn=torch.sum, fake=True)
 with stage("waiting"):
-    time.sleep(2.2)
+    time.sleep(0.5)
     recollect.frontier(profile)
 """
 LARGEST = """
@@ -61,7 +66,7 @@ import time
 from recollect.planning.batch_search import search_batches
 
 def record(size):
-    time.sleep(2.2)
+    time.sleep(0.5)
     raise KeyboardInterrupt
 
 search_batches(record, "1GiB")
@@ -74,7 +79,7 @@ model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch
 batch = torch.randn(64, 64)
 plan = recollect.classic_plan(recollect.record(model, batch, loss_fn=torch.sum, fake=True), "full")
 with stage("waiting"):
-    time.sleep(2.2)
+    time.sleep(0.5)
     for compare in ("step", "units"):
         recollect.verify(model, batch, plan, loss_fn=torch.sum, compare=compare)
 """
@@ -83,15 +88,22 @@ import time, torch, recollect
 
 class Slow(torch.nn.Sequential):
     def __deepcopy__(self, memo):
-        time.sleep(2.2)
+        time.sleep(0.5)
         raise TypeError("it cannot be copied, so it is not timed")
 
 model = torch.nn.Sequential(*(Slow(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(12)))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 with recollect.attach(model, optimizer, "95%"):
-    time.sleep(2.2)
+    time.sleep(0.5)
     model(torch.randn(64, 64)).sum().backward()
     optimizer.step()
+"""
+PROGRAMS = {"fit": FIT, "frontier": FRONTIER, "verify": VERIFY, "attach": ATTACH}
+# One after the other in a process, as it takes longer to import PyTorch.
+TOGETHER = f"""
+for name, program in {PROGRAMS}.items():
+    print("\\n==", name, file=sys.stderr)
+    exec(program, {{"__name__": name}})
 """
 
 
@@ -163,12 +175,12 @@ def test_short_work_shows_nothing() -> None:
 
 @pytest.mark.parametrize("switch", [{"RECOLLECT_PROGRESS": "0"}, {"RANK": "1"}], ids=str)
 def test_the_line_can_be_switched_off(switch: dict[str, str]) -> None:
-    assert run(STAGES.format(outer_s=2.3), **switch).text == "printed\r\n"
+    assert run(SOON + STAGES.format(outer_s=0.5), **switch).text == "printed\r\n"
 
 
 def test_nothing_goes_to_a_pipe() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", STAGES.format(outer_s=2.3)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", SOON + STAGES.format(outer_s=0.5)], capture_output=True, text=True, check=True
     )
     assert done.stderr == "printed\n"
 
@@ -178,38 +190,41 @@ def test_the_work_goes_on_when_the_terminal_is_gone() -> None:
     assert run(program, stays=False).status == 0
 
 
-def test_fit_says_what_it_does() -> None:
-    shown = run(FIT)
-    assert shown.status == 0
+@pytest.fixture(scope="module")
+def shown() -> dict[str, str]:
+    """What each of the programs that need PyTorch wrote to its terminal."""
+    ran = run(SOON + TOGETHER)
+    assert ran.status == 0, ran.text
+    texts = dict(text.split("\r\n", 1) for text in ran.text.split("\n== ")[1:])
+    assert texts.keys() == PROGRAMS.keys()
+    return texts
+
+
+def test_fit_says_what_it_does(shown: dict[str, str]) -> None:
     parts = ("recording the step", "timing units", "planning")
-    assert sorted(parts, key=shown.text.index) == list(parts)
-    assert re.search(r"timing units +2/2", shown.text)
+    assert sorted(parts, key=shown["fit"].index) == list(parts)
+    assert re.search(r"timing units +2/2", shown["fit"])
 
 
-def test_frontier_counts_its_plans() -> None:
-    shown = run(FRONTIER)
-    assert re.search(r"planning for all budgets +(\d+)/\1 ", shown.text)
+def test_frontier_counts_its_plans(shown: dict[str, str]) -> None:
+    assert re.search(r"planning for all budgets +(\d+)/\1 ", shown["frontier"])
 
 
 def test_the_search_for_the_largest_batch_says_so_and_can_be_interrupted() -> None:
-    shown = run(LARGEST)
+    shown = run(SOON + LARGEST)
     assert "recollect: looking for the largest batch" in shown.text
     assert shown.text.rstrip().endswith("KeyboardInterrupt")
 
 
-def test_verify_says_what_it_measures_and_compares() -> None:
-    shown = run(VERIFY)
-    assert shown.status == 0
+def test_verify_says_what_it_measures_and_compares(shown: dict[str, str]) -> None:
     for text in ("measuring the peak", "verifying the plan", r"timing steps +5/5", r"comparing units +4/4"):
-        assert re.search(f"recollect: {text}", shown.text), text
+        assert re.search(f"recollect: {text}", shown["verify"]), text
 
 
-def test_attach_says_when_it_plans_and_not_while_the_loop_runs() -> None:
-    shown = run(ATTACH)
-    assert shown.status == 0
-    assert "timing units" in shown.text
-    assert "planning" in shown.text
-    assert "recording" not in shown.text
+def test_attach_says_when_it_plans_and_not_while_the_loop_runs(shown: dict[str, str]) -> None:
+    assert "timing units" in shown["attach"]
+    assert "planning" in shown["attach"]
+    assert "recording" not in shown["attach"]
 
 
 def test_without_a_terminal_stages_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +240,6 @@ def test_without_a_terminal_stages_do_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_other_threads_show_nothing() -> None:
-    lines = STAGES.format(outer_s=2.3).replace("\n", "\n    ")
-    shown = run(f"import threading\ndef work():{lines}\nthread = threading.Thread(target=work)\nthread.start()")
+    lines = STAGES.format(outer_s=0.5).replace("\n", "\n    ")
+    shown = run(f"{SOON}import threading\ndef work():{lines}\nthread = threading.Thread(target=work)\nthread.start()")
     assert shown.text == "printed\r\n"
