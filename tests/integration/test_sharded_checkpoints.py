@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from checkpoint_ranks import EVERY, EXPERT_LAYOUTS, FIRST, LAYOUTS, OLDER, STEPS, copy_of, losses_of, settings
+from forked_processes import ForkedProcess
+from metered_processes import free_port
 from recollect.errors import CheckpointError
 from recollect.lab.train.checkpoint import find_damage, keep_newest, list_checkpoints, read_checkpoint, refuse_damage
 from recollect.lab.train.files import remove_partial
@@ -58,6 +60,20 @@ def start(ranks: int, *args: object) -> subprocess.Popen[str]:
     )
 
 
+def run_ranks(ranks: int, program: str | Path, *args: object) -> str:
+    """Run the processes that torchrun would start; return what they wrote to standard output."""
+    group = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "COLUMNS": "100"}
+    group |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    started = [ForkedProcess(program, *args, RANK=rank, LOCAL_RANK=rank, **group) for rank in map(str, range(ranks))]
+    try:
+        written = [process.communicate(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert not any(process.returncode for process in started), written
+    return "".join(output for output, _ in written)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("checkpoints")
@@ -77,12 +93,7 @@ def found(folder: Path, alone: list[float]) -> dict[str, list[dict[str, Any]]]:
     """What four processes made of each case, in one launch."""
     assert alone
     losses_of(settings(folder, "alone experts", steps=EVERY))
-    process = start(4, ROOT / "tests/support/checkpoint_ranks.py", folder, *CASES)
-    try:
-        _, errors = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors
+    run_ranks(4, ROOT / "tests/support/checkpoint_ranks.py", folder, *CASES)
     return {case: [json.loads((folder / f"{case} {rank}.json").read_text()) for rank in range(4)] for case in CASES}
 
 
@@ -238,26 +249,25 @@ def test_killed_and_stopped_the_losses_are_the_same_to_the_bit(tmp_path: Path) -
     write_text(tmp_path)
     sizes = ("--size", "tiny", "--seq-length", 16, "--batch-size", 1, "--steps", 30, "--device", "cpu")
     run = ("--data", tmp_path / "text.txt", "--checkpoint-every", 4, "--hidden-dropout", 0.1, "--validate-every", 0)
-    words = ("-m", "recollect", "train", *sizes, *run, "--tensor-model-parallel-size", 2, "--sequence-parallel")
+    words = ("train", *sizes, *run, "--tensor-model-parallel-size", 2, "--sequence-parallel", "--run-dir")
 
-    def launched(name: str, *more: object, until: int, number: signal.Signals | None) -> str:
-        process = start(2, *words, "--run-dir", tmp_path / name, *more)
+    def launched(*more: object, until: int, number: signal.Signals) -> str:
+        process = start(2, "-m", "recollect", *words, tmp_path / "broken", *more)
         try:
-            if number is not None:
-                wait_for_steps(process, tmp_path / name, until, limit_s=300)
-                os.kill(workers(process)[1], number)
+            wait_for_steps(process, tmp_path / "broken", until, limit_s=300)
+            os.kill(workers(process)[1], number)
             output, errors = process.communicate(timeout=300)
         finally:
             process.kill()
         assert (process.returncode == 0) == (number is not signal.SIGKILL), errors
         return output + errors
 
-    launched("whole", until=30, number=None)
-    said = launched("broken", until=6, number=signal.SIGKILL)
+    run_ranks(2, "recollect", *words, tmp_path / "whole")
+    said = launched(until=6, number=signal.SIGKILL)
     assert "of 2 has ended without a word" in " ".join(said.split())
-    launched("broken", "--resume", until=14, number=signal.SIGTERM)
+    launched("--resume", until=14, number=signal.SIGTERM)
     last = max(losses(tmp_path / "broken"))
     assert 14 <= last < 30
     assert list_checkpoints(tmp_path / "broken" / "checkpoints")[-1].name == f"step_{last:08d}"
-    launched("broken", "--resume", until=30, number=None)
+    run_ranks(2, "recollect", *words, tmp_path / "broken", "--resume")
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")

@@ -27,6 +27,7 @@ class ForkedProcess:
 
     def __init__(self, program: str | Path, *arguments: object, cwd: Path | None = None, **environment: str) -> None:
         """Start it in a folder: a path is a script, anything else a module's name."""
+        self._written: tuple[str, str] | None = None
         self._folder = tempfile.TemporaryDirectory()
         for stream in "12":
             Path(self._folder.name, stream).touch()
@@ -53,17 +54,24 @@ class ForkedProcess:
         assert self.pid is not None
         os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """End it."""
+        self._process.kill()
+
     def communicate(self, timeout: float = _LONGEST_S) -> tuple[str, str]:
         """Wait until it has ended; return what it wrote to standard output and to standard error."""
         self._process.join(timeout)
         if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-            self._folder.cleanup()
             raise subprocess.TimeoutExpired(self.args, timeout)
-        output, errors = (Path(self._folder.name, stream).read_text(encoding="utf-8") for stream in "12")
-        self._folder.cleanup()
-        return output, errors
+        if self._written is None:
+            output, errors = (Path(self._folder.name, stream).read_text(encoding="utf-8") for stream in "12")
+            self._written = output, errors
+            self._folder.cleanup()
+        return self._written
 
 
 def run_forked(
@@ -71,7 +79,10 @@ def run_forked(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end."""
     process = ForkedProcess(program, *arguments, cwd=cwd, **environment)
-    output, errors = process.communicate()
+    try:
+        output, errors = process.communicate()
+    finally:
+        process.kill()
     assert process.returncode is not None
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
