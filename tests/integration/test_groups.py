@@ -98,6 +98,7 @@ def test_apply_compares_plans_in_a_group(cases: dict[str, list[dict[str, Any]]])
 
 ERRORS = {
     "apply others": r"PlanError: .* different ones \(\w{8} in rank 0, \w{8} in rank 1\), expected one plan\. Let one",
+    "verify others": r"PlanError: .* different ones \(\w{8} in rank 0, \w{8} in rank 1\), expected one plan\. Let one",
     "budgets": r"ConfigError: got budget in rank 0='80%', budget in rank 1='90%': two values of budget in one group.* Pass",
     "bad budget": r"QuantityError: 'much'",
     "too small": r"BudgetTooSmallError: 1 B .* communication buckets 208.9 KiB",

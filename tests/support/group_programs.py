@@ -5,6 +5,7 @@ Writes a line of JSON for each case: what it made, or the error that it raised.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -210,16 +211,21 @@ def train_alike(made: nn.Module, lengths: Sequence[int], seed: int = RANK) -> No
         optimizer.zero_grad()
 
 
-def verified(made: nn.Module, fits: bool = True, **options: Any) -> dict[str, Any]:
+def verified(made: nn.Module, fits: bool = True, same: bool = True, **options: Any) -> dict[str, Any]:
     """Both verify one plan, on batches of their own; the second has the longer one."""
     tokens = torch.randint(0, 64, (2, 24 + 8 * RANK))
     batch = {"tokens": tokens, "labels": tokens}
-    plan = recollect.plan(recollect.record(made, batch), "90%")
+    plans = [recollect.plan(recollect.record(made, batch), "90%")]
+    if same:
+        # Each has planned for its own batch.
+        dist.broadcast_object_list(plans, src=1)
+    elif RANK == 0:
+        plans = [recollect.Plan({})]
     own = verify_module.memory_bytes
     if not fits:
         verify_module.memory_bytes = lambda device: RANK  # type: ignore[assignment]
     try:
-        report = recollect.verify(made, batch, plan, **options)
+        report = recollect.verify(made, batch, plans[0], **options)
     finally:
         verify_module.memory_bytes = own
     peaks = {rank: its.plan_peak_bytes for rank, its in report.by_rank.items()}
@@ -266,6 +272,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "verify": lambda: verified(sharded()),
     "verify where one does not fit": lambda: verified(replicated(), fits=False),
     "verify units that are sharded": lambda: verified(sharded(), fits=False),
+    "verify others": lambda: verified(replicated(), same=False),
     "verify alone": lambda: verified(model(), group="alone", compare="units"),
     "fit": fitted,
     "alone": alone,
@@ -292,6 +299,8 @@ def main() -> None:
     attached_module._MOST_ATTEMPTS = 1  # type: ignore[misc]
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # Each recording looks at all objects, of which libraries have made most.
+    gc.freeze()
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/store", rank=RANK, world_size=2)
     for name in sys.argv[3:] or CASES:
         begin = time.perf_counter()

@@ -67,7 +67,7 @@ def check_same_plans(plans: Sequence[Plan], ranks: Ranks) -> None:
     if any(digests != found[0] for digests in found):
         shown = ", ".join(f"{'+'.join(own)} in rank {rank}" for rank, own in zip(ranks.ranks, found, strict=True))
         raise PlanError(
-            f"cannot apply the plan: the processes of its group have different ones ({shown}), expected one plan. Let one "
+            f"cannot run the plan: the processes of its group have different ones ({shown}), expected one plan. Let one "
             "process save it and all load it, or record in all with the same group; without group= each runs its own."
         )
 

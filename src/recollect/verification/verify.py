@@ -22,6 +22,7 @@ from recollect.measuring.timing import timed
 from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.progress.stage import stage
+from recollect.ranks.common_plan import check_same_plans
 from recollect.ranks.group import Place, Ranks
 from recollect.ranks.members import GroupChoice, ranks_of
 from recollect.recording.model_step import (
@@ -86,6 +87,7 @@ def verify(
         ArgumentError: the model is no module, or the plan no plan.
         UnknownNameError, RecordError: see `apply` and `record`; or both or neither of batch and step; or a process of the group
             does not verify.
+        PlanError: the processes of the group have different plans.
         NotYetError: units would be compared, of a model that FSDP2 shards.
 
     Example:
@@ -104,6 +106,8 @@ def verify(
     check_optimizers(model, optimizer)
     device = device_of(model, batch)
     ranks = ranks_of(model, group, "verify(model, batch, plan)")
+    # Else one compares fewer units than the others, and they wait for each other in different places.
+    check_same_plans([plan], ranks)
     # Before anything is copied here.
     others = OtherAllocations(device, resident_tensors(model, batch, optimizer))
     verified: VerifiedStep
