@@ -31,6 +31,8 @@ class Flags:
     """Names of loops; all if empty."""
     budgets: tuple[str, ...] = ("least", "half way", "near the least")
     """Names of budgets."""
+    batches: int = 0
+    """Batches of each loop; of each its own number if 0."""
     json: bool = False
     """Print a line of JSON for each row, and write no file."""
     out: Path = RESULTS
@@ -40,14 +42,14 @@ class Flags:
 def main() -> None:
     """Print a table and append the numbers."""
     if sys.argv[1:2] == ["worker"]:
-        _work(sys.argv[2].split(","), sys.argv[3:])
+        _work(sys.argv[2].split(","), int(sys.argv[3]), sys.argv[4:])
         return
     flags = parse(Flags, __doc__)
     numbers: list[Number] = []
     if not flags.json:
         print("| loop | budget | | plain | peak | predicted | recorded | slowdown | weights | |")
         print("|---|---|--:|--:|--:|--:|--:|--:|---|---|")
-    for row in _rows(flags.loops, flags.budgets):
+    for row in _rows(flags):
         if flags.json:
             print(json.dumps(row), flush=True)
             continue
@@ -61,9 +63,9 @@ def main() -> None:
         append(flags.out / "real_loops.csv", numbers, {"device": "cpu"})
 
 
-def _rows(loops: tuple[str, ...], budgets: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+def _rows(flags: Flags) -> Iterator[dict[str, Any]]:
     with metered_environment() as environment:
-        command = [sys.executable, __file__, "worker", ",".join(budgets), *loops]
+        command = [sys.executable, __file__, "worker", ",".join(flags.budgets), str(flags.batches), *flags.loops]
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             yield from map(json.loads, process.stdout)
@@ -90,7 +92,7 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _work(budgets: list[str], names: list[str]) -> None:
+def _work(budgets: list[str], num_batches: int, names: list[str]) -> None:
     """Write a line of JSON for each row of the loops."""
     import torch
     import transformers
@@ -104,7 +106,7 @@ def _work(budgets: list[str], names: list[str]) -> None:
     transformers.logging.set_verbosity_error()
     meter = AllocatorMeter()
     for name in names or LOOPS:
-        for row in rows(LOOPS[name], meter, budgets):
+        for row in rows(LOOPS[name], meter, budgets, num_batches):
             print(json.dumps(row.fields()), flush=True)
 
 

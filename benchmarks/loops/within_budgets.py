@@ -62,20 +62,20 @@ class Row:
         return self.weights_equal and not self.unsaid_overruns
 
 
-def rows(loop: Loop, meter: AllocatorMeter, budgets: Collection[str] = BUDGETS) -> Iterator[Row]:
-    """Yield a row for each of the named budgets."""
-    plain = run(loop, meter)
+def rows(loop: Loop, meter: AllocatorMeter, budgets: Collection[str] = BUDGETS, num_batches: int = 0) -> Iterator[Row]:
+    """Yield a row for each of the named budgets; `num_batches` instead of the loop's own."""
+    plain = run(loop, meter, num_batches=num_batches)
     plain_bytes = max(plain.peaks_bytes)
-    least_bytes = _least_bytes(loop, meter)
+    least_bytes = _least_bytes(loop, meter, num_batches)
     for name in budgets:
         budget_bytes = int(least_bytes + BUDGETS[name] * (plain_bytes - least_bytes))
-        within = run(loop, meter, budget_bytes)
+        within = run(loop, meter, budget_bytes, num_batches=num_batches)
         if within.error is not None:
             raise RuntimeError(f"{loop.name}: got {within.error!r} within {budget_bytes} bytes") from within.error
         yield _row(loop, name, budget_bytes, plain, within)
 
 
-def _least_bytes(loop: Loop, meter: AllocatorMeter) -> int:
+def _least_bytes(loop: Loop, meter: AllocatorMeter, num_batches: int) -> int:
     """Return a budget that suffices for every step at its leanest."""
     refused = run(loop, meter, 1).error
     if not isinstance(refused, BudgetTooSmallError):
@@ -84,7 +84,7 @@ def _least_bytes(loop: Loop, meter: AllocatorMeter) -> int:
     if not loop.steps_differ:
         return least_bytes
     # Later steps need more than the first one, also at their leanest.
-    later = run(loop, meter, least_bytes).handle.planned
+    later = run(loop, meter, least_bytes, num_batches=num_batches).handle.planned
     return max(least_bytes, *(own_plan(Planner(step.profile), 1)[0].predicted_peak_bytes or 0 for step in later))
 
 

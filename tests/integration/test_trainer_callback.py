@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import pickle
@@ -21,6 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 import hugging_face_flag  # noqa: E402
 from hugging_face_trainers import arguments, llama, texts  # noqa: E402
 from metered_processes import Row, check_row, metered, needs_meter  # noqa: E402
+from metered_trainers import FEW_STEPS, NUM_STEPS  # noqa: E402
 from recollect.attaching.attached import Attached  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
 from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError, QuantityError  # noqa: E402
@@ -29,52 +31,36 @@ from recollect.integrations.transformers import MemoryBudget  # noqa: E402
 
 pytestmark = pytest.mark.integration
 
-PLAIN_CASES = ("llama", "gpt2 in bf16")
-TRL_CASES = ("SFT in bf16", "SFT of lora", "DPO", "DPO of lora", "Reward")
+# Of `trl_trainers.CASES`: what each needs beside Transformers.
+CASES: dict[str, tuple[str, ...]] = {
+    "llama": (),
+    "gpt2 in bf16": (),
+    "LoRA in bf16": ("peft",),
+    "DoRA": ("peft",),
+    "QLoRA": ("peft", "bitsandbytes"),
+    "SFT in bf16": ("trl",),
+    "SFT of lora": ("trl", "peft"),
+    "DPO": ("trl",),
+    "DPO of lora": ("trl", "peft"),
+    "Reward": ("trl",),
+}
+LONG_CASES = ("llama", "LoRA in bf16", "SFT in bf16")
 
 
 @pytest.fixture(scope="module")
-def plain_trainers() -> dict[str, Row]:
-    return metered("hugging_face_trainers", *PLAIN_CASES)
+def rows() -> dict[str, Row]:
+    """The rows of all cases whose packages are there, from one process: its imports take longer than most cases."""
+    names = [name for name, packages in CASES.items() if all(map(importlib.util.find_spec, packages))]
+    return metered("trl_trainers" if importlib.util.find_spec("trl") else "hugging_face_trainers", *names)
 
 
 @pytest.mark.slow
 @needs_meter
-@pytest.mark.parametrize("name", PLAIN_CASES)
-def test_every_step_of_a_trainer_is_within_the_budget(name: str, plain_trainers: dict[str, Row]) -> None:
-    check_row(plain_trainers[name])
-
-
-@pytest.mark.slow
-@needs_meter
-def test_every_step_with_adapters_is_within_the_budget() -> None:
-    pytest.importorskip("peft", reason="needs peft")
-    rows = metered("hugging_face_trainers", "LoRA in bf16", "DoRA")
-    for row in rows.values():
-        check_row(row)
-    assert len(rows) == 2
-
-
-@pytest.mark.slow
-@needs_meter
-def test_every_step_with_adapters_on_four_bits_is_within_the_budget() -> None:
-    pytest.importorskip("peft", reason="needs peft")
-    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
-    check_row(metered("hugging_face_trainers", "QLoRA")["QLoRA"])
-
-
-@pytest.fixture(scope="module")
-def trl_trainers() -> dict[str, Row]:
-    pytest.importorskip("trl", reason="needs trl")
-    pytest.importorskip("peft", reason="needs peft")
-    return metered("trl_trainers")
-
-
-@pytest.mark.slow
-@needs_meter
-@pytest.mark.parametrize("name", TRL_CASES)
-def test_every_step_of_trls_trainers_is_within_the_budget(name: str, trl_trainers: dict[str, Row]) -> None:
-    check_row(trl_trainers[name])
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_is_within_the_budget(name: str, rows: dict[str, Row]) -> None:
+    for package in CASES[name]:
+        pytest.importorskip(package, reason=f"needs {package}")
+    check_row(rows[name], steps=NUM_STEPS if name in LONG_CASES else FEW_STEPS)
 
 
 @pytest.fixture(autouse=True)

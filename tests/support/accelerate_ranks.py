@@ -20,17 +20,17 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import recollect
-from hugging_face_trainers import NUM_STEPS, llama, texts
-from metered_trainers import Case, StepPeaks
+from hugging_face_trainers import llama, texts
+from metered_trainers import FEW_STEPS, NUM_STEPS, Case, StepPeaks
 
 RANK = int(os.environ.get("RANK", "0"))
 os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"})
 
 
-def batches() -> Iterator[dict[str, torch.Tensor]]:
+def batches(steps: int) -> Iterator[dict[str, torch.Tensor]]:
     """Other ones in each process."""
-    data = texts(8 * NUM_STEPS, 64)
-    for number in range(NUM_STEPS):
+    data = texts(8 * steps, 64)
+    for number in range(steps):
         rows = data[8 * number + 4 * RANK :][:4]
         yield {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
 
@@ -41,11 +41,12 @@ def _train(
     budget: int | str | None,
     peaks: StepPeaks,
     backward: Callable[[torch.Tensor], object],
+    steps: int = NUM_STEPS,
 ) -> int:
     attached = None if budget is None else recollect.attach(model, optimizer, budget, log=lambda line: None)
     torch.manual_seed(3 + RANK)
     peaks.begin()
-    for batch in batches():
+    for batch in batches(steps):
         backward(model(**batch).loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -100,7 +101,7 @@ def _replicated(**options: Any) -> Case:
         PartialState(cpu=True)
         model = DistributedDataParallel(llama().train(), **options)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-        recorded = _train(model, optimizer, budget, peaks, torch.Tensor.backward)
+        recorded = _train(model, optimizer, budget, peaks, torch.Tensor.backward, FEW_STEPS)
         return model.module, recorded
 
     return run

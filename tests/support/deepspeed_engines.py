@@ -17,8 +17,8 @@ import torch  # noqa: E402
 from deepspeed.utils import logger  # noqa: E402
 from torch import nn  # noqa: E402
 
-from hugging_face_trainers import NUM_STEPS, llama, texts  # noqa: E402
-from metered_trainers import FEW_STEPS, Case, StepPeaks  # noqa: E402
+from hugging_face_trainers import llama, texts  # noqa: E402
+from metered_trainers import FEW_STEPS, NUM_STEPS, Case, StepPeaks  # noqa: E402
 from recollect.integrations.deepspeed import initialize  # noqa: E402
 
 RANK = int(os.environ["RANK"])

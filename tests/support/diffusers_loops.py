@@ -12,9 +12,9 @@ from diffusers import DDPMScheduler, DiTTransformer2DModel, UNet2DConditionModel
 from torch import Tensor, nn
 
 import recollect
-from metered_trainers import Case, StepPeaks
+from metered_trainers import FEW_STEPS, NUM_STEPS, Case, StepPeaks
 
-NUM_STEPS, BATCH, SIZE = 30, 4, 16
+BATCH, SIZE = 4, 16
 
 
 def unet(*, large: bool = False) -> Any:
@@ -84,12 +84,14 @@ def train(
     return 0 if attached is None else len(attached.recorded_steps)
 
 
-def _run(build: Any, precision: str, budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
+def _run(
+    build: Any, precision: str, num_steps: int, budget: int | str | None, peaks: StepPeaks
+) -> tuple[nn.Module, int]:
     model = build()
-    return model, train(model, budget, precision, peaks)
+    return model, train(model, budget, precision, peaks, num_steps)
 
 
 CASES: dict[str, Case] = {
-    "UNet": functools.partial(_run, unet, "no"),
-    "DiT in bf16": functools.partial(_run, transformer, "bf16"),
+    "UNet": functools.partial(_run, unet, "no", NUM_STEPS),
+    "DiT in bf16": functools.partial(_run, transformer, "bf16", FEW_STEPS),
 }

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hugging_face_trainers import NUM_STEPS, llama, texts
-from metered_trainers import Case, StepPeaks
+from hugging_face_trainers import llama, texts
+from metered_trainers import FEW_STEPS, NUM_STEPS, Case, StepPeaks
 from recollect.integrations.lightning import MemoryBudget
 
 
@@ -78,23 +78,23 @@ def trainer(folder: str, *callbacks: Any, **changes: Any) -> pl.Trainer:
     return pl.Trainer(default_root_dir=folder, callbacks=[*callbacks], **options)
 
 
-def loader(steps: int = NUM_STEPS) -> DataLoader[Any]:
+def loader(steps: int) -> DataLoader[Any]:
     return DataLoader(texts(8 * steps), batch_size=4)
 
 
-def _case(build: Callable[[], pl.LightningModule], **changes: Any) -> Case:
+def _case(build: Callable[[], pl.LightningModule], steps: int = FEW_STEPS, **changes: Any) -> Case:
     def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
         module = build()
         callbacks = [] if budget is None else [MemoryBudget(budget)]
         with tempfile.TemporaryDirectory() as folder:
-            trainer(folder, *callbacks, Watching(peaks), **changes).fit(module, loader())
+            trainer(folder, *callbacks, Watching(peaks), **changes).fit(module, loader(steps))
         return module, len(callbacks[0].attached.recorded_steps) if callbacks else 0
 
     return run
 
 
 CASES: dict[str, Case] = {
-    "automatic": _case(Automatic, accumulate_grad_batches=2),
+    "automatic": _case(Automatic, NUM_STEPS, accumulate_grad_batches=2),
     "automatic in bf16": _case(Automatic, accumulate_grad_batches=2, precision="bf16-mixed"),
     "manual": _case(Manual),
 }

@@ -15,11 +15,12 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from allocator_meter import can_be_built, metered_environment  # noqa: E402
+from metered_trainers import NUM_STEPS  # noqa: E402
 from rank_processes import outputs_of  # noqa: E402
 
 Row = dict[str, Any]
 # Of all cases of a module together; processes that wait for each other may do so for ever.
-_LONGEST_S = 300
+_LONGEST_S = 500
 
 # The weights of a layer of `hugging_face_trainers.llama`, which FSDP2 gathers.
 LAYER_BYTES = 164_352
@@ -64,7 +65,7 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def check_row(row: Row, *, recorded_steps: int = 1, steps: int = 30, late_bytes: int = 0) -> None:
+def check_row(row: Row, *, recorded_steps: int = 1, steps: int = NUM_STEPS, late_bytes: int = 0) -> None:
     """Every step is within the budget, and the training the same.
 
     Args:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 _ROOM = 1.02
 # Of the way from the least peak to the peak without a budget.
 _PART = 0.15
-# Enough to see each step of several processes, which wait for each other.
+# Steps of one training for each tool; and of the others, whose recorded step is another one, and then like the steps after it.
+NUM_STEPS = 30
 FEW_STEPS = 12
 
 

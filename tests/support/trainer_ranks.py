@@ -24,13 +24,14 @@ from trl import SFTConfig, SFTTrainer  # noqa: E402
 from hugging_face_trainers import arguments, llama, lora, texts, trained  # noqa: E402
 from lightning_trainers import Automatic, loader, trainer  # noqa: E402
 from lightning_trainers import Watching as LightningWatching  # noqa: E402
-from metered_trainers import Case, StepPeaks  # noqa: E402
+from metered_trainers import FEW_STEPS, Case, StepPeaks  # noqa: E402
 from recollect.integrations.lightning import MemoryBudget as LightningBudget  # noqa: E402
 from recollect.integrations.transformers import MemoryBudget  # noqa: E402
 from recollect.ranks import presence  # noqa: E402
 from trl_trainers import answers, tokenizer  # noqa: E402
 
-STEPS = 20
+# As one step in ten may be late.
+SHARDED_STEPS = 20
 RANK = int(os.environ.get("RANK", "0"))
 
 
@@ -58,11 +59,11 @@ def gathered(trained_model: nn.Module, whole: nn.Module) -> nn.Module:
     return whole
 
 
-def _hugging_face(kind: type[Trainer], wrapper: type[Any], accumulation: int) -> Case:
+def _hugging_face(kind: type[Trainer], wrapper: type[Any], accumulation: int, steps: int) -> Case:
     def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
         made: list[Trainer] = []
         with tempfile.TemporaryDirectory() as folder:
-            args = arguments(folder, max_steps=STEPS, gradient_accumulation_steps=accumulation)
+            args = arguments(folder, max_steps=steps, gradient_accumulation_steps=accumulation)
 
             def make(callbacks: list[Any]) -> Trainer:
                 made.append(kind(llama(), args, train_dataset=texts(320), callbacks=callbacks))
@@ -78,7 +79,7 @@ def _hugging_face(kind: type[Trainer], wrapper: type[Any], accumulation: int) ->
 def _tuned(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
     """TRL's SFT of PEFT's adapters."""
     with tempfile.TemporaryDirectory() as folder:
-        sizes = {"max_steps": STEPS, "gradient_accumulation_steps": 1}
+        sizes = {"max_steps": FEW_STEPS, "gradient_accumulation_steps": 1}
         args = arguments(folder, SFTConfig, gradient_checkpointing=False, bf16=False, **sizes)
 
         def make(callbacks: list[Any]) -> Trainer:
@@ -100,7 +101,7 @@ class Sharded(Automatic):
         fully_shard(self.model, mesh=mesh)
 
 
-def _lightning(build: Callable[[], Automatic], strategy: Callable[[], Any]) -> Case:
+def _lightning(build: Callable[[], Automatic], strategy: Callable[[], Any], steps: int) -> Case:
     def run(budget: int | str | None, peaks: StepPeaks) -> tuple[nn.Module, int]:
         module = build()
         callbacks = [] if budget is None else [LightningBudget(budget)]
@@ -108,7 +109,7 @@ def _lightning(build: Callable[[], Automatic], strategy: Callable[[], Any]) -> C
             options = {"devices": 2, "strategy": strategy()}
             runs = trainer(folder, *callbacks, LightningWatching(peaks), **options)
             # Of eight rows, four in each process.
-            runs.fit(module, loader(STEPS))
+            runs.fit(module, loader(steps))
         recorded = len(callbacks[0].attached.recorded_steps) if callbacks else 0
         return gathered(module, Automatic()), recorded
 
@@ -116,11 +117,13 @@ def _lightning(build: Callable[[], Automatic], strategy: Callable[[], Any]) -> C
 
 
 CASES: dict[str, Case] = {
-    "Hugging Face DDP": _hugging_face(Trainer, DistributedDataParallel, 2),
-    "Hugging Face FSDP2": _hugging_face(Sharding, FSDPModule, 1),
+    "Hugging Face DDP": _hugging_face(Trainer, DistributedDataParallel, 2, FEW_STEPS),
+    "Hugging Face FSDP2": _hugging_face(Sharding, FSDPModule, 1, SHARDED_STEPS),
     "SFT of LoRA DDP": _tuned,
-    "Lightning DDP": _lightning(Automatic, lambda: "ddp"),
-    "Lightning FSDP2": _lightning(Sharded, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)),
+    "Lightning DDP": _lightning(Automatic, lambda: "ddp", FEW_STEPS),
+    "Lightning FSDP2": _lightning(
+        Sharded, lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1), SHARDED_STEPS
+    ),
 }
 
 
