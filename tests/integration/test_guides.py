@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 import guide_pages
+from forked_processes import run_forked
 from guide_pages import DOCS, PREPARED, blocks
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -22,8 +22,7 @@ IN_EXAMPLES = {"trainers.md"}
 def output() -> str:
     """What one process says about all pages that can run here."""
     pages = [page for page in PREPARED if all(importlib.util.find_spec(name) for name in NEEDS.get(page, ()))]
-    command = [sys.executable, guide_pages.__file__, *pages]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    done = run_forked(Path(guide_pages.__file__), *pages)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
