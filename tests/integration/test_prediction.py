@@ -47,7 +47,7 @@ from zoo import Batch, Case
 pytestmark = pytest.mark.integration
 
 FRACTIONS = (0.0, 0.3, 0.6, 1.0)
-MORE_FRACTIONS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0)
+MORE_FRACTIONS = (0.0, 0.15, 0.4, 0.7, 1.0)
 NUM_RANDOM_PLANS = 3
 
 # T5 with every second layer's output dropped is the one trial that is under, by 2432 bytes: 0.1 % of its peak.
@@ -242,14 +242,14 @@ HAND_MADE: Mapping[str, Callable[[Profile], Plan]] = {
 }
 
 
-@pytest.mark.parametrize("make", HAND_MADE.values(), ids=HAND_MADE)
 @pytest.mark.parametrize("name", ["reference", "llama"])
-def test_plans_made_by_hand(name: str, make: Callable[[Profile], Plan]) -> None:
+def test_plans_made_by_hand(name: str) -> None:
     made = experiment(CASES[name])
-    made.try_plan("by hand", make(made.profile))
-    trial = made.trials["by hand"]
-    assert -MOST_OVER_BYTES <= trial.measured_bytes - trial.predicted_bytes <= 0
-    assert_same_gradients(made.plain, trial.step)
+    for how, make in HAND_MADE.items():
+        made.try_plan(how, make(made.profile))
+        trial = made.trials[how]
+        assert -MOST_OVER_BYTES <= trial.measured_bytes - trial.predicted_bytes <= 0, how
+        assert_same_gradients(made.plain, trial.step, how)
 
 
 def test_gradients_that_exist_already() -> None:
