@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -61,14 +60,9 @@ def start(num_processes: int, *args: object) -> subprocess.Popen[str]:
 def rows(folder: Path, num_processes: int, *cases: str) -> Rows:
     """Run cases of `training_ranks.py` in one launch, and return what each process made of each."""
 
-    def processes() -> list[subprocess.Popen[str]]:
-        # What processes that hung left.
-        shutil.rmtree(folder)
-        folder.mkdir()
-        write_text(folder)
-        return [start(num_processes, "--standalone", ROOT / "tests/support/training_ranks.py", folder, *cases)]
-
-    outputs_of(processes, longest_s=270)
+    write_text(folder)
+    process = start(num_processes, "--standalone", ROOT / "tests/support/training_ranks.py", folder, *cases)
+    outputs_of([process], longest_s=400)
     ranks = range(num_processes)
     return {name: [json.loads((folder / f"{name} {rank}.json").read_text()) for rank in ranks] for name in cases}
 

@@ -39,20 +39,17 @@ def metered_ranks(module: str, *names: str, num_ranks: int) -> list[dict[str, Ro
         paths = [ROOT / "benchmarks", ROOT / "tests/support", environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = ":".join(map(str, paths))
         command = [sys.executable, "-W", "ignore", str(ROOT / "tests/support/metered_trainers.py"), module, *names]
-
-        def start() -> list[subprocess.Popen[str]]:
-            environment["MASTER_PORT"] = str(free_port())
-            together = [
-                {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)} for rank in range(num_ranks)
-            ]
-            return [
-                subprocess.Popen(
-                    command, env={**environment, **rank}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-                )
-                for rank in (together if num_ranks > 1 else [{}])
-            ]
-
-        outputs = outputs_of(start, longest_s=_LONGEST_S)
+        environment["MASTER_PORT"] = str(free_port())
+        together = [
+            {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)} for rank in range(num_ranks)
+        ]
+        started = [
+            subprocess.Popen(
+                command, env={**environment, **rank}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            for rank in (together if num_ranks > 1 else [{}])
+        ]
+        outputs = outputs_of(started, longest_s=_LONGEST_S)
     # Trainers write to the same stream.
     found = [[json.loads(line) for line in out.splitlines() if line.startswith('{"case"')] for out in outputs]
     return [{row["case"]: row for row in rows} for rows in found]
