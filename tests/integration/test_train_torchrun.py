@@ -59,7 +59,6 @@ def start(num_processes: int, *args: object) -> subprocess.Popen[str]:
 
 def rows(folder: Path, num_processes: int, *cases: str) -> Rows:
     """Run cases of `training_ranks.py` in one launch, and return what each process made of each."""
-
     write_text(folder)
     process = start(num_processes, "--standalone", ROOT / "tests/support/training_ranks.py", folder, *cases)
     outputs_of([process], longest_s=400)
