@@ -1,16 +1,22 @@
 """Measure pipelines of four processes: one recompute setting for all stages against `plan_pipeline`, by schedule and budget.
 
-    python benchmarks/pipelines.py                                # all schedules: about ten minutes on two cores
+    python benchmarks/pipelines.py                                # all schedules: a few minutes on two idle cores
     python benchmarks/pipelines.py --schedules ZBV DualPipeV      # some of them
     python benchmarks/pipelines.py --no-measure                   # what is predicted only
 
 For each budget: the best of Megatron's settings that is the same for all stages and fits, a plan for each stage, and the same
-with the split of layers chosen, too (named by its numbers of layers). Each process runs one rank over gloo with the schedules
-of `torch.distributed.pipelining`. Peaks are of the fullest rank, as `measure_peak` sees them, in the third step, when torch has
-all its buffers; gradients are compared with those without recompute of the same split, bit for bit. Where backward is split in
-two, full recompute runs in three ways: as recollect does it, with recipes that are used up by the first half, and by
-`torch.utils.checkpoint`. Times are modelled for an H100: four processes on two cores tell nothing about four devices, and
-times that are measured one after the other on a busy machine do not compare splits.
+with the split of layers chosen, too (named by its numbers of layers; not run again where the even split was chosen). Below
+them `recompute_num_layers` = 1 in each stage with the first micro-batch of each window alone recomputing so little
+(`num_microbatches_with_partial_activation_checkpoints`). Each process runs one rank over gloo with the schedules of
+`torch.distributed.pipelining`. Peaks are of the fullest rank, as `measure_peak` sees them, once torch has all its buffers;
+gradients are compared with those without recompute of the same split, bit for bit. Where backward is split in two, full
+recompute runs in three ways: as recollect does it, with recipes that are used up by the first half, and by
+`torch.utils.checkpoint`.
+
+Plans are made for an H100 by its modelled times. Four processes on two cores do not run at once, so that the step is put
+together: the processor time of each action, the median of several steps, played in the order of the schedule as if each rank
+had a device; next to it the rank that has most to do. Predictions are of an H100, measurements of a processor, in which
+recompute costs another share of a step: compare rows, not the two columns.
 """
 
 from __future__ import annotations
@@ -26,12 +32,14 @@ from torch import nn
 import recollect
 from flags import RESULTS, parse
 from recollect.integrations.megatron import megatron_stage_plans
+from recollect.pipelines.playback import played_s
 from results_csv import Number, append
 
 sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
 from pipeline_programs import SCHEDULES, SPLIT, Job, Program, Ran, loss_of, run
 
 _WIDTH = 64
+_SEQUENCE = 32
 _LAYERS = 16
 _BUDGETS = ("80%", "60%", "45%")
 
@@ -73,7 +81,9 @@ class Stages:
         return nn.Sequential(*layers)
 
 
-PROGRAM = Program(num_ranks=4, num_micro_batches=8, shape=(8, 64, _WIDTH), stage_module=Stages(), hardware="H100")
+PROGRAM = Program(
+    num_ranks=4, num_micro_batches=8, shape=(4, _SEQUENCE, _WIDTH), stage_module=Stages(), hardware="H100", num_timed=3
+)
 
 
 def rows(name: str) -> list[Row]:
@@ -96,7 +106,18 @@ def rows(name: str) -> list[Row]:
         if uniform is not None:
             found.append(Row(f"Megatron for {budget}", Job(name, uniform.plans), uniform))
         found.append(Row(f"planned for {budget}", Job(name, made.plans), made))
-        found.append(_with_split(name, schedule, budget, made.budget_bytes))
+        chosen = _with_split(name, schedule, budget, made.budget_bytes)
+        if chosen is not None:
+            found.append(chosen)
+    config = recollect.RecomputeConfig(
+        recompute_granularity="full",
+        recompute_method="block",
+        recompute_num_layers=1,
+        num_microbatches_with_partial_activation_checkpoints=1,
+    )
+    by_micro_batch = megatron_stage_plans(profiles, schedule, config)
+    made = recollect.predict_pipeline(profiles, schedule, by_micro_batch, split_profiles=split)
+    found.append(Row("Megatron by micro-batch", Job(name, made.plans), made))
     return found
 
 
@@ -142,12 +163,14 @@ def _layer_profiles(*, split_backward: bool) -> list[recollect.Profile]:
     return [made[0], *[made[1]] * (_LAYERS - 2), made[2]]
 
 
-def _with_split(name: str, schedule: recollect.PipelineSchedule, budget: str, budget_bytes: int) -> Row:
-    """Choose the split, record its stages, and plan them."""
+def _with_split(name: str, schedule: recollect.PipelineSchedule, budget: str, budget_bytes: int) -> Row | None:
+    """Choose the split, record its stages, and plan them; None if the even one is chosen."""
     split_layers = _layer_profiles(split_backward=True) if name in SPLIT else []
     chosen = recollect.split_pipeline(
         _layer_profiles(split_backward=False), schedule, budget_bytes, split_layers=split_layers
     )
+    if len(set(chosen.sizes)) == 1:
+        return None
     stages = Stages(chosen.sizes)
     program = replace(PROGRAM, stage_module=stages)
     split = program.profiles(name, split_backward=True) if name in SPLIT else []
@@ -156,14 +179,46 @@ def _with_split(name: str, schedule: recollect.PipelineSchedule, budget: str, bu
     return Row(f"{sizes} for {budget}", Job(name, made.plans, stage_module=stages), made)
 
 
-def _reported(row: Row, ranks: list[Ran]) -> list[Number]:
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a row, of all ranks together.
+
+    Attributes:
+        peak_bytes: of the fullest rank.
+        slowest_s: processor seconds of the rank that has most to do in a step.
+        step_s: the step, played with the processor seconds of each action.
+        wall_s: seconds of a step as it ran, in processes that share the cores.
+    """
+
+    peak_bytes: int
+    slowest_s: float
+    step_s: float
+    wall_s: float
+
+    @classmethod
+    def of(cls, schedule: recollect.PipelineSchedule, ranks: list[Ran]) -> Measured:
+        """Put together what the ranks found."""
+        lasts = {action: seconds for ran in ranks for action, seconds in ran.action_s.items()}
+        return cls(
+            peak_bytes=max(ran.peak_bytes for ran in ranks),
+            slowest_s=max(sum(ran.action_s.values()) for ran in ranks),
+            step_s=played_s(schedule, lasts.__getitem__),
+            wall_s=max(ran.step_s for ran in ranks),
+        )
+
+
+def _reported(row: Row, ranks: list[Ran], found: Measured, plain: Measured) -> list[Number]:
     """Print what was measured of a row; return its numbers."""
-    fullest = max(ran.peak_bytes for ran in ranks)
     is_equal = all(ran.is_equal for ran in ranks)
     what = f"{row.job.schedule}, {row.name}"
+    slowest, step = found.slowest_s / plain.slowest_s - 1, found.step_s / plain.step_s - 1
     numbers = [
-        Number("measured_peak", "bytes", what, fullest),
+        Number("measured_peak", "bytes", what, found.peak_bytes),
         Number("gradients_equal", "bool", what, float(is_equal)),
+        Number("measured_slowest_rank", "s", what, found.slowest_s),
+        Number("measured_step", "s", what, found.step_s),
+        Number("measured_slowdown", "fraction", what, step),
+        Number("measured_wall", "s", what, found.wall_s),
     ]
     predicted = f"{'':>28}"
     if row.pipeline is not None:
@@ -178,7 +233,8 @@ def _reported(row: Row, ranks: list[Ran]) -> list[Number]:
             Number("predicted_step", "s", what, row.pipeline.step_s),
         ]
     print(
-        f"{row.job.schedule:<24}{row.name:<24}{fullest:>12,}{predicted}  {'equal' if is_equal else 'DIFFERENT'}",
+        f"{row.job.schedule:<24}{row.name:<26}{found.peak_bytes:>12,}{predicted}{step:>+10.1%}{slowest:>+9.1%}"
+        f"  {'equal' if is_equal else 'DIFFERENT'}",
         flush=True,
     )
     return numbers
@@ -188,22 +244,26 @@ def main() -> None:
     """Plan, measure, print and append."""
     flags = parse(Flags, __doc__)
     torch.set_num_threads(1)
-    numbers: list[Number] = []
-    print(f"{'schedule':<24}{'plans':<24}{'measured':>12}{'predicted':>12}{'off':>8}{'step':>8}  gradients")
+    print(
+        f"{'schedule':<24}{'plans':<26}{'measured':>12}{'predicted':>12}{'off':>8}{'step':>8}{'measured':>10}{'slowest':>9}"
+        "  gradients"
+    )
     for name in flags.schedules:
         made = rows(name)
         if not flags.measure:
             for row in (row for row in made if row.pipeline is not None):
                 print(
-                    f"{name:<24}{row.name:<24}{row.pipeline.peak_bytes:>24,}{row.pipeline.step_s * 1e3:>12.1f} ms",
+                    f"{name:<24}{row.name:<26}{row.pipeline.peak_bytes:>24,}{row.pipeline.step_s * 1e3:>12.1f} ms",
                     flush=True,
                 )
             continue
         with tempfile.TemporaryDirectory() as folder:
             ranks = run(PROGRAM, [row.job for row in made], Path(folder))
+        schedule = PROGRAM.schedule(name)
+        found = [Measured.of(schedule, [rank[index] for rank in ranks]) for index in range(len(made))]
+        numbers: list[Number] = []
         for index, row in enumerate(made):
-            numbers += _reported(row, [rank[index] for rank in ranks])
-    if numbers:
+            numbers += _reported(row, [rank[index] for rank in ranks], found[index], found[0])
         append(flags.out / "pipelines.csv", numbers, {"device": "cpu"})
 
 
