@@ -80,7 +80,14 @@ class Stages:
         return nn.Sequential(*layers)
 
 
-PROGRAM = Program(num_ranks=4, num_micro_batches=8, shape=(2, _SEQUENCE, _WIDTH), stage_module=Stages(), num_timed=3)
+PROGRAM = Program(
+    num_ranks=4,
+    num_micro_batches=8,
+    shape=(2, _SEQUENCE, _WIDTH),
+    stage_module=Stages(),
+    num_timed=3,
+    keeps_gradients=True,
+)
 
 
 def rows(name: str) -> list[Row]:
