@@ -30,6 +30,7 @@ from torch import nn
 
 import recollect
 from flags import RESULTS, parse
+from recollect.errors import BudgetTooSmallError
 from recollect.integrations.megatron import megatron_stage_plans
 from recollect.pipelines.playback import played_s
 from results_csv import Number, append
@@ -104,7 +105,11 @@ def rows(name: str) -> list[Row]:
         found.append(Row("full, recipes used up", Job(name, full, "plans, recipes used up"), None))
         found.append(Row("torch.utils.checkpoint", Job(name, full, "torch.utils.checkpoint"), None))
     for budget in _BUDGETS:
-        made = recollect.plan_pipeline(profiles, schedule, budget, split_profiles=split)
+        try:
+            made = recollect.plan_pipeline(profiles, schedule, budget, split_profiles=split)
+        except BudgetTooSmallError as error:
+            print(f"{name:<24}nothing fits {budget}: {error.least_peak_bytes:,} bytes are the least", flush=True)
+            continue
         assert made.budget_bytes is not None
         uniform = _best_uniform(profiles, split, schedule, made.budget_bytes)
         if uniform is not None:
