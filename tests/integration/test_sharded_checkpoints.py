@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ import pytest
 import torch
 
 from checkpoint_ranks import EVERY, EXPERT_LAYOUTS, FIRST, LAYOUTS, OLDER, STEPS, copy_of, losses_of, settings
-from forked_processes import ForkedProcess
-from metered_processes import free_port
+from rank_processes import run_ranks, start_torchrun
 from recollect.errors import CheckpointError
 from recollect.lab.train.checkpoint import find_damage, keep_newest, list_checkpoints, read_checkpoint, refuse_damage
 from recollect.lab.train.files import remove_partial
@@ -39,38 +37,6 @@ CASES = (
     *(f"rewritten experts: {number}" for number in range(len(EXPERT_LAYOUTS))),
 )
 REWRITTEN = [*(("", number) for number in range(len(LAYOUTS))), *((" experts", n) for n in range(len(EXPERT_LAYOUTS)))]
-
-
-def start(ranks: int, *args: object) -> subprocess.Popen[str]:
-    """Start torchrun."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests/support")])
-    words = [
-        "-W",
-        "ignore",
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        *map(str, args),
-    ]
-    return subprocess.Popen(
-        [sys.executable, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def run_ranks(ranks: int, program: str | Path, *args: object) -> None:
-    """Run the processes that torchrun would start."""
-    group = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "COLUMNS": "100"}
-    group |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    started = [ForkedProcess(program, *args, RANK=rank, LOCAL_RANK=rank, **group) for rank in map(str, range(ranks))]
-    try:
-        written = [process.communicate(timeout=300) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert not any(process.returncode for process in started), written
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +217,7 @@ def test_killed_and_stopped_the_losses_are_the_same_to_the_bit(tmp_path: Path) -
     words = ("train", *sizes, *run, "--tensor-model-parallel-size", 2, "--sequence-parallel", "--run-dir")
 
     def launched(*more: object, until: int, number: signal.Signals) -> str:
-        process = start(2, "-m", "recollect", *words, tmp_path / "broken", *more)
+        process = start_torchrun(2, "-m", "recollect", *words, tmp_path / "broken", *more)
         try:
             wait_for_steps(process, tmp_path / "broken", until, limit_s=300)
             os.kill(workers(process)[1], number)

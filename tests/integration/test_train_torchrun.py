@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rank_processes import outputs_of
+from rank_processes import run_ranks, start_torchrun
 from recollect.lab.parallel.layout import DeviceLayout
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.processes import ONE_PROCESS, Processes
@@ -47,21 +46,10 @@ OTHERS = ("default batch", "Megatron", "Megatron pipeline", "held parts")
 Rows = dict[str, list[dict[str, Any]]]
 
 
-def start(num_processes: int, *args: object) -> subprocess.Popen[str]:
-    """Start torchrun."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests/support")])
-    words = ["-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes), *map(str, args)]
-    return subprocess.Popen(
-        [sys.executable, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
 def rows(folder: Path, num_processes: int, *cases: str) -> Rows:
     """Run cases of `training_ranks.py` in one launch, and return what each process made of each."""
     write_text(folder)
-    process = start(num_processes, "--standalone", ROOT / "tests/support/training_ranks.py", folder, *cases)
-    outputs_of([process], longest_s=400)
+    run_ranks(num_processes, ROOT / "tests/support/training_ranks.py", folder, *cases, longest_s=400)
     ranks = range(num_processes)
     return {name: [json.loads((folder / f"{name} {rank}.json").read_text()) for rank in ranks] for name in cases}
 
@@ -197,7 +185,7 @@ def command_line(folder: Path, *more: object) -> tuple[object, ...]:
     write_text(folder)
     sizes = ("--size", "tiny", "--seq-length", 32, "--batch-size", 2, "--steps", 100_000, "--device", "cpu")
     run = ("--data", folder / "text.txt", "--run-dir", folder / "run", "--log-interval", 1)
-    return ("--standalone", "-m", "recollect", "train", *sizes, *run, "--checkpoint-every", 0, *more)
+    return ("-m", "recollect", "train", *sizes, *run, "--checkpoint-every", 0, *more)
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +193,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str, i
     """A run in which the second process got a SIGTERM: its folder, output, errors and exit status."""
     folder = tmp_path_factory.mktemp("stopped")
     layout = ("--tensor-model-parallel-size", 2, "--sequence-parallel", "--memory-budget", "95%", "--tensorboard")
-    process = start(2, *command_line(folder, *layout))
+    process = start_torchrun(2, *command_line(folder, *layout))
     try:
         wait_for_steps(process, folder / "run", 3)
         os.kill(workers(process)[1], signal.SIGTERM)
@@ -240,7 +228,7 @@ def test_the_first_process_writes_the_run_folder(stopped: tuple[Path, str, str, 
 @needs_proc
 def test_when_a_process_is_killed_the_others_say_which(tmp_path: Path) -> None:
     # Those of a pipeline wait for messages of one another, not for a collective.
-    process = start(2, *command_line(tmp_path, "--pipeline-model-parallel-size", 2))
+    process = start_torchrun(2, *command_line(tmp_path, "--pipeline-model-parallel-size", 2))
     try:
         wait_for_steps(process, tmp_path / "run", 3)
         os.kill(workers(process)[1], signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 from allocator_meter import can_be_built, metered_environment  # noqa: E402
 from metered_trainers import NUM_STEPS  # noqa: E402
-from rank_processes import outputs_of  # noqa: E402
+from rank_processes import free_port, outputs_of  # noqa: E402
 
 Row = dict[str, Any]
 # Of all cases of a module together; processes that wait for each other may do so for ever.
@@ -53,13 +52,6 @@ def metered_ranks(module: str, *names: str, num_ranks: int) -> list[dict[str, Ro
     # Trainers write to the same stream.
     found = [[json.loads(line) for line in out.splitlines() if line.startswith('{"case"')] for out in outputs]
     return [{row["case"]: row for row in rows} for rows in found]
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 def check_row(row: Row, *, recorded_steps: int = 1, steps: int = NUM_STEPS, late_bytes: int = 0) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,11 +11,15 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["outputs_of", "run_program"]
+from forked_processes import ForkedProcess
+
+__all__ = ["free_port", "outputs_of", "run_program", "run_ranks", "start_torchrun"]
+
+_ROOT = Path(__file__).parents[2]
 
 
-def outputs_of(started: Sequence[subprocess.Popen[str]], *, longest_s: float) -> list[str]:
-    """Return the standard output of processes that were started with pipes for both streams.
+def outputs_of(started: Sequence[subprocess.Popen[str] | ForkedProcess], *, longest_s: float) -> list[str]:
+    """Return the standard output of processes that were started with pipes or files for both streams.
 
     Args:
         started: the processes.
@@ -39,9 +45,36 @@ def run_program(
 ) -> tuple[Path, list[str]]:
     """Run a program in processes that get their rank and a folder; return the folder, and the standard output of each."""
     folder = folders.mktemp("ranks")
-    command = [sys.executable, "-W", "ignore", str(program)]
-    started = [
-        subprocess.Popen([*command, str(rank), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(num_ranks)
-    ]
+    started = [ForkedProcess(program, rank, folder) for rank in range(num_ranks)]
     return folder, outputs_of(started, longest_s=longest_s)
+
+
+def run_ranks(num_ranks: int, program: str | Path, *args: object, longest_s: float = 300) -> None:
+    """Run a program or module in the processes that torchrun would start."""
+    group = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
+    group |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100"}
+    started = [
+        ForkedProcess(program, *args, RANK=rank, LOCAL_RANK=rank, **group) for rank in map(str, range(num_ranks))
+    ]
+    outputs_of(started, longest_s=longest_s)
+
+
+def start_torchrun(num_ranks: int, *args: object) -> subprocess.Popen[str]:
+    """Start torchrun itself, which takes some seconds longer."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT / "src"), str(_ROOT / "tests/support")])
+    words = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return subprocess.Popen(
+        [sys.executable, *words, *map(str, args)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
