@@ -61,7 +61,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Rows:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    return rows(tmp_path_factory.mktemp("four"), 4, *ON_FOUR)
+    return rows(tmp_path_factory.mktemp("four"), 4, *ON_FOUR, "held parts of stages")
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +119,35 @@ def test_parts_of_values_change_no_bit(two: Rows) -> None:
         assert sum(row["TP2"]["parts"].values())
 
 
+def test_parts_of_values_in_stages_change_no_bit(four: Rows) -> None:
+    rows = four["held parts of stages"]
+    first = rows[0]
+    for row in rows:
+        for case, plain in {
+            "full": first["plain"],
+            "planned": first["plain"],
+            "SP": four["PP2 TP2 SP tied"][0]["plain"],
+        }.items():
+            for number in ("loss", "grad_norm", "validation_loss"):
+                assert row[case][number] == plain[number]
+            assert row[case]["plan"] == first[case]["plan"]
+            assert row[case]["excess"] < 8 * 16 * 1024
+    # What comes from the stage before is no value of a unit. The last output is read by what recomputes nothing.
+    with_parts = {path for path, number in first["full"]["parts"].items() if number}
+    assert with_parts == {"0.embedding", "0.decoder.layers.0", "1.decoder.layers.0"}
+    assert sum(first["planned"]["parts"].values())
+
+
+def test_what_a_stage_receives_is_alike_on_ranks_that_share_matrices_unless_they_split_sequences(four: Rows) -> None:
+    """With sequence parallelism only what is gathered is alike."""
+    values = four["held parts of stages"][3]["values"]
+    assert {name.split(":")[-1] for name in values["1.decoder.layers.0"]} == {
+        "all_gather_into_tensor",
+        "self_attention.cat",
+        "mlp.cat",
+    }
+
+
 def test_megatrons_settings_count_in_each_stage_and_tell_micro_batches_apart(two: Rows) -> None:
     """The first rank runs two forwards before a backward: one recomputes a layer, the other all. The last rank runs one."""
     for row in two["Megatron pipeline"]:
@@ -143,7 +172,7 @@ ERRORS = {
     r"micro-batches a step, and needs at least 2\. Choose at least 4 sequences",
     "sharded stages": r"NotYetError: got use_torch_fsdp2=True, pipeline_model_parallel_size=2: not yet: weights that FSDP2 .* "
     r"Leave it out",
-    "parts of stages": r"NotYetError: got distribute_saved_activations=True, pipeline.*: not yet: values that are held as",
+    "parts of stages": r"ConfigError: got distribute_saved_activations=True, tensor_model_parallel_size=1: there are no ranks",
     "chunks": r"NotYetError: got loss_chunks='auto', pipeline.*: not yet: a number of chunks .* Pass a number",
     "small stages": r"BudgetTooSmallError: .*rank 0 \(stages 0; .* Use more ranks, smaller micro-batches",
     "device": r"ConfigError: got device='cuda:1': each process has a device of its own\. Write cuda or cpu",

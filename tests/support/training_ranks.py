@@ -24,10 +24,15 @@ from recollect.lab.train import session as session_module
 from recollect.lab.train.config import OptimFlags, ProcessFlags, TrainConfig
 from recollect.lab.train.loop import train
 from recollect.lab.train.model_flags import ExpertFlags
+from recollect.lab.train.pipeline_exchange import PipelineExchange
 from recollect.lab.train.pipeline_plans import PipelinePlans
+from recollect.lab.train.pipeline_record import record_own_stages
+from recollect.lab.train.processes import joined_processes
+from recollect.lab.train.session import open_session
 from recollect.plans.action import Action
 from recollect.plans.digest import digest_of
 from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 
 TENSOR = {"tensor_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
@@ -95,21 +100,30 @@ def trained(config: TrainConfig) -> dict[str, Any]:
         name: [row[name] for row in rows if row[name] is not None] for name in ("loss", "grad_norm", "validation_loss")
     }
     path = Path(outcome.folder) / "plan.json"
-    units = Plan.load(path).units if path.exists() else {}
+    stages = stages_in(Path(outcome.folder))
+    units = Plan.load(path).units if path.exists() else first_units(stages)
     return {
         **found,
-        "plan": digest_of(units) if units else stages_in(Path(outcome.folder)),
+        "plan": digest_of(units) if path.exists() else letters(stages),
         "parts": {name: list(unit.actions.values()).count(Action.SHARD) for name, unit in units.items()},
         "excess": (outcome.measured_peak_bytes or 0) - (outcome.predicted_peak_bytes or 0),
     }
 
 
-def stages_in(folder: Path) -> str:
-    """Return what tells the plans of a pipeline's stages from others: a letter for each micro-batch, or for all of them."""
+def stages_in(folder: Path) -> tuple[tuple[Plan, ...], ...]:
+    """Return the plans of a pipeline's stages; none of a run that has none."""
     path = folder / "pipeline_plans.json"
-    if not path.exists():
-        return ""
-    return " / ".join("".join(digest_of(plan.units)[0] for plan in own) for own in PipelinePlans.load(path).stages)
+    return PipelinePlans.load(path).stages if path.exists() else ()
+
+
+def letters(stages: tuple[tuple[Plan, ...], ...]) -> str:
+    """Return what tells the plans of stages from others: a letter for each micro-batch, or for all of them."""
+    return " / ".join("".join(digest_of(plan.units)[0] for plan in own) for own in stages)
+
+
+def first_units(stages: tuple[tuple[Plan, ...], ...]) -> dict[str, UnitPlan]:
+    """Return the units of stages in their first micro-batch, named with the number of the stage."""
+    return {f"{stage}.{path}": unit for stage, own in enumerate(stages) for path, unit in own[0].units.items()}
 
 
 def layout(folder: Path, name: str) -> dict[str, Any]:
@@ -130,6 +144,37 @@ def parts(folder: Path) -> dict[str, Any]:
         flags = {"memory_budget": budget, "distribute_saved_activations": True}
         found[name] = trained(settings(folder, f"parts {name}", parallel=LAYOUTS[name], **flags))
     return found
+
+
+def parts_of_stages(folder: Path) -> dict[str, Any]:
+    """Hold parts of values in the stages of a pipeline. The first budget is below the least possible peak without parts."""
+    plain = {**PIPELINE, **TENSOR}
+    split = {**plain, "sequence_parallel": True}
+    recompute = RecomputeConfig(**FULL, distribute_saved_activations=True)
+    found = {
+        "plain": trained(settings(folder, "stages", parallel=plain, **TIED)),
+        "full": trained(settings(folder, "stages full", parallel=plain, recompute=recompute, **TIED)),
+    }
+    for name, parallel, budget in (("planned", plain, "1260kB"), ("SP", split, "1230kB")):
+        flags = {"memory_budget": budget, "distribute_saved_activations": True, **TIED}
+        found[name] = trained(settings(folder, f"stages {name}", parallel=parallel, **flags))
+    config = settings(folder, "stages values", parallel=split, **flags)
+    return {**found, "values": values_alike(config)}
+
+
+def values_alike(config: TrainConfig) -> dict[str, list[str]]:
+    """Return the values that may be held as parts, by stage and unit, of the stages of this process."""
+    with joined_processes(config) as processes:
+        session = open_session(config, processes)
+        exchange = session.trained.exchange
+        assert isinstance(exchange, PipelineExchange)
+        profiles = record_own_stages(session, exchange.rank)
+    return {
+        f"{stage}.{call.path}": [graph.values[part.value].name for part in graph.parts]
+        for stage, profile in profiles.items()
+        for call in profile.calls
+        for graph in [profile.graph_of(call)]
+    }
 
 
 def failing_data(folder: Path) -> dict[str, Any]:
@@ -204,6 +249,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         return layout(folder, name)
     if name == "held parts":
         return parts(folder)
+    if name == "held parts of stages":
+        return parts_of_stages(folder)
     if name == "Megatron":
         return trained(settings(folder, name, recompute=RecomputeConfig(**FULL)))
     if name == "Megatron pipeline":

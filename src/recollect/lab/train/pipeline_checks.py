@@ -50,12 +50,6 @@ def _refuse_missing(config: TrainConfig, ranks: int) -> None:
             needs="weights that FSDP2 shares in the stages of a pipeline",
             advice="Leave it out.",
         )
-    if config.holds_parts:
-        raise NotYetError(
-            settings={"distribute_saved_activations": True, **size},
-            needs="values that are held as parts in the stages of a pipeline",
-            advice="Leave it out.",
-        )
     if config.step.loss_chunks == "auto":
         raise NotYetError(
             settings={"loss_chunks": "auto", **size},

@@ -8,16 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import torch
-
 import recollect
 from recollect.errors import PlanFormatError
 from recollect.fields import Field, read_document, read_file
 from recollect.integrations.megatron import megatron_stage_plans
-from recollect.lab.parallel.pipeline_rank import LossStage
-from recollect.lab.parallel.pipeline_step import received
-from recollect.lab.train.optim import build_optimizer
 from recollect.lab.train.pipeline_exchange import PipelineExchange
+from recollect.lab.train.pipeline_record import record_own_stages
 from recollect.lab.train.session import Session
 from recollect.pipelines.pipeline_plan import PipelinePlan
 from recollect.plans.plan import Plan
@@ -137,7 +133,7 @@ def plan_stages(session: Session) -> PipelinePlans:
     flags, processes = session.config.step, session.processes
     ranks, exchange = processes.ranks, session.trained.exchange
     assert isinstance(exchange, PipelineExchange)
-    own = ranks.together(lambda: _recorded(session, exchange), Place.START)
+    own = ranks.together(lambda: record_own_stages(session, exchange.rank), Place.START)
     found: dict[int, Profile] = {}
     for profiles in reversed(ranks.gather(own if processes.is_first_of_stage else {}, Place.START)):
         found |= profiles
@@ -156,41 +152,3 @@ def plan_stages(session: Session) -> PipelinePlans:
     made = ranks.together(lambda: planned() if processes.is_first else None, Place.PLANNED)
     result: PipelinePlans = ranks.gather(made, Place.PLANNED)[0]
     return result
-
-
-def _recorded(session: Session, exchange: PipelineExchange) -> dict[int, Profile]:
-    """Record the stages of this process, each on one micro-batch."""
-    tokens, labels = next(session.batches(0))
-    chunks = session.config.step.loss_chunks
-    assert chunks != "auto"  # which `check_pipeline` refuses
-    found = {}
-    for number, stage in exchange.rank.stages.items():
-        batch = {"x": tokens}
-        if not stage.is_first:
-            batch["x"] = torch.randn_like(received(stage, tokens.shape), device=session.device, requires_grad=True)
-        if stage.is_last:
-            batch["labels"] = labels
-            if stage.mtp is not None:
-                batch["tokens"] = tokens
-        found[number] = recollect.record(
-            stage,
-            batch,
-            optimizer=build_optimizer(stage, session.config.optim),
-            loss_fn=None if stage.is_last else torch.sum,
-            units=_units(stage),
-            holds_output=False,
-            gradients="accumulated",
-            loss_chunks=chunks if stage.is_last else 1,
-            # Processes with the same stages run one plan.
-            collectives="replay",
-            group="alone",
-        )
-    return found
-
-
-def _units(stage: LossStage) -> list[str]:
-    """Return the paths of the layers; where there is a single one, none is found."""
-    found = [f"decoder.layers.{layer}" for layer in range(len(stage.decoder.layers))]
-    if stage.mtp is not None:
-        found += [f"mtp.layers.{depth}" for depth in range(len(stage.mtp.layers))]
-    return found

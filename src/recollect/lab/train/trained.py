@@ -61,12 +61,14 @@ def _pipeline(model: GPTModel, config: TrainConfig, processes: Processes) -> Tra
     mesh = processes.mesh
     assert mesh is not None
     layers = processes.layout.layers_of_stages(model.config.num_layers)
+
+    def spread_stage(stage: GPTModel) -> None:
+        share(stage, processes)
+        if config.holds_parts:
+            recollect.distribute_saved_activations(stage, mesh.tensor.get_group())
+
     rank = pipeline_rank(
-        model,
-        layers,
-        rank=mesh.pipeline.get_local_rank(),
-        ranks=mesh.pipeline.size(),
-        spread=lambda stage: share(stage, processes),
+        model, layers, rank=mesh.pipeline.get_local_rank(), ranks=mesh.pipeline.size(), spread=spread_stage
     )
     step = PipelineStep(
         rank,
