@@ -42,7 +42,7 @@ ON_TWO = (
 ON_FOUR = ("TP2 DP2", "TP2 SP DP2 FSDP2", "TP2 SP CP2", "EP2 CP2 DP2 FSDP2 experts", "PP2 TP2 SP tied")
 ON_FOUR += ("PP2 interleaved CP2 tied", "PP2 EP2 experts", "TP2 SP EP2 experts")
 # Run in two processes, too.
-OTHERS = ("default batch", "Megatron", "Megatron pipeline", "held parts")
+OTHERS = ("default batch", "Megatron", "Megatron pipeline", "held parts", "chunks of stages")
 Rows = dict[str, list[dict[str, Any]]]
 
 
@@ -157,6 +157,17 @@ def test_megatrons_settings_count_in_each_stage_and_tell_micro_batches_apart(two
         assert last == last[0] * 4
 
 
+def test_chunks_of_the_loss_are_chosen_with_the_plans_of_stages_and_used_again(two: Rows) -> None:
+    """Without chunks no plan fits: the logits are most of what the last rank holds."""
+    for row in two["chunks of stages"]:
+        chunks = row["chunks"]
+        assert chunks == two["chunks of stages"][0]["chunks"] > 1
+        assert f", loss in {chunks} chunks\n" in row["table"] and row["is_same"]
+        for number in ("loss", "grad_norm"):
+            assert row["begun"][number] + row["resumed"][number] == row["plain"][number]
+        assert max(row["begun"]["excess"], row["resumed"]["excess"]) < 8 * 16 * 1024
+
+
 def test_each_rank_of_data_parallelism_has_one_micro_batch_unless_told(two: Rows) -> None:
     assert [row["accumulation"] for row in two["default batch"]] == [2, 2]
 
@@ -173,7 +184,6 @@ ERRORS = {
     "sharded stages": r"NotYetError: got use_torch_fsdp2=True, pipeline_model_parallel_size=2: not yet: weights that FSDP2 .* "
     r"Leave it out",
     "parts of stages": r"ConfigError: got distribute_saved_activations=True, tensor_model_parallel_size=1: there are no ranks",
-    "chunks": r"NotYetError: got loss_chunks='auto', pipeline.*: not yet: a number of chunks .* Pass a number",
     "small stages": r"BudgetTooSmallError: .*rank 0 \(stages 0; .* Use more ranks, smaller micro-batches",
     "device": r"ConfigError: got device='cuda:1': each process has a device of its own\. Write cuda or cpu",
     "resume": r"CheckpointError: run folder .*: got --resume but it holds no run, expected the --run-dir of an earlier",

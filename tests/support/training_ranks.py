@@ -177,6 +177,19 @@ def values_alike(config: TrainConfig) -> dict[str, list[str]]:
     }
 
 
+def chosen_chunks(folder: Path) -> dict[str, Any]:
+    """Choose a number of chunks with the plans of stages, resume with it, and train in as many chunks without a plan."""
+    flags: dict[str, Any] = {"parallel": INTERLEAVED, **TIED, "vocab_size": 2048}
+    auto = {**flags, "memory_budget": "70%", "loss_chunks": "auto"}
+    found = {"begun": trained(settings(folder, "chunks", **auto))}
+    plans = (folder / "chunks" / "pipeline_plans.json").read_bytes()
+    found["resumed"] = trained(settings(folder, "chunks", **auto, steps=5, resume=True))
+    (chunks,) = {plan.loss_chunks for plan in stages_in(folder / "chunks")[-1]}
+    found["plain"] = trained(settings(folder, "chunks plain", **flags, steps=5, loss_chunks=chunks))
+    is_same = plans == (folder / "chunks" / "pipeline_plans.json").read_bytes()
+    return {**found, "chunks": chunks, "is_same": is_same, "table": json.loads(plans)["table"]}
+
+
 def failing_data(folder: Path) -> dict[str, Any]:
     """Have no data in the second process."""
     own = session_module.load_corpus
@@ -211,7 +224,6 @@ REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "parts of stages": lambda folder: trained(
         settings(folder, "e", parallel=PIPELINE, recompute=RecomputeConfig(**FULL, distribute_saved_activations=True))
     ),
-    "chunks": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, memory_budget="90%", loss_chunks="auto")),
     "small stages": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, memory_budget="1MB")),
     "device": lambda folder: trained(settings(folder, "e", device="cuda:1")),
     "resume": lambda folder: trained(settings(folder, "nothing", resume=True)),
@@ -249,6 +261,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         return layout(folder, name)
     if name == "held parts":
         return parts(folder)
+    if name == "chunks of stages":
+        return chosen_chunks(folder)
     if name == "held parts of stages":
         return parts_of_stages(folder)
     if name == "Megatron":

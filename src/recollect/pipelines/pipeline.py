@@ -238,7 +238,8 @@ class Pipeline:
                 for number, piece in enumerate(pieces)
                 for path, unit in _of_micro_batch(plans[piece], 0).units.items()
             }
-            return Plan(units, predicted_slowdown=self._slowdown(stage, plans))
+            chunks = _of_micro_batch(plans[pieces[-1]], 0).loss_chunks
+            return Plan(units, predicted_slowdown=self._slowdown(stage, plans), loss_chunks=chunks)
         own = plans[pieces[0]]
         made = tuple(replace(p, predicted_slowdown=self._share(pieces[0], p)) for p in _all(own))
         return made[0] if isinstance(own, Plan) else made

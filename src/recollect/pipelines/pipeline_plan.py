@@ -49,10 +49,17 @@ class PipelinePlan:
         """What recompute adds to the step; 0.03 is 3 %."""
         return self.step_s / self.plain_step_s - 1 if self.plain_step_s > 0 else 0.0
 
+    @property
+    def loss_chunks(self) -> int:
+        """Chunks in which the last stage computes the loss, the same for all micro-batches."""
+        last = self.plans[-1]
+        return (last if isinstance(last, Plan) else last[0]).loss_chunks
+
     def __repr__(self) -> str:
         budget = "" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)} a device, "
+        chunks = f", loss in {self.loss_chunks} chunks" if self.loss_chunks > 1 else ""
         lines = [
-            f"{budget}peak {format_bytes(self.peak_bytes)}, step {self.slowdown:+.1%}",
+            f"{budget}peak {format_bytes(self.peak_bytes)}, step {self.slowdown:+.1%}{chunks}",
             f"{'rank':>4}  {'peak':>10}  {'stage':>5}  {'in flight':>9}  {'recompute':>9}",
         ]
         for rank, nbytes in enumerate(self.peaks_bytes):

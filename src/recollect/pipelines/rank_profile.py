@@ -166,7 +166,7 @@ def stage_plan(plan: Plan, number: int, profile: Profile) -> Plan:
     units = {
         call.path: plan.units[path] for call in profile.calls if (path := unit_path(number, call.path)) in plan.units
     }
-    return replace(plan, units=units)
+    return replace(plan, units=units, loss_chunks=profile.loss_chunks)
 
 
 def unit_path(number: int, path: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 from recollect.errors import BudgetTooSmallError, ChunkedLossError
 from recollect.planning.choose import plan as plan_for
@@ -19,7 +19,7 @@ from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.quantities import parse_budget
 
-__all__ = ["COUNTS", "SAME_PEAK", "SAME_TIME", "LossChunks", "Planned", "plan_with_chunks"]
+__all__ = ["COUNTS", "LossChunks", "Planned", "PlannedStep", "fewest_chunks", "plan_with_chunks"]
 
 LossChunks = int | Literal["auto"]
 COUNTS = (1, 4, 16, 64)
@@ -28,6 +28,25 @@ COUNTS = (1, 4, 16, 64)
 SAME_TIME = 0.01
 # If more chunks save less than this fraction of the lowest peak, the logits are no longer at the peak.
 SAME_PEAK = 0.01
+
+
+class PlannedStep(Protocol):
+    """A step that was planned, such as a pipeline's."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds, recompute included."""
+
+    @property
+    def slowdown(self) -> float:
+        """What recompute adds; 0.03 is 3 %."""
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Of each device."""
+
+
+_Step = TypeVar("_Step", bound=PlannedStep)
 
 
 @dataclass(frozen=True)
@@ -87,6 +106,41 @@ def plan_with_chunks(record: Callable[[int], Profile], budget: int | str, loss_c
         if leanest_bytes and least > (1 - SAME_PEAK) * leanest_bytes:
             break
         leanest_bytes = least
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best
+
+
+def fewest_chunks(plan: Callable[[int, int | str], _Step], budget: int | str) -> _Step:
+    """Plan a step of several devices with as few chunks of the loss as take no longer than more of them.
+
+    Args:
+        plan: plans the step with a number of chunks, for a budget.
+        budget: of each device; a percentage is of the fullest one with the whole loss.
+
+    Raises:
+        BudgetTooSmallError: no plan fits with any number; has the lowest peak of all.
+    """
+    best: _Step | None = None
+    failure: BudgetTooSmallError | None = None
+    plain_bytes = 0
+    for count in COUNTS:
+        try:
+            found = plan(count, budget)
+        except BudgetTooSmallError as error:
+            # Percentages are of the loss as the model computes it.
+            budget, plain_bytes = error.budget_bytes, plain_bytes or error.plain_peak_bytes
+            if failure is not None and error.least_peak_bytes > (1 - SAME_PEAK) * failure.least_peak_bytes:
+                break
+            failure = error.with_percentage_of(plain_bytes)
+            continue
+        budget = found.budget_bytes or budget
+        if best is not None and found.step_s >= (1 - SAME_TIME) * best.step_s:
+            break
+        best = found
+        if found.slowdown <= SAME_TIME:
+            break
     if best is None:
         assert failure is not None
         raise failure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,6 +128,16 @@ def test_early_stages_recompute_more_where_they_hold_more(profiles: list[Profile
     uniform = recollect.predict_pipeline(profiles, SCHEDULES["1F1B"], [planned.plans[0]] * 4)
     assert planned.step_s < uniform.step_s
     assert "rank        peak  stage  in flight  recompute" in repr(planned)
+
+
+def test_the_last_stage_alone_has_its_loss_in_chunks(profiles: list[Profile]) -> None:
+    """Also where an earlier stage is on the same rank."""
+    chunked = [*profiles[:3], replace(profiles[3], loss_chunks=4)]
+    planned = recollect.plan_pipeline(chunked, SCHEDULES["interleaved"], "80%")
+    assert [plan.loss_chunks for plan in planned.plans] == [1, 1, 1, 4]
+    assert planned.loss_chunks == 4 and ", loss in 4 chunks\n" in repr(planned)
+    whole = recollect.plan_pipeline(profiles, SCHEDULES["interleaved"], "80%")
+    assert whole.loss_chunks == 1 and "chunks" not in repr(whole)
 
 
 def test_many_micro_batches_are_planned_as_a_few() -> None:

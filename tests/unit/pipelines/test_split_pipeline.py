@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import recollect
 from recollect.errors import BudgetTooSmallError, ScheduleError
 from recollect.pipelines.split_pipeline import _Search
+from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
 SHAPE = (4, 32, 64)
@@ -84,10 +86,12 @@ def test_a_slow_head_gets_fewer_layers_beside_it(six: list[Profile]) -> None:
 
 def test_a_stage_of_layers_is_predicted_as_one_that_was_recorded_whole() -> None:
     schedule = one_f_one_b(2)
-    apart = recollect.split_pipeline([layers(1)[1]] * 8, schedule, "100%")
+    one = layers(1)[1]
+    apart = recollect.split_pipeline([*[one] * 7, replace(one, loss_chunks=4)], schedule, "100%")
     whole = recorded(nn.Sequential(*(layer() for _ in range(4))), torch.randn(SHAPE, requires_grad=True))
     expected = recollect.predict_pipeline([whole] * 2, schedule, [recollect.classic_plan(whole, "keep_all")] * 2)
     assert apart.sizes == (4, 4)
+    assert [plan.loss_chunks for plan in apart.pipeline.plans if isinstance(plan, Plan)] == [1, 4]
     # Each layer was recorded with a loss of its own.
     assert apart.pipeline.plain_step_s == pytest.approx(expected.plain_step_s, rel=0.06)
     # A layer hands on its gradient later than autograd does.

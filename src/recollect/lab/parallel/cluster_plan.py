@@ -81,6 +81,16 @@ class ClusterPlan:
         beside = (use.data_s - use.compute_s - use.recompute_s for use in self.ranks)
         return self.planned.step_s + max(0.0, *beside)
 
+    @property
+    def slowdown(self) -> float:
+        """What recompute adds to the pipeline; 0.03 is 3 %."""
+        return self.planned.slowdown
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Of each device."""
+        return self.planned.budget_bytes
+
     def __repr__(self) -> str:
         layout = self.step.layout
         # Only where there is one; of tensor parallelism always.

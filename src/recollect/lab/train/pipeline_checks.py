@@ -50,9 +50,3 @@ def _refuse_missing(config: TrainConfig, ranks: int) -> None:
             needs="weights that FSDP2 shares in the stages of a pipeline",
             advice="Leave it out.",
         )
-    if config.step.loss_chunks == "auto":
-        raise NotYetError(
-            settings={"loss_chunks": "auto", **size},
-            needs="a number of chunks that is chosen together with the plans of a pipeline's stages",
-            advice="Pass a number.",
-        )

@@ -16,6 +16,7 @@ from recollect.lab.train.pipeline_exchange import PipelineExchange
 from recollect.lab.train.pipeline_record import record_own_stages
 from recollect.lab.train.session import Session
 from recollect.pipelines.pipeline_plan import PipelinePlan
+from recollect.planning.loss_chunks import fewest_chunks
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.ranks.group import Place
@@ -124,31 +125,73 @@ def _read_plan(place: Field) -> Plan:
 def plan_stages(session: Session) -> PipelinePlans:
     """Record the stages and plan them, as the settings say; the same in all processes.
 
-    Processes with the same stages record together; the first of them stands for all.
-
     Raises:
         BudgetTooSmallError: no plan fits the budget.
         ConfigError, NotYetError: see `megatron_stage_plans`.
     """
-    flags, processes = session.config.step, session.processes
-    ranks, exchange = processes.ranks, session.trained.exchange
-    assert isinstance(exchange, PipelineExchange)
-    own = ranks.together(lambda: record_own_stages(session, exchange.rank), Place.START)
-    found: dict[int, Profile] = {}
-    for profiles in reversed(ranks.gather(own if processes.is_first_of_stage else {}, Place.START)):
-        found |= profiles
-    profiles = [found[stage] for stage in range(len(found))]
-    schedule = exchange.step.schedule
+    flags = session.config.step
+    stages = _Stages(session)
+    if flags.loss_chunks == "auto":
+        assert flags.memory_budget is not None  # else there is nothing to plan
+        made = fewest_chunks(stages.planned, flags.memory_budget)
+    else:
+        made = stages.planned(flags.loss_chunks, flags.memory_budget)
+    return PipelinePlans.of(made, session.processes.ranks.gather(stages.plain_peak_bytes, Place.PLANNED)[0])
 
-    def planned() -> PipelinePlans:
-        plain = [recollect.classic_plan(profile, "keep_all") for profile in profiles]
-        plain_bytes = recollect.predict_pipeline(profiles, schedule, plain).peak_bytes
-        if flags.recompute is None:
-            return PipelinePlans.of(recollect.plan_pipeline(profiles, schedule, str(flags.memory_budget)), plain_bytes)
-        flags.recompute.check(session.config.training_setting(session.model.config))
-        plans = megatron_stage_plans(profiles, schedule, flags.recompute)
-        return PipelinePlans.of(recollect.predict_pipeline(profiles, schedule, plans), plain_bytes)
 
-    made = ranks.together(lambda: planned() if processes.is_first else None, Place.PLANNED)
-    result: PipelinePlans = ranks.gather(made, Place.PLANNED)[0]
-    return result
+class _Stages:
+    """The stages of a run, to plan in all processes alike.
+
+    Args:
+        session: the run.
+
+    Attributes:
+        plain_peak_bytes: in the first process, of the rank that needs most, without recompute, with as many chunks as were
+            planned first.
+    """
+
+    def __init__(self, session: Session) -> None:
+        exchange = session.trained.exchange
+        assert isinstance(exchange, PipelineExchange)
+        self._session, self._exchange = session, exchange
+        self._profiles: dict[int, Profile] = {}
+        self.plain_peak_bytes = 0
+
+    def planned(self, loss_chunks: int, budget: int | str | None) -> PipelinePlan:
+        """Record what is not known yet with so many chunks of the loss, and plan: for a budget, or as Megatron's settings say.
+
+        Raises:
+            BudgetTooSmallError, ConfigError, NotYetError: as `plan_stages`, in all processes.
+        """
+        processes = self._session.processes
+        self._record(loss_chunks)
+        ranks = processes.ranks
+        made = ranks.together(lambda: self._plan(budget) if processes.is_first else None, Place.PLANNED)
+        result: PipelinePlan = ranks.gather(made, Place.PLANNED)[0]
+        return result
+
+    def _record(self, loss_chunks: int) -> None:
+        """Record all stages, or later the last one alone, in their processes.
+
+        Processes with the same stages record together; the first of them stands for all.
+        """
+        session, rank, only_last = self._session, self._exchange.rank, bool(self._profiles)
+        processes, ranks = session.processes, session.processes.ranks
+        own = ranks.together(
+            lambda: record_own_stages(session, rank, loss_chunks=loss_chunks, only_last=only_last), Place.START
+        )
+        for profiles in reversed(ranks.gather(own if processes.is_first_of_stage else {}, Place.START)):
+            self._profiles |= profiles
+
+    def _plan(self, budget: int | str | None) -> PipelinePlan:
+        session, schedule = self._session, self._exchange.step.schedule
+        profiles = [self._profiles[stage] for stage in range(len(self._profiles))]
+        if not self.plain_peak_bytes:
+            plain = [recollect.classic_plan(profile, "keep_all") for profile in profiles]
+            self.plain_peak_bytes = recollect.predict_pipeline(profiles, schedule, plain).peak_bytes
+        recompute = session.config.step.recompute
+        if recompute is None:
+            assert budget is not None
+            return recollect.plan_pipeline(profiles, schedule, budget)
+        recompute.check(session.config.training_setting(session.model.config))
+        return recollect.predict_pipeline(profiles, schedule, megatron_stage_plans(profiles, schedule, recompute))

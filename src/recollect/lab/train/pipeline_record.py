@@ -17,18 +17,22 @@ from recollect.profile.profile import Profile
 __all__ = ["record_own_stages"]
 
 
-def record_own_stages(session: Session, rank: PipelineRank) -> dict[int, Profile]:
+def record_own_stages(
+    session: Session, rank: PipelineRank, *, loss_chunks: int = 1, only_last: bool = False
+) -> dict[int, Profile]:
     """Record the stages of this process, each on one micro-batch, by number. Processes with the same stages do so together.
 
     Args:
         session: the run; its model does not change.
         rank: the stages.
+        loss_chunks: parts in which the last stage computes the loss.
+        only_last: record only the last stage of the pipeline, if it is here.
     """
     tokens, labels = next(session.batches(0))
-    chunks = session.config.step.loss_chunks
-    assert chunks != "auto"  # which `check_pipeline` refuses
     found = {}
     for number, stage in rank.stages.items():
+        if only_last and not stage.is_last:
+            continue
         batch = {"x": tokens}
         if not stage.is_first:
             batch["x"] = _received(session, stage, tokens.shape)
@@ -44,7 +48,7 @@ def record_own_stages(session: Session, rank: PipelineRank) -> dict[int, Profile
             units=_units(stage),
             holds_output=False,
             gradients="accumulated",
-            loss_chunks=chunks if stage.is_last else 1,
+            loss_chunks=loss_chunks if stage.is_last else 1,
             # Processes with the same stages run one plan.
             collectives="replay",
             group="alone",
