@@ -8,6 +8,8 @@ from typing import Any
 OFFLOAD = {"fine_grained_activation_offloading": True}
 LAYER_OFFLOAD = {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+BLOCK = {**FULL, "recompute_method": "block"}
+PARTIAL = {"num_microbatches_with_partial_activation_checkpoints": 1}
 
 
 def selective(*modules: str) -> dict[str, Any]:
@@ -99,6 +101,18 @@ ALONE = [
         {**selective("mlp"), "distribute_saved_activations": True},
         "only the kept inputs of whole layers are ever distributed",
         {"distribute_saved_activations": False},
+    ),
+    Broken(
+        "micro-batches-alike",
+        {**FULL, **PARTIAL},
+        "all micro-batches recompute the same. Leave it out, or set recompute_granularity to 'full' and recompute_method to",
+        {"recompute_method": "block"},
+    ),
+    Broken(
+        "micro-batches-alike",
+        {**selective("mlp"), **PARTIAL},
+        "recompute the same. Leave it out",
+        {"recompute_modules": None, **BLOCK},
     ),
     Broken(
         "list-of-modules",
@@ -240,6 +254,12 @@ WITHIN = [
         "sequence parallelism has already split",
         {"sequence_parallel": False},
         {"sequence_parallel": True, "tensor_model_parallel_size": 2},
+    ),
+    Broken(
+        "micro-batches-without-pipeline",
+        {**BLOCK, **PARTIAL},
+        "several micro-batches are in flight in a pipeline only. Leave it out, or set pipeline_model_parallel_size",
+        {"pipeline_model_parallel_size": 2},
     ),
     Broken(
         "moe-act-needs-experts", selective("moe_act"), "a model without experts has no moe_act", {"num_moe_experts": 8}

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 import training_runs
+from recollect.cli.entry import parse_train
+from recollect.cli.train import training_config
 from recollect.errors import DataError
 from recollect.integrations.megatron import RecomputeConfig
 from recollect.lab.train import session as session_module
@@ -252,7 +254,11 @@ FULL: dict[str, Any] = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
-BLOCK = {**FULL, "recompute_method": "block"}
+# Of the micro-batches in flight, one recomputes a layer of each stage.
+PARTIAL = (
+    "--size tiny --pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block "
+    "--recompute-num-layers 1 --num-microbatches-with-partial-activation-checkpoints 1"
+)
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:
@@ -268,7 +274,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     if name == "Megatron":
         return trained(settings(folder, name, recompute=RecomputeConfig(**FULL)))
     if name == "Megatron pipeline":
-        block = RecomputeConfig(**BLOCK, num_microbatches_with_partial_activation_checkpoints=1)
+        block = training_config(parse_train(PARTIAL.split())).step.recompute
         return trained(settings(folder, name, parallel=PIPELINE, recompute=block, **TIED))
     if name == "default batch":
         config = settings(folder, name, accumulation=None)

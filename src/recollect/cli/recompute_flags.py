@@ -62,6 +62,9 @@ class RecomputeFlags:
     """With full: N."""
     recompute_modules: tuple[str, ...] | None = None
     """With selective: core_attn (the default), mlp, moe, shared_experts, layernorm, moe_act, mla_up_proj."""
+    num_microbatches_with_partial_activation_checkpoints: int | None = None
+    """With full and block in a pipeline: of as many micro-batches as a rank has in flight, those that recompute only N layers;
+    the others recompute all."""
     distribute_saved_activations: bool = False
     """Split what is kept among the ranks of tensor parallelism: with full, the inputs of layers; with a budget, what pays."""
     moe_layer_recompute: bool = False

@@ -48,6 +48,10 @@ def parse(line: str) -> RecomputeFlags:
             "--recompute-method block --recompute-num-layers 0",
             {"recompute_method": "block", "recompute_num_layers": 0},
         ),
+        (
+            "--num-microbatches-with-partial-activation-checkpoints 0",
+            {"num_microbatches_with_partial_activation_checkpoints": 0},
+        ),
         ("--moe-layer-recompute", {"moe_layer_recompute": True}),
         ("--distribute-saved-activations", {"distribute_saved_activations": True}),
         ("--cpu-offloading-num-layers 2", {"cpu_offloading_num_layers": 2, "cpu_offloading": True}),
@@ -81,6 +85,17 @@ def test_parts_of_values_need_a_budget_or_full_recompute() -> None:
         training_config(parse_train(line.split()))
     with pytest.raises(ValueError, match=r"distribute_saved_activations: given without memory_budget, expected both"):
         StepFlags(distribute_saved_activations=True)
+
+
+def test_micro_batches_differ_in_a_pipeline_only() -> None:
+    line = "--size tiny --recompute-granularity full --recompute-method block --recompute-num-layers 1 "
+    line += "--num-microbatches-with-partial-activation-checkpoints 1"
+    with pytest.raises(
+        ConfigError, match=r"=1, pipeline_model_parallel_size=1: several micro-batches are in flight in a"
+    ):
+        training_config(parse_train(line.split()))
+    recompute = training_config(parse_train([*line.split(), "--pipeline-model-parallel-size", "2"])).step.recompute
+    assert recompute is not None and recompute.num_microbatches_with_partial_activation_checkpoints == 1
 
 
 def test_the_short_flag_clashes_with_full() -> None:

@@ -9,6 +9,8 @@ from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["RECOMPUTE_RULES", "num_layers_clash"]
 
+_WHAT = ("recompute_granularity", "recompute_method")
+
 
 def _granularity(config: RecomputeSettings) -> Clash | None:
     value = config.recompute_granularity
@@ -169,6 +171,31 @@ def _distribute_needs_tensor_parallel(config: RecomputeSettings, setting: Traini
     )
 
 
+def _alike_micro_batches(config: RecomputeSettings) -> Clash | None:
+    is_block = config.recompute_granularity == "full" and config.recompute_method == "block"
+    if config.num_microbatches_with_partial_activation_checkpoints is None or is_block:
+        return None
+    return Clash(
+        found(config, *_WHAT, "num_microbatches_with_partial_activation_checkpoints"),
+        "all micro-batches recompute the same",
+        "Leave it out, or set recompute_granularity to 'full' and recompute_method to 'block'.",
+    )
+
+
+def _micro_batches_need_pipeline(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
+    number = config.num_microbatches_with_partial_activation_checkpoints
+    if number is None or setting.pipeline_model_parallel_size > 1:
+        return None
+    return Clash(
+        {
+            **found(config, "num_microbatches_with_partial_activation_checkpoints"),
+            **found(setting, "pipeline_model_parallel_size"),
+        },
+        "several micro-batches are in flight in a pipeline only",
+        "Leave it out, or set pipeline_model_parallel_size to 2 or more.",
+    )
+
+
 RECOMPUTE_RULES = (
     Rule(
         name="granularity",
@@ -296,5 +323,21 @@ RECOMPUTE_RULES = (
         ours="error",
         why="the kept values are already split",
         within=_distribute_with_sequence_parallel,
+    ),
+    Rule(
+        name="micro-batches-alike",
+        when="`num_microbatches_with_partial_activation_checkpoints` without `full` and `block`",
+        megatron="nothing",
+        ours="warning",
+        why="it has no effect",
+        alone=_alike_micro_batches,
+    ),
+    Rule(
+        name="micro-batches-without-pipeline",
+        when="`num_microbatches_with_partial_activation_checkpoints` with `pipeline_model_parallel_size` 1",
+        megatron="nothing; it is ignored",
+        ours="error",
+        why="it would have no effect",
+        within=_micro_batches_need_pipeline,
     ),
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cases import ALONE, LAYER_OFFLOAD, WITHIN, Broken, graph, offload
+from megatron_cases import ALONE, BLOCK, LAYER_OFFLOAD, PARTIAL, WITHIN, Broken, graph, offload
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting
 from recollect.integrations.megatron.not_yet import NOT_YET, refuse_not_yet
@@ -66,7 +66,7 @@ ASKS_FOR_WHAT_IS_NOT_BUILT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "offload_modules=('core_attn',): not yet: values that are copied to host memory and back",
     ),
     ({"moe_paged_stash": True}, {}, "moe_paged_stash=True: not yet: a store for experts' activations in pages. Leave"),
-    ({"num_microbatches_with_partial_activation_checkpoints": 0}, {}, "=0: not yet: a stage of a pipeline that"),
+    ({**BLOCK, **PARTIAL}, {}, "checkpoints=1: not yet: a stage of a pipeline that"),
     ({"moe_enable_routing_replay": True}, {}, "not yet: routers that follow recorded choices. Leave it out; recompute"),
     ({}, {"fp8": "hybrid"}, "fp8='hybrid', fp8_recipe='delayed': not yet: models that compute in 8 bits"),
     ({}, {"fp4": "e2m1"}, "fp4='e2m1': not yet: models that compute in 4 bits"),
