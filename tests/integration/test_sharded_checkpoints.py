@@ -30,11 +30,13 @@ pytestmark = [
 ]
 NEWEST = f"step_{STEPS:08d}"
 OTHERS = [name for name in LAYOUTS if name != FIRST]
+BUILT = [*(f"built: {name}" for name in LAYOUTS), *(f"built experts: {name}" for name in EXPERT_LAYOUTS)]
 CASES = (
     *("trained: dropout", "trained: plain", "trained: pipeline", "resumed", "resumed pipeline"),
     *(f"resumed as: {name}" for name in OTHERS),
     *(f"from one as: {FIRST}", *(f"rewritten: {number}" for number in range(len(LAYOUTS))), "damaged", "full"),
     *(f"rewritten experts: {number}" for number in range(len(EXPERT_LAYOUTS))),
+    *BUILT,
 )
 REWRITTEN = [*(("", number) for number in range(len(LAYOUTS))), *((" experts", n) for n in range(len(EXPERT_LAYOUTS)))]
 
@@ -108,6 +110,23 @@ def test_what_is_stored_is_the_whole_model_whatever_the_layout(
     for index, values in state.items():
         for kind, value in values.items():
             assert torch.equal(value, written.optimizer["state"][index][kind]), (index, kind)
+
+
+@pytest.mark.parametrize("case", BUILT)
+def test_processes_draw_their_parts_of_the_weights_of_one(found: dict[str, Any], case: str) -> None:
+    """Bit for bit, and with no more at a time than their own part and one whole matrix, which is less than a block.
+
+    DDP has buckets for all gradients, too, and a few bytes about them.
+    """
+    rows = found[case]
+    for row in rows:
+        assert row["differing"] == []
+        buckets_bytes = row["own_bytes"] + 1024 if "replicas" in case else 0
+        assert row["peak_bytes"] <= row["own_bytes"] + row["largest_bytes"] + buckets_bytes
+        assert (row["own_bytes"] + row["largest_bytes"] < row["whole_bytes"]) == ("replicas" not in case)
+    names = {name for row in rows for name in row["names"]}
+    assert {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"} <= names
+    assert ("decoder.layers.1.mlp.router.expert_bias" in names) == ("experts" in case)
 
 
 def test_half_written_folders_are_no_checkpoints_and_go(found: dict[str, Any], folder: Path) -> None:

@@ -12,19 +12,28 @@ import pytest
 import torch
 from rich.console import Console
 
+from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.config import ModelFlags, OptimFlags, RunFlags
 from recollect.lab.train.display import LiveDisplay, PlainDisplay
 from recollect.lab.train.loop import train
 from recollect.lab.train.memory import measure_step, resident_bytes
 from recollect.lab.train.metrics import MetricsFile
 from recollect.lab.train.optim import build_optimizer, learning_rate_at
-from recollect.lab.train.optimizer_step import build_model, train_step
+from recollect.lab.train.optimizer_step import train_step
+from recollect.lab.train.processes import ONE_PROCESS
 from recollect.lab.train.records import Baseline, Outcome, StepRecord
 from recollect.lab.train.report import report_lines, report_table
 from recollect.lab.train.session import open_session
+from recollect.lab.train.trained import build_trained
 from training_runs import config, losses, run
 
 pytestmark = pytest.mark.integration
+
+
+def built(folder: Path) -> GPTModel:
+    """Return the model of a tiny run before its first step."""
+    flags = config(folder)
+    return build_trained(flags.model.dimensions(256), flags, ONE_PROCESS).model
 
 
 def test_it_learns_and_validates(tmp_path: Path) -> None:
@@ -53,8 +62,7 @@ def test_equal_runs_are_equal_to_the_bit_and_seeds_matter(tmp_path: Path) -> Non
 
 
 def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
-    flags = config(tmp_path).step
-    model = build_model(ModelFlags(size="tiny").dimensions(256), flags)
+    model = built(tmp_path)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     tokens = torch.randint(256, (4, 33))
     whole = [(tokens[:, :-1], tokens[:, 1:])]
@@ -70,7 +78,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(tmp_path: Path) -> N
 
 
 def test_clipping_bounds_the_norm(tmp_path: Path) -> None:
-    model = build_model(ModelFlags(size="tiny").dimensions(256), config(tmp_path).step)
+    model = built(tmp_path)
     start = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
     tokens = torch.randint(256, (2, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -81,7 +89,7 @@ def test_clipping_bounds_the_norm(tmp_path: Path) -> None:
 
 
 def test_norms_do_not_decay_and_matrices_do(tmp_path: Path) -> None:
-    model = build_model(ModelFlags(size="tiny").dimensions(256), config(tmp_path).step)
+    model = built(tmp_path)
     optimizer = build_optimizer(model, OptimFlags(weight_decay=0.3))
     decay = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert len(decay) == len(list(model.parameters()))

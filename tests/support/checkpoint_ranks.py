@@ -15,11 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import recollect
 import training_runs
 from recollect.lab.train.config import ProcessFlags, TrainConfig
+from recollect.lab.train.exchange import local_part
 from recollect.lab.train.loop import train
-from recollect.lab.train.processes import joined_processes
+from recollect.lab.train.processes import ONE_PROCESS, joined_processes
 from recollect.lab.train.session import open_session
+from recollect.lab.train.stored_state import StoredState, parts_of
+from recollect.lab.train.trained import build_trained
 
 TENSOR = {"tensor_model_parallel_size": 2}
 PIPELINE = {"pipeline_model_parallel_size": 2}
@@ -101,6 +105,37 @@ def rewritten(folder: Path, kind: str, number: int) -> dict[str, Any]:
     return {}
 
 
+def built(folder: Path, kind: str, layout: str) -> dict[str, Any]:
+    """Build a run, and return which weights are others than those of one process, and the most bytes at a time."""
+    config = settings(folder, f"built{kind}", layout)
+    dimensions = config.model.dimensions(256, seq_length=config.data.seq_length)
+    whole = build_trained(dimensions, config, ONE_PROCESS).model
+    with joined_processes(config) as processes:
+        measured = recollect.measure_peak(
+            lambda: build_trained(dimensions, config, processes), device="cpu", baseline_bytes=0
+        )
+        trained = measured.result
+        stored = StoredState(trained.model, trained.optimizer, processes.layout.tensor_model_parallel_size)
+        names = [name.removeprefix("model.") for name in stored.tensors if name.startswith("model.")]
+        own_bytes = sum(local_part(parameter).nbytes for parameter in trained.model.parameters())
+    return {
+        "names": names,
+        "differing": [name for name in names if not has_part_of(stored, f"model.{name}", whole.state_dict()[name])],
+        "own_bytes": own_bytes,
+        "whole_bytes": sum(parameter.nbytes for parameter in whole.parameters()),
+        "largest_bytes": max(parameter.nbytes for parameter in whole.parameters()),
+        "peak_bytes": measured.peak_bytes,
+    }
+
+
+def has_part_of(stored: StoredState, name: str, whole: torch.Tensor) -> bool:
+    """Say whether what is here of a tensor has the same bits in the whole one."""
+    return all(
+        torch.equal(part, whole[tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))])
+        for chunk, part in parts_of(stored.tensors[name], stored.fused.get(name), stored.tensor_ranks)
+    )
+
+
 def damaged(folder: Path) -> dict[str, Any]:
     """Go on from a checkpoint of which another process verifies the file that is damaged."""
     if dist.get_rank() == 0:
@@ -134,6 +169,8 @@ def run(case: str, folder: Path) -> dict[str, Any]:
         return resumed(folder, what, "alone")
     if action.startswith("rewritten"):
         return rewritten(folder, action.removeprefix("rewritten"), int(what))
+    if action.startswith("built"):
+        return built(folder, action.removeprefix("built"), what)
     if action == "damaged":
         return damaged(folder)
     return full_disk(folder)

@@ -84,6 +84,7 @@ class TopKRouter(nn.Module):
         self.sequence = WholeSequence()
         self.counts_of_all: Callable[[Tensor], Tensor] = self.sequence.counts
         self.num_experts = config.num_moe_experts or 0
+        self.init_std = config.init_method_std
         self.weight = nn.Parameter(torch.empty(self.num_experts, config.hidden_size))
         has_bias = config.moe_router_enable_expert_bias
         bias = torch.empty(self.num_experts, dtype=torch.float32) if has_bias else None
@@ -94,7 +95,7 @@ class TopKRouter(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw new weights; reset biases and counts to zero."""
-        nn.init.normal_(self.weight, std=self.config.init_method_std)
+        nn.init.normal_(self.weight, std=self.init_std)
         for buffer in self.buffers():
             nn.init.zeros_(buffer)
 

@@ -86,7 +86,6 @@ class PipelineRank(GPTModel):
         stages: by number.
         has_first: whether the first of all is here.
         has_last: whether the last of all is here.
-        shared: of the first rank and the last, the parameters of which both have a copy, in the same order.
     """
 
     def __init__(self, config: TransformerConfig, stages: dict[int, LossStage], layers: Sequence[range]) -> None:
@@ -114,13 +113,17 @@ class PipelineRank(GPTModel):
             self.output_layer = last.output_layer
             self.mtp = last.mtp
         self.has_first, self.has_last = first is not None, last is not None
-        # In a tuple, since as attributes they would have one more name.
-        self.shared: tuple[nn.Parameter, ...] = ()
+
+    @property
+    def shared(self) -> tuple[nn.Parameter, ...]:
+        """Of the first rank and the last, the parameters of which both have a copy, in the same order."""
+        config = self.config
         is_shared = config.mtp_num_layers is not None or config.share_embeddings_and_output_weights
-        if is_shared and (self.has_first or self.has_last):
-            alone = config.mtp_num_layers is None  # without the positions, which the last rank does not have
-            embedding: nn.Module = self.embedding.get_submodule("word_embeddings") if alone else self.embedding
-            self.shared = tuple(embedding.parameters())
+        if not (is_shared and (self.has_first or self.has_last)):
+            return ()
+        alone = config.mtp_num_layers is None  # without the positions, which the last rank does not have
+        embedding: nn.Module = self.embedding.get_submodule("word_embeddings") if alone else self.embedding
+        return tuple(embedding.parameters())
 
     @property
     def loss_chunks(self) -> int:

@@ -1,4 +1,4 @@
-"""Build a run's model on its device, run one optimizer step, and compute the validation loss."""
+"""Find a run's device, run one optimizer step, and compute the validation loss."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recollect.errors import HardwareError
-from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.train.config import StepFlags
 from recollect.lab.train.exchange import Exchange
 
 
@@ -37,18 +35,6 @@ def resolve_device(name: str) -> torch.device:
             f"{here}. To plan for another one, add --fake --hardware H100 (recollect plan, explain, frontier)."
         ) from None
     return device
-
-
-def build_model(dimensions: TransformerConfig, flags: StepFlags) -> GPTModel:
-    """Return a new model with fp32 weights drawn from `flags.seed`, on the device of the flags.
-
-    Weights stay fp32 even with bf16 activations and matrix products, because AdamW's updates are smaller than the spacing of
-    bf16 numbers near the weights and would be lost.
-    """
-    torch.manual_seed(flags.seed)
-    compute_dtype = torch.bfloat16 if flags.precision == "bf16" else None
-    with resolve_device(flags.device):
-        return GPTModel(dimensions, compute_dtype=compute_dtype)
 
 
 def train_step(

@@ -8,39 +8,49 @@ from torch.nn.parallel import DistributedDataParallel
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.parallel.context import context_parallel
 from recollect.lab.parallel.data import data_parallel
-from recollect.lab.parallel.expert import balance_over, expert_parallel
+from recollect.lab.parallel.expert import ExchangedExperts, balance_over, expert_parallel
 from recollect.lab.parallel.tensor import tensor_parallel
+from recollect.lab.train.own_weights import OwnWeights
 from recollect.lab.train.processes import Processes
 
 __all__ = ["share", "spread"]
 
 
-def spread(model: GPTModel, processes: Processes) -> nn.Module:
-    """Leave this process its part of a model.
+def spread(model: GPTModel, processes: Processes, own: OwnWeights) -> nn.Module:
+    """Leave this process its part of a model, and give it weights.
 
     Args:
-        model: the whole model, with the same weights in all processes; changed in place.
+        model: the whole model, on the meta device; changed in place.
         processes: what to spread it over.
+        own: the weights.
 
     Returns:
         What runs in training: the model, or what reduces its gradients around it.
     """
     mesh, layout = processes.mesh, processes.layout
     if mesh is None:
+        own.draw(model)
         return model
     share(model, processes)
     shares_experts = layout.expert_model_parallel_size > 1
-    if mesh.gradients.size() == 1:
-        return model
-    if processes.sharding != "none":
+    is_sharded = processes.sharding != "none" and mesh.gradients.size() > 1
+    if is_sharded and shares_experts and mesh.replicas.size() == 1:
+        # FSDP2 gets none of these, and they get hooks.
+        for module in model.modules():
+            if isinstance(module, ExchangedExperts):
+                own.draw(model, among=module)
+    if is_sharded:
         # ZeRO-1 is FSDP2 that frees weights only after backward. ZeroRedundancyOptimizer takes no DTensors, and so would go
         # with no tensor parallelism.
-        return data_parallel(
+        data_parallel(
             model,
             mesh.gradients,
             expert_mesh=mesh.replicas if shares_experts else None,
             reshard_after_forward=processes.sharding == "all",
         )
+    own.draw(model)
+    if is_sharded or mesh.gradients.size() == 1:
+        return model
     if layout.tensor_model_parallel_size == 1 and not shares_experts:
         return DistributedDataParallel(model, process_group=mesh.gradients.get_group(), gradient_as_bucket_view=True)
     # DDP takes no DTensors either: their gradients are reduced after backward.

@@ -10,12 +10,14 @@ from torch import nn
 import recollect
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.seed_weights import SeedWeights
 from recollect.lab.parallel.pipeline_rank import pipeline_rank
 from recollect.lab.parallel.pipeline_step import PipelineStep
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.exchange import Exchange, exchange_of
 from recollect.lab.train.optim import build_optimizer
-from recollect.lab.train.optimizer_step import build_model, resolve_device
+from recollect.lab.train.optimizer_step import resolve_device
+from recollect.lab.train.own_weights import OwnWeights
 from recollect.lab.train.pipeline_exchange import PipelineExchange
 from recollect.lab.train.processes import Processes
 from recollect.lab.train.spread import share, spread
@@ -43,21 +45,30 @@ class Trained:
 def build_trained(dimensions: TransformerConfig, config: TrainConfig, processes: Processes) -> Trained:
     """Build the model with the weights of the seed, which are those of one process, and spread it.
 
+    A process never has more of the weights than its own part, and a few megabytes beside it.
+
     Args:
         dimensions: the whole model.
         config: the run.
         processes: what to spread it over.
     """
-    model = build_model(dimensions, config.step)
+    # What runs before the first step, such as one that is recorded, draws the same random numbers in all processes.
+    torch.manual_seed(config.step.seed)
+    with torch.device("meta"):
+        # Weights stay fp32 even with bf16 activations and matrix products, because AdamW's updates are smaller than the spacing
+        # of bf16 numbers near the weights and would be lost.
+        model = GPTModel(dimensions, compute_dtype=torch.bfloat16 if config.step.precision == "bf16" else None)
+    weights = SeedWeights(model, config.step.seed)
+    own = OwnWeights(weights, resolve_device(config.step.device), processes.layout.tensor_model_parallel_size)
     if processes.layout.pipeline_model_parallel_size > 1:
-        return _pipeline(model, config, processes)
-    wrapped = spread(model, processes)
+        return _pipeline(model, own, config, processes)
+    wrapped = spread(model, processes, own)
     if config.holds_parts and processes.mesh is not None:
         recollect.distribute_saved_activations(wrapped, processes.mesh.tensor.get_group())
     return Trained(model, wrapped, build_optimizer(model, config.optim), exchange_of(processes, wrapped))
 
 
-def _pipeline(model: GPTModel, config: TrainConfig, processes: Processes) -> Trained:
+def _pipeline(model: GPTModel, own: OwnWeights, config: TrainConfig, processes: Processes) -> Trained:
     mesh = processes.mesh
     assert mesh is not None
     layers = processes.layout.layers_of_stages(model.config.num_layers)
@@ -70,6 +81,7 @@ def _pipeline(model: GPTModel, config: TrainConfig, processes: Processes) -> Tra
     rank = pipeline_rank(
         model, layers, rank=mesh.pipeline.get_local_rank(), ranks=mesh.pipeline.size(), spread=spread_stage
     )
+    own.draw(rank)
     step = PipelineStep(
         rank,
         mesh.pipeline,

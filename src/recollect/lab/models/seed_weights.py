@@ -1,0 +1,130 @@
+"""The weights that a seed gives a model, drawn block by block, so that whoever holds a part of a model draws only that.
+
+Constructors draw one weight after the other from one generator: to have the last, a process has to draw all. Here each block
+of rows has a generator of its own, so that any part is the same bits wherever, and in whatever order, it is drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.norm import LayerNorm, RMSNorm
+
+__all__ = ["BLOCK_ELEMENTS", "SeedWeights"]
+
+BLOCK_ELEMENTS = 1 << 20
+"""Weights drawn at a time, in whole rows: few enough to draw little for nothing, and enough to keep a GPU busy."""
+# PyTorch's generator of a CPU takes 32 bits. An odd factor maps different numbers to different seeds.
+_SEEDS, _FACTOR = 1 << 32, 2_654_435_761
+
+
+@dataclass(frozen=True)
+class _Law:
+    """How a parameter is drawn.
+
+    Attributes:
+        shape: of the whole.
+        mean: of new weights.
+        std: their standard deviation; 0: all are the mean.
+        first: number of the first block.
+    """
+
+    shape: torch.Size
+    mean: float
+    std: float
+    first: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block: of a matrix, or of one of a stack of them."""
+        return max(1, BLOCK_ELEMENTS // self.shape[-1])
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a matrix."""
+        return math.ceil(self.shape[-2] / self.rows)
+
+
+class SeedWeights:
+    """The weights of a new model, from the distributions that its constructors draw from.
+
+    Args:
+        model: the whole model, such as one on the meta device.
+        seed: other seeds, other weights.
+
+    Example:
+        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
+        >>> with torch.device("meta"):
+        ...     model = GPTModel(NAMED_CONFIGS["llama-tiny"])
+        >>> weights, rows = SeedWeights(model, seed=1234), torch.empty(8, 64)
+        >>> weights.write("output_layer.weight", rows, offsets=(128, 0))
+        >>> round(rows.std().item(), 2)
+        0.02
+
+    Limitations: a CPU and a GPU draw other numbers from one seed, and so may two kinds of GPU.
+    """
+
+    def __init__(self, model: GPTModel, seed: int) -> None:
+        digest = hashlib.blake2b(str(seed).encode(), digest_size=4).digest()
+        self._seed = int.from_bytes(digest, "little")
+        self._laws: dict[str, _Law] = {}
+        first = 0
+        known: dict[int, _Law] = {}
+        for path, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in known:
+                    law = _Law(parameter.shape, *_mean_and_std(module, name), first)
+                    known[id(parameter)] = law
+                    first += math.prod(law.shape[:-2]) * law.blocks if law.std else 0
+                # A tied matrix is what it is where it comes first.
+                self._laws[f"{path}.{name}"] = known[id(parameter)]
+
+    def write(self, name: str, part: Tensor, offsets: Sequence[int]) -> None:
+        """Write a part of a parameter.
+
+        Args:
+            name: of the parameter in the whole model.
+            part: a slice of it in every dimension; overwritten.
+            offsets: where the part begins in each dimension of the whole.
+        """
+        law = self._laws[name]
+        if not law.std:
+            part.fill_(law.mean)
+            return
+        generator = torch.Generator(part.device)
+        stack, sizes = law.shape[:-2], part.shape[:-2]
+        for place in itertools.product(*map(range, sizes)):
+            matrix = 0  # number of the matrix in the stack
+            for index, offset, size in zip(place, offsets, stack, strict=False):
+                matrix = matrix * size + offset + index
+            self._write_rows(law, law.first + matrix * law.blocks, part[place], offsets[-2:], generator)
+
+    def _write_rows(
+        self, law: _Law, first: int, part: Tensor, offsets: Sequence[int], generator: torch.Generator
+    ) -> None:
+        """Write a part of a matrix whose blocks have the numbers from `first`."""
+        (row, column), (height, width) = offsets, part.shape
+        if not part.numel():
+            return
+        for block in range(row // law.rows, math.ceil((row + height) / law.rows)):
+            begin = block * law.rows
+            end = min(begin + law.rows, law.shape[-2])
+            generator.manual_seed((self._seed + (first + block) * _FACTOR) % _SEEDS)
+            drawn = part.new_empty(end - begin, law.shape[-1]).normal_(law.mean, law.std, generator=generator)
+            low, high = max(begin, row), min(end, row + height)
+            part[low - row : high - row].copy_(drawn[low - begin : high - begin, column : column + width])
+
+
+def _mean_and_std(module: nn.Module, name: str) -> tuple[float, float]:
+    """Return what a new parameter of a module is drawn from, as its class does."""
+    if name == "weight":
+        return (1.0, 0.0) if isinstance(module, LayerNorm | RMSNorm) else (0.0, float(module.init_std))  # type: ignore[arg-type]
+    return 0.0, 0.0

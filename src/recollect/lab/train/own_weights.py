@@ -1,0 +1,57 @@
+"""Give each process its part of a new model's weights, and nothing else.
+
+The model is built and spread on the meta device, where it takes no memory. What a process then has is drawn into place.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.models.seed_weights import SeedWeights
+from recollect.lab.parallel.tensor import fused_parameters
+from recollect.lab.train.stored_state import parts_of
+
+__all__ = ["OwnWeights"]
+
+
+class OwnWeights:
+    """The weights of this process.
+
+    Args:
+        weights: those of the whole model.
+        device: where they go.
+        tensor_ranks: those of tensor parallelism, which reorders rows.
+    """
+
+    def __init__(self, weights: SeedWeights, device: torch.device, tensor_ranks: int) -> None:
+        self._weights, self._device, self._tensor_ranks = weights, device, tensor_ranks
+
+    @torch.no_grad()
+    def draw(self, model: GPTModel, among: nn.Module | None = None) -> None:
+        """Put weights in the place of parameters on the meta device, and zeros in that of buffers.
+
+        They are new objects: hooks on the parameters of before are gone, and whoever holds those has the old ones.
+
+        Args:
+            model: with the names of the whole model; spread or not. Changed in place.
+            among: the part of it whose parameters are wanted; None: all.
+        """
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        fused = fused_parameters(model) if self._tensor_ranks > 1 else {}
+        made: dict[int, nn.Parameter] = {}
+        for module in (among or model).modules():
+            for place, parameter in [*module.named_parameters(recurse=False)]:
+                if not parameter.is_meta:
+                    continue
+                if id(parameter) not in made:
+                    name = names[id(parameter)]
+                    new = torch.empty_like(parameter, device=self._device)
+                    for chunk, part in parts_of(new, fused.get(name), self._tensor_ranks):
+                        self._weights.write(name, part, chunk.offsets)
+                    made[id(parameter)] = nn.Parameter(new, requires_grad=parameter.requires_grad)
+                setattr(module, place, made[id(parameter)])
+            for place, buffer in [*module.named_buffers(recurse=False)]:
+                if buffer.is_meta:
+                    setattr(module, place, torch.zeros_like(buffer, device=self._device))
