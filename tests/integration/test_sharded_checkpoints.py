@@ -116,13 +116,13 @@ def test_what_is_stored_is_the_whole_model_whatever_the_layout(
 def test_processes_draw_their_parts_of_the_weights_of_one(found: dict[str, Any], case: str) -> None:
     """Bit for bit, and with no more at a time than their own part and one whole matrix, which is less than a block.
 
-    DDP has buckets for all gradients, too, and a few bytes about them.
+    DDP also makes buckets for all gradients, sends copies (of 250 MB at a time), and has a few bytes about them.
     """
     rows = found[case]
     for row in rows:
         assert row["differing"] == []
-        buckets_bytes = row["own_bytes"] + 1024 if "replicas" in case else 0
-        assert row["peak_bytes"] <= row["own_bytes"] + row["largest_bytes"] + buckets_bytes
+        of_ddp_bytes = 2 * row["own_bytes"] + 4096 if "replicas" in case else 0
+        assert row["peak_bytes"] <= row["own_bytes"] + row["largest_bytes"] + of_ddp_bytes
         assert (row["own_bytes"] + row["largest_bytes"] < row["whole_bytes"]) == ("replicas" not in case)
     names = {name for row in rows for name in row["names"]}
     assert {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"} <= names

@@ -36,6 +36,7 @@ ON_TWO = (
     "CP2",
     "DP2 experts",
     "EP2 experts",
+    "EP2 FSDP2 experts",
     "PP2",
     "PP2 interleaved tied",
 )

@@ -53,6 +53,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2 SP CP2": {**TENSOR, **CONTEXT, "sequence_parallel": True},
     "DP2 experts": {},
     "EP2 experts": EXPERT,
+    "EP2 FSDP2 experts": {**EXPERT, "use_torch_fsdp2": True},
     "EP2 CP2 DP2 FSDP2 experts": {**EXPERT, **CONTEXT, "use_torch_fsdp2": True},
     "TP2 SP EP2 experts": {**TENSOR, **EXPERT, "sequence_parallel": True},
     "PP2": PIPELINE,

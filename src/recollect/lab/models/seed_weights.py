@@ -22,8 +22,8 @@ __all__ = ["BLOCK_ELEMENTS", "SeedWeights"]
 
 BLOCK_ELEMENTS = 1 << 20
 """Weights drawn at a time, in whole rows: few enough to draw little for nothing, and enough to keep a GPU busy."""
-# PyTorch's generator of a CPU takes 32 bits. An odd factor maps different numbers to different seeds.
-_SEEDS, _FACTOR = 1 << 32, 2_654_435_761
+# PyTorch's generator of a CPU takes 32 bits: hashes of names would collide in a large model, numbers of blocks do not.
+_SEEDS = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class _Law:
 
     @property
     def rows(self) -> int:
-        """Rows of a block: of a matrix, or of one of a stack of them."""
-        return max(1, BLOCK_ELEMENTS // self.shape[-1])
+        """Rows of a block, unless it is the last one: of a matrix, or of one of a stack of them."""
+        return min(self.shape[-2], max(1, BLOCK_ELEMENTS // self.shape[-1]))
 
     @property
     def blocks(self) -> int:
@@ -59,12 +59,16 @@ class SeedWeights:
     Args:
         model: the whole model, such as one on the meta device.
         seed: other seeds, other weights.
+        device: where they are drawn.
+
+    Attributes:
+        device: the same.
 
     Example:
         >>> from recollect.lab.models.sizes import NAMED_CONFIGS
         >>> with torch.device("meta"):
         ...     model = GPTModel(NAMED_CONFIGS["llama-tiny"])
-        >>> weights, rows = SeedWeights(model, seed=1234), torch.empty(8, 64)
+        >>> weights, rows = SeedWeights(model, 1234, torch.device("cpu")), torch.empty(8, 64)
         >>> weights.write("output_layer.weight", rows, offsets=(128, 0))
         >>> round(rows.std().item(), 2)
         0.02
@@ -72,7 +76,8 @@ class SeedWeights:
     Limitations: a CPU and a GPU draw other numbers from one seed, and so may two kinds of GPU.
     """
 
-    def __init__(self, model: GPTModel, seed: int) -> None:
+    def __init__(self, model: GPTModel, seed: int, device: torch.device) -> None:
+        self.device = device
         digest = hashlib.blake2b(str(seed).encode(), digest_size=4).digest()
         self._seed = int.from_bytes(digest, "little")
         self._laws: dict[str, _Law] = {}
@@ -86,30 +91,31 @@ class SeedWeights:
                     first += math.prod(law.shape[:-2]) * law.blocks if law.std else 0
                 # A tied matrix is what it is where it comes first.
                 self._laws[f"{path}.{name}"] = known[id(parameter)]
+        sizes = [law.rows * law.shape[-1] for law in known.values() if law.std]
+        # One for all, since blocks that are freed would leave holes between the weights.
+        self._block = torch.empty(max(sizes, default=0), device=device)
+        self._generator = torch.Generator(device)
 
     def write(self, name: str, part: Tensor, offsets: Sequence[int]) -> None:
         """Write a part of a parameter.
 
         Args:
             name: of the parameter in the whole model.
-            part: a slice of it in every dimension; overwritten.
+            part: a slice of it in every dimension, on the device; overwritten.
             offsets: where the part begins in each dimension of the whole.
         """
         law = self._laws[name]
         if not law.std:
             part.fill_(law.mean)
             return
-        generator = torch.Generator(part.device)
         stack, sizes = law.shape[:-2], part.shape[:-2]
         for place in itertools.product(*map(range, sizes)):
             matrix = 0  # number of the matrix in the stack
             for index, offset, size in zip(place, offsets, stack, strict=False):
                 matrix = matrix * size + offset + index
-            self._write_rows(law, law.first + matrix * law.blocks, part[place], offsets[-2:], generator)
+            self._write_rows(law, law.first + matrix * law.blocks, part[place], offsets[-2:])
 
-    def _write_rows(
-        self, law: _Law, first: int, part: Tensor, offsets: Sequence[int], generator: torch.Generator
-    ) -> None:
+    def _write_rows(self, law: _Law, first: int, part: Tensor, offsets: Sequence[int]) -> None:
         """Write a part of a matrix whose blocks have the numbers from `first`."""
         (row, column), (height, width) = offsets, part.shape
         if not part.numel():
@@ -117,8 +123,9 @@ class SeedWeights:
         for block in range(row // law.rows, math.ceil((row + height) / law.rows)):
             begin = block * law.rows
             end = min(begin + law.rows, law.shape[-2])
-            generator.manual_seed((self._seed + (first + block) * _FACTOR) % _SEEDS)
-            drawn = part.new_empty(end - begin, law.shape[-1]).normal_(law.mean, law.std, generator=generator)
+            self._generator.manual_seed((self._seed + first + block) % _SEEDS)
+            drawn = self._block[: (end - begin) * law.shape[-1]].view(end - begin, -1)
+            drawn.normal_(law.mean, law.std, generator=self._generator)
             low, high = max(begin, row), min(end, row + height)
             part[low - row : high - row].copy_(drawn[low - begin : high - begin, column : column + width])
 

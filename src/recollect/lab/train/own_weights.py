@@ -20,13 +20,12 @@ class OwnWeights:
     """The weights of this process.
 
     Args:
-        weights: those of the whole model.
-        device: where they go.
+        weights: those of the whole model, and the device where they go.
         tensor_ranks: those of tensor parallelism, which reorders rows.
     """
 
-    def __init__(self, weights: SeedWeights, device: torch.device, tensor_ranks: int) -> None:
-        self._weights, self._device, self._tensor_ranks = weights, device, tensor_ranks
+    def __init__(self, weights: SeedWeights, tensor_ranks: int) -> None:
+        self._weights, self._tensor_ranks = weights, tensor_ranks
 
     @torch.no_grad()
     def draw(self, model: GPTModel, among: nn.Module | None = None) -> None:
@@ -47,11 +46,11 @@ class OwnWeights:
                     continue
                 if id(parameter) not in made:
                     name = names[id(parameter)]
-                    new = torch.empty_like(parameter, device=self._device)
+                    new = torch.empty_like(parameter, device=self._weights.device)
                     for chunk, part in parts_of(new, fused.get(name), self._tensor_ranks):
                         self._weights.write(name, part, chunk.offsets)
                     made[id(parameter)] = nn.Parameter(new, requires_grad=parameter.requires_grad)
                 setattr(module, place, made[id(parameter)])
             for place, buffer in [*module.named_buffers(recurse=False)]:
                 if buffer.is_meta:
-                    setattr(module, place, torch.zeros_like(buffer, device=self._device))
+                    setattr(module, place, torch.zeros_like(buffer, device=self._weights.device))

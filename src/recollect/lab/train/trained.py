@@ -58,8 +58,8 @@ def build_trained(dimensions: TransformerConfig, config: TrainConfig, processes:
         # Weights stay fp32 even with bf16 activations and matrix products, because AdamW's updates are smaller than the spacing
         # of bf16 numbers near the weights and would be lost.
         model = GPTModel(dimensions, compute_dtype=torch.bfloat16 if config.step.precision == "bf16" else None)
-    weights = SeedWeights(model, config.step.seed)
-    own = OwnWeights(weights, resolve_device(config.step.device), processes.layout.tensor_model_parallel_size)
+    weights = SeedWeights(model, config.step.seed, resolve_device(config.step.device))
+    own = OwnWeights(weights, processes.layout.tensor_model_parallel_size)
     if processes.layout.pipeline_model_parallel_size > 1:
         return _pipeline(model, own, config, processes)
     wrapped = spread(model, processes, own)

@@ -12,9 +12,10 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.seed_weights import BLOCK_ELEMENTS, SeedWeights
 from recollect.lab.models.sizes import NAMED_CONFIGS
 
+CPU = torch.device("cpu")
 TINY = ("gpt-tiny", "llama-tiny", "mixtral-tiny", "deepseek-v3-tiny")
 # Three blocks, of which the last is smaller.
-WIDE = NAMED_CONFIGS["gpt-tiny"].changed(vocab_size=40_000, num_layers=1)
+WIDE = NAMED_CONFIGS["llama-tiny"].changed(vocab_size=40_000, num_layers=1)
 
 
 def drawn(weights: SeedWeights, name: str, whole: Tensor, *places: slice) -> Tensor:
@@ -27,7 +28,7 @@ def drawn(weights: SeedWeights, name: str, whole: Tensor, *places: slice) -> Ten
 @pytest.mark.parametrize("name", TINY)
 def test_they_are_distributed_as_constructors_draw_them(name: str) -> None:
     model = GPTModel(NAMED_CONFIGS[name])
-    weights = SeedWeights(model, seed=1)
+    weights = SeedWeights(model, 1, CPU)
     for path, parameter in model.named_parameters():
         built, found = parameter.detach(), drawn(weights, path, parameter.detach())
         if built.std() == 0:
@@ -52,7 +53,7 @@ def test_they_are_distributed_as_constructors_draw_them(name: str) -> None:
 )
 def test_any_part_is_that_of_the_whole(path: str, places: list[slice]) -> None:
     with torch.device("meta"):
-        weights = SeedWeights(GPTModel(WIDE), seed=1)
+        weights = SeedWeights(GPTModel(WIDE), 1, CPU)
     whole = drawn(weights, path, torch.empty(64) if "norm" in path else torch.empty(40_000, 64))
     assert torch.equal(drawn(weights, path, whole, *places), whole[tuple(places)])
     assert whole[:1].isfinite().all() and whole[-1:].isfinite().all()
@@ -60,7 +61,7 @@ def test_any_part_is_that_of_the_whole(path: str, places: list[slice]) -> None:
 
 def test_any_part_of_a_stack_of_matrices_is_that_of_the_whole() -> None:
     model = GPTModel(NAMED_CONFIGS["mixtral-tiny"])
-    weights, path = SeedWeights(model, seed=1), "decoder.layers.1.mlp.experts.linear_fc1.weight"
+    weights, path = SeedWeights(model, 1, CPU), "decoder.layers.1.mlp.experts.linear_fc1.weight"
     whole = drawn(weights, path, model.get_parameter(path).detach())
     for places in ([slice(2, 5)], [slice(1, 3), slice(7, 90)], [slice(0, 8), slice(5, 6), slice(1, 40)]):
         assert torch.equal(drawn(weights, path, whole, *places), whole[tuple(places)])
@@ -73,7 +74,7 @@ def test_no_two_blocks_seeds_or_parameters_are_alike() -> None:
         model = GPTModel(WIDE)
     words, head = "embedding.word_embeddings.weight", "output_layer.weight"
     whole = torch.empty(40_000, 64)
-    found = [drawn(SeedWeights(model, seed), path, whole) for seed, path in ((1, words), (1, head), (2, words))]
+    found = [drawn(SeedWeights(model, seed, CPU), path, whole) for seed, path in ((1, words), (1, head), (2, words))]
     blocks = [block for tensor in found for block in tensor.flatten().split(BLOCK_ELEMENTS)[:2]]
     correlation = torch.corrcoef(torch.stack(blocks)) - torch.eye(len(blocks))
     assert correlation.abs().max() < 5 / math.sqrt(BLOCK_ELEMENTS)
@@ -81,6 +82,6 @@ def test_no_two_blocks_seeds_or_parameters_are_alike() -> None:
 
 def test_a_tied_matrix_has_the_weights_of_the_embedding() -> None:
     tied = GPTModel(NAMED_CONFIGS["llama-tiny"].changed(share_embeddings_and_output_weights=True))
-    weights, whole = SeedWeights(tied, seed=1), tied.output_layer.weight.detach()
+    weights, whole = SeedWeights(tied, 1, CPU), tied.output_layer.weight.detach()
     words, head = (drawn(weights, f"{path}.weight", whole) for path in ("embedding.word_embeddings", "output_layer"))
     assert torch.equal(words, head)
