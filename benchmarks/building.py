@@ -50,7 +50,8 @@ def main(flags: Flags) -> None:
         took_s, grown_bytes = time.perf_counter() - begin, _most_bytes() - before_bytes
         own_bytes = sum(local_part(parameter).nbytes for parameter in model.parameters())
         rank = dist.get_rank() if dist.is_initialized() else 0
-        print(f"rank {rank}: weights {own_bytes / 1e6:.0f} MB, grew by {grown_bytes / 1e6:.0f} MB in {took_s:.1f} s", flush=True)
+        grew = f"grew by {grown_bytes / 1e6:.0f} MB in {took_s:.1f} s"
+        print(f"rank {rank}: weights {own_bytes / 1e6:.0f} MB, {grew}", flush=True)
     # A process group's threads may hang at the end.
     os._exit(0)
 
