@@ -232,8 +232,11 @@ def command_line(folder: Path, *more: object) -> tuple[object, ...]:
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str, int]:
     """A run in which the second process got a SIGTERM: its folder, output, errors and exit status."""
     folder = tmp_path_factory.mktemp("stopped")
+    (folder / "more").mkdir()
+    (folder / "more" / "picture.png").write_bytes(b"\x89PNG\x00")
     layout = ("--tensor-model-parallel-size", 2, "--sequence-parallel", "--memory-budget", "95%", "--tensorboard")
-    process = start_torchrun(2, *command_line(folder, *layout))
+    warned_of = ("--overlap-grad-reduce", "--data", folder / "text.txt", folder / "more")
+    process = start_torchrun(2, *command_line(folder, *layout, *warned_of))
     try:
         wait_for_steps(process, folder / "run", 3)
         os.kill(workers(process)[1], signal.SIGTERM)
@@ -266,9 +269,19 @@ def test_the_first_process_writes_the_run_folder(stopped: tuple[Path, str, str, 
 
 
 @needs_proc
+def test_what_all_processes_warn_of_is_said_once(stopped: tuple[Path, str, str, int]) -> None:
+    """Of the command line, and of the data that all read."""
+    errors = stopped[2]
+    assert errors.count("Warning: without effect here: --overlap-grad-reduce") == 1
+    assert errors.count("Warning: training data") == 1
+
+
+@needs_proc
 def test_when_a_process_is_killed_the_others_say_which(tmp_path: Path) -> None:
     # Those of a pipeline wait for messages of one another, not for a collective.
-    process = start_torchrun(2, *command_line(tmp_path, "--pipeline-model-parallel-size", 2))
+    pipeline = ("--pipeline-model-parallel-size", 2, "--recompute-activations")
+    alike = ("--num-microbatches-with-partial-activation-checkpoints", 1)
+    process = start_torchrun(2, *command_line(tmp_path, *pipeline, *alike))
     try:
         wait_for_steps(process, tmp_path / "run", 3)
         os.kill(workers(process)[1], signal.SIGKILL)
@@ -279,6 +292,7 @@ def test_when_a_process_is_killed_the_others_say_which(tmp_path: Path) -> None:
     assert process.returncode != 0
     assert time.perf_counter() - begin < 30
     said = " ".join(errors.split())
+    assert said.count("all micro-batches recompute the same") == 1
     assert "Error: rank 1 of 2 has ended without a word, so that none goes on: it was killed, or crashed. Look" in said
 
 

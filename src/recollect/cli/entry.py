@@ -24,6 +24,7 @@ from recollect.cli.train_help import TRAIN_HELP
 from recollect.errors import RecollectError
 from recollect.integrations.megatron.arguments import describes_model, read_arguments
 from recollect.lab.train.config import demo_config, pretrain_gpt_config
+from recollect.lab.train.rank_warnings import is_shown_here, shared_warnings
 from recollect.printing import print_line
 from recollect.warning import warn_user
 
@@ -74,8 +75,10 @@ def main(args: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: print_line(errors, f"Warning: {message}", style="yellow")
-            return _run(_parse(words))
+            warnings.showwarning = lambda message, *_, **__: _show_warning(errors, str(message))
+            with shared_warnings():
+                command = _parse(words)
+            return _run(command)
     except RecollectError as error:
         if "--debug" in words:
             raise
@@ -84,6 +87,11 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("Interrupted.", style="red")
         return _EXIT_INTERRUPTED
+
+
+def _show_warning(console: Console, text: str) -> None:
+    if is_shown_here(text):
+        print_line(console, f"Warning: {text}", style="yellow")
 
 
 def _parse(args: list[str]) -> Command:

@@ -10,21 +10,23 @@ from rich.console import Console
 from recollect.cli.commands import Train
 from recollect.integrations.megatron import RecomputeConfig
 from recollect.lab.train.config import TrainConfig
+from recollect.lab.train.launched import is_first_launched, num_launched
 from recollect.lab.train.loop import train
-from recollect.lab.train.processes import is_first_process, num_processes
+from recollect.lab.train.rank_warnings import shared_warnings
 from recollect.lab.train.report import report_lines, report_table
 from recollect.printing import print_line
 
 
 def run_train(command: Train, console: Console) -> None:
     """Train, then print the report."""
-    if not is_first_process():
+    if not is_first_launched():
         console = Console(quiet=True)
-    config = training_config(command)
+    with shared_warnings():
+        config = training_config(command)
     try:
         outcome = train(config, console=console)
     except Exception:
-        if num_processes() > 1:
+        if num_launched() > 1:
             # torchrun ends the processes that are left, which shall have the time to print their error.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise

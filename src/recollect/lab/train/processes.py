@@ -19,14 +19,12 @@ from recollect.lab.parallel.flags import Sharding
 from recollect.lab.parallel.layout import DeviceLayout
 from recollect.lab.parallel.mesh import LayoutMesh, layout_mesh
 from recollect.lab.train.config import TrainConfig
+from recollect.lab.train.launched import num_launched
 from recollect.lab.train.lost_processes import named_errors
 from recollect.lab.train.pipeline_checks import check_pipeline
 from recollect.ranks.group import ALONE, Place, Ranks, group_of
 
-__all__ = ["ONE_PROCESS", "Processes", "is_first_process", "joined_processes", "num_processes"]
-
-# What torchrun tells each process, for `init_process_group`.
-_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+__all__ = ["ONE_PROCESS", "Processes", "joined_processes", "num_processes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,12 +156,7 @@ def num_processes() -> int:
     """How many processes this run has, before they have joined."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _VARIABLES) else 1
-
-
-def is_first_process() -> bool:
-    """Whether this is the only process, or the one of those started by torchrun that prints."""
-    return num_processes() == 1 or os.environ["RANK"] == "0"
+    return num_launched()
 
 
 @contextmanager

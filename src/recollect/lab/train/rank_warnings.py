@@ -1,0 +1,53 @@
+"""Warnings of several processes, of which one shows what all of them have to say. Imports no torch by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from recollect.lab.train.launched import is_first_launched
+
+__all__ = ["is_first_in", "is_shown_here", "shared_warnings"]
+
+
+@contextmanager
+def shared_warnings() -> Iterator[None]:
+    """Within the block, only the first process shows warnings: they are about the command line, which all have in common."""
+    with warnings.catch_warnings():
+        if not is_first_launched():
+            warnings.simplefilter("ignore")
+        yield
+
+
+def is_shown_here(text: str) -> bool:
+    """Whether this process shows a warning: none of those that it has joined has shown the same.
+
+    Args:
+        text: the warning.
+    """
+    # Not imported by the commands that need no torch.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return True
+    from recollect._torch_parallel import meeting_place
+
+    return is_first_in(meeting_place(), text)
+
+
+def is_first_in(store: Any, text: str) -> bool:
+    """Note a warning in the store of several processes, and return whether it was not there.
+
+    Args:
+        store: a `torch.distributed.Store`; one that is gone knows nothing.
+        text: the warning.
+    """
+    key = f"recollect/warned/{hashlib.sha256(text.encode()).hexdigest()}"
+    try:
+        number: int = store.add(key, 1)
+    except RuntimeError:
+        return True
+    return number == 1

@@ -1,0 +1,49 @@
+"""Warnings of several processes: what all say is shown once, and what one says is not lost."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch.distributed as dist
+
+from recollect.lab.train.rank_warnings import is_first_in, is_shown_here, shared_warnings
+
+needs_stores = pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed")
+
+
+@needs_stores
+def test_the_first_process_that_has_a_warning_shows_it() -> None:
+    store = dist.HashStore()
+    assert [is_first_in(store, text) for text in ("one", "one", "of a single rank", "one")] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+@needs_stores
+def test_where_the_others_are_gone_a_warning_is_shown() -> None:
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    store = dist.TCPStore("127.0.0.1", master.port, is_master=False)
+    assert is_first_in(store, "one") and not is_first_in(store, "one")
+    del master
+    assert is_first_in(store, "one")
+
+
+def test_one_process_shows_all_of_its_warnings() -> None:
+    assert is_shown_here("one") and is_shown_here("one")
+
+
+@pytest.mark.parametrize(("rank", "number"), [("0", 1), ("1", 0)])
+def test_of_the_command_line_the_first_process_warns(rank: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with shared_warnings():
+            warnings.warn("one", stacklevel=1)
+    assert len(found) == number
