@@ -20,6 +20,7 @@ from recollect.planning.advice import advice
 from recollect.planning.bound import LowerBound, check_bound, is_all_on_tape
 from recollect.planning.candidate import Candidate
 from recollect.planning.classic import classic_plan
+from recollect.planning.collector import without_collections
 from recollect.planning.option_table import OptionTable
 from recollect.planning.solver import SOLVERS, Solver
 from recollect.plans.plan import Plan
@@ -96,6 +97,7 @@ class Planner:
         (0.0, True)
     """
 
+    @without_collections()
     def __init__(self, profile: Profile, *, make_bound: Callable[[], LowerBound] | None = None) -> None:
         check_kind("plan(profile, budget)", "profile", profile, Profile, "recollect.Profile")
         if profile.calls and not profile.log.sequence:
@@ -128,12 +130,14 @@ class Planner:
         """Return the predicted peak of the step that keeps everything."""
         return self._plain.peak_bytes
 
+    @without_collections()
     def bound_slowdown(self, budget_bytes: int) -> float | None:
         """Return a lower bound on the slowdown of any plan within a budget; inf if no plan fits, None if unknown."""
         if self.profile.step_s <= 0 or not self.profile.calls:
             return None
         return self._bound_s(budget_bytes) / self.profile.step_s
 
+    @without_collections()
     def plan(self, budget: int | str) -> Plan:
         """Return the plan for a budget, as `plan` does, or a better one found for an earlier budget.
 

@@ -33,11 +33,8 @@ class ValueActions(NamedTuple):
     @classmethod
     def of(cls, actions: Mapping[int, Action]) -> ValueActions:
         """Return the actions in a mapping; naming a value with `Action.KEEP` is the same as not naming it."""
-        recomputed, sharded = (
-            frozenset(value for value, action in actions.items() if action is wanted)
-            for wanted in (Action.RECOMPUTE, Action.SHARD)
-        )
-        return cls(recomputed, sharded)
+        recomputed = frozenset([value for value, action in actions.items() if action is Action.RECOMPUTE])
+        return cls(recomputed, frozenset([value for value, action in actions.items() if action is Action.SHARD]))
 
     @classmethod
     def recomputing(cls, values: Iterable[int]) -> ValueActions:

@@ -21,18 +21,17 @@ class Rerun:
         self.op = run.op
         self.results = run.results
         self.sizes = sizes
-        self.state = self._new_state()
-
-    def _new_state(self) -> Any:
-        if not self.op.state_bytes:
-            return None
-        return self.step.generator_state(self.results[0][0][0], self.op.state_bytes)
+        op = run.op
+        self.state = step.generator_state(run.results[0][0][0], op.state_bytes) if op.state_bytes else None
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
         """Run the op when `recollect.replay` asks for it."""
-        self.step.runs_again(self.results[0][0][0], self.op)
-        self.step.work(self.op)
-        if self.op.mutates and may_overwrite_first:
+        step, op, results = self.step, self.op, self.results
+        step.runs_again(results[0][0][0], op)
+        if op.working_bytes:
+            step.work(op)
+        if op.mutates and may_overwrite_first:
             return (tensors[0],)
-        results = zip(self.results, self.sizes, strict=True)
-        return tuple([self.step.make(key, nbytes) for (key, _), nbytes in results])
+        if len(results) == 1:
+            return (step.make(results[0][0], self.sizes[0]),)
+        return [step.make(key, nbytes) for (key, _), nbytes in zip(results, self.sizes, strict=True)]

@@ -285,12 +285,10 @@ class Playback:
                 self.tensors[key] = self.token_type(self, nbytes, key)
         for value in self.decisions[call].values.sharded.intersection(op.outputs):
             gather = Node(*gather_of_part(self, run, value), recipes=self.recipes[call])
-            self._record(call, value, gather, gather)
-        if drops.isdisjoint(op.outputs):
-            return
-        node = Node(Rerun(self, run, run.sizes), self._values(run.inputs), recipes=self.recipes[call])
-        for value in op.outputs:
-            self._record(call, value, node if value in drops else None, node)
+            self._record(call, gather, (value,), drops=frozenset((value,)))
+        if not drops.isdisjoint(op.outputs):
+            node = Node(Rerun(self, run, run.sizes), self._values(run.inputs), recipes=self.recipes[call])
+            self._record(call, node, op.outputs, drops=drops)
 
     def _write(self, call: int, run: ProgramOp, drops: frozenset[int]) -> None:
         op = run.op
@@ -309,13 +307,15 @@ class Playback:
         self.dropped.pop(old, None)
         self.tensors[new] = token
         if node is not None:
-            self._record(call, new[1], node, node)
+            self._record(call, node, (new[1],), drops=drops)
 
-    def _record(self, call: int, value: int, maker: Node | None, node: Node) -> None:
-        recorded = None if maker is None else Value(node=maker)
-        node.add_output(recorded)
-        if recorded is not None:
-            self.dropped[call, value] = recorded
+    def _record(self, call: int, node: Node, results: Sequence[int], *, drops: frozenset[int]) -> None:
+        """Note that a node makes these results of a call; nobody needs those that are not dropped."""
+        for value in results:
+            recorded = None
+            if value in drops:
+                recorded = self.dropped[call, value] = Value(node=node)
+            node.add_output(recorded)
 
     def _values(self, keys: Sequence[Key]) -> list[Value]:
         """Return a value for each key: the recipe if it was dropped, else one that holds its bytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 import subprocess
@@ -51,6 +52,34 @@ def test_budget_for_everything_recomputes_nothing() -> None:
 def test_percentage_is_of_the_peak_without_recompute() -> None:
     profile = stack(4)
     assert plan(profile, "80%").budget_bytes == peak_range(profile)[1] * 80 // 100
+
+
+@pytest.mark.parametrize("budget", ["70%", 1])
+def test_garbage_is_collected_before_and_afterwards_not_meanwhile(budget: int | str) -> None:
+    profile, collections = stack(24), []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            collections.append(gc.isenabled())
+
+    gc.callbacks.append(note)
+    try:
+        plan(profile, budget)
+    except BudgetTooSmallError:
+        assert budget == 1
+    finally:
+        gc.callbacks.remove(note)
+    # As a planner is made, as it plans, and what was left over each time.
+    assert len(collections) <= 4 and gc.isenabled()
+
+
+def test_who_collects_no_garbage_is_left_so() -> None:
+    gc.disable()
+    try:
+        plan(stack(2), "90%")
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_identical_layers_recompute_first_and_keep_last() -> None:
