@@ -1,0 +1,52 @@
+"""What each process does in `test_lost_processes.py`, as a program: lost_ranks.py CASE, with the variables of torchrun.
+
+The first waits where no error of another process reaches it, as on CUDA, where Python waits for the device; the second ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from recollect._torch_parallel import meeting_place
+from recollect.lab.train.last_words import LastWords
+from recollect.lab.train.lost_processes import named_errors
+from recollect.ranks.group import group_of
+
+
+def end(case: str) -> None:
+    """End as the second process of a case."""
+    if case == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if case == "fails":
+        try:
+            raise MemoryError("no 2 GiB left")
+        except MemoryError as error:
+            # As PyTorch's pipelines do.
+            raise RuntimeError("[Stage 1] failed to run forward") from error
+
+
+def main() -> None:
+    case = sys.argv[1]
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    ranks = group_of(range(2), "test")
+    with named_errors(ranks):
+        if dist.get_rank() == 1:
+            end(case)
+        elif case == "done":
+            # The watch has looked several times since.
+            time.sleep(4)
+            assert not LastWords("recollect/run/0", ranks).is_alarm(meeting_place())
+        else:
+            meeting_place().wait(["never"], timedelta(seconds=60))
+    print("went on", flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
