@@ -59,12 +59,17 @@ def environment() -> dict[str, Any]:
     }
 
 
-def rng_state() -> dict[str, Any]:
-    """Return the states of all random number generators, as types that `weights_only` loading allows."""
+def rng_state(*, own_device: bool = False) -> dict[str, Any]:
+    """Return the states of all random number generators, as types that `weights_only` loading allows.
+
+    Args:
+        own_device: of CUDA, that of the current device alone, for one process of several: it may have another place among
+            those of its machine when it starts again.
+    """
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one is meant
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": _cuda_states(own_device),
         "python": random.getstate(),
         "numpy": (name, [int(key) for key in keys], position, has_gauss, gauss),
     }
@@ -73,11 +78,19 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restore what `rng_state` returned."""
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+    if len(state["cuda"]) == 1 and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"][0])
+    elif state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
     random.setstate(state["python"])
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, np.array(keys, np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+
+
+def _cuda_states(own_device: bool) -> list[torch.Tensor]:
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_rng_state()] if own_device else torch.cuda.get_rng_state_all()
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

@@ -101,11 +101,12 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, path: Path, manifest: Manifest, *, rank: int, ranks: int, keep: int) -> None:
         self._unpublished = unpublished(path)
-        super().__init__(self._unpublished)
+        # All is on the CPU already. Else, on CUDA, the thread that writes would wait for the first device, in every process.
+        super().__init__(self._unpublished, per_thread_copy_ahead=0)
         self._published, self._manifest = path, manifest
         self._own, self._ranks, self._keep = rank, ranks, keep
         # As they are now: the thread that writes comes later.
-        self._random = rng_state()
+        self._random = rng_state(own_device=True)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """See `StorageWriter`."""
