@@ -198,6 +198,11 @@ ERRORS = {
     "too small": r"BudgetTooSmallError: .* is below the least possible peak",
     "two budgets": r"ConfigError: got memory_budget in rank 0='80%', memory_budget in rank 1='90%': two values .* Start all",
     "no data": r"DataError: data notes/: no such folder",
+    "devices": r"HardwareError: --device cuda: got 1000 processes on a machine with \d+ CUDA devices, expected one device",
+    "plans of fewer stages": r"PlanError: the plans in .*: got those of 1 stages, of which each has \[1\], expected one, or "
+    r"one for each of 4 micro-batches, for each of 2 stages\. Remove pipeline_plans\.json and baseline\.json there",
+    "plans of fewer micro-batches": r"PlanError: the plans in .*: got those of 2 stages, of which each has \[1, 3\], expected",
+    "plan of another layer": r"UnknownNameError: LossStage has no unit 'decoder\.layers\.7'\. Did you mean",
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -213,6 +214,44 @@ def two_budgets(folder: Path) -> dict[str, Any]:
     return trained(settings(folder, "budgets", memory_budget=("80%", "90%")[dist.get_rank()]))
 
 
+def missing_devices(folder: Path) -> dict[str, Any]:
+    """Have more processes than any machine has devices."""
+    before, os.environ["LOCAL_WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"], "1000"
+    try:
+        return trained(settings(folder, "devices", device="cuda"))
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = before
+
+
+def plans_of(change: Callable[[list[Any]], None]) -> Callable[[Path], dict[str, Any]]:
+    """Go on with a pipeline whose plans were changed."""
+
+    def resumed(folder: Path) -> dict[str, Any]:
+        name = f"plans {change.__name__}"
+        if dist.get_rank() == 0:
+            shutil.copytree(folder / "PP2_p", folder / name.replace(" ", "_"))
+            path = folder / name.replace(" ", "_") / "pipeline_plans.json"
+            document = json.loads(path.read_text())
+            change(document["stages"])
+            path.write_text(json.dumps(document))
+        dist.barrier()
+        return trained(settings(folder, name, parallel=PIPELINE, memory_budget="92%", resume=True, steps=4))
+
+    return resumed
+
+
+def without_last_stage(stages: list[Any]) -> None:
+    del stages[-1]
+
+
+def for_three_micro_batches(stages: list[Any]) -> None:
+    stages[-1] = [stages[-1][0]] * 3
+
+
+def with_other_layer(stages: list[Any]) -> None:
+    stages[-1] = json.loads(json.dumps(stages[-1]).replace("decoder.layers.0", "decoder.layers.7"))
+
+
 THREE = ExpertFlags(
     num_experts=3, moe_layer_freq="[0,1]", moe_router_num_groups=1, moe_router_group_topk=1, moe_router_topk=2
 )
@@ -247,6 +286,10 @@ REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "too small": lambda folder: trained(settings(folder, "e", memory_budget="1MB")),
     "two budgets": two_budgets,
     "no data": failing_data,
+    "devices": missing_devices,
+    "plans of fewer stages": plans_of(without_last_stage),
+    "plans of fewer micro-batches": plans_of(for_three_micro_batches),
+    "plan of another layer": plans_of(with_other_layer),
 }
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import recollect
-from recollect.errors import PlanFormatError
+from recollect.errors import PlanError, PlanFormatError
 from recollect.fields import Field, read_document, read_file
 from recollect.integrations.megatron import megatron_stage_plans
 from recollect.lab.train.pipeline_exchange import PipelineExchange
@@ -103,16 +103,31 @@ class PipelinePlans:
 
     @contextlib.contextmanager
     def applied(self, session: Session) -> Iterator[None]:
-        """Within the block, the stages of this process run under their plans."""
+        """Within the block, the stages of this process run under their plans.
+
+        Raises:
+            PlanError: these are plans of other stages, as of a file that was changed; in all processes.
+        """
+        with contextlib.ExitStack() as stack:
+            session.processes.ranks.together(lambda: self._apply(session, stack), Place.START)
+            yield
+
+    def _apply(self, session: Session, stack: contextlib.ExitStack) -> None:
         exchange = session.trained.exchange
         assert isinstance(exchange, PipelineExchange)
-        with contextlib.ExitStack() as stack:
-            for number, stage in exchange.rank.stages.items():
-                own = self.stages[number]
-                # Not compared: all processes have them from the first.
-                applied = stack.enter_context(recollect.apply(stage, own[0] if len(own) == 1 else own, group="alone"))
-                applied.follow(exchange.step.stages[number])
-            yield
+        schedule = exchange.step.schedule
+        counts = [len(own) for own in self.stages]
+        if len(counts) != schedule.num_stages or not {*counts} <= {1, schedule.num_micro_batches}:
+            raise PlanError(
+                f"the plans in {session.folder}: got those of {len(counts)} stages, of which each has {counts}, expected one, "
+                f"or one for each of {schedule.num_micro_batches} micro-batches, for each of {schedule.num_stages} stages. "
+                "Remove pipeline_plans.json and baseline.json there, and the run plans again."
+            )
+        for number, stage in exchange.rank.stages.items():
+            own = self.stages[number]
+            # Not compared: all processes have them from the first.
+            applied = stack.enter_context(recollect.apply(stage, own[0] if len(own) == 1 else own, group="alone"))
+            applied.follow(exchange.step.stages[number])
 
 
 def _read_plan(place: Field) -> Plan:

@@ -64,8 +64,9 @@ def prepare(session: Session, console: Console) -> tuple[Plan | PipelinePlans | 
     ranks = session.processes.ranks
     has_both = baseline_path.exists() and (not is_planned or plan_path.exists())
     if ranks.all_of([has_both], Place.START)[0]:
-        known = kind.load(plan_path) if is_planned else None
-        return known, _read_baseline(baseline_path)
+        return ranks.together(
+            lambda: (kind.load(plan_path) if is_planned else None, _read_baseline(baseline_path)), Place.START
+        )
     baseline = Baseline()
     plan: Plan | PipelinePlans | None = None
     if session.config.run.measure_plain:

@@ -213,10 +213,12 @@ def _use_own_device(config: TrainConfig) -> None:
     if not _is_on_cuda(config):
         return
     number, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if number >= there:
+    # All of a machine say so: the others would wait for those that have none.
+    needed = int(os.environ.get("LOCAL_WORLD_SIZE", number + 1))
+    if needed > there:
         raise HardwareError(
-            f"--device {name}: got {os.environ.get('LOCAL_WORLD_SIZE', number + 1)} processes on a machine with {there} CUDA "
-            f"devices, expected one device for each. Start torchrun with --nproc-per-node {there}, or pass --device cpu."
+            f"--device {name}: got {needed} processes on a machine with {there} CUDA devices, expected one "
+            f"device for each. Start torchrun with --nproc-per-node {there}, or pass --device cpu."
         )
     torch.cuda.set_device(number)
 
