@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
 from pathlib import Path
+
+from forked_processes import run_forked
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "loss_chunks.py"
 
 
 def test_loss_chunks(tmp_path: Path) -> None:
     flags = ["--vocab-sizes", "2048", "--hidden-size", "32", "--seq-length", "64", "--threads", "1", "--minutes", "0"]
-    command = [sys.executable, str(SCRIPT), *flags, "--least-rounds", "1", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_forked(SCRIPT, *flags, "--least-rounds", 1, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "gradients off by" in done.stdout
     found: dict[str, dict[str, float]] = {}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from forked_processes import run_forked
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.integration
@@ -21,16 +21,8 @@ MOST_OVER_BYTES = 1024 + 8
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
     """The rows of all layouts in the first rank, of two plans, as no step had run before."""
-    command = [
-        sys.executable,
-        "benchmarks/layouts.py",
-        "--json",
-        "--plan",
-        "random",
-        "--plan",
-        "full, collectives replayed",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    plans = ("--plan", "random", "--plan", "full, collectives replayed")
+    done = run_forked(ROOT / "benchmarks/layouts.py", "--json", *plans)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked_processes import run_forked
 
 pytestmark = pytest.mark.integration
 
@@ -24,8 +24,7 @@ def test_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
     """With AdamW, dropout and balancing of experts; results/training_losses.csv is of 300 steps."""
     num_steps = 6
     flags = ["--models", *MODULES, "--num-steps", str(num_steps), "--out", str(tmp_path)]
-    command = [sys.executable, str(BENCHMARKS / "training_losses.py"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_forked(BENCHMARKS / "training_losses.py", *flags)
     assert done.returncode == 0, done.stderr
     with (tmp_path / "training_losses.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))

@@ -33,7 +33,7 @@ class ForkedProcess:
             Path(self._folder.name, stream).touch()
         words = [program, *map(str, arguments)]
         settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        self._process = _server().Process(
+        self._process = prepared_server().Process(
             target=_become, args=(words, cwd or Path.cwd(), settings, Path(self._folder.name)), daemon=True
         )
         self._process.start()
@@ -87,8 +87,11 @@ def run_forked(
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
-def _server() -> multiprocessing.context.ForkServerContext:
-    """Return what starts processes: of all files whose tests this process runs, so that it imports but once."""
+def prepared_server() -> multiprocessing.context.ForkServerContext:
+    """Return what starts processes by the method "forkserver".
+
+    It is one for all files whose tests this process runs, so that it imports but once.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     # A library that has started threads cannot be forked.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recollect
 from blocks import Stack, built, checkpointed
+from forked_processes import prepared_server
 from policies import FULL, NOTHING_KEPT, Random
 from recollect.applying import apply, apply_policy
 from recollect.errors import RecollectError
@@ -40,11 +42,14 @@ Program = Callable[[], dict[str, Any]]
 
 def run_on_ranks(program: Program, directory: Path, ranks: int = RANKS) -> list[dict[str, Any]]:
     """Run `program` in two or more processes and return what each of them returned."""
-    torch.multiprocessing.spawn(_rank, (program, str(directory), ranks), nprocs=ranks)
+    prepared_server()
+    given = (program, str(directory), ranks)
+    torch.multiprocessing.start_processes(_rank, given, nprocs=ranks, start_method="forkserver")
     return [torch.load(directory / f"rank{rank}", weights_only=False) for rank in range(ranks)]
 
 
 def _rank(rank: int, program: Program, directory: str, ranks: int) -> None:
+    gc.freeze()  # what was imported is there for good: the meter need not look at it
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
