@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
+from recollect._torch_private import disable_torch_dispatch
 from recollect.lab.models.config import TransformerConfig
 
-__all__ = ["FusedCoreAttention", "UnfusedCoreAttention", "build_core_attention"]
+__all__ = ["FusedCoreAttention", "UnfusedCoreAttention", "bias_of_last_positions", "build_core_attention"]
 
 
 class FusedCoreAttention(nn.Module):
@@ -90,11 +91,17 @@ def _last_positions(q_BTHC: Tensor, k_BSKC: Tensor) -> Tensor:
     """Return what tells a kernel that the queries are those of the last positions."""
     num_queries, num_keys = q_BTHC.shape[1], k_BSKC.shape[1]
     if q_BTHC.is_cuda:
-        # Kernels that know of it need no mask.
-        bias: Tensor = causal_lower_right(num_queries, num_keys)
-        return bias
+        return bias_of_last_positions(num_queries, num_keys)
     position = torch.arange(num_keys, device=q_BTHC.device)
     return position <= position[num_keys - num_queries :].unsqueeze(1)
+
+
+def bias_of_last_positions(num_queries: int, num_keys: int) -> Tensor:
+    """Return what tells kernels that know of it, and then need no mask, that the queries are those of the last positions."""
+    # Of what an op of a dispatch mode returns, such as a recording's, PyTorch makes no tensor of another class.
+    with disable_torch_dispatch():
+        bias: Tensor = causal_lower_right(num_queries, num_keys)
+    return bias
 
 
 def _later_positions(q_BKXC: Tensor, num_positions: int, num_keys: int | None) -> Tensor:

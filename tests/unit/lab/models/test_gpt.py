@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+import recollect
 from recollect.errors import DataError
 from recollect.lab.models.architectures import gpt_config, llama_config
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.models.core_attention import FusedCoreAttention, UnfusedCoreAttention
+from recollect.lab.models.core_attention import FusedCoreAttention, UnfusedCoreAttention, bias_of_last_positions
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 
@@ -88,6 +89,22 @@ def test_a_position_does_not_see_later_ones(name: str, core: str) -> None:
     before, after = model(tokens).logits, model(changed).logits
     assert torch.equal(before[:, :10], after[:, :10])
     assert not torch.isclose(before[:, 10:], after[:, 10:]).all(dim=-1).any()
+
+
+def test_what_tells_kernels_of_cuda_the_last_positions_is_recorded() -> None:
+    """On a CPU PyTorch makes a mask of it."""
+
+    class LastPositions(torch.nn.Module):
+        def forward(self, x_BHTC: Tensor) -> Tensor:
+            bias = bias_of_last_positions(3, x_BHTC.shape[2])
+            return torch.nn.functional.scaled_dot_product_attention(x_BHTC[:, :, -3:], x_BHTC, x_BHTC, attn_mask=bias)
+
+    model, x_BHTC = LastPositions(), torch.randn(1, 2, 5, 8, requires_grad=True)
+    profile = recollect.record(model, x_BHTC, loss_fn=torch.sum, units=[""])
+    with recollect.apply(model, recollect.classic_plan(profile, "full")):
+        found = model(x_BHTC)
+    whole = FusedCoreAttention(0.0)(*[x_BHTC.transpose(1, 2)] * 3)
+    torch.testing.assert_close(found.transpose(1, 2).flatten(2), whole[:, -3:])
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
