@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -57,7 +58,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2 FSDP2 experts": {**EXPERT, "use_torch_fsdp2": True},
     "EP2 CP2 DP2 FSDP2 experts": {**EXPERT, **CONTEXT, "use_torch_fsdp2": True},
     "TP2 SP EP2 experts": {**TENSOR, **EXPERT, "sequence_parallel": True},
-    "PP2": PIPELINE,
+    "PP2 tied": PIPELINE,
     "PP2 interleaved tied": INTERLEAVED,
     "PP2 TP2 SP tied": {**PIPELINE, **TENSOR, "sequence_parallel": True},
     "PP2 interleaved CP2 tied": {**INTERLEAVED, **CONTEXT},
@@ -151,19 +152,18 @@ def parts(folder: Path) -> dict[str, Any]:
 
 
 def parts_of_stages(folder: Path) -> dict[str, Any]:
-    """Hold parts of values in the stages of a pipeline. The first budget is below the least possible peak without parts."""
-    plain = {**PIPELINE, **TENSOR}
-    split = {**plain, "sequence_parallel": True}
+    """Hold parts of values in the stages of a pipeline. The budget is below the least possible peak without parts."""
+    parallel = {**PIPELINE, **TENSOR}
+    flags: dict[str, Any] = {"steps": 2, "eval_iters": 0, **TIED}
     recompute = RecomputeConfig(**FULL, distribute_saved_activations=True)
-    found = {
-        "plain": trained(settings(folder, "stages", parallel=plain, **TIED)),
-        "full": trained(settings(folder, "stages full", parallel=plain, recompute=recompute, **TIED)),
+    budget = {"memory_budget": "1260kB", "distribute_saved_activations": True}
+    split = {**parallel, "sequence_parallel": True}
+    return {
+        "plain": trained(settings(folder, "stages", parallel=parallel, **flags)),
+        "full": trained(settings(folder, "stages full", parallel=parallel, recompute=recompute, **flags)),
+        "planned": trained(settings(folder, "stages planned", parallel=parallel, **budget, **flags)),
+        "values": values_alike(settings(folder, "stages values", parallel=split, **budget, **flags)),
     }
-    for name, parallel, budget in (("planned", plain, "1260kB"), ("SP", split, "1230kB")):
-        flags = {"memory_budget": budget, "distribute_saved_activations": True, **TIED}
-        found[name] = trained(settings(folder, f"stages {name}", parallel=parallel, **flags))
-    config = settings(folder, "stages values", parallel=split, **flags)
-    return {**found, "values": values_alike(config)}
 
 
 def values_alike(config: TrainConfig) -> dict[str, list[str]]:
@@ -229,13 +229,13 @@ def plans_of(change: Callable[[list[Any]], None]) -> Callable[[Path], dict[str, 
     def resumed(folder: Path) -> dict[str, Any]:
         name = f"plans {change.__name__}"
         if dist.get_rank() == 0:
-            shutil.copytree(folder / "PP2_p", folder / name.replace(" ", "_"))
+            shutil.copytree(folder / "PP2_tied_p", folder / name.replace(" ", "_"))
             path = folder / name.replace(" ", "_") / "pipeline_plans.json"
             document = json.loads(path.read_text())
             change(document["stages"])
             path.write_text(json.dumps(document))
         dist.barrier()
-        return trained(settings(folder, name, parallel=PIPELINE, memory_budget="92%", resume=True, steps=4))
+        return trained(settings(folder, name, parallel=PIPELINE, memory_budget="92%", resume=True, steps=4, **TIED))
 
     return resumed
 
@@ -249,7 +249,7 @@ def for_three_micro_batches(stages: list[Any]) -> None:
 
 
 def with_other_layer(stages: list[Any]) -> None:
-    stages[-1] = json.loads(json.dumps(stages[-1]).replace("decoder.layers.0", "decoder.layers.7"))
+    stages[-1] = json.loads(re.sub(r'decoder\.layers\.[^"]+', "decoder.layers.7", json.dumps(stages[-1]), count=1))
 
 
 THREE = ExpertFlags(
@@ -266,7 +266,9 @@ REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     "parts of stages": lambda folder: trained(
         settings(folder, "e", parallel=PIPELINE, recompute=RecomputeConfig(**FULL, distribute_saved_activations=True))
     ),
-    "small stages": lambda folder: trained(settings(folder, "e", parallel=PIPELINE, memory_budget="1MB")),
+    "small stages": lambda folder: trained(
+        settings(folder, "e", parallel=PIPELINE, memory_budget="1MB", loss_chunks="auto")
+    ),
     "device": lambda folder: trained(settings(folder, "e", device="cuda:1")),
     "resume": lambda folder: trained(settings(folder, "nothing", resume=True)),
     "no experts": lambda folder: trained(settings(folder, "e", parallel=EXPERT)),
