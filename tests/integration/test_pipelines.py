@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import recollect
+from forked_processes import prepared_server
 from pipeline_programs import SCHEDULES, SPLIT, Job, Program, Ran, run
 from recollect.integrations.megatron import RecomputeConfig, megatron_stage_plans
 from recollect.pipelines.schedule import PipelineSchedule
@@ -69,7 +70,8 @@ def ranks(
 ) -> dict[str, list[list[Ran]]]:
     """By schedule, for each of its plans: what each rank found."""
     jobs = [Job(name, one.plans) for name, several in pipelines.items() for one in several]
-    found = run(PROGRAM, jobs, tmp_path_factory.mktemp("ranks"))
+    prepared_server()
+    found = run(PROGRAM, jobs, tmp_path_factory.mktemp("ranks"), start_method="forkserver")
     return {
         name: [[own[index] for own in found] for index, job in enumerate(jobs) if job.schedule == name]
         for name in pipelines

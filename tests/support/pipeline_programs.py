@@ -135,13 +135,15 @@ def loss_of(output: torch.Tensor, _target: torch.Tensor | None = None) -> torch.
     return output.square().mean()
 
 
-def run(program: Program, jobs: Sequence[Job], folder: Path) -> list[list[Ran]]:
+def run(program: Program, jobs: Sequence[Job], folder: Path, *, start_method: str = "spawn") -> list[list[Ran]]:
     """Run jobs one after the other, several steps of each; return what each rank found of each."""
-    torch.multiprocessing.spawn(_rank, (program, list(jobs), str(folder)), nprocs=program.num_ranks)
+    given = (program, list(jobs), str(folder))
+    torch.multiprocessing.start_processes(_rank, given, nprocs=program.num_ranks, start_method=start_method)
     return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(program.num_ranks)]
 
 
 def _rank(rank: int, program: Program, jobs: list[Job], folder: str) -> None:
+    gc.freeze()  # what was imported is there for good: the meter need not look at it
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=program.num_ranks)
