@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 import torch
 
 from checkpoint_ranks import EVERY, EXPERT_LAYOUTS, FIRST, LAYOUTS, OLDER, STEPS, copy_of, losses_of, settings
-from rank_processes import run_ranks, start_torchrun
+from rank_processes import run_ranks, start_ranks
 from recollect.errors import CheckpointError
 from recollect.lab.train.checkpoint import find_damage, keep_newest, list_checkpoints, read_checkpoint, refuse_damage
 from recollect.lab.train.files import remove_partial
@@ -220,31 +218,24 @@ def test_damage_is_the_same_error_in_all_processes(found: dict[str, Any]) -> Non
     assert {row["error"] for row in rows} == {rows[0]["error"]}
 
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds processes in /proc")
-
-
-def workers(launcher: subprocess.Popen[str]) -> list[int]:
-    """Return the process ids that torchrun started."""
-    return [int(child) for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
-
-
-@needs_proc
 def test_killed_and_stopped_the_losses_are_the_same_to_the_bit(tmp_path: Path) -> None:
+    """Without torchrun, whose part `test_train_torchrun.py` tests."""
     write_text(tmp_path)
     sizes = ("--size", "tiny", "--seq-length", 16, "--batch-size", 1, "--steps", 30, "--device", "cpu")
     run = ("--data", tmp_path / "text.txt", "--checkpoint-every", 4, "--hidden-dropout", 0.1, "--validate-every", 0)
     words = ("train", *sizes, *run, "--tensor-model-parallel-size", 2, "--sequence-parallel", "--run-dir")
 
     def launched(*more: object, until: int, number: signal.Signals) -> str:
-        process = start_torchrun(2, "-m", "recollect", *words, tmp_path / "broken", *more)
+        started = start_ranks(2, "recollect", *words, tmp_path / "broken", *more)
         try:
-            wait_for_steps(process, tmp_path / "broken", until, limit_s=300)
-            os.kill(workers(process)[1], number)
-            output, errors = process.communicate(timeout=300)
+            wait_for_steps(started[0], tmp_path / "broken", until, limit_s=300)
+            started[1].send_signal(number)
+            written = [process.communicate(timeout=300) for process in started]
         finally:
-            process.kill()
-        assert (process.returncode == 0) == (number is not signal.SIGKILL), errors
-        return output + errors
+            for process in started:
+                process.kill()
+        assert (started[0].returncode == 0) == (number is not signal.SIGKILL), written
+        return "".join(written[0])
 
     run_ranks(2, "recollect", *words, tmp_path / "whole")
     said = launched(until=6, number=signal.SIGKILL)

@@ -13,7 +13,7 @@ import pytest
 
 from forked_processes import ForkedProcess
 
-__all__ = ["free_port", "outputs_of", "run_program", "run_ranks", "start_torchrun"]
+__all__ = ["free_port", "outputs_of", "run_program", "run_ranks", "start_ranks", "start_torchrun"]
 
 _ROOT = Path(__file__).parents[2]
 
@@ -51,12 +51,14 @@ def run_program(
 
 def run_ranks(num_ranks: int, program: str | Path, *args: object, longest_s: float = 300) -> None:
     """Run a program or module in the processes that torchrun would start."""
+    outputs_of(start_ranks(num_ranks, program, *args), longest_s=longest_s)
+
+
+def start_ranks(num_ranks: int, program: str | Path, *args: object) -> list[ForkedProcess]:
+    """Start the processes that torchrun would start; nobody ends the others where one is killed."""
     group = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
     group |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100"}
-    started = [
-        ForkedProcess(program, *args, RANK=rank, LOCAL_RANK=rank, **group) for rank in map(str, range(num_ranks))
-    ]
-    outputs_of(started, longest_s=longest_s)
+    return [ForkedProcess(program, *args, RANK=rank, LOCAL_RANK=rank, **group) for rank in map(str, range(num_ranks))]
 
 
 def start_torchrun(num_ranks: int, *args: object) -> subprocess.Popen[str]:
