@@ -300,26 +300,26 @@ class StepRecording:
         for run, call in zip(recorder.other_runs, recorder.backward_of, strict=True):
             if call >= 0:
                 backward_s[call] += self._costs.seconds_of(run)
-        num_calls = Counter(call.graph for call in profile.calls)
-        known: set[int] = set()
+        first_alike, known = self._samples.first_alike, set[int]()
+        num_calls = Counter(first_alike.values())
 
         def rounds(sample: UnitSample) -> Rounds:
-            graph = profile.calls[sample.call].graph
-            found = TOGETHER
-            if not waits_for_others():
-                found = rounds_for(
-                    profile.graphs[graph].forward_s + backward_s[sample.call],
-                    num_ops=recorder.calls[sample.call].seen_ops.total(),
-                    num_calls=num_calls[graph],
-                    allocates=self.device.type == "cuda",
-                )
+            if waits_for_others():
+                return TOGETHER
+            found = rounds_for(
+                profile.graph_of(profile.calls[sample.call]).forward_s + backward_s[sample.call],
+                num_ops=recorder.calls[sample.call].seen_ops.total(),
+                num_calls=num_calls[sample.call],
+                allocates=self.device.type == "cuda",
+            )
             if not found.number:
-                known.add(graph)
+                known.add(sample.call)
             return found
 
         samples = [sample for sample in self._samples.samples if sample.call not in recorder.communicating]
         self._samples.samples.clear()
-        times = measure_unit_times(samples, self.device, room_bytes=room_bytes, rounds=rounds)
+        timed = measure_unit_times(samples, self.device, room_bytes=room_bytes, rounds=rounds)
+        times = {call: timed[first] for call, first in first_alike.items() if first in timed}
         return with_unit_times(
             profile,
             times,
@@ -329,7 +329,7 @@ class StepRecording:
             },
             backward_s=backward_s,
             leanest=leanest_of(profile, {profile.calls[call].graph for call in times}),
-            known=known,
+            known={profile.calls[call].graph for call, first in first_alike.items() if first in known},
         )
 
     def _limit_bytes(self, profile: Profile, budget: int | str | None) -> float:

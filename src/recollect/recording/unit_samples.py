@@ -133,23 +133,27 @@ class UnitSamples:
         model: whose units run.
         device: where they run.
         in_excerpts: whether to hold excerpts of large inputs, where there is little room.
+
+    Attributes:
+        samples: one of each kind.
+        first_alike: by call, the first call of its kind. Calls of a kind may have other graphs, such as the last one of several
+            layers, whose output nothing reads.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, in_excerpts: bool = False) -> None:
         self._in_excerpts = in_excerpts
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._device = device
-        self._kinds: set[Any] = set()
+        self._kinds: dict[Any, int] = {}
         self.samples: list[UnitSample] = []
+        self.first_alike: dict[int, int] = {}
 
     def take(self, path: str, call: int, args: Any, kwargs: Any) -> None:
         """Copy a call's inputs, unless there is a sample of its kind, or it cannot run alone."""
         module = self._modules[path]
         kind = type(module), module.training, _shapes(module.parameters()), _shapes(tree_leaves((args, kwargs)))
-        if kind in self._kinds:
-            return
-        self._kinds.add(kind)
-        if not _runs_alone(module):
+        self.first_alike[call] = self._kinds.setdefault(kind, call)
+        if self.first_alike[call] != call or not _runs_alone(module):
             return
         try:
             leaves = [

@@ -122,13 +122,13 @@ def with_unit_times(
 
     Args:
         profile: with op times only.
-        times: by call; one call stands for all calls with the same graph.
+        times: by call; the first one stands for all calls with the same graph.
         seen_ops: for each graph, the number of ops by module.
         backward_s: for each call, the sum of the times of its backward's ops.
         leanest: the simulated step in which the timed calls drop everything, and the others nothing.
         known: graphs that were not timed since their ops' times say all.
     """
-    by_graph = {profile.calls[call].graph: unit for call, unit in times.items()}
+    by_graph = {profile.calls[call].graph: times[call] for call in sorted(times, reverse=True)}
     timed_calls = [(index, by_graph[c.graph]) for index, c in enumerate(profile.calls) if c.graph in by_graph]
     shift_s = math.fsum(
         unit.plain_s - profile.graph_of(profile.calls[index]).forward_s - backward_s[index]

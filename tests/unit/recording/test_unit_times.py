@@ -70,6 +70,17 @@ def test_one_sample_of_each_kind_is_timed_on_a_copy() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_layers_that_are_alike_take_as_long_whatever_their_graphs() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
+    hidden = torch.randn(32, 64, requires_grad=True)
+    units = ["0", "1", "2", "3"]
+    profile = recollect.record(model, hidden, loss_fn=torch.sum, units=units, holds_output=False)
+    assert len({call.graph for call in profile.calls}) > 1, "the first and the last layer have graphs of their own"
+    overhead_s = {math.fsum(s for _, s in graph.module_tape_s) + graph.tape_s for graph in profile.graphs}
+    assert len(overhead_s) == 1
+    assert overhead_s.pop() > 0
+
+
 class Adds(nn.Module):
     """Writes to its input."""
 
