@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forked_processes import ForkedProcess
-from metered_processes import free_port
+from rank_processes import free_port
 
 PROGRAM = Path(__file__).parents[1] / "support/lost_ranks.py"
 SAID = {

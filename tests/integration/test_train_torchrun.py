@@ -192,6 +192,8 @@ ERRORS = {
     "parts of parts": r"ConfigError: got distribute_saved_activations=True, sequence_parallel=True: sequence parallelism has",
     "too small": r"BudgetTooSmallError: .* is below the least possible peak",
     "two budgets": r"ConfigError: got memory_budget in rank 0='80%', memory_budget in rank 1='90%': two values .* Start all",
+    "one budget": r"ConfigError: got memory_budget in rank 0='80%', memory_budget in rank 1='much': two values .* Start all",
+    "no budget": r"QuantityError: 'much': does not begin with a number",
     "no data": r"DataError: data notes/: no such folder",
     "devices": r"HardwareError: --device cuda: got 1000 processes on a machine with \d+ CUDA devices, expected one device",
     "plans of fewer stages": r"PlanError: the plans in .*: got those of 1 stages, of which each has \[1\], expected one, or "

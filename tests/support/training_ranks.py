@@ -209,9 +209,9 @@ def _no_data(*_: Any, **__: Any) -> Any:
     raise DataError("data notes/: no such folder, expected text. Check --data.")
 
 
-def two_budgets(folder: Path) -> dict[str, Any]:
+def two_budgets(folder: Path, second: str = "90%") -> dict[str, Any]:
     """Have another budget in the second process."""
-    return trained(settings(folder, "budgets", memory_budget=("80%", "90%")[dist.get_rank()]))
+    return trained(settings(folder, "budgets", memory_budget=("80%", second)[dist.get_rank()]))
 
 
 def missing_devices(folder: Path) -> dict[str, Any]:
@@ -287,6 +287,8 @@ REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     ),
     "too small": lambda folder: trained(settings(folder, "e", memory_budget="1MB")),
     "two budgets": two_budgets,
+    "one budget": lambda folder: two_budgets(folder, "much"),
+    "no budget": lambda folder: trained(settings(folder, "e", memory_budget="much")),
     "no data": failing_data,
     "devices": missing_devices,
     "plans of fewer stages": plans_of(without_last_stage),

@@ -70,8 +70,6 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         [1, 2]
     """
     console = console or Console()
-    if config.step.memory_budget is not None:
-        check_budget(config.step.memory_budget, device_bytes=memory_bytes(resolve_device(config.step.device)))
     with contextlib.ExitStack() as stack:
         stop = StopRequest()
         if num_processes() > 1:
@@ -79,6 +77,9 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
             stack.enter_context(stop)
         processes = stack.enter_context(joined_processes(config))
         ranks = processes.ranks
+        if config.step.memory_budget is not None:
+            # Not before: each process has its own device from here on, and the others would wait for one with another budget.
+            check_budget(config.step.memory_budget, device_bytes=memory_bytes(resolve_device(config.step.device)))
         if not ranks.is_alone:
             config = _on_ranks(config, processes)
         if not processes.is_first:
