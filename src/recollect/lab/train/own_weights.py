@@ -11,7 +11,7 @@ from torch import nn
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.seed_weights import SeedWeights
 from recollect.lab.parallel.tensor import fused_parameters
-from recollect.lab.train.stored_state import parts_of
+from recollect.lab.train.stored_state import Fused, parts_of
 
 __all__ = ["OwnWeights"]
 
@@ -28,29 +28,31 @@ class OwnWeights:
         self._weights, self._tensor_ranks = weights, tensor_ranks
 
     @torch.no_grad()
-    def draw(self, model: GPTModel, among: nn.Module | None = None) -> None:
+    def draw(self, model: GPTModel) -> None:
         """Put weights in the place of parameters on the meta device, and zeros in that of buffers.
 
-        They are new objects: hooks on the parameters of before are gone, and whoever holds those has the old ones.
+        They are new objects, with the hooks of the old ones, which whoever holds them still has.
 
         Args:
             model: with the names of the whole model; spread or not. Changed in place.
-            among: the part of it whose parameters are wanted; None: all.
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         fused = fused_parameters(model) if self._tensor_ranks > 1 else {}
         made: dict[int, nn.Parameter] = {}
-        for module in (among or model).modules():
+        for module in model.modules():
             for place, parameter in [*module.named_parameters(recurse=False)]:
-                if not parameter.is_meta:
-                    continue
                 if id(parameter) not in made:
                     name = names[id(parameter)]
-                    new = torch.empty_like(parameter, device=self._weights.device)
-                    for chunk, part in parts_of(new, fused.get(name), self._tensor_ranks):
-                        self._weights.write(name, part, chunk.offsets)
-                    made[id(parameter)] = nn.Parameter(new, requires_grad=parameter.requires_grad)
+                    made[id(parameter)] = self._drawn(parameter, name, fused.get(name))
                 setattr(module, place, made[id(parameter)])
             for place, buffer in [*module.named_buffers(recurse=False)]:
-                if buffer.is_meta:
-                    setattr(module, place, torch.zeros_like(buffer, device=self._weights.device))
+                setattr(module, place, torch.zeros_like(buffer, device=self._weights.device))
+
+    def _drawn(self, empty: nn.Parameter, name: str, fused: Fused | None) -> nn.Parameter:
+        tensor = torch.empty_like(empty, device=self._weights.device)
+        for chunk, part in parts_of(tensor, fused, self._tensor_ranks):
+            self._weights.write(name, part, chunk.offsets)
+        drawn = nn.Parameter(tensor, requires_grad=empty.requires_grad)
+        for hook in (getattr(empty, "_backward_hooks", None) or {}).values():
+            drawn.register_hook(hook)
+        return drawn

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.parallel.context import context_parallel
 from recollect.lab.parallel.data import data_parallel
-from recollect.lab.parallel.expert import ExchangedExperts, balance_over, expert_parallel
+from recollect.lab.parallel.expert import balance_over, expert_parallel
 from recollect.lab.parallel.tensor import tensor_parallel
 from recollect.lab.train.own_weights import OwnWeights
 from recollect.lab.train.processes import Processes
@@ -34,11 +34,6 @@ def spread(model: GPTModel, processes: Processes, own: OwnWeights) -> nn.Module:
     share(model, processes)
     shares_experts = layout.expert_model_parallel_size > 1
     is_sharded = processes.sharding != "none" and mesh.gradients.size() > 1
-    if is_sharded and shares_experts and mesh.replicas.size() == 1:
-        # FSDP2 gets none of these, and they get hooks.
-        for module in model.modules():
-            if isinstance(module, ExchangedExperts):
-                own.draw(model, among=module)
     if is_sharded:
         # ZeRO-1 is FSDP2 that frees weights only after backward. ZeroRedundancyOptimizer takes no DTensors, and so would go
         # with no tensor parallelism.
