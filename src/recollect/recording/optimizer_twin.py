@@ -34,6 +34,9 @@ def make_twin(optimizer: torch.optim.Optimizer, stand_in: StandIn) -> torch.opti
         trained = [stand_ins[id(parameter)] for parameter in group["params"] if parameter.requires_grad]
         if trained:
             settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            if settings.get("foreach", False) is None and any(local_part(p) is not p for p in group["params"]):
+                # PyTorch's default for sharded parameters; of stand-ins on CUDA it would step all at once, in more memory.
+                settings["foreach"] = False
             groups.append({**settings, "params": trained})
     try:
         twin = _constructed(optimizer, groups)

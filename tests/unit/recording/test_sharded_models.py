@@ -22,6 +22,7 @@ from blocks import Stack, built
 from recollect.engine.content import has_same_bits
 from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.measuring.meter import measure_peak
+from recollect.recording.optimizer_twin import make_twin
 
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
@@ -133,6 +134,11 @@ got, attached, peak_bytes = train("80%")
 assert all(has_same_bits(one, other) for one, other in zip(plain, got, strict=True))
 assert attached.recorded_steps == [0]
 assert 0 <= attached.plan.predicted_peak_bytes - peak_bytes <= 1024, (attached.plan.predicted_peak_bytes, peak_bytes)
+
+# On CUDA PyTorch steps plain parameters all at once, and sharded ones one by one.
+for model, foreach in ((Stack(), None), (sharded(), False)):
+    twin = make_twin(torch.optim.AdamW(model.parameters()), lambda part: torch.zeros(part.shape))
+    assert twin.param_groups[0]["foreach"] is foreach
 print("all well")
 """
 
