@@ -42,6 +42,7 @@ ON_TWO = (
 )
 ON_FOUR = ("TP2 DP2", "TP2 SP DP2 FSDP2", "TP2 SP CP2", "EP2 CP2 DP2 FSDP2 experts", "PP2 TP2 SP tied")
 ON_FOUR += ("PP2 interleaved CP2 tied", "PP2 EP2 experts", "TP2 SP EP2 experts")
+ON_FOUR += ("PP2 interleaved DP2 ZeRO tied", "PP2 EP2 ZeRO experts")
 # Run in two processes, too.
 OTHERS = ("default batch", "Megatron", "Megatron pipeline", "held parts", "chunks of stages")
 Rows = dict[str, list[dict[str, Any]]]
@@ -177,8 +178,8 @@ ERRORS = {
     r"for several stages a rank\. Choose a multiple of 4 sequences a step",
     "few": r"ConfigError: got global_batch_size=2, micro_batch_size=2, pipeline_model_parallel_size=2: each pipeline has 1 "
     r"micro-batches a step, and needs at least 2\. Choose at least 4 sequences",
-    "sharded stages": r"NotYetError: got use_torch_fsdp2=True, pipeline_model_parallel_size=2: not yet: weights that FSDP2 .* "
-    r"Leave it out",
+    "sharded stages": r"NotYetError: got use_torch_fsdp2=True, pipeline_model_parallel_size=2: not yet: weights that the "
+    r"stages of a pipeline gather for each micro-batch\. Use use_distributed_optimizer instead: gradients stay whole",
     "parts of stages": r"ConfigError: got distribute_saved_activations=True, tensor_model_parallel_size=1: there are no ranks",
     "small stages": r"BudgetTooSmallError: .*rank 0 \(stages 0; .* Use more ranks, smaller micro-batches",
     "device": r"ConfigError: got device='cuda:1': each process has a device of its own\. Write cuda or cpu",

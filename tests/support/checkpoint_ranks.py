@@ -34,6 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP SP FSDP2": {**TENSOR, "sequence_parallel": True, "use_torch_fsdp2": True},
     "PP": {**PIPELINE, "num_layers_per_virtual_pipeline_stage": 1},
     "PP TP": {**PIPELINE, **TENSOR},
+    "PP ZeRO": {**PIPELINE, "num_layers_per_virtual_pipeline_stage": 1, "use_distributed_optimizer": True},
 }
 FIRST = "TP SP FSDP2"
 # Of a model with experts.
@@ -41,7 +42,7 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "EP": {"expert_model_parallel_size": 2},
     "EP FSDP2": {"expert_model_parallel_size": 2, "use_torch_fsdp2": True},
     "EP CP": {"expert_model_parallel_size": 4, "context_parallel_size": 2},
-    "EP PP": {"expert_model_parallel_size": 2, **PIPELINE},
+    "EP PP ZeRO": {"expert_model_parallel_size": 2, **PIPELINE, "use_distributed_optimizer": True},
     "EP TP": {"expert_model_parallel_size": 2, **TENSOR},
 }
 EVERY, STEPS = 3, 6
@@ -157,12 +158,12 @@ def run(case: str, folder: Path) -> dict[str, Any]:
     """Return what a case makes."""
     action, _, what = case.partition(": ")
     if action == "trained":
-        layout = "PP" if what == "pipeline" else FIRST
+        layout = "PP ZeRO" if what == "pipeline" else FIRST
         return losses_of(settings(folder, what, layout, **({} if what == "plain" else {"hidden_dropout": 0.1})))
     if action == "resumed":
         return resumed(folder, FIRST, "dropout", hidden_dropout=0.1)
     if action == "resumed pipeline":
-        return resumed(folder, "PP", "pipeline", hidden_dropout=0.1)
+        return resumed(folder, "PP ZeRO", "pipeline", hidden_dropout=0.1)
     if action == "resumed as":
         return resumed(folder, what, "plain")
     if action == "from one as":

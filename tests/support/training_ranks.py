@@ -63,6 +63,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2 TP2 SP tied": {**PIPELINE, **TENSOR, "sequence_parallel": True},
     "PP2 interleaved CP2 tied": {**INTERLEAVED, **CONTEXT},
     "PP2 EP2 experts": {**PIPELINE, **EXPERT},
+    "PP2 interleaved DP2 ZeRO tied": {**INTERLEAVED, "use_distributed_optimizer": True},
+    "PP2 EP2 ZeRO experts": {**PIPELINE, **EXPERT, "use_distributed_optimizer": True},
 }
 # The first is below the least possible peak without parts.
 LITTLE = {"TP2": "1260kB", "TP2 SP": "82%"}

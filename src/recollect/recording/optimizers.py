@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from recollect._torch_parallel import is_fully_sharded
 from recollect.errors import RecordError
 from recollect.measuring.meter import storages_of
 from recollect.profile.allocator_blocks import block_bytes
@@ -80,7 +81,8 @@ def check_optimizers(model: nn.Module, optimizers: Any) -> None:
     """Raise if the optimizers are of another model.
 
     Full-precision copies of the parameters, and the flat parts of them that ZeRO steps over, are no mistake: an optimizer
-    over parameters of other dtypes, or in a wrapper, is not checked.
+    over parameters of other dtypes, or in a wrapper, is not checked, and none of a model that FSDP2 shards, which has whole
+    parameters in the place of the optimizer's while they are gathered.
 
     Raises:
         RecordError: none of the optimizers' parameters is one of the model's.
@@ -89,6 +91,8 @@ def check_optimizers(model: nn.Module, optimizers: Any) -> None:
     steps_over = [p for optimizer in found for group in optimizer.param_groups for p in group["params"]]
     own = {id(parameter) for parameter in model.parameters()}
     if not own or not steps_over or any(id(parameter) in own for parameter in steps_over):
+        return
+    if any(is_fully_sharded(module) for module in model.modules()):
         return
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     if len(given) != len(found) or any(one is not other for one, other in zip(given, found, strict=True)):

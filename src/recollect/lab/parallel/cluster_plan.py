@@ -135,7 +135,16 @@ class ClusterPlan:
             *self._routing(),
             *([f"LM head and loss in {step.loss_chunks} chunks."] if step.loss_chunks > 1 else []),
             *([f"{engine[step.pipeline_engine]}."] if len(self.ranks) > 1 else []),
+            *self._reduction(),
             "Not counted: the optimizer's workspace and time, buffers of NCCL and DDP, the CUDA context.",
+        ]
+
+    def _reduction(self) -> list[str]:
+        if self.step.sharding != "all" or len(self.ranks) == 1:
+            return []
+        return [
+            "FSDP2 reduces gradients after each micro-batch, and holds their parts; torch.distributed.pipelining reduces them "
+            "once a step, and holds them whole until then."
         ]
 
     def _routing(self) -> list[str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+from recollect.lab.parallel.data import free_gathered
 from recollect.lab.parallel.pipeline_rank import LossStage, PipelineRank
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 
@@ -103,6 +104,8 @@ class PipelineStep:
             own = list(batches[first : first + self._num_micro_batches])
             full = [*own, *[own[-1]] * (self._num_micro_batches - len(own))]
             found += self._run(self._torch.eval, full)[: len(own)]
+        for stage in self._rank.stages.values():
+            free_gathered(stage)  # There is no backward to do it.
         return found
 
     def _run(self, run: Any, batches: Sequence[MicroBatch]) -> list[Tensor]:

@@ -42,11 +42,9 @@ def check_pipeline(config: TrainConfig, dimensions: TransformerConfig, layout: D
 
 
 def _refuse_missing(config: TrainConfig, ranks: int) -> None:
-    size = {"pipeline_model_parallel_size": ranks}
-    if config.parallel.sharding != "none":
-        name = "use_torch_fsdp2" if config.parallel.use_torch_fsdp2 else "use_distributed_optimizer"
+    if config.parallel.sharding == "all":
         raise NotYetError(
-            settings={name: True, **size},
-            needs="weights that FSDP2 shares in the stages of a pipeline",
-            advice="Leave it out.",
+            settings={"use_torch_fsdp2": True, "pipeline_model_parallel_size": ranks},
+            needs="weights that the stages of a pipeline gather for each micro-batch",
+            advice="Use use_distributed_optimizer instead: gradients stay whole until the last micro-batch in either case.",
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import recollect
+from recollect.lab.parallel.data import gathered
 from recollect.lab.parallel.pipeline_rank import LossStage, PipelineRank
 from recollect.lab.parallel.pipeline_step import received
 from recollect.lab.train.optim import build_optimizer
@@ -40,19 +41,22 @@ def record_own_stages(
             batch["labels"] = labels
             if stage.mtp is not None:
                 batch["tokens"] = tokens
-        found[number] = recollect.record(
-            stage,
-            batch,
-            optimizer=build_optimizer(stage, session.config.optim),
-            loss_fn=None if stage.is_last else torch.sum,
-            units=_units(stage),
-            holds_output=False,
-            gradients="accumulated",
-            loss_chunks=loss_chunks if stage.is_last else 1,
-            # Processes with the same stages run one plan.
-            collectives="replay",
-            group="alone",
-        )
+        # Over this process's part of the weights, which it has beside the whole ones.
+        optimizer = build_optimizer(stage, session.config.optim)
+        with gathered(stage):
+            found[number] = recollect.record(
+                stage,
+                batch,
+                optimizer=optimizer,
+                loss_fn=None if stage.is_last else torch.sum,
+                units=_units(stage),
+                holds_output=False,
+                gradients="accumulated",
+                loss_chunks=loss_chunks if stage.is_last else 1,
+                # Processes with the same stages run one plan.
+                collectives="replay",
+                group="alone",
+            )
     return found
 
 

@@ -13,7 +13,7 @@ from recollect.lab.parallel.tensor import tensor_parallel
 from recollect.lab.train.own_weights import OwnWeights
 from recollect.lab.train.processes import Processes
 
-__all__ = ["share", "spread"]
+__all__ = ["shard", "share", "spread"]
 
 
 def spread(model: GPTModel, processes: Processes, own: OwnWeights) -> nn.Module:
@@ -32,24 +32,36 @@ def spread(model: GPTModel, processes: Processes, own: OwnWeights) -> nn.Module:
         own.draw(model)
         return model
     share(model, processes)
-    shares_experts = layout.expert_model_parallel_size > 1
-    is_sharded = processes.sharding != "none" and mesh.gradients.size() > 1
-    if is_sharded:
-        # ZeRO-1 is FSDP2 that frees weights only after backward. ZeroRedundancyOptimizer takes no DTensors, and so would go
-        # with no tensor parallelism.
-        data_parallel(
-            model,
-            mesh.gradients,
-            expert_mesh=mesh.replicas if shares_experts else None,
-            reshard_after_forward=processes.sharding == "all",
-        )
+    is_sharded = shard(model, processes)
     own.draw(model)
     if is_sharded or mesh.gradients.size() == 1:
         return model
-    if layout.tensor_model_parallel_size == 1 and not shares_experts:
+    if layout.tensor_model_parallel_size == 1 and layout.expert_model_parallel_size == 1:
         return DistributedDataParallel(model, process_group=mesh.gradients.get_group(), gradient_as_bucket_view=True)
     # DDP takes no DTensors either: their gradients are reduced after backward.
     return model
+
+
+def shard(model: GPTModel, processes: Processes) -> bool:
+    """Leave this process its part of each parameter, gradient and optimizer state; return False if the run shares none.
+
+    ZeRO-1 is FSDP2 that frees weights only after backward. `ZeroRedundancyOptimizer` takes no DTensors, and so would go with no
+    tensor parallelism.
+
+    Args:
+        model: the whole model, or a stage of a pipeline; changed in place.
+        processes: what to share it among.
+    """
+    mesh = processes.mesh
+    if mesh is None or processes.sharding == "none" or mesh.gradients.size() == 1:
+        return False
+    data_parallel(
+        model,
+        mesh.gradients,
+        expert_mesh=mesh.replicas if processes.layout.expert_model_parallel_size > 1 else None,
+        reshard_after_forward=processes.sharding == "all",
+    )
+    return True
 
 
 def share(model: GPTModel, processes: Processes) -> None:

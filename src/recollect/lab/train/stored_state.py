@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from recollect.errors import CheckpointError
 from recollect.lab.models.gpt import GPTModel
+from recollect.lab.parallel.data import free_gathered
 from recollect.lab.parallel.fused_rows import whole_rows
 from recollect.lab.parallel.tensor import fused_parameters
 from recollect.lab.train.optim import parameter_names
@@ -52,10 +52,8 @@ class StoredState:
 
     def __init__(self, model: GPTModel, optimizer: torch.optim.Optimizer, tensor_ranks: int) -> None:
         self._model, self._optimizer = model, optimizer
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                # Validation has no backward, which frees what forward gathered; the optimizer has the parts.
-                module.reshard()
+        # Validation has no backward, which frees what forward gathered; the optimizer has the parts.
+        free_gathered(model)
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         self._of_model, self._of_optimizer = get_state_dict(model, optimizer, options=options)
         found: dict[str, Any] = {f"{_MODEL}{name}": tensor for name, tensor in self._of_model.items()}

@@ -20,7 +20,7 @@ from recollect.lab.train.optimizer_step import resolve_device
 from recollect.lab.train.own_weights import OwnWeights
 from recollect.lab.train.pipeline_exchange import PipelineExchange
 from recollect.lab.train.processes import Processes
-from recollect.lab.train.spread import share, spread
+from recollect.lab.train.spread import shard, share, spread
 
 __all__ = ["Trained", "build_trained"]
 
@@ -77,6 +77,7 @@ def _pipeline(model: GPTModel, own: OwnWeights, config: TrainConfig, processes: 
         share(stage, processes)
         if config.holds_parts:
             recollect.distribute_saved_activations(stage, mesh.tensor.get_group())
+        shard(stage, processes)
 
     rank = pipeline_rank(
         model, layers, rank=mesh.pipeline.get_local_rank(), ranks=mesh.pipeline.size(), spread=spread_stage

@@ -97,6 +97,13 @@ def test_each_rank_of_a_pipeline_is_reported(pipelined: ClusterPlan) -> None:
     assert "NVLink 4 within, InfiniBand NDR between: 370 and 40 GB/s" in " ".join(pipelined.assumptions())
 
 
+def test_what_fsdp2_does_in_a_pipeline_is_said(pipelined: ClusterPlan) -> None:
+    said = "torch.distributed.pipelining reduces them once a step"
+    assert said not in " ".join(pipelined.assumptions())
+    sharded = replace(pipelined, step=replace(pipelined.step, sharding="all"))
+    assert said in " ".join(sharded.assumptions())
+
+
 def test_stages_that_are_alike_share_a_profile(pipelined: ClusterPlan) -> None:
     profiles = pipelined.stages.profiles
     assert profiles[1] is profiles[2]
