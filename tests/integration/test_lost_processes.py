@@ -16,7 +16,11 @@ SAID = {
     "killed": "Error: rank 1 of 2 has ended without a word, so that none goes on: it was killed, or crashed. Look at the last",
     "fails": "Error: rank 1 of 2 failed, so that none goes on: MemoryError: no 2 GiB left\n",
     "done": "",
+    "first fails": "Error: rank 0 of 2 failed, so that none goes on: ValueError: no such layer\n",
+    "first gone": "ValueError: the same as in the first\n",
+    "first done": "",
 }
+FIRST_ENDS = ("first fails", "first gone", "first done")
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"),
@@ -31,21 +35,21 @@ def start(case: str) -> list[ForkedProcess]:
 
 @pytest.fixture(scope="module")
 def ended() -> dict[str, tuple[int | None, str, str]]:
-    """Exit status, output and errors of the first process of each case."""
+    """Exit status, output and errors of the process of each case that waits."""
     begin = time.monotonic()
     started = {case: start(case) for case in SAID}
     try:
-        written = {case: processes[0].communicate(timeout=50) for case, processes in started.items()}
+        written = {case: processes[case in FIRST_ENDS].communicate(timeout=50) for case, processes in started.items()}
     finally:
         for processes in started.values():
             for process in processes:
                 process.kill()
                 process.communicate(timeout=10)
     assert time.monotonic() - begin < 45
-    return {case: (started[case][0].returncode, *texts) for case, texts in written.items()}
+    return {case: (started[case][case in FIRST_ENDS].returncode, *texts) for case, texts in written.items()}
 
 
-@pytest.mark.parametrize("case", ["killed", "fails"])
+@pytest.mark.parametrize("case", ["killed", "fails", "first fails"])
 def test_who_waits_where_no_error_comes_ends_and_says_why(
     case: str, ended: dict[str, tuple[int | None, str, str]]
 ) -> None:
@@ -54,5 +58,11 @@ def test_who_waits_where_no_error_comes_ends_and_says_why(
     assert SAID[case] in errors
 
 
-def test_a_process_that_is_done_may_end_sooner(ended: dict[str, tuple[int | None, str, str]]) -> None:
-    assert ended["done"][:2] == (0, "went on\n"), ended["done"]
+@pytest.mark.parametrize("case", ["done", "first done"])
+def test_a_process_that_is_done_may_end_sooner(case: str, ended: dict[str, tuple[int | None, str, str]]) -> None:
+    assert ended[case][:2] == (0, "went on\n"), ended[case]
+
+
+def test_an_error_is_said_where_the_store_is_gone(ended: dict[str, tuple[int | None, str, str]]) -> None:
+    """All fail alike, and the first, which holds the store, has ended."""
+    assert ended["first gone"][2].endswith(SAID["first gone"]), ended["first gone"]

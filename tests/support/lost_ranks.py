@@ -1,6 +1,7 @@
 """What each process does in `test_lost_processes.py`, as a program: lost_ranks.py CASE, with the variables of torchrun.
 
 The first waits where no error of another process reaches it, as on CUDA, where Python waits for the device; the second ends.
+In the cases of `FIRST_ENDS` it is the first that ends, which holds the store at which they met.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,7 +18,9 @@ import torch.distributed as dist
 from recollect._torch_parallel import meeting_place
 from recollect.lab.train.last_words import LastWords
 from recollect.lab.train.lost_processes import named_errors
-from recollect.ranks.group import group_of
+from recollect.ranks.group import Ranks, group_of
+
+FIRST_ENDS = ("first fails", "first gone", "first done")
 
 
 def end(case: str) -> None:
@@ -29,6 +33,27 @@ def end(case: str) -> None:
         except MemoryError as error:
             # As PyTorch's pipelines do.
             raise RuntimeError("[Stage 1] failed to run forward") from error
+    if case == "first fails":
+        raise ValueError("no such layer")
+    if case == "first gone":
+        os._exit(0)
+
+
+def go_on(case: str, ranks: Ranks) -> None:
+    """Go on as the process that does not end first."""
+    if case == "done":
+        # The watch has looked several times since.
+        time.sleep(4)
+        assert not LastWords("recollect/run/0", ranks).is_alarm(meeting_place())
+    elif case in ("first gone", "first done"):
+        time.sleep(4)
+        if case == "first gone":
+            raise ValueError("the same as in the first")
+    else:
+        with suppress(dist.DistError):
+            meeting_place().clone().wait(["never"], timedelta(seconds=60))
+        # As if it waited for the device.
+        time.sleep(60)
 
 
 def main() -> None:
@@ -36,14 +61,10 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     ranks = group_of(range(2), "test")
     with named_errors(ranks):
-        if dist.get_rank() == 1:
+        if dist.get_rank() == (case not in FIRST_ENDS):
             end(case)
-        elif case == "done":
-            # The watch has looked several times since.
-            time.sleep(4)
-            assert not LastWords("recollect/run/0", ranks).is_alarm(meeting_place())
         else:
-            meeting_place().wait(["never"], timedelta(seconds=60))
+            go_on(case, ranks)
     print("went on", flush=True)
     os._exit(0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -26,35 +27,50 @@ class LastWords:
 
     def __init__(self, key: str, ranks: Ranks) -> None:
         self._keys = {rank: f"{key}/last words/{rank}" for rank in ranks.ranks}
+        self._heard_keys = {rank: f"{key}/heard/{rank}" for rank in ranks.ranks}
         self._alarm_key = f"{key}/alarm"
         self._rank = dist.get_rank()
 
-    def leave(self, store: Any, text: str, *, is_lost: bool) -> None:
-        """Leave a note, and have the others look.
+    def exchange(self, store: Any, text: str, *, is_lost: bool) -> str | None:
+        """Leave a note, have the others look, and return who failed or ended first, in words; None if that is not known.
 
         Args:
             store: where all met.
             text: why this process ends.
             is_lost: it ends because another one has.
         """
-        store.set(self._keys[self._rank], _note(text, is_lost=is_lost))
-        store.set(self._alarm_key, "")
+        cause = None
+        # The process that holds the store may have ended, or one of the others.
+        with suppress(dist.DistError):
+            store.set(self._keys[self._rank], _note(text, is_lost=is_lost))
+            cause = self._hear(store)
+            # The store ends with the process that holds it, the first one unless torchrun has it.
+            if self._rank == 0:
+                there = [key for rank, key in self._heard_keys.items() if store.check([self._keys[rank]])]
+                store.wait(there, timedelta(seconds=_PATIENCE_S))
+        return cause
 
-    def leave_sign(self, store: Any) -> None:
-        """Leave a note that this process is still there, unless it has left one, and have the others look."""
+    def hear(self, store: Any) -> str | None:
+        """Leave a note that this process is still there, unless it has left one, and return what `exchange` does."""
         store.compare_set(self._keys[self._rank], "", _note("waits for the others", is_lost=True))
+        return self._hear(store)
+
+    def _hear(self, store: Any) -> str | None:
         store.set(self._alarm_key, "")
+        cause = self._cause(store)
+        store.set(self._heard_keys[self._rank], "")
+        return cause
 
     def is_alarm(self, store: Any) -> bool:
         """Whether some process has left a note."""
         return bool(store.check([self._alarm_key]))
 
-    def cause(self, store: Any) -> str | None:
-        """Wait a little for the notes of all, and return who failed or ended first, in words; None if that is not known."""
+    def _cause(self, store: Any) -> str | None:
+        """Wait a little for the notes of all, and read them."""
         keys = dict(self._keys)
         try:
             store.wait(list(keys.values()), timedelta(seconds=_PATIENCE_S))
-        except RuntimeError:
+        except dist.DistStoreError:
             keys = {rank: key if store.check([key]) else "" for rank, key in keys.items()}
         notes = {rank: json.loads(store.get(key)) if key else None for rank, key in keys.items()}
         for rank, note in notes.items():

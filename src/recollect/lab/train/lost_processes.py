@@ -45,9 +45,7 @@ def named_errors(ranks: Ranks) -> Iterator[None]:
             yield
     except Exception as error:
         own = _first_cause(error)
-        store = meeting_place()
-        last_words.leave(store, _text(own), is_lost=_is_lost(own))
-        cause = last_words.cause(store)
+        cause = last_words.exchange(meeting_place(), _text(own), is_lost=_is_lost(own))
         if cause is None or not _is_lost(own):
             raise
         raise RecordError(cause) from error

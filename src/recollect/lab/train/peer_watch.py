@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -54,23 +55,23 @@ class PeerWatch:
         self._is_over.set()
         self._thread.join(_EVERY_S)
         if kind is None:
-            meeting_place().set(f"{self._key}/done/{self._rank}", "")
+            # The process that holds the store may have ended; then none asks.
+            with suppress(dist.DistError):
+                meeting_place().set(f"{self._key}/done/{self._rank}", "")
 
     def _watch(self) -> None:
+        text = None
         try:
-            while not self._is_over.wait(_EVERY_S):
+            while text is None:
+                if self._is_over.wait(_EVERY_S):
+                    return
                 if self._last_words.is_alarm(self._store) or self._has_lost_one():
-                    break
-            if self._is_over.is_set():
-                return
-            self._last_words.leave_sign(self._store)
-            if self._is_over.wait(_PATIENCE_S):
-                return
-            text = self._last_words.cause(self._store)
+                    # Those that ended because they lost another may be heard before that one.
+                    text = self._last_words.hear(self._store)
         except RuntimeError:
             # The store is gone: with the process that held it, or at the end.
             return
-        if text is not None and not self._is_over.is_set():
+        if not self._is_over.wait(_PATIENCE_S):
             sys.stderr.write(f"Error: {text}\n")
             sys.stderr.flush()
             os._exit(_EXIT_ERROR)
