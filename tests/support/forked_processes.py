@@ -1,11 +1,13 @@
 """Processes that are forked from one that has imported PyTorch and Transformers, which takes longer than most of what they do.
 
 A program runs as `python PROGRAM` and `python -m MODULE` run it, in a process of its own; only what it imports is there sooner.
-One test of each command line starts it the long way.
+One test of each command line starts it the long way. Programs can read the meter of the benchmarks, which counts nothing
+until they ask it to.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing.forkserver
 import os
@@ -15,11 +17,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
+from unittest import mock
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from allocator_meter import can_be_built, metered_environment  # noqa: E402
 
 # The first is what a process imports that pytest itself has started.
 _IMPORTED = ["pytest", "recollect.lab.train.loop", "transformers.trainer", "transformers.models.llama.modeling_llama"]
 _LONGEST_S = 540
+
+HAS_METER = can_be_built()
 
 
 class ForkedProcess:
@@ -94,17 +105,21 @@ def prepared_server() -> multiprocessing.context.ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
-    # A library that has started threads cannot be forked.
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
+    with mock.patch.dict(os.environ, _server_variables()):
         multiprocessing.forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
     return context
+
+
+@cache
+def _server_variables() -> dict[str, str]:
+    """Return what the server starts with: one thread, as a process with more cannot be forked, and the meter if it can be."""
+    if not HAS_METER:
+        return {"OMP_NUM_THREADS": "1"}
+    # The library has to be there until the server has begun, which nobody waits for.
+    kept = ExitStack()
+    atexit.register(kept.close)
+    environment = kept.enter_context(metered_environment())
+    return {name: environment[name] for name in ("OMP_NUM_THREADS", "LD_PRELOAD")}
 
 
 def _become(words: list[str | Path], cwd: Path, environment: Mapping[str, str], folder: Path) -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forked_processes import HAS_METER, ForkedProcess
+from metered_trainers import NUM_STEPS
+from rank_processes import free_port, outputs_of
+
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-from allocator_meter import can_be_built, metered_environment  # noqa: E402
-from metered_trainers import NUM_STEPS  # noqa: E402
-from rank_processes import free_port, outputs_of  # noqa: E402
-
+_PROGRAM = ROOT / "tests/support/metered_trainers.py"
 Row = dict[str, Any]
 # Of all cases of a module together; processes that wait for each other may do so for ever.
 _LONGEST_S = 500
@@ -24,7 +21,7 @@ _LONGEST_S = 500
 # The weights of a layer of `hugging_face_trainers.llama`, which FSDP2 gathers.
 LAYER_BYTES = 164_352
 
-needs_meter = pytest.mark.skipif(not can_be_built(), reason="the meter is built by a C compiler on Linux")
+needs_meter = pytest.mark.skipif(not HAS_METER, reason="the meter is built by a C compiler on Linux")
 
 
 def metered(module: str, *names: str) -> dict[str, Row]:
@@ -34,21 +31,13 @@ def metered(module: str, *names: str) -> dict[str, Row]:
 
 def metered_ranks(module: str, *names: str, num_ranks: int) -> list[dict[str, Row]]:
     """Run the cases of a module in several processes that train together; return the rows of each."""
-    with metered_environment() as environment:
-        paths = [ROOT / "benchmarks", ROOT / "tests/support", environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = ":".join(map(str, paths))
-        command = [sys.executable, "-W", "ignore", str(ROOT / "tests/support/metered_trainers.py"), module, *names]
-        environment["MASTER_PORT"] = str(free_port())
-        together = [
-            {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)} for rank in range(num_ranks)
-        ]
-        started = [
-            subprocess.Popen(
-                command, env={**environment, **rank}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-            for rank in (together if num_ranks > 1 else [{}])
-        ]
-        outputs = outputs_of(started, longest_s=_LONGEST_S)
+    group = {"MASTER_PORT": str(free_port())}
+    ranks = [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+        for rank in (range(num_ranks) if num_ranks > 1 else ())
+    ]
+    started = [ForkedProcess(_PROGRAM, module, *names, **group, **rank) for rank in ranks or [{}]]
+    outputs = outputs_of(started, longest_s=_LONGEST_S)
     # Trainers write to the same stream.
     found = [[json.loads(line) for line in out.splitlines() if line.startswith('{"case"')] for out in outputs]
     return [{row["case"]: row for row in rows} for rows in found]
