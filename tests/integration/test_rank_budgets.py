@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from metered_processes import LAYER_BYTES, Row, check_row, metered_ranks, needs_meter
-from metered_trainers import FEW_STEPS, NUM_STEPS
+from metered_trainers import FEW_STEPS, NUM_STEPS, SHARDED_STEPS
 
 pytestmark = [
     pytest.mark.integration,
@@ -30,5 +30,5 @@ def processes() -> list[dict[str, Row]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_step_of_two_processes_is_within_the_budget(name: str, processes: list[dict[str, Row]]) -> None:
     for rows in processes:
-        steps = FEW_STEPS if name.startswith("ZeRO") else NUM_STEPS
+        steps = {"DDP": NUM_STEPS, "FSDP2": SHARDED_STEPS}.get(name, FEW_STEPS)
         check_row(rows[name], steps=steps, late_bytes=LAYER_BYTES if name == "FSDP2" else 0)

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from metered_processes import LAYER_BYTES, Row, check_row, metered_ranks, needs_meter
-from metered_trainers import FEW_STEPS
+from metered_trainers import FEW_STEPS, SHARDED_STEPS
 
 pytestmark = [
     pytest.mark.integration,
@@ -39,7 +39,7 @@ def processes() -> list[dict[str, Row]]:
 @pytest.mark.parametrize("name", CASES)
 def test_every_step_of_two_processes_is_within_the_budget(name: str, processes: list[dict[str, Row]]) -> None:
     for rows in processes:
-        how = {"steps": 20, "late_bytes": LAYER_BYTES} if name.endswith("FSDP2") else {"steps": FEW_STEPS}
+        how = {"steps": SHARDED_STEPS, "late_bytes": LAYER_BYTES} if name.endswith("FSDP2") else {"steps": FEW_STEPS}
         check_row(rows[name], recorded_steps=CASES[name], **how)
 
 

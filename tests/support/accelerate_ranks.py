@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import recollect
 from hugging_face_trainers import llama, texts
-from metered_trainers import FEW_STEPS, NUM_STEPS, Case, StepPeaks
+from metered_trainers import FEW_STEPS, NUM_STEPS, SHARDED_STEPS, Case, StepPeaks
 
 RANK = int(os.environ.get("RANK", "0"))
 os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"})
@@ -41,7 +41,7 @@ def _train(
     budget: int | str | None,
     peaks: StepPeaks,
     backward: Callable[[torch.Tensor], object],
-    steps: int = NUM_STEPS,
+    steps: int,
 ) -> int:
     attached = None if budget is None else recollect.attach(model, optimizer, budget, log=lambda line: None)
     torch.manual_seed(3 + RANK)
@@ -78,7 +78,8 @@ def _accelerated(*, shards: bool) -> Case:
         model = llama().train()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         assert isinstance(model, FSDPModule if shards else DistributedDataParallel)
-        recorded = _train(model, optimizer, budget, peaks, accelerator.backward)
+        steps = SHARDED_STEPS if shards else NUM_STEPS
+        recorded = _train(model, optimizer, budget, peaks, accelerator.backward, steps)
         return _gathered(model), recorded
 
     return run

@@ -24,14 +24,12 @@ from trl import SFTConfig, SFTTrainer  # noqa: E402
 from hugging_face_trainers import arguments, llama, lora, texts, trained  # noqa: E402
 from lightning_trainers import Automatic, loader, trainer  # noqa: E402
 from lightning_trainers import Watching as LightningWatching  # noqa: E402
-from metered_trainers import FEW_STEPS, Case, StepPeaks  # noqa: E402
+from metered_trainers import FEW_STEPS, SHARDED_STEPS, Case, StepPeaks  # noqa: E402
 from recollect.integrations.lightning import MemoryBudget as LightningBudget  # noqa: E402
 from recollect.integrations.transformers import MemoryBudget  # noqa: E402
 from recollect.ranks import presence  # noqa: E402
 from trl_trainers import answers, tokenizer  # noqa: E402
 
-# As one step in ten may be late.
-SHARDED_STEPS = 20
 RANK = int(os.environ.get("RANK", "0"))
 
 
