@@ -14,16 +14,17 @@ recompute runs in three ways: as recollect does it, with recipes that are used u
 `torch.utils.checkpoint`.
 
 Plans are made from stages recorded on this processor. Four processes on two cores do not run at once, so that the step is put
-together: the processor time of each action, the median of several steps, played in the order of the schedule as if each rank
-had a device; next to it the rank that has most to do.
+together: the processes compute one at a time, and the processor time of each action is played in the order of the schedule, as
+if each rank had a device. Steps alternate with steps without recompute; "measured" is the median of their ratios.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import nn
@@ -33,12 +34,13 @@ from flags import RESULTS, parse
 from recollect.errors import BudgetTooSmallError
 from recollect.integrations.megatron import megatron_stage_plans
 from recollect.pipelines.playback import played_s
+from recollect.pipelines.schedule import PipelineAction
 from results_csv import Number, append
 
 sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
 from pipeline_programs import SCHEDULES, SPLIT, Job, Program, Ran, loss_of, run
 
-_WIDTH = 128
+_WIDTH = 256
 _SEQUENCE = 64
 _LAYERS = 16
 _BUDGETS = ("80%", "60%", "45%")
@@ -58,11 +60,17 @@ class Flags:
 
 @dataclass(frozen=True)
 class Row:
-    """A job under its name, and what is predicted of it; None for how recollect does not run."""
+    """A job under its name, and what is predicted of it.
+
+    Attributes:
+        pipeline: what is predicted; None for how recollect does not run.
+        slowdown: how much longer its step takes than that of the even split without recompute, as a fraction; predicted.
+    """
 
     name: str
     job: Job
-    pipeline: recollect.PipelinePlan | None
+    pipeline: recollect.PipelinePlan | None = None
+    slowdown: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,11 +107,11 @@ def rows(name: str) -> list[Row]:
     for setting in ("keep_all", "full"):
         plans = [recollect.classic_plan(profile, setting) for profile in profiles]
         made = recollect.predict_pipeline(profiles, schedule, plans, split_profiles=split)
-        found.append(Row(f"{setting} in all stages", Job(name, made.plans), made))
+        found.append(Row(f"{setting} in all stages", Job(name, made.plans), made, made.slowdown))
     if split:
         full = found[-1].job.plans
-        found.append(Row("full, recipes used up", Job(name, full, "plans, recipes used up"), None))
-        found.append(Row("torch.utils.checkpoint", Job(name, full, "torch.utils.checkpoint"), None))
+        found.append(Row("full, recipes used up", Job(name, full, "plans, recipes used up")))
+        found.append(Row("torch.utils.checkpoint", Job(name, full, "torch.utils.checkpoint")))
     for budget in _BUDGETS:
         try:
             made = recollect.plan_pipeline(profiles, schedule, budget, split_profiles=split)
@@ -113,9 +121,9 @@ def rows(name: str) -> list[Row]:
         assert made.budget_bytes is not None
         uniform = _best_uniform(profiles, split, schedule, made.budget_bytes)
         if uniform is not None:
-            found.append(Row(f"Megatron for {budget}", Job(name, uniform.plans), uniform))
-        found.append(Row(f"planned for {budget}", Job(name, made.plans), made))
-        chosen = _with_split(name, schedule, budget, made.budget_bytes)
+            found.append(Row(f"Megatron for {budget}", Job(name, uniform.plans), uniform, uniform.slowdown))
+        found.append(Row(f"planned for {budget}", Job(name, made.plans), made, made.slowdown))
+        chosen = _with_split(name, schedule, budget, made)
         if chosen is not None:
             found.append(chosen)
     config = recollect.RecomputeConfig(
@@ -126,7 +134,7 @@ def rows(name: str) -> list[Row]:
     )
     by_micro_batch = megatron_stage_plans(profiles, schedule, config)
     made = recollect.predict_pipeline(profiles, schedule, by_micro_batch, split_profiles=split)
-    found.append(Row("Megatron by micro-batch", Job(name, made.plans), made))
+    found.append(Row("Megatron by micro-batch", Job(name, made.plans), made, made.slowdown))
     return found
 
 
@@ -170,20 +178,24 @@ def _layer_profiles(*, split_backward: bool) -> list[recollect.Profile]:
     return [made[0], *[made[1]] * (_LAYERS - 2), made[2]]
 
 
-def _with_split(name: str, schedule: recollect.PipelineSchedule, budget: str, budget_bytes: int) -> Row | None:
-    """Choose the split, record its stages, and plan them; None if the even one is chosen."""
+def _with_split(
+    name: str, schedule: recollect.PipelineSchedule, budget: str, planned: recollect.PipelinePlan
+) -> Row | None:
+    """Choose the split together with the plans; None if the even one is chosen.
+
+    Layers and stages were timed apart, so that the step is compared with that of the even split put together from layers.
+    """
+    assert planned.budget_bytes is not None
     split_layers = _layer_profiles(split_backward=True) if name in SPLIT else []
     chosen = recollect.split_pipeline(
-        _layer_profiles(split_backward=False), schedule, budget_bytes, split_layers=split_layers
+        _layer_profiles(split_backward=False), schedule, planned.budget_bytes, split_layers=split_layers
     )
     if len(set(chosen.sizes)) == 1:
         return None
-    stages = Stages(chosen.sizes)
-    program = replace(PROGRAM, stage_module=stages)
-    split = program.profiles(name, split_backward=True) if name in SPLIT else []
-    made = recollect.plan_pipeline(program.profiles(name), schedule, budget_bytes, split_profiles=split)
-    sizes = "-".join(map(str, chosen.sizes))
-    return Row(f"{sizes} for {budget}", Job(name, made.plans, stage_module=stages), made)
+    assert chosen.even_step_s is not None
+    slowdown = (1 + planned.slowdown) * chosen.pipeline.step_s / chosen.even_step_s - 1
+    job = Job(name, chosen.pipeline.plans, stage_module=Stages(chosen.sizes))
+    return Row(f"{'-'.join(map(str, chosen.sizes))} for {budget}", job, chosen.pipeline, slowdown)
 
 
 @dataclass(frozen=True)
@@ -192,55 +204,58 @@ class Measured:
 
     Attributes:
         peak_bytes: of the fullest rank.
-        slowest_s: processor seconds of the rank that has most to do in a step.
-        step_s: the step, played with the processor seconds of each action.
-        wall_s: seconds of a step as it ran, in processes that share the cores.
+        step_s: the step, played with the processor seconds of each action; the median.
+        slowdown: how much longer it took than the step without recompute right before it, as a fraction; the median.
     """
 
     peak_bytes: int
-    slowest_s: float
     step_s: float
-    wall_s: float
+    slowdown: float
 
     @classmethod
     def of(cls, schedule: recollect.PipelineSchedule, ranks: list[Ran]) -> Measured:
         """Put together what the ranks found."""
-        lasts = {action: seconds for ran in ranks for action, seconds in ran.action_s.items()}
+        steps_s = _played(schedule, [ran.timed for ran in ranks])
+        plain_s = _played(schedule, [ran.first_timed for ran in ranks])
         return cls(
             peak_bytes=max(ran.peak_bytes for ran in ranks),
-            slowest_s=max(sum(ran.action_s.values()) for ran in ranks),
-            step_s=played_s(schedule, lasts.__getitem__),
-            wall_s=max(ran.step_s for ran in ranks),
+            step_s=median(steps_s),
+            slowdown=median(step / plain for step, plain in zip(steps_s, plain_s, strict=True)) - 1,
         )
 
 
-def _reported(row: Row, ranks: list[Ran], found: Measured, plain: Measured) -> list[Number]:
+def _played(schedule: recollect.PipelineSchedule, ranks: list[tuple[dict[PipelineAction, float], ...]]) -> list[float]:
+    """Return the seconds of each step, of what its actions took on all ranks."""
+    return [
+        played_s(schedule, {action: s for own in step for action, s in own.items()}.__getitem__)
+        for step in zip(*ranks, strict=True)
+    ]
+
+
+def _reported(row: Row, ranks: list[Ran], found: Measured) -> list[Number]:
     """Print what was measured of a row; return its numbers."""
     is_equal = all(ran.is_equal for ran in ranks)
     what = f"{row.job.schedule}, {row.name}"
-    slowest, step = found.slowest_s / plain.slowest_s - 1, found.step_s / plain.step_s - 1
     numbers = [
         Number("measured_peak", "bytes", what, found.peak_bytes),
         Number("gradients_equal", "bool", what, float(is_equal)),
-        Number("measured_slowest_rank", "s", what, found.slowest_s),
         Number("measured_step", "s", what, found.step_s),
-        Number("measured_slowdown", "fraction", what, step),
-        Number("measured_wall", "s", what, found.wall_s),
+        Number("measured_slowdown", "fraction", what, found.slowdown),
     ]
     predicted = f"{'':>28}"
     if row.pipeline is not None:
         off = max(
             (ran.peak_bytes - nbytes) / nbytes for ran, nbytes in zip(ranks, row.pipeline.peaks_bytes, strict=True)
         )
-        predicted = f"{row.pipeline.peak_bytes:>12,}{off:>+8.1%}{row.pipeline.slowdown:>+8.1%}"
+        predicted = f"{row.pipeline.peak_bytes:>12,}{off:>+8.1%}{row.slowdown:>+8.1%}"
         numbers += [
             Number("predicted_peak", "bytes", what, row.pipeline.peak_bytes),
             Number("most_above_prediction", "fraction", what, off),
-            Number("predicted_slowdown", "fraction", what, row.pipeline.slowdown),
+            Number("predicted_slowdown", "fraction", what, row.slowdown),
             Number("predicted_step", "s", what, row.pipeline.step_s),
         ]
     print(
-        f"{row.job.schedule:<24}{row.name:<26}{found.peak_bytes:>12,}{predicted}{step:>+10.1%}{slowest:>+9.1%}"
+        f"{row.job.schedule:<24}{row.name:<26}{found.peak_bytes:>12,}{predicted}{found.slowdown:>+10.1%}"
         f"  {'equal' if is_equal else 'DIFFERENT'}",
         flush=True,
     )
@@ -252,7 +267,7 @@ def main() -> None:
     flags = parse(Flags, __doc__)
     torch.set_num_threads(1)
     print(
-        f"{'schedule':<24}{'plans':<26}{'measured':>12}{'predicted':>12}{'off':>8}{'step':>8}{'measured':>10}{'slowest':>9}"
+        f"{'schedule':<24}{'plans':<26}{'measured':>12}{'predicted':>12}{'off':>8}{'step':>8}{'measured':>10}"
         "  gradients"
     )
     for name in flags.schedules:
@@ -267,10 +282,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             ranks = run(PROGRAM, [row.job for row in made], Path(folder))
         schedule = PROGRAM.schedule(name)
-        found = [Measured.of(schedule, [rank[index] for rank in ranks]) for index in range(len(made))]
         numbers: list[Number] = []
         for index, row in enumerate(made):
-            numbers += _reported(row, [rank[index] for rank in ranks], found[index], found[0])
+            own = [rank[index] for rank in ranks]
+            numbers += _reported(row, own, Measured.of(schedule, own))
         append(flags.out / "pipelines.csv", numbers, {"device": "cpu"})
 
 

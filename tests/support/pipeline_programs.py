@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import gc
 import os
@@ -9,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any, Final, Literal
 
 import torch
@@ -54,7 +54,7 @@ class Program:
     Attributes:
         stage_module: makes a stage of (number, number of stages), with weights that depend on these only.
         shape: of a micro-batch.
-        num_timed: steps whose actions are timed.
+        num_timed: steps whose actions are timed, each after one of the first job.
         keeps_gradients: gradients are zeroed in place between steps, as predictions count them, and not made anew.
     """
 
@@ -120,14 +120,14 @@ class Ran:
     Attributes:
         peak_bytes: in the last step.
         is_equal: whether its gradients are those of the schedule's first job.
-        action_s: processor seconds of each action in the timed steps, medians.
-        step_s: seconds of the timed steps, from a barrier of all ranks on, median.
+        timed: processor seconds of each action of each timed step.
+        first_timed: those of the first job's steps, each right before the one in `timed`.
     """
 
     peak_bytes: int
-    is_equal: bool
-    action_s: dict[PipelineAction, float]
-    step_s: float
+    is_equal: bool = True
+    timed: tuple[dict[PipelineAction, float], ...] = ()
+    first_timed: tuple[dict[PipelineAction, float], ...] = ()
 
 
 def loss_of(output: torch.Tensor, _target: torch.Tensor | None = None) -> torch.Tensor:
@@ -150,16 +150,19 @@ def _rank(rank: int, program: Program, jobs: list[Job], folder: str) -> None:
     found = []
     # As bytes, which are no tensors that the meter would count.
     expected: dict[object, list[bytes]] = {}
+    turn = _Turn(Path(folder) / "turn")
     for job in jobs:
-        # A stage that is timed refers to itself, so that the last job's modules would stay for a while.
+        running = _Running(rank, program, job, turn)
+        timed = running.timed_after(_Running(rank, program, jobs[0], turn)) if program.num_timed else ((), ())
+        # A stage that is timed refers to itself, so that other jobs' modules would stay for a while.
         gc.collect()
-        ran = _Running(rank, program, job).measured()
+        peak_bytes, gradients = running.measured()
         # Other stages have other weights.
         key = job.schedule, job.stage_module
         if job.stage_module is not None and key not in expected:
             plain = replace(job, plans=tuple(recollect.Plan({}) for _ in job.plans), how="plans")
-            expected[key] = _Running(rank, replace(program, num_timed=0), plain).measured()[1]
-        found.append(replace(ran[0], is_equal=ran[1] == expected.setdefault(key, ran[1])))
+            expected[key] = _Running(rank, program, plain, turn).measured()[1]
+        found.append(Ran(peak_bytes, gradients == expected.setdefault(key, gradients), *timed))
     torch.save(found, Path(folder) / f"rank{rank}")
     dist.barrier()
     # The destructor of a gloo group may wait for a thread that waits for the interpreter's lock.
@@ -187,24 +190,38 @@ def _torch_schedule(program: Program, name: str, stages: list[PipelineStage]) ->
     return made(stages if chunks > 1 else stages[0], program.num_micro_batches, loss_fn=loss_of)
 
 
+class _Turn:
+    """Lets one process of the machine compute at a time, so that the times of its actions are not those of shared cores."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
+
+    def __enter__(self) -> None:
+        fcntl.flock(self.descriptor, fcntl.LOCK_EX)
+
+    def __exit__(self, *_error: object) -> None:
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+
+
 class _Running:
     """A job on one rank."""
 
-    def __init__(self, rank: int, program: Program, job: Job) -> None:
+    def __init__(self, rank: int, program: Program, job: Job, turn: _Turn) -> None:
         numbers = _numbers(program, job.schedule, rank)
         tape.asks_again = (lambda: False) if job.how == "plans, recipes used up" else _ASKS_AGAIN
         stage_module, num_stages = job.stage_module or program.stage_module, program.num_stages(job.schedule)
         self.program = program
         self.modules = [stage_module(number, num_stages) for number in numbers]
         stages = _torch_stages(program, job.schedule, rank, self.modules)
-        self.seconds: dict[PipelineAction, list[float]] = {}
+        self.turn, self.seconds = turn, dict[PipelineAction, float]()
         for number, module, stage in zip(numbers, self.modules, stages, strict=True):
             if job.how == "torch.utils.checkpoint":
                 for name, layer in module.named_children():
                     setattr(module, name, checkpoint_wrapper(layer))
             else:
                 recollect.apply(module, job.plans[number]).follow(stage)
-            self._time(stage)
+            if program.num_timed:
+                self._time(stage)
         self.schedule = _torch_schedule(program, job.schedule, stages)
         torch.manual_seed(0)
         first, *rest = program.shape
@@ -222,36 +239,47 @@ class _Running:
     ) -> Any:
         if kind == BACKWARD and not kwargs.get("full_backward", True):
             kind = INPUT
-        begin = time.thread_time()
-        result = run(micro_batch, *args, **kwargs)
-        seconds = self.seconds.setdefault(PipelineAction(stage, kind, micro_batch), [])
-        seconds.append(time.thread_time() - begin)
+        with self.turn:
+            begin = time.thread_time()
+            result = run(micro_batch, *args, **kwargs)
+            self.seconds[PipelineAction(stage, kind, micro_batch)] = time.thread_time() - begin
         return result
 
     def step(self) -> None:
         """Run the schedule once."""
         self.schedule.step(*self.inputs, **self.targets, return_outputs=False)
 
-    def measured(self) -> tuple[Ran, list[bytes]]:
-        """Run the steps: two to learn, those that are timed, and one whose peak counts; return its gradients, too."""
-        step_s = []
-        for number in range(3 + self.program.num_timed):
-            torch.manual_seed(1000)
-            for module in self.modules:
-                module.zero_grad(set_to_none=not self.program.keeps_gradients)
-            dist.barrier()
-            if number == 2:
-                self.seconds.clear()
-            if number == 2 + self.program.num_timed:
-                action_s = {action: median(seconds) for action, seconds in self.seconds.items()}
-                found = recollect.measure_peak(self.step)
-                break
-            begin = time.perf_counter()
+    def prepare(self) -> None:
+        """Make the next step like every other, and wait for all ranks."""
+        torch.manual_seed(1000)
+        for module in self.modules:
+            module.zero_grad(set_to_none=not self.program.keeps_gradients)
+        dist.barrier()
+
+    def timed_after(
+        self, first: _Running
+    ) -> tuple[tuple[dict[PipelineAction, float], ...], tuple[dict[PipelineAction, float], ...]]:
+        """Return what each action takes in the timed steps of this job, and in those of the first one in between."""
+        timed, first_timed = [], []
+        for number in range(2 + self.program.num_timed):
+            for running, steps in ((first, first_timed), (self, timed)):
+                running.prepare()
+                running.seconds = {}
+                running.step()
+                # The first two steps learn.
+                if number >= 2:
+                    steps.append(running.seconds)
+        return tuple(timed), tuple(first_timed)
+
+    def measured(self) -> tuple[int, list[bytes]]:
+        """Run two steps to learn, and one whose peak counts; return it and the gradients."""
+        for _ in range(2):
+            self.prepare()
             self.step()
-            step_s.append(time.perf_counter() - begin)
+        self.prepare()
+        found = recollect.measure_peak(self.step)
         gradients = [p.grad for module in self.modules for p in module.parameters() if p.grad is not None]
-        ran = Ran(found.peak_bytes, True, action_s, median(step_s[2:] or [0.0]))
-        return ran, [gradient.numpy().tobytes() for gradient in gradients]
+        return found.peak_bytes, [gradient.numpy().tobytes() for gradient in gradients]
 
 
 _ASKS_AGAIN: Final = tape.asks_again
