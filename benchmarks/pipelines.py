@@ -75,9 +75,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Stages:
-    """Makes stages with these numbers of layers, or with equal ones; weights depend on the number of the stage only."""
+    """Makes stages with these numbers of layers, or with equal ones; weights depend on the number of the stage only.
+
+    Layers are nested where stages are put together from layers that were recorded alone, each in an `nn.Sequential`.
+    """
 
     sizes: tuple[int, ...] = ()
+    nested: bool = False
 
     def __call__(self, number: int, num_stages: int) -> nn.Module:
         """Return a stage."""
@@ -86,7 +90,7 @@ class Stages:
             nn.TransformerEncoderLayer(_WIDTH, 4, 4 * _WIDTH, dropout=0.1, batch_first=True, norm_first=True)
             for _ in range(self.sizes[number] if self.sizes else _LAYERS // num_stages)
         )
-        return nn.Sequential(*layers)
+        return nn.Sequential(*(nn.Sequential(layer) if self.nested else layer for layer in layers))
 
 
 PROGRAM = Program(
@@ -194,7 +198,7 @@ def _with_split(
         return None
     assert chosen.even_step_s is not None
     slowdown = (1 + planned.slowdown) * chosen.pipeline.step_s / chosen.even_step_s - 1
-    job = Job(name, chosen.pipeline.plans, stage_module=Stages(chosen.sizes))
+    job = Job(name, chosen.pipeline.plans, stage_module=Stages(chosen.sizes, nested=True))
     return Row(f"{'-'.join(map(str, chosen.sizes))} for {budget}", job, chosen.pipeline, slowdown)
 
 

@@ -102,7 +102,8 @@ class Pipeline:
     Args:
         schedule: what each rank runs.
         recorded: all pieces, in order.
-        sizes: how many pieces each stage has; by default one.
+        sizes: how many pieces each stage has, whose units are then named as in an `nn.Sequential` of its pieces; by default
+            each stage is one piece, with names of its own.
 
     Raises:
         ScheduleError: the schedule splits backwards, and the pieces were not recorded so.
@@ -113,6 +114,7 @@ class Pipeline:
     ) -> None:
         self.schedule = schedule
         self.recorded = recorded
+        self._is_divided = sizes is not None
         sizes = sizes or [1] * schedule.num_stages
         ends = list(accumulate(sizes))
         self.pieces_of = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -232,7 +234,7 @@ class Pipeline:
 
     def _stage_plans(self, stage: int, plans: Sequence[StagePlans]) -> Plan | tuple[Plan, ...]:
         pieces = self.pieces_of[stage]
-        if len(pieces) > 1:
+        if self._is_divided:
             units = {
                 unit_path(number, path): unit
                 for number, piece in enumerate(pieces)

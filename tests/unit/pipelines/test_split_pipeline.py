@@ -84,6 +84,16 @@ def test_a_slow_head_gets_fewer_layers_beside_it(six: list[Profile]) -> None:
     assert found.sizes[-1] < min(found.sizes[:-1])
 
 
+def test_plans_fit_stages_that_are_sequences_of_the_layers() -> None:
+    """Those of a single layer, too."""
+    found = recollect.split_pipeline([layers(1)[1]] * 7, one_f_one_b(4), "60%")
+    assert 1 in found.sizes and max(found.sizes) > 1
+    assert any(isinstance(plan, Plan) and plan.units for plan in found.pipeline.plans)
+    for size, plan in zip(found.sizes, found.pipeline.plans, strict=True):
+        assert isinstance(plan, Plan)
+        recollect.apply(nn.Sequential(*(layer() for _ in range(size))), plan).remove()
+
+
 def test_a_stage_of_layers_is_predicted_as_one_that_was_recorded_whole() -> None:
     schedule = one_f_one_b(2)
     one = layers(1)[1]
