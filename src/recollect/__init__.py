@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from recollect.plans.plan import Plan
     from recollect.plans.unit_plan import UnitPlan
     from recollect.profile.profile import Profile
+    from recollect.recording.gathered_stage import gathered_stage
     from recollect.recording.record import record
     from recollect.simulation.layer_usage import LayerUsage, layer_usage
     from recollect.simulation.timeline import PeakReport, Timeline, explain_peak, timeline
@@ -74,6 +75,7 @@ __all__ = [
     "explain_peak",
     "fit",
     "frontier",
+    "gathered_stage",
     "largest_batch",
     "layer_usage",
     "measure_peak",
@@ -121,6 +123,7 @@ _HOME_OF_NAME = {
     "explain_peak": "recollect.simulation.timeline",
     "fit": "recollect.fitting",
     "frontier": "recollect.planning.frontier",
+    "gathered_stage": "recollect.recording.gathered_stage",
     "largest_batch": "recollect.sizing",
     "layer_usage": "recollect.simulation.layer_usage",
     "measure_peak": "recollect.measuring.meter",

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from recollect._torch_fsdp import is_fully_sharded, parameter_groups
 from recollect.errors import ConfigError, RecordError
 
 __all__ = [
@@ -26,19 +26,16 @@ __all__ = [
     "GradientBuckets",
     "allows_uneven_inputs",
     "flat_mesh",
-    "fully_sharded_parameters",
     "group_ranks",
     "is_checkpoint_wrapper",
     "joined_mesh",
     "is_data_parallel",
     "gathered",
     "gathered_with_gradient",
-    "is_fully_sharded",
     "name_of_group",
     "notes_of_group",
     "passes_ops_on",
     "waited_for",
-    "other_sharded_parameters",
     "split_backward",
     "summed",
     "meeting_place",
@@ -94,45 +91,6 @@ def is_checkpoint_wrapper(module: nn.Module) -> bool:
 def is_data_parallel(module: nn.Module) -> bool:
     """Whether a module is `DistributedDataParallel`, which awaits the hooks of its parameters after each forward."""
     return isinstance(module, DistributedDataParallel)
-
-
-def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 puts a module's parameters in place while it runs; without importing it."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
-
-
-def fully_sharded_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Return the parameters that FSDP2 shards, by `id`; those that it was told to ignore are no DTensors."""
-    return {
-        id(parameter): parameter
-        for module in model.modules()
-        if is_fully_sharded(module)
-        for parameter in module.parameters()
-        if is_traceable_wrapper_subclass(parameter)
-    }
-
-
-def freed_after_forward(model: nn.Module) -> set[int]:
-    """Return the `id` of modules with parameters that FSDP2 frees after forward, to gather them again in backward.
-
-    No public name tells what `fully_shard` and `set_reshard_after_forward` were told.
-    """
-    found: set[int] = set()
-    is_first = True
-    for module in model.modules():
-        if not is_fully_sharded(module):
-            continue
-        state: Any = module._get_fsdp_state()  # type: ignore[operator]
-        # Before the first forward the outermost one does not know yet that it will keep its parameters.
-        will_keep = is_first and state._is_root is None and state._auto_reshard_after_forward
-        is_first = False
-        for group in _parameter_groups(module):
-            if group.post_forward_mesh_info is None or will_keep:
-                continue
-            for parameter in group.fsdp_params:
-                info = parameter._module_info
-                found.update(id(holder) for holder in (info.module, *info.shared_modules))
-    return found
 
 
 def passes_ops_on(function: Any) -> bool:
@@ -252,47 +210,6 @@ def waited_for(result: torch.Tensor) -> torch.Tensor:
     return made
 
 
-@contextmanager
-def other_sharded_parameters(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Within the block, let FSDP2 work with other parameters; at the end it is as it was.
-
-    Yields a function to call when the others are in place. FSDP2 keeps references of its own to what it shards, which no
-    public name exchanges.
-
-    Raises:
-        RecordError: a model that FSDP2 shards has real parameters, or has run.
-    """
-    states: list[Any] = [
-        module._get_fsdp_state()  # type: ignore[operator]
-        for module in model.modules()
-        if is_fully_sharded(module)
-    ]
-    groups = [
-        group
-        for state in states
-        for group in (state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group])
-        if group is not None
-    ]
-    sharded = [parameter for group in groups for parameter in group.fsdp_params]
-    if any(parameter.sharded_param.device.type != "meta" or parameter.all_gather_outputs for parameter in sharded):
-        raise RecordError(
-            f"{type(model).__name__}: got real parameters that FSDP2 shards, expected them on the meta device to record on "
-            "fake tensors. Build the model and call fully_shard under torch.device('meta'), or record with fake=False."
-        )
-    kept = [(thing, dict(vars(thing))) for thing in (*states, *groups, *sharded)]
-
-    def use_others() -> None:
-        for parameter in sharded:
-            parameter.reset_sharded_param()
-
-    try:
-        yield use_others
-    finally:
-        for thing, attributes in kept:
-            vars(thing).clear()
-            vars(thing).update(attributes)
-
-
 def split_backward(loss: torch.Tensor, inputs: Sequence[torch.Tensor], model: nn.Module) -> None:
     """Run backward in two halves as the stages of a zero-bubble pipeline do: gradients of the inputs, then of the parameters.
 
@@ -307,13 +224,6 @@ def split_backward(loss: torch.Tensor, inputs: Sequence[torch.Tensor], model: nn
     stage_backward_weight(model.parameters(), groups)
 
 
-def _parameter_groups(module: nn.Module) -> list[Any]:
-    """Return the parameters that FSDP2 gathers together, for a module that it shards."""
-    state: Any = module._get_fsdp_state()  # type: ignore[operator]
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
-
-
 def processes_of(model: nn.Module) -> list[Sequence[int]]:
     """Return the groups of processes, by their numbers, that a model's modules and parameters are spread over."""
     found: list[Sequence[int]] = [
@@ -325,7 +235,7 @@ def processes_of(model: nn.Module) -> list[Sequence[int]]:
     for module in model.modules():
         if is_fully_sharded(module):
             # While parameters are gathered they are no DTensors.
-            sharded = (p.sharded_param for group in _parameter_groups(module) for p in group.fsdp_params)
+            sharded = (p.sharded_param for group in parameter_groups(module) for p in group.fsdp_params)
             meshes.update((id(p.device_mesh), p.device_mesh) for p in sharded)
     return [*found, *(mesh.mesh.flatten().tolist() for mesh in meshes.values())]
 

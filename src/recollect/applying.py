@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from recollect._torch_parallel import freed_after_forward, is_checkpoint_wrapper
+from recollect._torch_fsdp import freed_after_forward
+from recollect._torch_parallel import is_checkpoint_wrapper
 from recollect.arguments import check_kind
 from recollect.engine.agreement import Agreement
 from recollect.engine.first_call import first_call_forwards

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import Final
 
 from recollect.errors import ArgumentError
 
 __all__ = ["check_kind"]
+
+_MOST_SHOWN: Final = 200
 
 
 def check_kind(call: str, name: str, value: object, kind: type, expected: str) -> None:
@@ -33,9 +36,14 @@ def check_kind(call: str, name: str, value: object, kind: type, expected: str) -
         if issubclass(value, kind):
             advice = f"Make one: {value.__name__}(...)."
     elif isinstance(value, (str, os.PathLike)):
-        got = f"the text {value!r}" if isinstance(value, str) else f"the path {os.fspath(value)!r}"
+        got = f"the text {_shown(value)}" if isinstance(value, str) else f"the path {os.fspath(value)!r}"
         if hasattr(kind, "load") and os.fspath(value).endswith(".json"):
             advice = f"Load it first: {expected}.load({os.fspath(value)!r})."
     else:
         got = f"an object of class {type(value).__name__}"
     raise ArgumentError(f"recollect.{call}: got {got} as {name}, expected one of class {expected}. {advice}")
+
+
+def _shown(text: str) -> str:
+    """Show a text, or how it begins: it may be a whole profile."""
+    return repr(text) if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]!r}..."

@@ -20,6 +20,7 @@ LAYERS = (
     "printing",
     "_torch_private",
     "_torch_functions",
+    "_torch_fsdp",
     "_torch_parallel",
     "tensors",
     "replay",

@@ -13,11 +13,9 @@ from recollect.integrations.megatron import RecomputeConfig, megatron_stage_plan
 from recollect.pipelines.schedule import PipelineSchedule
 
 RANKS = 2
-MICRO_BATCHES = 4
+MICRO_BATCHES = 6
 SHAPE = (16, 64)
 BUFFER_BYTES = 4 * SHAPE[0] * SHAPE[1]
-# gloo's threads let go of what they sent some time after the send has ended, and here that is up to two tensors.
-LATE = 2 * BUFFER_BYTES + 1024
 # An output of the last stage that the loss holds, too, counts twice for each micro-batch in flight but the first.
 COUNTED_TWICE = (MICRO_BATCHES - 1) * BUFFER_BYTES
 PARTIAL = RecomputeConfig(
@@ -85,7 +83,8 @@ def test_gradients_are_equal_and_peaks_as_predicted(
     for pipeline, found in zip(pipelines[name], ranks[name], strict=True):
         for predicted, ran in zip(pipeline.peaks_bytes, found, strict=True):
             assert ran.is_equal
-            assert ran.peak_bytes - LATE <= predicted <= ran.peak_bytes + COUNTED_TWICE + 1024
+            # Losses are scalars of a few bytes each.
+            assert ran.peak_bytes - 64 <= predicted <= ran.peak_bytes + COUNTED_TWICE + 2 * BUFFER_BYTES
     plain, full, by_micro_batch, _, planned = pipelines[name]
     assert full.peak_bytes < planned.peak_bytes < plain.peak_bytes
     assert full.peak_bytes < by_micro_batch.peak_bytes < plain.peak_bytes

@@ -10,7 +10,7 @@ from itertools import accumulate
 from recollect.errors import ScheduleError
 from recollect.pipelines.pipeline_plan import PipelinePlan, StagePlans
 from recollect.pipelines.playback import StageTimes, played_s
-from recollect.pipelines.rank_profile import Rank, RankStage, RankStep, rank_step, shortened, unit_path
+from recollect.pipelines.rank_profile import Rank, RankStage, RankStep, left_out, rank_step, shortened, unit_path
 from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineAction, PipelineSchedule
 from recollect.pipelines.stage_parts import RecordedStage, StageParts
 from recollect.plans.plan import Plan
@@ -139,16 +139,18 @@ class Pipeline:
         """Return what one rank runs; with all of its micro-batches, or as few as say the same if they are alike."""
         own = self.pieces_of_rank(number)
         actions = [_as_run(action) for action in self.schedule.ranks[number]]
-        some = [action for action in actions if action is not None]
+        run = [action for action in actions if action is not None]
+
+        def by_piece(some: Sequence[PipelineAction]) -> tuple[PipelineAction, ...]:
+            return tuple(replace(action, stage=own.index(piece)) for action in some for piece in self._in_order(action))
+
+        some = by_piece(run if is_whole else shortened(run))
         return Rank(
             stages=tuple(self._rank_stage(piece, own) for piece in own),
-            actions=tuple(
-                replace(action, stage=own.index(piece))
-                for action in (some if is_whole else shortened(some))
-                for piece in self._in_order(action)
-            ),
+            actions=some,
             num_micro_batches=self.schedule.num_micro_batches,
             holds_sent=self.schedule.holds_sent,
+            left_out=left_out(by_piece(run), some),
         )
 
     def _in_order(self, action: PipelineAction) -> Sequence[int]:

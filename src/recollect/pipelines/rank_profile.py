@@ -15,7 +15,7 @@ from recollect.profile.events import Event, StepLog
 from recollect.profile.graph import UnitCall, UnitGraph
 from recollect.profile.profile import Profile
 
-__all__ = ["Rank", "RankStage", "RankStep", "rank_step", "shortened", "stage_plan", "unit_path"]
+__all__ = ["Rank", "RankStage", "RankStep", "left_out", "rank_step", "shortened", "stage_plan", "unit_path"]
 
 _CALL_EVENTS: Final = (events.OP, events.DIES, events.RETURN, events.LET_GO)
 _HANDLE_EVENTS: Final = (events.USE, events.PEEK, events.RELEASE)
@@ -59,17 +59,21 @@ class Rank:
         actions: of the rank, or as many as `shortened` returns; their stages are numbers in `stages`.
         num_micro_batches: of the whole step.
         holds_sent: outputs and gradients that were sent are held to the end of the step; see `PipelineSchedule`.
+        left_out: of each stage, micro-batches that are not among the actions, and whose outputs and gradients count as sent
+            before them; see `left_out`.
     """
 
     stages: tuple[RankStage, ...]
     actions: tuple[PipelineAction, ...]
     num_micro_batches: int
     holds_sent: bool
+    left_out: tuple[int, ...]
 
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for ranks that do alike."""
-        return tuple(stage.key for stage in self.stages), self.actions, self.num_micro_batches, self.holds_sent
+        stages = tuple(stage.key for stage in self.stages)
+        return stages, self.actions, self.num_micro_batches, self.holds_sent, self.left_out
 
 
 @dataclass(frozen=True)
@@ -140,20 +144,49 @@ def shortened(actions: Sequence[PipelineAction]) -> tuple[PipelineAction, ...]:
     return tuple(actions)
 
 
+def left_out(actions: Sequence[PipelineAction], some: Sequence[PipelineAction]) -> tuple[int, ...]:
+    """Return, for each of a rank's stages, how many more micro-batches have run than in some of the actions, at most.
+
+    Compared are moments at which as many are in flight in all places, the last ones with all actions and with some of them: by
+    then most was sent.
+    """
+    of_all, of_some = _last_moments(actions), _last_moments(some)
+    return tuple(
+        max(
+            of_all[moment].get(stage, 0) - counts.get(stage, 0)
+            for moment, counts in of_some.items()
+            if moment in of_all
+        )
+        for stage in sorted({action.stage for action in actions})
+    )
+
+
 _Place = tuple[int, str]
 """A stage, and where its micro-batches are: before backward, or between its halves."""
 
 
-def _fullest(actions: Sequence[PipelineAction]) -> set[tuple[tuple[_Place, int], ...]]:
-    """Return the numbers in flight in all places, at the moments that no other moment has more of each."""
+_Moment = tuple[tuple[_Place, int], ...]
+"""How many micro-batches are in each place."""
+
+
+def _last_moments(actions: Sequence[PipelineAction]) -> dict[_Moment, dict[int, int]]:
+    """Return each moment after a forward or a gradient was made; of its last occurrence, how many forwards stages have run."""
     alive: dict[_Place, int] = {}
-    seen = set()
+    forwards: dict[int, int] = {}
+    found: dict[_Moment, dict[int, int]] = {}
     for action in actions:
         before, between = (action.stage, FORWARD), (action.stage, INPUT)
         alive[before] = alive.get(before, 0) + {FORWARD: 1, BACKWARD: -1, INPUT: -1, WEIGHT: 0}[action.kind]
         alive[between] = alive.get(between, 0) + {FORWARD: 0, BACKWARD: 0, INPUT: 1, WEIGHT: -1}[action.kind]
+        forwards[action.stage] = forwards.get(action.stage, 0) + (action.kind == FORWARD)
         if action.kind in (FORWARD, INPUT):
-            seen.add(tuple(sorted(alive.items())))
+            found[tuple(sorted(alive.items()))] = dict(forwards)
+    return found
+
+
+def _fullest(actions: Sequence[PipelineAction]) -> set[_Moment]:
+    """Return the numbers in flight in all places, at the moments that no other moment has more of each."""
+    seen = _last_moments(actions)
     return {one for one in seen if not any(other != one and _is_at_least(dict(other), dict(one)) for other in seen)}
 
 
@@ -225,14 +258,19 @@ class _Writer:
         self._open: dict[tuple[int, int], _InFlight] = {}
         # Of each part of a stage and micro-batch: events that free the gradient that it handed to the part before.
         self._handed: dict[tuple[int, int], list[Event]] = {}
-        if rank.holds_sent:
-            # What was sent for micro-batches that are left out: as if they had run before.
-            left_out = rank.num_micro_batches - len({action.micro_batch for action in rank.actions})
-            for stage in rank.stages:
-                output_bytes = stage.output_bytes if self._holds_output_sent(stage) else 0
-                is_sent = not (stage.is_first or stage.previous_is_here or stage.previous_is_inside)
-                input_bytes = stage.recorded.whole.input_bytes if is_sent else 0
-                self._allocate(left_out * (output_bytes + input_bytes))
+        for number, stage in enumerate(rank.stages):
+            self._allocate(self._sent_before_bytes(number, stage))
+
+    def _sent_before_bytes(self, number: int, stage: RankStage) -> int:
+        """Return the bytes of what was sent before the rank's actions, and is still held."""
+        output_bytes = 0 if stage.is_last or stage.next_is_here or stage.next_is_inside else stage.output_bytes
+        if not self._rank.holds_sent:
+            # The loop of 1F1B holds the last output that it sent before it begins to alternate.
+            kinds = [action.kind for action in self._rank.actions if action.stage == number]
+            return output_bytes if kinds[:2] == [FORWARD] * 2 else 0
+        is_sent = not (stage.is_first or stage.previous_is_here or stage.previous_is_inside)
+        input_bytes = stage.recorded.whole.input_bytes if is_sent else 0
+        return self._rank.left_out[number] * (output_bytes + input_bytes)
 
     def _add_graphs(self, recorded: RecordedStage) -> None:
         """Add the graphs of a stage once, so that one decision holds for its micro-batches with either backward."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recollect._torch_parallel import other_sharded_parameters
+from recollect._torch_fsdp import other_sharded_parameters
 from recollect._torch_private import FakeTensorMode, is_traceable_wrapper_subclass, tree_map
 from recollect.recording.restored_state import restored_attributes, restored_generators
 

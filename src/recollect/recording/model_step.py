@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from recollect._torch_fsdp import GatheredParameters
 from recollect._torch_parallel import split_backward
 from recollect._torch_private import DATA_DEPENDENT
 from recollect.arguments import check_kind
@@ -25,6 +26,8 @@ def prepare_gradients(model: nn.Module, gradients: Gradients) -> None:
     for parameter in model.parameters():
         is_there = gradients == "accumulated" and parameter.requires_grad
         parameter.grad = torch.zeros_like(parameter) if is_there else None
+    if gradients == "accumulated":
+        GatheredParameters(model).begin_gradients_apart()
 
 
 def run_step(
@@ -175,12 +178,13 @@ def step_tensors(
 
     `parameters`: the model's, where it has others in their place just now, as in a forward under FSDP2.
     """
-    parameters = list(model.parameters()) if parameters is None else parameters
+    gathered = GatheredParameters(model)
+    parameters = [*model.parameters(), *gathered.own_parts] if parameters is None else parameters
     # Of a parameter that ZeRO-3 has partitioned, the part that stays in this process.
     parts = [part for parameter in parameters if (part := getattr(parameter, "ds_tensor", None)) is not None]
     return {
         "parameters": [*parameters, *parts],
-        "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+        "gradients": [*(p.grad for p in parameters if p.grad is not None), *gathered.gradients_apart],
         "buffers": list(model.buffers()),
         "batch": tensors_in(batch),
         "optimizer_state": state_tensors(optimizers),

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from recollect._torch_fsdp import GatheredParameters
 from recollect._torch_private import TorchDispatchMode
 from recollect.measuring.meter import storages_of
 from recollect.profile import events
@@ -62,6 +63,14 @@ class OptimizerStep:
 
     def _next_number(self) -> int:
         return 1 + max((event[1] for event in self.events), default=-1)
+
+
+def reductions_of(model: torch.nn.Module) -> OptimizerStep:
+    """Return what FSDP2 needs to reduce whole gradients at the end of a step, one group of parameters after the other."""
+    found: list[tuple[int, ...]] = []
+    for number, nbytes in enumerate(GatheredParameters(model).reductions_bytes):
+        found += [(events.ALLOC, number, nbytes), (events.FREE, number)]
+    return OptimizerStep(0, tuple(found))
 
 
 def record_optimizer_step(optimizers: Optimizers, device: torch.device) -> OptimizerStep:

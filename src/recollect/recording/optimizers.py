@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from recollect._torch_parallel import is_fully_sharded
+from recollect._torch_fsdp import is_fully_sharded
 from recollect.errors import RecordError
 from recollect.measuring.meter import storages_of
 from recollect.profile.allocator_blocks import block_bytes

@@ -33,12 +33,11 @@ from recollect.recording.model_step import (
     describe_batch,
     device_of,
     prepare_gradients,
-    resident_tensors,
     run_step,
     step_tensors,
 )
-from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step
-from recollect.recording.optimizers import Optimizers, check_optimizers, copied_weights, state_tensors
+from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step, reductions_of
+from recollect.recording.optimizers import Optimizers, check_optimizers, state_tensors
 from recollect.recording.restored_state import free_gradients, undisturbed
 from recollect.recording.step_recording import Collectives, Gradients, StepRecording
 from recollect.tensors import inner_tensors
@@ -203,9 +202,10 @@ class _Loop:
     split_backward: bool = False
 
     def recorded(self, recording: StepRecording, optimizer_step: OptimizerStep) -> Profile:
-        others_bytes = other_bytes(self.device, resident_tensors(self.model, self.batch, self.optimizer))
+        tensors = step_tensors(self.model, self.batch, self.optimizer)
+        others_bytes = other_bytes(self.device, [tensor for group in tensors.values() for tensor in group])
         # Before the parameters are fake: then all that the optimizer steps over would seem to be copies of them.
-        master_weights = copied_weights(self.model.parameters(), self.optimizer)
+        master_weights = tensors["master_weights"]
         with ExitStack() as stack:
             if recording.is_on_fake_tensors:
                 self.batch = stack.enter_context(fake_run(self.model, self.batch, self.device))
@@ -217,7 +217,7 @@ class _Loop:
                 prepare_gradients(self.model, self.gradients)
             self._run(recording, others_bytes, master_weights)
             return recording.profile(
-                optimizer_step=optimizer_step,
+                optimizer_step=reductions_of(self.model).then(optimizer_step),
                 gradients=self.gradients if self.step is None else "freed",
                 batch=describe_batch(self.batch) if self.step is None else "",
                 loss_chunks=self.loss_chunks,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from recollect._torch_fsdp import freed_after_forward, is_fully_sharded
 from recollect._torch_functions import runs_python_backward
-from recollect._torch_parallel import freed_after_forward, is_fully_sharded
 from recollect._torch_private import desugars, tree_leaves, untraced
 from recollect.engine.agreement import Agreement
 from recollect.engine.facts import OpFacts, facts_of

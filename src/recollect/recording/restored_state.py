@@ -15,7 +15,8 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
-from recollect._torch_parallel import fully_sharded_parameters, is_data_parallel
+from recollect._torch_fsdp import GatheredParameters, fully_sharded_parameters
+from recollect._torch_parallel import is_data_parallel
 from recollect.engine.content import has_same_bits
 from recollect.errors import RecordError
 
@@ -41,6 +42,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     try:
         with ExitStack() as stack:
             free_gradients(model.parameters())
+            stack.enter_context(GatheredParameters(model).gradients_apart_set_aside())
             # The first to enter, so that what modules remember of their parameters is restored before the parameters are.
             stack.enter_context(_without_parameter_hooks(model))
             stack.enter_context(restored_generators(model))

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from recollect._torch_parallel import GradientBuckets, freed_after_forward
+from recollect._torch_fsdp import freed_after_forward
+from recollect._torch_parallel import GradientBuckets
 from recollect.applying import apply_policy
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.engine.recorded_on import device_name

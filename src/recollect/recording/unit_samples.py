@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from recollect._torch_parallel import is_fully_sharded
+from recollect._torch_fsdp import is_fully_sharded
 from recollect._torch_private import (
     is_compiled_module,
     is_traceable_wrapper_subclass,

@@ -11,7 +11,8 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from recollect._torch_parallel import GradientBuckets, is_fully_sharded
+from recollect._torch_fsdp import is_fully_sharded
+from recollect._torch_parallel import GradientBuckets
 from recollect.applying import applied_to, apply
 from recollect.arguments import check_kind
 from recollect.errors import NotYetError

@@ -19,10 +19,12 @@ from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
 SHAPE = (32, 64)
-MICRO_BATCHES = 4
+MICRO_BATCHES = 8
 # What recording adds for bytes that ops do not report, and the gradient of the output: a recorded stage makes it, by the sum's
 # backward, where a pipeline has it in a buffer.
 ROOM = 1024 + 32 * 64 * 4
+# How much of what was sent is held at the fullest moment of an interleaved rank is an upper bound.
+MORE_SENT = 2 * 32 * 64 * 4
 
 
 def module(number: int = 0) -> nn.Module:
@@ -75,12 +77,17 @@ class Rank:
             for parameter in stage.parameters():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        for action in self.actions:
+        first_backward = next(place for place, action in enumerate(self.actions) if action.kind != "F")
+        held = []
+        for place, action in enumerate(self.actions):
             key = action.stage, action.micro_batch
             if action.kind == "F":
                 outputs[key] = self.stages[action.stage](self.inputs[key])
                 if self.schedule.holds_sent and action.stage != self.last:
                     sent[action.stage].append(outputs[key].detach())
+                elif place == first_backward - 2:
+                    # The loop of 1F1B waits for this to be sent once it has ceased to alternate.
+                    held.append(outputs[key].detach())
                 continue
             output = outputs.pop(key)
             torch.autograd.backward(output if action.stage != self.last else output.sum(), self.gradients.get(key))
@@ -113,7 +120,8 @@ def test_each_rank_peaks_where_it_was_predicted_and_gradients_are_equal(
         parameters = [p for stage in running.stages.values() for p in stage.parameters()]
         static = sum(t.nbytes for t in buffers) + 2 * sum(p.nbytes for p in parameters)
         measured = static + running.peak_bytes()
-        assert measured <= planned.peaks_bytes[rank] <= measured + ROOM
+        room = ROOM + (MORE_SENT if name == "interleaved" else 0)
+        assert measured <= planned.peaks_bytes[rank] <= measured + room
         plain = Rank(schedule, rank, (Plan({}),) * schedule.num_stages)
         plain.peak_bytes()
         assert all(a is not None and torch.equal(a, b) for a, b in zip(running.weights(), plain.weights(), strict=True))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.parallel.expert import ExchangedExperts
 
-__all__ = ["data_parallel", "free_gathered", "gathered"]
+__all__ = ["data_parallel"]
 
 
 def data_parallel(
@@ -59,40 +57,3 @@ def data_parallel(
             unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, ignored_params=alone
         )
     return model
-
-
-def free_gathered(model: nn.Module) -> None:
-    """Free what FSDP2 has gathered of a model, as only a backward does otherwise; parameters are this rank's parts again."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-@contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """Hold the parameters of a model from `data_parallel` whole within the block, and reduce no gradients.
-
-    So it is for the stage of a pipeline from its first forward to its last backward, as `torch.distributed.pipelining` runs it.
-
-    Args:
-        model: of which nothing is gathered, or all. Without FSDP2 nothing happens.
-    """
-    if not isinstance(model, FSDPModule):
-        yield
-        return
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:
-        module.unshard()
-    _reduce_in_backward(model, False)
-    try:
-        yield
-    finally:
-        _reduce_in_backward(model, True)
-        free_gathered(model)
-
-
-def _reduce_in_backward(model: FSDPModule, reduces: bool) -> None:
-    """Have backward reduce gradients and free parameters, or neither."""
-    model.set_is_last_backward(reduces)
-    model.set_reshard_after_backward(reduces)
-    model.set_requires_gradient_sync(reduces)

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from recollect.lab.parallel.data import free_gathered
 from recollect.lab.parallel.pipeline_rank import LossStage, PipelineRank
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
+from recollect.recording.gathered_stage import free_gathered
 
 __all__ = ["PipelineStep", "received"]
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import recollect
-from recollect.lab.parallel.data import gathered
 from recollect.lab.parallel.pipeline_rank import LossStage, PipelineRank
 from recollect.lab.parallel.pipeline_step import received
 from recollect.lab.train.optim import build_optimizer
@@ -43,7 +42,7 @@ def record_own_stages(
                 batch["tokens"] = tokens
         # Over this process's part of the weights, which it has beside the whole ones.
         optimizer = build_optimizer(stage, session.config.optim)
-        with gathered(stage):
+        with recollect.gathered_stage(stage):
             found[number] = recollect.record(
                 stage,
                 batch,

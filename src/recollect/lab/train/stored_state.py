@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from recollect.errors import CheckpointError
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.parallel.data import free_gathered
 from recollect.lab.parallel.fused_rows import whole_rows
 from recollect.lab.parallel.tensor import fused_parameters
 from recollect.lab.train.optim import parameter_names
+from recollect.recording.gathered_stage import free_gathered
 
 __all__ = ["LoadByWholeRows", "SaveByWholeRows", "StoredState"]
 

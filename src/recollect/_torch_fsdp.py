@@ -1,0 +1,175 @@
+"""Tells what FSDP2 does with the parameters of a model; the private names for that, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from recollect.errors import RecordError
+
+__all__ = [
+    "GatheredParameters",
+    "freed_after_forward",
+    "fully_sharded_parameters",
+    "is_fully_sharded",
+    "other_sharded_parameters",
+    "parameter_groups",
+]
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 puts a module's parameters in place while it runs; without importing it."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def fully_sharded_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the parameters that FSDP2 shards, or holds whole, by `id`; those that it was told to ignore are no DTensors."""
+    found: dict[int, nn.Parameter] = {}
+    for module in filter(is_fully_sharded, model.modules()):
+        whole = [
+            p.unsharded_param for group in parameter_groups(module) if group.is_unsharded for p in group.fsdp_params
+        ]
+        sharded = [parameter for parameter in module.parameters() if is_traceable_wrapper_subclass(parameter)]
+        found.update((id(parameter), parameter) for parameter in (*whole, *sharded))
+    return found
+
+
+def freed_after_forward(model: nn.Module) -> set[int]:
+    """Return the `id` of modules with parameters that FSDP2 frees after forward, to gather them again in backward.
+
+    No public name tells what `fully_shard` and `set_reshard_after_forward` were told.
+    """
+    found: set[int] = set()
+    is_first = True
+    for module in model.modules():
+        if not is_fully_sharded(module):
+            continue
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        # Before the first forward the outermost one does not know yet that it will keep its parameters.
+        will_keep = is_first and state._is_root is None and state._auto_reshard_after_forward
+        is_first = False
+        for group in parameter_groups(module):
+            if group.post_forward_mesh_info is None or will_keep:
+                continue
+            for parameter in group.fsdp_params:
+                info = parameter._module_info
+                found.update(id(holder) for holder in (info.module, *info.shared_modules))
+    return found
+
+
+def parameter_groups(module: nn.Module) -> list[Any]:
+    """Return the parameters that FSDP2 gathers together, for a module that it shards."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+@contextmanager
+def other_sharded_parameters(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Within the block, let FSDP2 work with other parameters; at the end it is as it was.
+
+    Yields a function to call when the others are in place. FSDP2 keeps references of its own to what it shards, which no
+    public name exchanges.
+
+    Raises:
+        RecordError: a model that FSDP2 shards has real parameters, or has run.
+    """
+    states: list[Any] = [
+        module._get_fsdp_state()  # type: ignore[operator]
+        for module in model.modules()
+        if is_fully_sharded(module)
+    ]
+    groups = [group for module in model.modules() if is_fully_sharded(module) for group in parameter_groups(module)]
+    sharded = [parameter for group in groups for parameter in group.fsdp_params]
+    if any(parameter.sharded_param.device.type != "meta" or parameter.all_gather_outputs for parameter in sharded):
+        raise RecordError(
+            f"{type(model).__name__}: got real parameters that FSDP2 shards, expected them on the meta device to record on "
+            "fake tensors. Build the model and call fully_shard under torch.device('meta'), or record with fake=False."
+        )
+    kept = [(thing, dict(vars(thing))) for thing in (*states, *groups, *sharded)]
+
+    def use_others() -> None:
+        for parameter in sharded:
+            parameter.reset_sharded_param()
+
+    try:
+        yield use_others
+    finally:
+        for thing, attributes in kept:
+            vars(thing).clear()
+            vars(thing).update(attributes)
+
+
+class GatheredParameters:
+    """The parameters of a model that FSDP2 holds whole, and whose gradients it adds up whole, as in a pipeline's stage.
+
+    No public name tells where it has these gradients, or what it reduces together.
+
+    Args:
+        model: any; without FSDP2, or where it reduces gradients in each backward, there are none.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        sharded = [module for module in model.modules() if is_fully_sharded(module)]
+        groups = [group for module in sharded for group in parameter_groups(module)]
+        self._groups = [group for group in groups if group.is_unsharded and not group.reduce_grads]
+        self._parameters = [parameter for group in self._groups for parameter in group.fsdp_params]
+
+    @property
+    def own_parts(self) -> list[torch.Tensor]:
+        """What this rank has of them beside the whole ones."""
+        return [parameter.sharded_param for parameter in self._parameters]
+
+    @property
+    def gradients_apart(self) -> list[torch.Tensor]:
+        """The sums of gradients in a dtype that is not that of the parameters, and that is reduced."""
+        sums = (parameter.unsharded_accumulated_grad for parameter in self._parameters)
+        return [found for found in sums if found is not None]
+
+    def begin_gradients_apart(self) -> None:
+        """Have backward add to sums in the dtype that is reduced, where that is another one."""
+        for parameter in self._parameters:
+            whole = parameter.unsharded_param
+            if whole.requires_grad and parameter.reduce_dtype not in (None, whole.dtype):
+                parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=parameter.reduce_dtype)
+                whole.grad = None
+
+    @contextmanager
+    def gradients_apart_set_aside(self) -> Iterator[None]:
+        """Within the block there are none of these sums but those that it makes."""
+        before = [parameter.unsharded_accumulated_grad for parameter in self._parameters]
+        self._put_gradients_apart([None] * len(before))
+        try:
+            yield
+        finally:
+            self._put_gradients_apart(before)
+
+    def _put_gradients_apart(self, gradients: list[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.unsharded_accumulated_grad = gradient
+
+    @property
+    def reductions_bytes(self) -> list[int]:
+        """Bytes that each reduction at the end of a step needs beside all that is whole before the first one, at most.
+
+        Parameters of a group are freed before its gradients are copied to where they are sent from, and these after that.
+        """
+        found = []
+        freed_bytes = 0
+        for group in self._groups:
+            sent_bytes = 0
+            for parameter in group.fsdp_params:
+                size = parameter.padded_sharded_param_size.numel()
+                whole_size = size * getattr(parameter.mesh_info, "shard_mesh_size", 1)
+                freed_bytes += whole_size * parameter.unsharded_param.dtype.itemsize
+                if parameter.sharded_param.requires_grad:
+                    sent_bytes += whole_size * (parameter.reduce_dtype or parameter.unsharded_param.dtype).itemsize
+                    freed_bytes -= size * parameter.sharded_param.dtype.itemsize
+            found.append(max(0, sent_bytes - freed_bytes))
+            freed_bytes += sent_bytes
+        return found
