@@ -58,6 +58,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "recollect.plan_pipeline",
         "recollect.predict_pipeline",
         "recollect.split_pipeline",
+        "recollect.gathered_stage",
         "recollect.PipelineSplit",
         "recollect.PipelinePlan",
         "recollect.PipelineSchedule",

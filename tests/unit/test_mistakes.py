@@ -63,6 +63,11 @@ PLAN = recollect.plan(PROFILE, "100%")
             lambda: recollect.plan("60%", PROFILE),  # type: ignore[arg-type]
             "got the text '60%' as profile, expected one of class recollect.Profile. Call it as recollect.plan(profile, ",
         ),
+        # A profile that was read as text.
+        (
+            lambda: recollect.plan(" " * 200 + PROFILE.to_json(), 60),  # type: ignore[arg-type]
+            " '... as profile, expected one of class recollect.Profile. Call it",
+        ),
         (lambda: recollect.frontier(PLAN), "recollect.frontier(profile): got an object of class Plan as profile"),  # type: ignore[arg-type]
         (
             lambda: recollect.classic_plan("full", PROFILE),  # type: ignore[arg-type]

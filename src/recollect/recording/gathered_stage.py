@@ -26,6 +26,9 @@ def gathered_stage(stage: nn.Module) -> Iterator[None]:
         stage: of which nothing is gathered, or all. All ranks that share it have to call this together. A module to which
             `fully_shard` was not applied itself is left alone, as torch's schedules leave it.
 
+    Returns:
+        A context manager.
+
     Raises:
         ArgumentError: it is no module.
 

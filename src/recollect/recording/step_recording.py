@@ -348,8 +348,7 @@ class StepRecording:
         A gradient is freed before backward. What a model returned lives until it is replaced (`returns.py`). Anything else (a
         loss, a gradient of the input) lives at most until the phase ends in which its successor is made.
         """
-        recorder, left = self.recorder, self._leftovers
-        phases = Phases(recorder.events)
+        recorder, left, phases = self.recorder, self._leftovers, Phases(self.recorder.events)
         returned = self.returns.replaced_at(left.made_at)
 
         def replaced_at(key: Any) -> int:
