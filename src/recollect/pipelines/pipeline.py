@@ -8,9 +8,10 @@ from functools import cached_property
 from itertools import accumulate
 
 from recollect.errors import ScheduleError
+from recollect.pipelines.first_actions import first_actions, left_out
 from recollect.pipelines.pipeline_plan import PipelinePlan, StagePlans
 from recollect.pipelines.playback import StageTimes, played_s
-from recollect.pipelines.rank_profile import Rank, RankStage, RankStep, left_out, rank_step, shortened, unit_path
+from recollect.pipelines.rank_profile import Rank, RankStage, RankStep, rank_step, unit_path
 from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineAction, PipelineSchedule
 from recollect.pipelines.stage_parts import RecordedStage, StageParts
 from recollect.plans.plan import Plan
@@ -144,7 +145,7 @@ class Pipeline:
         def by_piece(some: Sequence[PipelineAction]) -> tuple[PipelineAction, ...]:
             return tuple(replace(action, stage=own.index(piece)) for action in some for piece in self._in_order(action))
 
-        some = by_piece(run if is_whole else shortened(run))
+        some = by_piece(run if is_whole else first_actions(run))
         return Rank(
             stages=tuple(self._rank_stage(piece, own) for piece in own),
             actions=some,

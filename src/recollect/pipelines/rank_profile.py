@@ -15,7 +15,7 @@ from recollect.profile.events import Event, StepLog
 from recollect.profile.graph import UnitCall, UnitGraph
 from recollect.profile.profile import Profile
 
-__all__ = ["Rank", "RankStage", "RankStep", "left_out", "rank_step", "shortened", "stage_plan", "unit_path"]
+__all__ = ["Rank", "RankStage", "RankStep", "rank_step", "stage_plan", "unit_path"]
 
 _CALL_EVENTS: Final = (events.OP, events.DIES, events.RETURN, events.LET_GO)
 _HANDLE_EVENTS: Final = (events.USE, events.PEEK, events.RELEASE)
@@ -56,7 +56,7 @@ class Rank:
 
     Attributes:
         stages: in order.
-        actions: of the rank, or as many as `shortened` returns; their stages are numbers in `stages`.
+        actions: of the rank, or as many as `first_actions` returns; their stages are numbers in `stages`.
         num_micro_batches: of the whole step.
         holds_sent: outputs and gradients that were sent are held to the end of the step; see `PipelineSchedule`.
         left_out: of each stage, micro-batches that are not among the actions, and whose outputs and gradients count as sent
@@ -128,72 +128,6 @@ def rank_step(rank: Rank) -> RankStep:
     return RankStep(profile, tuple(writer.forwards), tuple(writer.starts))
 
 
-def shortened(actions: Sequence[PipelineAction]) -> tuple[PipelineAction, ...]:
-    """Return a rank's actions for the first micro-batches only: so many that as many are in flight as with all of them.
-
-    One more is there, whose backward finds what the one before it sent. Later ones find no more, and every plan saves and
-    costs the same share of them.
-    """
-    fullest = _fullest(actions)
-    num_micro_batches = len({action.micro_batch for action in actions})
-    # With fewer than a stage has in flight there can be no such moment.
-    fewest = max((count for counts in fullest for _, count in counts), default=1)
-    for most in range(fewest, num_micro_batches):
-        if _fullest([action for action in actions if action.micro_batch < most]) == fullest:
-            return tuple(action for action in actions if action.micro_batch <= most)
-    return tuple(actions)
-
-
-def left_out(actions: Sequence[PipelineAction], some: Sequence[PipelineAction]) -> tuple[int, ...]:
-    """Return, for each of a rank's stages, how many more micro-batches have run than in some of the actions, at most.
-
-    Compared are moments at which as many are in flight in all places, the last ones with all actions and with some of them: by
-    then most was sent.
-    """
-    of_all, of_some = _last_moments(actions), _last_moments(some)
-    return tuple(
-        max(
-            of_all[moment].get(stage, 0) - counts.get(stage, 0)
-            for moment, counts in of_some.items()
-            if moment in of_all
-        )
-        for stage in sorted({action.stage for action in actions})
-    )
-
-
-_Place = tuple[int, str]
-"""A stage, and where its micro-batches are: before backward, or between its halves."""
-
-
-_Moment = tuple[tuple[_Place, int], ...]
-"""How many micro-batches are in each place."""
-
-
-def _last_moments(actions: Sequence[PipelineAction]) -> dict[_Moment, dict[int, int]]:
-    """Return each moment after a forward or a gradient was made; of its last occurrence, how many forwards stages have run."""
-    alive: dict[_Place, int] = {}
-    forwards: dict[int, int] = {}
-    found: dict[_Moment, dict[int, int]] = {}
-    for action in actions:
-        before, between = (action.stage, FORWARD), (action.stage, INPUT)
-        alive[before] = alive.get(before, 0) + {FORWARD: 1, BACKWARD: -1, INPUT: -1, WEIGHT: 0}[action.kind]
-        alive[between] = alive.get(between, 0) + {FORWARD: 0, BACKWARD: 0, INPUT: 1, WEIGHT: -1}[action.kind]
-        forwards[action.stage] = forwards.get(action.stage, 0) + (action.kind == FORWARD)
-        if action.kind in (FORWARD, INPUT):
-            found[tuple(sorted(alive.items()))] = dict(forwards)
-    return found
-
-
-def _fullest(actions: Sequence[PipelineAction]) -> set[_Moment]:
-    """Return the numbers in flight in all places, at the moments that no other moment has more of each."""
-    seen = _last_moments(actions)
-    return {one for one in seen if not any(other != one and _is_at_least(dict(other), dict(one)) for other in seen)}
-
-
-def _is_at_least(other: dict[_Place, int], one: dict[_Place, int]) -> bool:
-    return all(other.get(place, 0) >= count for place, count in one.items())
-
-
 def stage_plan(plan: Plan, number: int, profile: Profile) -> Plan:
     """Return the part of a rank's plan that is for one of its stages, with the stage's own paths."""
     units = {
@@ -234,6 +168,21 @@ class _InFlight:
     output: int | None
 
 
+def _half(kind: str, part: Sequence[Event]) -> tuple[Sequence[Event], Sequence[Event]]:
+    """Return the events of a backward, and those of them that come when all parts of the stage are done.
+
+    Half a backward is one of all parts. The first half lets go together of what it computed again; the second asks for the
+    values of all parts before it releases them, at most.
+    """
+    if kind == INPUT:
+        end = next((place for place, event in enumerate(part) if event[0] == events.LET_GO), len(part))
+        return part[:end], part[end:]
+    if kind == WEIGHT:
+        releases = [event for event in part if event[0] == events.RELEASE]
+        return [event for event in part if event[0] != events.RELEASE], releases
+    return part, ()
+
+
 class _Writer:
     """Writes the events of micro-batches one after the other, each with numbers of its own."""
 
@@ -258,6 +207,8 @@ class _Writer:
         self._open: dict[tuple[int, int], _InFlight] = {}
         # Of each part of a stage and micro-batch: events that free the gradient that it handed to the part before.
         self._handed: dict[tuple[int, int], list[Event]] = {}
+        # Of each part of a stage and micro-batch: how half of its backward ends, and of the parts after it.
+        self._ends: dict[tuple[int, int], list[Event]] = {}
         for number, stage in enumerate(rank.stages):
             self._allocate(self._sent_before_bytes(number, stage))
 
@@ -304,8 +255,17 @@ class _Writer:
             # The next part has let go of its input.
             self.log.append((events.FREE, found.output))
             found = self._open[key] = replace(found, output=None)
-        self._write(found.parts.parts[action.kind], found)
-        self.log += self._handed.pop((action.stage + 1, action.micro_batch), ())
+        now: Sequence[Event] = found.parts.parts[action.kind]
+        later: Sequence[Event] = ()
+        if stage.next_is_inside or stage.previous_is_inside:
+            now, later = _half(action.kind, now)
+        self._ends[key] = self._renumbered(later, found) + self._ends.pop((action.stage + 1, action.micro_batch), [])
+        self._write(now, found)
+        if not stage.previous_is_inside:
+            self.log += self._ends.pop(key)
+        # The second half may read it.
+        if action.kind != INPUT:
+            self.log += self._handed.pop((action.stage + 1, action.micro_batch), ())
         if action.kind != WEIGHT:
             self._send_gradient(key, stage, found)
         # torch holds a stage's output for the second half, but not the last one's.

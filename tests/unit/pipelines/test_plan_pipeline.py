@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.errors import BudgetTooSmallError, ProfileFormatError, ScheduleError
-from recollect.pipelines.rank_profile import shortened
+from recollect.pipelines.first_actions import first_actions
 from recollect.pipelines.schedule import PipelineAction, PipelineSchedule
 from recollect.planning.bound import LowerBound
 from recollect.planning.choose import Planner
@@ -150,8 +150,8 @@ def test_the_last_stage_alone_has_its_loss_in_chunks(profiles: list[Profile]) ->
 
 def test_many_micro_batches_are_planned_as_a_few() -> None:
     few, many = (recollect.PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=n) for n in (3, 64))
-    assert [shortened(actions) for actions in many.ranks] == [shortened(actions) for actions in few.ranks]
-    assert shortened(SCHEDULES["GPipe"].ranks[0]) == SCHEDULES["GPipe"].ranks[0]
+    assert [first_actions(actions) for actions in many.ranks] == [first_actions(actions) for actions in few.ranks]
+    assert first_actions(SCHEDULES["GPipe"].ranks[0]) == SCHEDULES["GPipe"].ranks[0]
 
 
 def test_a_budget_below_the_leanest_names_the_rank(profiles: list[Profile]) -> None:
