@@ -39,7 +39,7 @@ from recollect.recording.next_step import Leftovers, Phases, leftovers, with_las
 from recollect.recording.optimizer_step import OptimizerStep
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.returns import Returns
-from recollect.recording.simulated_policy import leanest_of
+from recollect.recording.simulated_policy import in_one_backward, leanest_of
 from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.timing_rounds import TOGETHER, Rounds, rounds_for
 from recollect.recording.trackers import TrackedOther, filled_storages, tracker_of
@@ -329,7 +329,7 @@ class StepRecording:
                 for index, call in enumerate(recorder.calls)
             },
             backward_s=backward_s,
-            leanest=leanest_of(profile, {profile.calls[call].graph for call in times}),
+            leanest=leanest_of(in_one_backward(profile), {profile.calls[call].graph for call in times}),
             known={profile.calls[call].graph for call, first in first_alike.items() if first in known},
         )
 

@@ -125,7 +125,7 @@ def with_unit_times(
         times: by call; the first one stands for all calls with the same graph.
         seen_ops: for each graph, the number of ops by module.
         backward_s: for each call, the sum of the times of its backward's ops.
-        leanest: the simulated step in which the timed calls drop everything, and the others nothing.
+        leanest: the simulated step in which the timed calls drop everything, and the others nothing; see `in_one_backward`.
         known: graphs that were not timed since their ops' times say all.
     """
     by_graph = {profile.calls[call].graph: times[call] for call in sorted(times, reverse=True)}

@@ -18,6 +18,7 @@ from recollect.planning.hull import unit_hull
 from recollect.planning.unit_options import unit_options
 from recollect.profile.profile import Profile
 from recollect.recording.model_step import call_model
+from recollect.recording.simulated_policy import in_one_backward, leanest_of
 from recollect.recording.unit_samples import UnitSample, UnitSamples
 from recollect.recording.unit_times import UnitTimes, measure_unit_times, with_unit_times
 from recollect.simulation.decisions import decide, drop_all
@@ -167,6 +168,18 @@ def test_op_times_shrink_where_recompute_took_less(recorded: Profile) -> None:
     assert graph_at(none, "decoder.layers.0").ops[3].time_s == pytest.approx(before.ops[3].time_s / 10)
     short = with_unit_times(replace(bare, step_s=0.0), unit_times(bare, forward_s=0.0, backward_s=1.0), **nothing)
     assert short.step_s == 12.0, "a step takes no less than its units"
+
+
+def test_units_are_timed_in_one_backward_and_run_again_in_both_halves_of_one() -> None:
+    stage = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(2)))
+    whole, split = (
+        recollect.record(
+            stage, torch.randn(4, 8, requires_grad=True), loss_fn=torch.sum, fake=True, split_backward=split_backward
+        )
+        for split_backward in (False, True)
+    )
+    once, twice = (leanest_of(profile, range(len(profile.graphs))).recomputed_ops for profile in (whole, split))
+    assert twice > once == leanest_of(in_one_backward(split), range(len(split.graphs))).recomputed_ops
 
 
 def test_a_few_small_units_say_nothing_of_all(recorded: Profile) -> None:
