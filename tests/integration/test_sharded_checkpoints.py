@@ -137,7 +137,7 @@ def test_half_written_folders_are_no_checkpoints_and_go(found: dict[str, Any], f
 
 def test_a_failed_write_is_an_error_in_all_processes(found: dict[str, Any]) -> None:
     first = found["full"][0]["error"]
-    assert "step_00000003: cannot be written by rank 0 (Not a directory), expected a writable folder" in first
+    assert f"{OLDER}: cannot be written by rank 0 (Not a directory), expected a writable folder" in first
     assert {row["error"] for row in found["full"]} == {first}
 
 
@@ -196,11 +196,12 @@ def test_damage_is_found_and_the_newest_older_good_one_named(
 ) -> None:
     for step in (1, 2, 3):
         shutil.copytree(folder / "plain" / "checkpoints" / OLDER, tmp_path / f"step_{step:08d}")
-    assert find_damage(tmp_path / OLDER) is None, found
-    damage(tmp_path / OLDER)
+    newest = tmp_path / "step_00000003"
+    assert find_damage(newest) is None, found
+    damage(newest)
     damage_no_manifest(tmp_path / "step_00000002")
-    with pytest.raises(CheckpointError, match=rf"{OLDER}: {message}") as caught:
-        refuse_damage(tmp_path / OLDER, find_damage(tmp_path / OLDER))
+    with pytest.raises(CheckpointError, match=f"{newest.name}: {message}") as caught:
+        refuse_damage(newest, find_damage(newest))
     assert str(caught.value).endswith("Remove it to resume from the older step_00000001.")
 
 

@@ -45,7 +45,7 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     "EP PP ZeRO": {"expert_model_parallel_size": 2, **PIPELINE, "use_distributed_optimizer": True},
     "EP TP": {"expert_model_parallel_size": 2, **TENSOR},
 }
-EVERY, STEPS = 3, 6
+EVERY, STEPS = 2, 4
 OLDER = f"step_{EVERY:08d}"
 
 
@@ -83,7 +83,7 @@ def resumed(folder: Path, layout: str, source: str, **changes: Any) -> dict[str,
     if dist.get_rank() == 0:
         copy_of(folder, source, name)
         # Of a process that was killed while it wrote.
-        (folder / name.replace(" ", "_") / "checkpoints" / "step_00000005.partial").mkdir()
+        (folder / name.replace(" ", "_") / "checkpoints" / f"step_{EVERY + 1:08d}.partial").mkdir()
     dist.barrier()
     return losses_of(settings(folder, name, layout, resume=True, **changes))
 

@@ -68,8 +68,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 # The first is below the least possible peak without parts.
 LITTLE = {"TP2": "1260kB", "TP2 SP": "82%"}
-# Validation batches that do not divide over two ranks.
-STEPS: dict[str, Any] = {"steps": 3, "accumulation": 4, "batch_size": 2, "validation_batches": 3, "validate_every": 2}
+# Validation batches that do not divide over two ranks; after the second step, so that they see what that one changed.
+STEPS: dict[str, Any] = {"steps": 2, "accumulation": 4, "batch_size": 2, "validation_batches": 3, "validate_every": 2}
 
 
 # With a bias that moves far enough to change routes, and a prediction of the token after the next; three micro-batches a rank.
@@ -189,9 +189,9 @@ def chosen_chunks(folder: Path) -> dict[str, Any]:
     auto = {**flags, "memory_budget": "70%", "loss_chunks": "auto"}
     found = {"begun": trained(settings(folder, "chunks", **auto))}
     plans = (folder / "chunks" / "pipeline_plans.json").read_bytes()
-    found["resumed"] = trained(settings(folder, "chunks", **auto, steps=5, resume=True))
+    found["resumed"] = trained(settings(folder, "chunks", **auto, steps=3, resume=True))
     (chunks,) = {plan.loss_chunks for plan in stages_in(folder / "chunks")[-1]}
-    found["plain"] = trained(settings(folder, "chunks plain", **flags, steps=5, loss_chunks=chunks))
+    found["plain"] = trained(settings(folder, "chunks plain", **flags, steps=3, loss_chunks=chunks))
     is_same = plans == (folder / "chunks" / "pipeline_plans.json").read_bytes()
     return {**found, "chunks": chunks, "is_same": is_same, "table": json.loads(plans)["table"]}
 
@@ -237,7 +237,7 @@ def plans_of(change: Callable[[list[Any]], None]) -> Callable[[Path], dict[str, 
             change(document["stages"])
             path.write_text(json.dumps(document))
         dist.barrier()
-        return trained(settings(folder, name, parallel=PIPELINE, memory_budget="92%", resume=True, steps=4, **TIED))
+        return trained(settings(folder, name, parallel=PIPELINE, memory_budget="92%", resume=True, steps=3, **TIED))
 
     return resumed
 
