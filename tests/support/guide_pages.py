@@ -37,7 +37,7 @@ def training() -> Names:
     """A model of Hugging Face and what its loop needs."""
     from hugging_face_trainers import llama, texts
 
-    model = llama().train()
+    model = llama(num_hidden_layers=2).train()
     batches = [{name: torch.stack([one[name] for one in texts(4)]) for name in ("input_ids", "labels")}] * 3
     optimizer = torch.optim.AdamW(model.parameters())
 
