@@ -5,6 +5,7 @@ A batch here is eight times that of the zoo, so that activations are the larger 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from collections.abc import Callable, Mapping
@@ -140,14 +141,18 @@ def tried(request: pytest.FixtureRequest) -> Experiment:
     name, with_optimizer = request.param
     made = experiment(CASES[name], with_optimizer=with_optimizer)
     planner = Planner(made.profile)
-    for budget in budgets(planner, MORE_FRACTIONS if name in MAIN_CASES else FRACTIONS):
-        made.try_plan(f"budget {budget}", planner.plan(budget))
-    made.try_plan("full", recollect.classic_plan(made.profile, "full"))
-    made.try_plan("keep all", recollect.classic_plan(made.profile, "keep_all"))
+    fractions = MORE_FRACTIONS if name in MAIN_CASES else FRACTIONS
+    plans = {f"budget {budget}": planner.plan(budget) for budget in budgets(planner, fractions)}
+    plans["full"] = recollect.classic_plan(made.profile, "full")
+    plans["keep all"] = recollect.classic_plan(made.profile, "keep_all")
     if any(call.chained and call.repeated for call in made.profile.calls):
-        made.try_plan("every 2nd", recollect.classic_plan(made.profile, "every_nth", 2))
-    for seed in range(NUM_RANDOM_PLANS):
-        made.try_plan(f"random {seed}", random_plan(made.profile, seed))
+        plans["every 2nd"] = recollect.classic_plan(made.profile, "every_nth", 2)
+    plans |= {f"random {seed}": random_plan(made.profile, seed) for seed in range(NUM_RANDOM_PLANS)}
+    # The meter looks at all objects before each step: not at what the planner knows.
+    gc.collect()
+    gc.freeze()
+    for name, plan in plans.items():
+        made.try_plan(name, plan)
     return made
 
 
