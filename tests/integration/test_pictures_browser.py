@@ -92,7 +92,7 @@ def hover_text(browser: Any) -> str:
         const tip = document.getElementById("tip");
         return tip.hidden ? "" : tip.textContent;
     """
-    return str(WebDriverWait(browser, 10).until(lambda b: b.execute_script(script)))
+    return str(WebDriverWait(browser, 10, poll_frequency=0.02).until(lambda b: b.execute_script(script)))
 
 
 def shown(browser: Any) -> str:

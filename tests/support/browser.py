@@ -52,7 +52,9 @@ def show(browser: Any, page: Path, *, width: int = 1280, height: int = 900, dark
     scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
     browser.get(page.resolve().as_uri())
-    WebDriverWait(browser, 60).until(lambda b: b.execute_script("return document.body.dataset.ready") == "yes")
+    WebDriverWait(browser, 60, poll_frequency=0.02).until(
+        lambda b: b.execute_script("return document.body.dataset.ready") == "yes"
+    )
 
 
 def requests(browser: Any) -> list[str]:
