@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["AllocatorMeter", "can_be_built", "metered_environment"]
+__all__ = ["AllocatorMeter", "can_be_built", "is_loaded", "metered_environment"]
 
 _SOURCE = Path(__file__).with_suffix(".c")
 
@@ -24,6 +24,11 @@ _SOURCE = Path(__file__).with_suffix(".c")
 def can_be_built() -> bool:
     """Say whether there is a C compiler, and a C library whose allocator can be wrapped."""
     return sys.platform == "linux" and shutil.which("cc") is not None
+
+
+def is_loaded() -> bool:
+    """Say whether this process was started in a `metered_environment`, or forked from one that was."""
+    return hasattr(ctypes.CDLL(None), "allocator_meter_watch")
 
 
 @contextmanager
@@ -46,7 +51,7 @@ class AllocatorMeter:
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
-        if not hasattr(self._library, "allocator_meter_watch"):
+        if not is_loaded():
             raise RuntimeError("AllocatorMeter: start this program in a metered_environment")
         self._library.allocator_meter_now.restype = ctypes.c_int64
         self._library.allocator_meter_peak.restype = ctypes.c_int64

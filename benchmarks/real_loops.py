@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allocator_meter import metered_environment
+from allocator_meter import is_loaded, metered_environment
 from flags import RESULTS, parse
 from recollect.byte_format import format_bytes
 from results_csv import Number, append
@@ -42,7 +42,8 @@ class Flags:
 def main() -> None:
     """Print a table and append the numbers."""
     if sys.argv[1:2] == ["worker"]:
-        _work(sys.argv[2].split(","), int(sys.argv[3]), sys.argv[4:])
+        for row in _run(sys.argv[2].split(","), int(sys.argv[3]), sys.argv[4:]):
+            print(json.dumps(row), flush=True)
         return
     flags = parse(Flags, __doc__)
     numbers: list[Number] = []
@@ -64,6 +65,9 @@ def main() -> None:
 
 
 def _rows(flags: Flags) -> Iterator[dict[str, Any]]:
+    if is_loaded():
+        yield from _run(flags.budgets, flags.batches, flags.loops)
+        return
     with metered_environment() as environment:
         command = [sys.executable, __file__, "worker", ",".join(flags.budgets), str(flags.batches), *flags.loops]
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -92,8 +96,8 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _work(budgets: list[str], num_batches: int, names: list[str]) -> None:
-    """Write a line of JSON for each row of the loops."""
+def _run(budgets: Sequence[str], num_batches: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the loops, in a process that has the meter."""
     import torch
     import transformers
 
@@ -107,7 +111,7 @@ def _work(budgets: list[str], num_batches: int, names: list[str]) -> None:
     meter = AllocatorMeter()
     for name in names or LOOPS:
         for row in rows(LOOPS[name], meter, budgets, num_batches):
-            print(json.dumps(row.fields()), flush=True)
+            yield row.fields()
 
 
 if __name__ == "__main__":

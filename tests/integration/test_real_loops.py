@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from allocator_meter import can_be_built, metered_environment  # noqa: E402
+from forked_processes import HAS_METER, run_forked  # noqa: E402
 from loops import one_model, several_calls  # noqa: E402, F401, they enter their loops
 from loops.loop import LOOPS  # noqa: E402
 
@@ -28,7 +27,7 @@ _NUM_BATCHES = 12
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,
-    pytest.mark.skipif(not can_be_built(), reason="the meter is built by a C compiler on Linux"),
+    pytest.mark.skipif(not HAS_METER, reason="the meter is built by a C compiler on Linux"),
 ]
 
 
@@ -40,18 +39,8 @@ def rows_of(request: pytest.FixtureRequest) -> dict[str, list[Row]]:
     """The rows of the loops whose tests run, all from one process."""
     wanted = [item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")]
     names = [name for name in _NAMES if name in wanted]
-    few = ["--batches", str(_NUM_BATCHES)]
-    command = [
-        sys.executable,
-        str(BENCHMARKS / "real_loops.py"),
-        "--json",
-        "--budgets",
-        *_BUDGETS,
-        *few,
-        "--loops",
-        *names,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    few = ["--batches", _NUM_BATCHES]
+    done = run_forked(BENCHMARKS / "real_loops.py", "--json", "--budgets", *_BUDGETS, *few, "--loops", *names)
     assert done.returncode == 0, done.stderr
     found: dict[str, list[Row]] = {}
     for row in map(json.loads, done.stdout.splitlines()):
@@ -72,7 +61,6 @@ def test_every_step_is_within_the_budget_and_training_is_the_same(rows_of: dict[
 
 
 _PROGRAM = """
-import sys; sys.path.insert(0, sys.argv[1])
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -111,10 +99,10 @@ print(alone, inside, measured.peak_growth_bytes, peak)
 """
 
 
-def test_meter_agrees_with_the_profiler_and_with_measure_peak() -> None:
-    with metered_environment() as environment:
-        command = [sys.executable, "-c", _PROGRAM, str(BENCHMARKS)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+def test_meter_agrees_with_the_profiler_and_with_measure_peak(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM, encoding="utf-8")
+    done = run_forked(program)
     assert done.returncode == 0, done.stderr
     found = {int(peak) for peak in done.stdout.split()}
     assert len(found) == 1 and found.pop() > 100_000, done.stdout
