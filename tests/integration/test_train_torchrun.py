@@ -99,9 +99,9 @@ def test_the_peak_is_as_predicted(name: str, two: Rows, four: Rows) -> None:
 
     One is the residual stream of a micro-batch (16 KiB), or a gathered layer of FSDP2 (193 KiB). Where ranks share experts, how
     many rows come follows the routes, which move: all rows of a micro-batch make 64 KiB in a product. What the loops of a
-    pipeline hold of what they sent is predicted.
+    pipeline hold of what they sent is predicted; where ranks of a stage exchange sums or rows, gloo holds these as elsewhere.
     """
-    if "PP2" in name and "EP2" not in name:
+    if name in ("PP2 tied", "PP2 interleaved tied"):
         assert (two | four)[name][0]["planned"]["excess"] <= 0
         return
     buffer_bytes = 193 * 1024 if "FSDP2" in name or "ZeRO" in name else 64 * 1024 if "EP2" in name else 16 * 1024
