@@ -38,7 +38,7 @@ def plan_pipeline(
     Args:
         profiles: one for each stage, in order, of one micro-batch:
             `record(stage, micro_batch, loss_fn=..., gradients="accumulated", holds_output=False)`, where the input of all but
-            the first requires grad. Stages that are alike may share one.
+            the first requires grad; of a stage that FSDP2 shards, in `gathered_stage`. Stages that are alike may share one.
         schedule: a `PipelineSchedule`, such as `PipelineSchedule.one_f_one_b(...)`; a schedule object of
             `torch.distributed.pipelining`, or each rank's actions as torch writes them: `[["0F0", "0B0"], ...]`.
         budget: bytes of each device, as an int or text: "22GiB", or "60%" of what the fullest rank needs without recompute.
