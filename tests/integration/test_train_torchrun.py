@@ -43,6 +43,7 @@ ON_TWO = (
 ON_FOUR = ("TP2 DP2", "TP2 SP DP2 FSDP2", "TP2 SP CP2", "EP2 CP2 DP2 FSDP2 experts", "PP2 TP2 SP tied")
 ON_FOUR += ("PP2 interleaved CP2 tied", "PP2 EP2 experts", "TP2 SP EP2 experts")
 ON_FOUR += ("PP2 interleaved DP2 ZeRO tied", "PP2 EP2 ZeRO experts")
+ON_FOUR += ("TP2 SP EP2 ETP1 experts", "TP2 SP CP2 EP4 ETP1 experts")
 # Run in two processes, too.
 OTHERS = ("default batch", "Megatron", "Megatron pipeline", "held parts", "chunks of stages")
 Rows = dict[str, list[dict[str, Any]]]
@@ -104,7 +105,7 @@ def test_the_peak_is_as_predicted(name: str, two: Rows, four: Rows) -> None:
     if name in ("PP2 tied", "PP2 interleaved tied"):
         assert (two | four)[name][0]["planned"]["excess"] <= 0
         return
-    buffer_bytes = 193 * 1024 if "FSDP2" in name or "ZeRO" in name else 64 * 1024 if "EP2" in name else 16 * 1024
+    buffer_bytes = 193 * 1024 if "FSDP2" in name or "ZeRO" in name else 64 * 1024 if "experts" in name else 16 * 1024
     assert (two | four)[name][0]["planned"]["excess"] < 8 * buffer_bytes
 
 
@@ -188,6 +189,11 @@ ERRORS = {
     "small stages": r"BudgetTooSmallError: .*rank 0 \(stages 0; .* Use more ranks, smaller micro-batches",
     "device": r"ConfigError: got device='cuda:1': each process has a device of its own\. Write cuda or cpu",
     "resume": r"CheckpointError: run folder .*: got --resume but it holds no run, expected the --run-dir of an earlier",
+    "split experts": r"ConfigError: got expert_tensor_parallel_size=4, tensor_model_parallel_size=2: experts are split over "
+    r"all ranks of tensor parallelism, or not at all\. Pass 2 or 1, or leave it out",
+    "whole experts": r"ConfigError: got expert_tensor_parallel_size=1, .* sequence_parallel=False: each rank .* Set sequence_",
+    "few ranks of experts": r"NotYetError: got expert_tensor_parallel_size=1, tensor_model_parallel_size=2, "
+    r"expert_model_parallel_size=1: not yet: the same whole experts on several ranks .* to a multiple of 2, or leave",
     "no experts": r"ConfigError: got num_moe_experts=None, expert_model_parallel_size=2: there are no experts to share\. Leave",
     "experts": r"ConfigError: got num_moe_experts=3, expert_model_parallel_size=2: 3 is no multiple of 2\. The next .* is 4",
     "too many": r"ConfigError: got expert_model_parallel_size=4, data_parallel_size=2, .* some of the 2 ranks of data and",

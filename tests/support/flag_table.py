@@ -26,7 +26,7 @@ def _meaning(flag: ForeignFlag) -> tuple[int, str]:
 
 
 def _values(flag: ForeignFlag) -> str:
-    return f" {' or '.join(flag.allowed)}" if flag.allowed and not flag.same_as else ""
+    return f" {' or '.join(flag.allowed)}" if flag.allowed else ""
 
 
 if __name__ == "__main__":

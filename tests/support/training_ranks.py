@@ -41,6 +41,7 @@ from recollect.plans.unit_plan import UnitPlan
 TENSOR = {"tensor_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 EXPERT = {"expert_model_parallel_size": 2}
+WHOLE: dict[str, Any] = {"sequence_parallel": True, "expert_tensor_parallel_size": 1}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 INTERLEAVED = {**PIPELINE, "num_layers_per_virtual_pipeline_stage": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -57,6 +58,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2 experts": EXPERT,
     "EP2 FSDP2 experts": {**EXPERT, "use_torch_fsdp2": True},
     "EP2 CP2 DP2 FSDP2 experts": {**EXPERT, **CONTEXT, "use_torch_fsdp2": True},
+    "TP2 SP EP2 ETP1 experts": {**TENSOR, **EXPERT, **WHOLE},
+    "TP2 SP CP2 EP4 ETP1 experts": {**TENSOR, **CONTEXT, **WHOLE, "expert_model_parallel_size": 4},
     "TP2 SP EP2 experts": {**TENSOR, **EXPERT, "sequence_parallel": True},
     "PP2 tied": PIPELINE,
     "PP2 interleaved tied": INTERLEAVED,
@@ -273,6 +276,13 @@ REFUSED: dict[str, Callable[[Path], dict[str, Any]]] = {
     ),
     "device": lambda folder: trained(settings(folder, "e", device="cuda:1")),
     "resume": lambda folder: trained(settings(folder, "nothing", resume=True)),
+    "split experts": lambda folder: trained(
+        settings(folder, "e", parallel={**TENSOR, "expert_tensor_parallel_size": 4})
+    ),
+    "whole experts": lambda folder: trained(
+        settings(folder, "e", parallel={**TENSOR, **EXPERT, **WHOLE, "sequence_parallel": False})
+    ),
+    "few ranks of experts": lambda folder: trained(settings(folder, "e", parallel={**TENSOR, **WHOLE})),
     "no experts": lambda folder: trained(settings(folder, "e", parallel=EXPERT)),
     "experts": lambda folder: trained(settings(folder, "e", parallel=EXPERT, **(EXPERTS | {"experts": THREE}))),
     "too many": lambda folder: trained(settings(folder, "e", parallel={"expert_model_parallel_size": 4}, **EXPERTS)),

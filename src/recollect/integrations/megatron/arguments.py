@@ -83,7 +83,7 @@ def read_arguments(args: Sequence[str]) -> Arguments:
         without_effect[name] = foreign.why
         rest += others
     for name, found in values.items():
-        _check(FOREIGN_FLAGS[name], found, given)
+        _check(FOREIGN_FLAGS[name], found)
     for first, second in _EITHER_OR:
         if all(name in given and _text(given[name]) != "None" for name in (first, second)):
             raise ConfigError(
@@ -147,12 +147,9 @@ def _values(flag: ForeignFlag, words: list[str]) -> tuple[list[str], list[str]]:
     return values[:count], values[count:]
 
 
-def _check(flag: ForeignFlag, values: list[str], given: dict[str, list[str]]) -> None:
-    other = {flag.same_as: _text(given[flag.same_as])} if flag.same_as in given else {}
-    allowed = tuple(other.values()) or flag.allowed or ()
-    if not flag.needs or any(_is_same(values, one) for one in allowed):
-        return
-    raise NotYetError(settings={flag.name: _text([flag.name, *values]), **other}, needs=flag.needs, advice=flag.advice)
+def _check(flag: ForeignFlag, values: list[str]) -> None:
+    if flag.needs and not any(_is_same(values, one) for one in flag.allowed or ()):
+        raise NotYetError(settings={flag.name: _text([flag.name, *values])}, needs=flag.needs, advice=flag.advice)
 
 
 def _is_same(values: list[str], allowed: str) -> bool:

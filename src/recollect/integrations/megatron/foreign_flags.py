@@ -20,7 +20,6 @@ class ForeignFlag:
     Attributes:
         name: with dashes.
         arity: number of values that follow it.
-        same_as: another flag; if it is given, its value is the one without effect here.
         allowed: values without effect here; None: any. A flag of arity 0 is allowed unless `needs` is set.
         why: why it has no effect.
         needs: what recollect would need for other values; empty: every value is allowed.
@@ -29,7 +28,6 @@ class ForeignFlag:
 
     name: str
     arity: Arity = 0
-    same_as: str = ""
     allowed: tuple[str, ...] | None = None
     why: str = ""
     needs: str = ""
@@ -131,15 +129,6 @@ _FIXED = (
         "layouts with another size for the optimizer",
         "Set it to 1, or leave it out.",
         *("--num-distributed-optimizer-instances", "--tensor-parallel-size", "--model-parallel-size"),
-    ),
-    ForeignFlag(
-        name="--expert-tensor-parallel-size",
-        arity=1,
-        same_as="--tensor-model-parallel-size",
-        allowed=("1",),
-        why="experts are split over as many ranks as all matrices, --tensor-model-parallel-size",
-        needs="experts that are split over other ranks than the rest",
-        advice="Leave it out.",
     ),
     *_only(
         "",

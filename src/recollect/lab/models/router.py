@@ -66,6 +66,7 @@ class TopKRouter(nn.Module):
             without `moe_router_enable_expert_bias`.
         tokens_per_expert: [E], int64; tokens counted since the last `update_expert_bias`. None without a bias.
         sequence: what this rank has of each sequence.
+        weight_of_all: from the weight to what this rank multiplies by, where others route other tokens of a batch.
         counts_of_all: from what this rank counted to what all ranks did, where they have batches of their own.
 
     References:
@@ -82,6 +83,7 @@ class TopKRouter(nn.Module):
         super().__init__()
         self.config = config
         self.sequence = WholeSequence()
+        self.weight_of_all: Callable[[Tensor], Tensor] = _same
         self.counts_of_all: Callable[[Tensor], Tensor] = self.sequence.counts
         self.num_experts = config.num_moe_experts or 0
         self.init_std = config.init_method_std
@@ -141,7 +143,7 @@ class TopKRouter(nn.Module):
     def _logits(self, x_ND: Tensor) -> Tensor:
         if self.config.moe_router_dtype == "fp32":
             x_ND = x_ND.float()
-        return F.linear(x_ND, self.weight.to(x_ND.dtype))
+        return F.linear(x_ND, self.weight_of_all(self.weight).to(x_ND.dtype))
 
     def _choose(self, scores_NE: Tensor) -> Tensor:
         """Return the chosen experts [N, J]; no gradient flows through the choice."""
@@ -193,3 +195,7 @@ class TopKRouter(nn.Module):
             is_empty = before.is_meta or after.is_meta
             self.expert_bias = torch.empty_like(after, dtype=before.dtype) if is_empty else before.to(after.device)
         return self
+
+
+def _same(weight: Tensor) -> Tensor:
+    return weight

@@ -150,7 +150,9 @@ class ClusterPlan:
     def _routing(self) -> list[str]:
         if self.step.config.num_moe_experts is None:
             return []
-        by_all = ", by all ranks of tensor parallelism" if self.step.layout.tensor_model_parallel_size > 1 else ""
+        layout = self.step.layout
+        is_sent_by_all = layout.tensor_model_parallel_size > 1 and not layout.has_whole_experts
+        by_all = ", by all ranks of tensor parallelism" if is_sent_by_all else ""
         return [
             "Each expert gets as many tokens as any other; a token's row is sent once for each of its experts, to all ranks "
             f"that share experts alike, over the slowest link between them{by_all}."

@@ -18,7 +18,7 @@ from recollect.costs.modelled_costs import ModelledCosts, Traffic
 from recollect.engine.sharded_keep import distribute_saved_activations
 from recollect.errors import ConfigError
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.parallel.context import context_parallel
+from recollect.lab.parallel.context import context_parallel, route_parts
 from recollect.lab.parallel.data import data_parallel
 from recollect.lab.parallel.expert import expert_parallel
 from recollect.lab.parallel.flags import Sharding
@@ -80,12 +80,13 @@ class ClusterStep:
         layout, first = self.layout, self.first_rank(stage)
         tensor, experts = layout.tensor_model_parallel_size, layout.expert_model_parallel_size
         ranks = layout.data_parallel_size * layout.context_parallel_size
+        split = 1 if layout.has_whole_experts else tensor
         apart, count = {
             "tensor": (1, tensor),
             "context": (tensor, layout.context_parallel_size),
-            "expert": (tensor, experts),
+            "expert": (split, experts),
             "data": (tensor, ranks),
-            "replicas": (tensor * experts, ranks // experts),
+            "replicas": (split * experts, tensor * ranks // (split * experts)),
         }[axis]
         return tuple(range(first, first + apart * count, apart))
 
@@ -215,13 +216,21 @@ def _built(step: ClusterStep, layers: range, mesh: LayoutMesh) -> StageModel:
     # FSDP2 shards the weights that the optimizer steps over, and gathers them in the narrow dtype.
     model = model.to(torch.float32 if step.sharding == "all" else narrow).train()
     if step.layout.tensor_model_parallel_size > 1:
-        tensor_parallel(model, mesh.tensor, sequence_parallel=step.layout.sequence_parallel)
+        layout = step.layout
+        tensor_parallel(
+            model,
+            mesh.tensor,
+            sequence_parallel=layout.sequence_parallel,
+            has_whole_experts=layout.has_whole_experts,
+        )
     if step.holds_parts:
         distribute_saved_activations(model, mesh.tensor.get_group())
     if step.layout.context_parallel_size > 1:
         context_parallel(model, mesh.context)
     if step.layout.expert_model_parallel_size > 1:
         expert_parallel(model, mesh.expert, balanced=True)
+    if step.layout.has_whole_experts:
+        route_parts(model, mesh.sequence)
     if step.sharding == "all":
         precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
         experts = mesh.replicas if step.layout.expert_model_parallel_size > 1 else None

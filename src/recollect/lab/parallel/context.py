@@ -28,7 +28,7 @@ from recollect.lab.models.sequence import WholeSequence
 from recollect.lab.parallel.expert import balance_over
 from recollect.lab.parallel.layout import DeviceLayout
 
-__all__ = ["GatheredAttention", "SequencePart", "context_parallel"]
+__all__ = ["GatheredAttention", "SequencePart", "context_parallel", "route_parts"]
 
 
 def context_parallel(model: GPTModel, mesh: DeviceMesh) -> GPTModel:
@@ -56,6 +56,19 @@ def context_parallel(model: GPTModel, mesh: DeviceMesh) -> GPTModel:
             module.core_attention = GatheredAttention(module.core_attention, mesh.get_group())
     balance_over(model, mesh)
     return model
+
+
+def route_parts(model: GPTModel, mesh: DeviceMesh) -> None:
+    """Let routers count the tokens of whole sequences, of which each rank routes a part.
+
+    Args:
+        model: with any routers.
+        mesh: one-dimensional: the ranks that share a sequence.
+    """
+    part = SequencePart(mesh.get_group())
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.sequence = part
 
 
 class SequencePart(WholeSequence):

@@ -40,6 +40,8 @@ class ParallelFlags:
     """Ranks that share each sequence, in all layers."""
     expert_model_parallel_size: int = 1
     """Ranks that share the experts."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share each expert: all those that share each matrix, or 1."""
     use_distributed_optimizer: FlagCreatePairsOff[bool] = False
     """Share the optimizer's state over data parallelism (ZeRO-1)."""
     use_torch_fsdp2: FlagCreatePairsOff[bool] = False
@@ -88,6 +90,7 @@ class ParallelFlags:
             data_parallel_size=data_parallel_size,
             context_parallel_size=self.context_parallel_size,
             expert_model_parallel_size=self.expert_model_parallel_size,
+            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
             # As in Megatron: without ranks to split it over there is nothing to do.
             sequence_parallel=self.sequence_parallel and self.tensor_model_parallel_size > 1,
             num_layers_per_virtual_pipeline_stage=self.num_layers_per_virtual_pipeline_stage,
@@ -100,7 +103,8 @@ class ParallelFlags:
             ConfigError: they are no multiple of what one model takes; or as `layout`.
         """
         # Experts are shared by ranks that are there anyway.
-        each = replace(self, expert_model_parallel_size=1).layout().num_devices
+        alone = replace(self, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
+        each = alone.layout().num_devices
         if world_size % each:
             sizes = {name: getattr(self, name) for name in _SIZES if getattr(self, name) != 1}
             raise ConfigError(

@@ -29,10 +29,12 @@ class DeviceLayout(PipelineLayout):
         data_parallel_size: ranks with batches of their own.
         context_parallel_size: ranks that share each sequence.
         expert_model_parallel_size: ranks that share the experts of a layer; they are among those of context and data.
+        expert_tensor_parallel_size: ranks that share each expert: as many as share each matrix, also if None; or 1, so that the
+            ranks of tensor are among those that share the experts of a layer.
         sequence_parallel: whether what is between the matrices is split along the sequence, by the ranks of `tensor`.
 
     Raises:
-        ConfigError: a size below 1, or sequence parallelism without tensor parallelism.
+        ConfigError: a size below 1, sequence parallelism without tensor parallelism, or whole experts without it.
 
     Example:
         >>> DeviceLayout(tensor_model_parallel_size=4, pipeline_model_parallel_size=4, data_parallel_size=2).num_devices
@@ -43,6 +45,7 @@ class DeviceLayout(PipelineLayout):
     data_parallel_size: int = 1
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
@@ -55,8 +58,14 @@ class DeviceLayout(PipelineLayout):
                 "the sequence is split over the ranks of tensor parallelism",
                 "Set tensor_model_parallel_size, or leave sequence_parallel out.",
             )
+        self._check_whole_experts()
         self._check_experts()
         self.check_pipeline()
+
+    @property
+    def has_whole_experts(self) -> bool:
+        """Whether tensor parallelism does not split experts."""
+        return self.tensor_model_parallel_size > 1 and self.expert_tensor_parallel_size == 1
 
     @property
     def num_devices(self) -> int:
@@ -78,7 +87,7 @@ class DeviceLayout(PipelineLayout):
         """
         ranks = self.tensor_model_parallel_size
         if ranks > 1:
-            _check_parts(config, ranks)
+            _check_parts(config, ranks, has_whole_experts=self.has_whole_experts)
             sizes = {
                 "num_attention_heads": config.num_attention_heads,
                 "num_query_groups": config.num_query_groups,
@@ -134,9 +143,35 @@ class DeviceLayout(PipelineLayout):
                 f"Start {self.num_devices} processes (torchrun --nproc-per-node), or change the layout.",
             )
 
+    def _check_whole_experts(self) -> None:
+        tensor, whole = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
+        sizes = {"expert_tensor_parallel_size": whole, "tensor_model_parallel_size": tensor}
+        if whole not in (None, 1, tensor):
+            clash(
+                sizes,
+                "experts are split over all ranks of tensor parallelism, or not at all",
+                f"Pass {tensor} or 1, or leave it out.",
+            )
+        if not self.has_whole_experts:
+            return
+        if not self.sequence_parallel:
+            clash(
+                {**sizes, "sequence_parallel": False},
+                "each rank of tensor parallelism sends the tokens of its own part of a sequence to experts",
+                "Set sequence_parallel.",
+            )
+        if self.expert_model_parallel_size % tensor:
+            raise NotYetError(
+                settings={**sizes, "expert_model_parallel_size": self.expert_model_parallel_size},
+                needs="the same whole experts on several ranks of tensor parallelism",
+                advice=f"Set expert_model_parallel_size to a multiple of {tensor}, or leave expert_tensor_parallel_size out.",
+            )
+
     def _check_experts(self) -> None:
         """Check that the ranks that share experts are some of those of context and data parallelism, in a row."""
         experts, context = self.expert_model_parallel_size, self.context_parallel_size
+        if self.has_whole_experts:
+            experts //= self.tensor_model_parallel_size
         ranks = self.data_parallel_size * context
         if ranks % experts or (experts % context and context % experts):
             clash(
@@ -150,9 +185,14 @@ class DeviceLayout(PipelineLayout):
             )
 
 
-def _check_parts(config: TransformerConfig, ranks: int) -> None:
-    """Check that experts, if there are any, can be split by channels."""
+def _check_parts(config: TransformerConfig, ranks: int, *, has_whole_experts: bool) -> None:
+    """Check that experts, if there are any, can be split by channels; where they are whole, the shared one."""
     if config.num_moe_experts is None:
+        return
+    shared_size = config.moe_shared_expert_intermediate_size or 0
+    if has_whole_experts:
+        by = "tensor_model_parallel_size"
+        check_divides("moe_shared_expert_intermediate_size", shared_size, by, ranks)
         return
     if config.add_bias_linear:
         raise NotYetError(
@@ -162,7 +202,7 @@ def _check_parts(config: TransformerConfig, ranks: int) -> None:
         )
     sizes = {
         "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
-        "moe_shared_expert_intermediate_size": config.moe_shared_expert_intermediate_size or 0,
+        "moe_shared_expert_intermediate_size": shared_size,
     }
     for name, size in sizes.items():
         check_divides(name, size, "tensor_model_parallel_size", ranks)

@@ -25,6 +25,8 @@ class LayoutMesh:
         gradients: parameters that are no experts: `data` and `context` together.
         expert: the experts of a layer.
         replicas: the same experts.
+        sequence: each sequence, in the routers of layers with experts: as `context`, or with whole experts `tensor`, too.
+        tokens: those that have tokens of their own there: as `gradients`, or with `tensor`.
     """
 
     pipeline: DeviceMesh
@@ -34,6 +36,8 @@ class LayoutMesh:
     gradients: DeviceMesh
     expert: DeviceMesh
     replicas: DeviceMesh
+    sequence: DeviceMesh
+    tokens: DeviceMesh
 
 
 def layout_mesh(layout: DeviceLayout, device_type: str = "cpu") -> LayoutMesh:
@@ -48,6 +52,8 @@ def layout_mesh(layout: DeviceLayout, device_type: str = "cpu") -> LayoutMesh:
     """
     layout.check_devices(get_world_size())
     data, context, expert = layout.data_parallel_size, layout.context_parallel_size, layout.expert_model_parallel_size
+    if layout.has_whole_experts:
+        expert //= layout.tensor_model_parallel_size
     # Experts are shared by ranks in a row of those of data and context: cut the row where either ends.
     if expert >= context:
         sizes = (data * context // expert, expert // context, context)
@@ -71,5 +77,8 @@ def layout_mesh(layout: DeviceLayout, device_type: str = "cpu") -> LayoutMesh:
         mesh_dim_names=("pipeline", "outer", "middle", "inner", "tensor"),
     )
     axes["gradients"] = ("outer", "middle", "inner")
+    own = ("tensor",) if layout.has_whole_experts else ()
+    axes |= {"sequence": (*axes["context"], *own), "tokens": (*axes["gradients"], *own)}
+    axes["expert"] += own
     views = {name: mesh[dims[0]] if len(dims) == 1 else flat_mesh(mesh[dims]) for name, dims in axes.items()}
     return LayoutMesh(pipeline=mesh["pipeline"], tensor=mesh["tensor"], **views)

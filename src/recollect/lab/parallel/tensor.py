@@ -32,6 +32,7 @@ from recollect.lab.models.mlp import MLP
 from recollect.lab.models.moe import MoELayer
 from recollect.lab.parallel.fused_rows import fused_again, interleaved, shares
 from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.sequence_experts import OwnPartMoELayer
 from recollect.lab.parallel.sequence_linear import SequenceLinear, with_partial_gradient
 from recollect.lab.parallel.tensor_experts import SplitMoELayer
 from recollect.lab.parallel.vocabulary import VocabularyParallelLoss
@@ -39,13 +40,17 @@ from recollect.lab.parallel.vocabulary import VocabularyParallelLoss
 __all__ = ["fused_parameters", "tensor_parallel", "whole_gradients", "whole_parameters"]
 
 
-def tensor_parallel(model: GPTModel, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> GPTModel:
+def tensor_parallel(
+    model: GPTModel, mesh: DeviceMesh, *, sequence_parallel: bool = False, has_whole_experts: bool = False
+) -> GPTModel:
     """Split a model's matrices over the ranks of a mesh, and its loss along the vocabulary.
 
     Args:
         model: with the same weights on all ranks, or on the meta device; changed in place. All ranks pass the same batch.
         mesh: one-dimensional.
         sequence_parallel: also split the residual stream, along the sequence.
+        has_whole_experts: do not split experts: each rank sends the tokens of its part of a sequence to them. `expert_parallel`
+            has to share them then, over these ranks or more.
 
     Returns:
         The model. Its output has the logits of this rank's part of the vocabulary, and the whole loss.
@@ -57,16 +62,23 @@ def tensor_parallel(model: GPTModel, mesh: DeviceMesh, *, sequence_parallel: boo
     Limitations: ranks draw random numbers from their own generators. Seed all ranks alike: dropout of whole tensors has to be
     the same on all of them; dropout of attention's heads, and of parts of the sequence, then is the same for each part.
     """
-    DeviceLayout(tensor_model_parallel_size=mesh.size(), sequence_parallel=sequence_parallel).check_model(model.config)
+    has_whole_experts &= model.config.num_moe_experts is not None
+    DeviceLayout(
+        tensor_model_parallel_size=mesh.size(),
+        sequence_parallel=sequence_parallel,
+        expert_tensor_parallel_size=1 if has_whole_experts else None,
+        expert_model_parallel_size=mesh.size() if has_whole_experts else 1,
+    ).check_model(model.config)
     between = Shard(1) if sequence_parallel else Replicate()
     for linear, sizes in _fused(model):
         for parameter in linear.parameters():
             with torch.no_grad():
                 parameter.copy_(interleaved(parameter, sizes, mesh.size()))
     for layer in model.decoder.layers:
-        _split_layer(layer, mesh, between)
+        _split_layer(layer, mesh, between, has_whole_experts=has_whole_experts)
     for depth in () if model.mtp is None else model.mtp.layers:
-        _split_layer(depth.get_submodule("transformer_layer"), mesh, between)
+        layer = depth.get_submodule("transformer_layer")
+        _split_layer(layer, mesh, between, has_whole_experts=has_whole_experts)
         if sequence_parallel:
             parallelize_module(
                 depth, mesh, {name: SequenceParallel() for name in ("enorm", "hnorm", "final_layernorm")}
@@ -82,7 +94,7 @@ def tensor_parallel(model: GPTModel, mesh: DeviceMesh, *, sequence_parallel: boo
     return model
 
 
-def _split_layer(layer: nn.Module, mesh: DeviceMesh, between: Shard | Replicate) -> None:
+def _split_layer(layer: nn.Module, mesh: DeviceMesh, between: Shard | Replicate, *, has_whole_experts: bool) -> None:
     attention, mlp = layer.get_submodule("self_attention"), layer.get_submodule("mlp")
     styles: dict[str, ParallelStyle] = {"self_attention.linear_proj": RowwiseParallel(output_layouts=between)}
     if isinstance(between, Shard):
@@ -95,10 +107,10 @@ def _split_layer(layer: nn.Module, mesh: DeviceMesh, between: Shard | Replicate)
         styles["self_attention.linear_qkv"] = ColwiseParallel(input_layouts=between)
         attention.sizes = tuple(shares(attention.sizes, mesh.size()))
     if isinstance(mlp, MoELayer):
-        layer.mlp = SplitMoELayer(mlp, mesh, between)
+        layer.mlp = OwnPartMoELayer(mlp, mesh) if has_whole_experts else SplitMoELayer(mlp, mesh, between)
         if mlp.shared_experts is not None:
-            # It gets whole sequences from the layer.
-            styles |= _mlp_styles("mlp.shared_experts", Replicate(), between)
+            # From a layer whose experts are split it gets whole sequences.
+            styles |= _mlp_styles("mlp.shared_experts", between if has_whole_experts else Replicate(), between)
     else:
         styles |= _mlp_styles("mlp", between, between)
     parallelize_module(layer, mesh, styles)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.parallel.context import context_parallel
+from recollect.lab.parallel.context import context_parallel, route_parts
 from recollect.lab.parallel.data import data_parallel
 from recollect.lab.parallel.expert import balance_over, expert_parallel
 from recollect.lab.parallel.tensor import tensor_parallel
@@ -75,10 +75,17 @@ def share(model: GPTModel, processes: Processes) -> None:
     if mesh is None:
         return
     if layout.tensor_model_parallel_size > 1:
-        tensor_parallel(model, mesh.tensor, sequence_parallel=layout.sequence_parallel)
+        tensor_parallel(
+            model,
+            mesh.tensor,
+            sequence_parallel=layout.sequence_parallel,
+            has_whole_experts=layout.has_whole_experts,
+        )
     if layout.context_parallel_size > 1:
         context_parallel(model, mesh.context)
     if layout.expert_model_parallel_size > 1:
         expert_parallel(model, mesh.expert)
-    if mesh.gradients.size() > 1:
-        balance_over(model, mesh.gradients)
+    if layout.has_whole_experts:
+        route_parts(model, mesh.sequence)
+    if mesh.tokens.size() > 1:
+        balance_over(model, mesh.tokens)

@@ -60,17 +60,6 @@ def test_foreign_flags_are_allowed_or_refused_with_advice() -> None:
             assert str(found.value) == f"got {name}={said}: not yet: {flag.needs}. {flag.advice}"
 
 
-def test_experts_are_split_as_all_matrices_are() -> None:
-    for line in ("--tensor-model-parallel-size=2 --expert-tensor-parallel-size 2", "--expert_tensor_parallel_size=1"):
-        assert "--expert-tensor-parallel-size" in read_arguments(line.split()).without_effect
-    with pytest.raises(NotYetError) as found:
-        read_arguments("--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2".split())
-    assert str(found.value) == (
-        "got --expert-tensor-parallel-size=1, --tensor-model-parallel-size=2: not yet: experts that are split over other ranks "
-        "than the rest. Leave it out."
-    )
-
-
 @pytest.fixture
 def own(capsys: pytest.CaptureFixture[str]) -> set[str]:
     """Names of recollect's own flags, as help prints them."""
@@ -105,7 +94,7 @@ def test_no_foreign_flag_hides_a_setting(own: set[str]) -> None:
             "--recompute-activations full",
             r"got --recompute-activations=full: this flag has no value.*granularity full instead",
         ),
-        ("--expert-tensor-parallel-size", r"got --expert-tensor-parallel-size=\(no value\): this flag needs a value"),
+        ("--dataloader-type", r"got --dataloader-type=\(no value\): this flag needs a value"),
     ],
 )
 def test_flags_that_exclude_each_other_or_lack_a_value(line: str, message: str) -> None:

@@ -197,6 +197,18 @@ def test_rows_are_exchanged_with_their_weights(spread: ClusterPlan) -> None:
     assert found.nbytes == layers * (counts + 2 * rows * (2 * 2 * DEEPSEEK.hidden_size + 4))
 
 
+def test_whole_experts_get_each_row_once() -> None:
+    """Split ones get it from each rank of tensor parallelism."""
+    split = DeviceLayout(
+        tensor_model_parallel_size=2, sequence_parallel=True, data_parallel_size=8, expert_model_parallel_size=4
+    )
+    layouts = (split, replace(split, expert_tensor_parallel_size=1))
+    found = [record_stages(replace(SPREAD, layout=layout)).traffic[0]["expert"] for layout in layouts]
+    counts_bytes = 4 * DEEPSEEK.num_moe_experts * (found[0].count // 7)
+    assert found[1].count == found[0].count and found[0].nbytes > counts_bytes
+    assert found[0].nbytes - counts_bytes == 2 * (found[1].nbytes - counts_bytes)
+
+
 def test_keys_and_values_are_gathered(spread: ClusterPlan) -> None:
     """In forward, and their gradients added up in backward; latent attention has keys and values of each head."""
     found = spread.stages.traffic[0]["context"]

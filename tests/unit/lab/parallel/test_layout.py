@@ -42,6 +42,14 @@ def test_devices_are_counted() -> None:
             "expert_model_parallel_size=3, data_parallel_size=3, context_parallel_size=2: experts are shared by some of the 6",
         ),
         (
+            {"expert_tensor_parallel_size": 3, "tensor_model_parallel_size": 4},
+            "expert_tensor_parallel_size=3, tensor_model_parallel_size=4: experts are split over all ranks of tensor",
+        ),
+        (
+            {"expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+            "sequence_parallel=False: each rank of tensor parallelism sends the tokens of its own part",
+        ),
+        (
             {"decoder_first_pipeline_num_layers": 0},
             "decoder_first_pipeline_num_layers=0: each rank of a pipeline has layers",
         ),
@@ -135,6 +143,28 @@ def test_channels_of_experts_have_to_divide(changes: dict[str, Any], message: st
     split.check_model(deepseek_v3_config(**LLAMA, num_moe_experts=8))
     with pytest.raises(ConfigError, match=message):
         split.check_model(deepseek_v3_config(**{**LLAMA, "num_moe_experts": 8, **changes}))
+
+
+def test_whole_experts_are_shared_by_all_ranks_of_tensor_parallelism() -> None:
+    whole: dict[str, Any] = {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_tensor_parallel_size": 1,
+    }
+    with pytest.raises(
+        NotYetError, match="expert_model_parallel_size=3: not yet: the same whole experts on several ranks"
+    ):
+        DeviceLayout(**whole, expert_model_parallel_size=3)
+    layout = DeviceLayout(**whole, expert_model_parallel_size=2)
+    assert layout.num_devices == 2 and layout.has_whole_experts
+    # Their channels and biases are not split; the shared one's are.
+    layout.check_model(mixtral_config(**LLAMA, add_bias_linear=True))
+    experts = {"num_moe_experts": 8, "moe_ffn_hidden_size": 8}
+    layout.check_model(deepseek_v3_config(**LLAMA, **experts))
+    with pytest.raises(
+        ConfigError, match="moe_shared_expert_intermediate_size=65, tensor_model_parallel_size=2: 65 is no"
+    ):
+        layout.check_model(deepseek_v3_config(**LLAMA, **experts, moe_shared_expert_intermediate_size=65))
 
 
 def test_experts_that_are_not_split_yet_are_refused() -> None:

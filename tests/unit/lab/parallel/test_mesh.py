@@ -33,7 +33,32 @@ def test_each_rank_is_in_one_group_of_each_kind(experts: int, expert: list[int],
         "gradients": [1, 3, 5, 7],
         "expert": expert,
         "replicas": replicas,
+        "sequence": [5, 7],
+        "tokens": [1, 3, 5, 7],
     }
+
+
+@pytest.mark.parametrize(
+    ("experts", "expert", "replicas"),
+    [(2, [4, 5], [1, 3, 5, 7]), (4, [4, 5, 6, 7], [1, 5]), (8, [0, 1, 2, 3, 4, 5, 6, 7], [5])],
+)
+def test_whole_experts_are_shared_by_the_ranks_of_tensor_parallelism_first(
+    experts: int, expert: list[int], replicas: list[int]
+) -> None:
+    layout = DeviceLayout(
+        pipeline_model_parallel_size=2,
+        data_parallel_size=2,
+        context_parallel_size=2,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        expert_model_parallel_size=experts,
+        expert_tensor_parallel_size=1,
+    )
+    with fake_process_group(5, 16):
+        mesh = layout_mesh(layout)
+        assert mesh.expert.mesh.flatten().tolist() == expert and mesh.replicas.mesh.tolist() == replicas
+        assert mesh.sequence.mesh.tolist() == [4, 5, 6, 7] and mesh.tokens.mesh.tolist() == [*range(8)]
+        assert mesh.gradients.mesh.tolist() == [1, 3, 5, 7]
 
 
 def test_experts_may_be_shared_by_some_of_the_ranks_of_a_sequence() -> None:
