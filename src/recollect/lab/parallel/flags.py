@@ -96,15 +96,21 @@ class ParallelFlags:
             num_layers_per_virtual_pipeline_stage=self.num_layers_per_virtual_pipeline_stage,
         )
 
+    def layout_of_one(self) -> DeviceLayout:
+        """Return the layout of a single replica of what is no expert: experts are shared by ranks that are there anyway.
+
+        Raises:
+            ConfigError: as `layout`.
+        """
+        return replace(self, expert_model_parallel_size=1, expert_tensor_parallel_size=None).layout()
+
     def layout_of(self, world_size: int) -> DeviceLayout:
         """Return the layout of some number of processes; data parallelism has what the other sizes leave.
 
         Raises:
             ConfigError: they are no multiple of what one model takes; or as `layout`.
         """
-        # Experts are shared by ranks that are there anyway.
-        alone = replace(self, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
-        each = alone.layout().num_devices
+        each = self.layout_of_one().num_devices
         if world_size % each:
             sizes = {name: getattr(self, name) for name in _SIZES if getattr(self, name) != 1}
             raise ConfigError(

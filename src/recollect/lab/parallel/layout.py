@@ -170,18 +170,20 @@ class DeviceLayout(PipelineLayout):
     def _check_experts(self) -> None:
         """Check that the ranks that share experts are some of those of context and data parallelism, in a row."""
         experts, context = self.expert_model_parallel_size, self.context_parallel_size
+        beside, times = "", "."
         if self.has_whole_experts:
             experts //= self.tensor_model_parallel_size
+            beside, times = ", and by all of tensor parallelism", f", times {self.tensor_model_parallel_size}."
         ranks = self.data_parallel_size * context
         if ranks % experts or (experts % context and context % experts):
             clash(
                 {
-                    "expert_model_parallel_size": experts,
+                    "expert_model_parallel_size": self.expert_model_parallel_size,
                     "data_parallel_size": self.data_parallel_size,
                     "context_parallel_size": context,
                 },
-                f"experts are shared by some of the {ranks} ranks of data and context parallelism",
-                "Choose a divisor of that number which is a multiple of context_parallel_size, or divides it.",
+                f"experts are shared by some of the {ranks} ranks of data and context parallelism{beside}",
+                "Choose a divisor of that number which is a multiple of context_parallel_size, or divides it" + times,
             )
 
 

@@ -234,7 +234,7 @@ class TrainConfig:
         Args:
             dimensions: the model.
         """
-        flags, layout = self.parallel, self.parallel.layout()
+        flags, layout = self.parallel, self.parallel.layout_of_one()
         ranks, each = layout.pipeline_model_parallel_size, layout.num_layers_per_virtual_pipeline_stage
         return TrainingSetting.of(
             dimensions,

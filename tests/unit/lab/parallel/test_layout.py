@@ -155,6 +155,10 @@ def test_whole_experts_are_shared_by_all_ranks_of_tensor_parallelism() -> None:
         NotYetError, match="expert_model_parallel_size=3: not yet: the same whole experts on several ranks"
     ):
         DeviceLayout(**whole, expert_model_parallel_size=3)
+    with pytest.raises(
+        ConfigError, match="size=6, .* of the 2 ranks of .* and by all of tensor .* divides it, times 2\\."
+    ):
+        DeviceLayout(**whole, data_parallel_size=2, expert_model_parallel_size=6)
     layout = DeviceLayout(**whole, expert_model_parallel_size=2)
     assert layout.num_devices == 2 and layout.has_whole_experts
     # Their channels and biases are not split; the shared one's are.
