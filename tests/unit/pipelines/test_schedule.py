@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from recollect.errors import ConfigError, ScheduleError
+from recollect.pipelines.first_actions import first_actions
 from recollect.pipelines.playback import StageTimes, step_s
-from recollect.pipelines.rank_profile import shortened
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 
 
@@ -64,7 +64,7 @@ def test_halves_of_a_backward_are_in_flight_until_the_second() -> None:
     schedule = schedule_of([["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"], ["1F0", "1B0", "1F1", "1I1", "1W1"]])
     assert schedule.most_in_flight(0) == 2 and schedule.most_in_flight(1) == 1
     assert schedule.backwards_of(0) == {"I"} and schedule.backwards_of(1) == {"B", "I"}
-    held = shortened(schedule.ranks[0])
+    held = first_actions(schedule.ranks[0])
     assert held == schedule.ranks[0]
 
 
