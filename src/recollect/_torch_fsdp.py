@@ -15,6 +15,7 @@ from recollect.errors import RecordError
 __all__ = [
     "GatheredParameters",
     "freed_after_forward",
+    "fully_sharded_modules",
     "fully_sharded_parameters",
     "is_fully_sharded",
     "other_sharded_parameters",
@@ -27,10 +28,15 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
+def fully_sharded_modules(model: nn.Module) -> list[Any]:
+    """Return the modules of a model that FSDP2 shards, each with what `fully_shard` adds to it."""
+    return [module for module in model.modules() if is_fully_sharded(module)]
+
+
 def fully_sharded_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
     """Return the parameters that FSDP2 shards, or holds whole, by `id`; those that it was told to ignore are no DTensors."""
     found: dict[int, nn.Parameter] = {}
-    for module in filter(is_fully_sharded, model.modules()):
+    for module in fully_sharded_modules(model):
         whole = [
             p.unsharded_param for group in parameter_groups(module) if group.is_unsharded for p in group.fsdp_params
         ]
@@ -46,10 +52,8 @@ def freed_after_forward(model: nn.Module) -> set[int]:
     """
     found: set[int] = set()
     is_first = True
-    for module in model.modules():
-        if not is_fully_sharded(module):
-            continue
-        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    for module in fully_sharded_modules(model):
+        state = module._get_fsdp_state()
         # Before the first forward the outermost one does not know yet that it will keep its parameters.
         will_keep = is_first and state._is_root is None and state._auto_reshard_after_forward
         is_first = False
@@ -79,12 +83,9 @@ def other_sharded_parameters(model: nn.Module) -> Iterator[Callable[[], None]]:
     Raises:
         RecordError: a model that FSDP2 shards has real parameters, or has run.
     """
-    states: list[Any] = [
-        module._get_fsdp_state()  # type: ignore[operator]
-        for module in model.modules()
-        if is_fully_sharded(module)
-    ]
-    groups = [group for module in model.modules() if is_fully_sharded(module) for group in parameter_groups(module)]
+    modules = fully_sharded_modules(model)
+    states = [module._get_fsdp_state() for module in modules]
+    groups = [group for module in modules for group in parameter_groups(module)]
     sharded = [parameter for group in groups for parameter in group.fsdp_params]
     if any(parameter.sharded_param.device.type != "meta" or parameter.all_gather_outputs for parameter in sharded):
         raise RecordError(
@@ -115,8 +116,7 @@ class GatheredParameters:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        sharded = [module for module in model.modules() if is_fully_sharded(module)]
-        groups = [group for module in sharded for group in parameter_groups(module)]
+        groups = [group for module in fully_sharded_modules(model) for group in parameter_groups(module)]
         self._groups = [group for group in groups if group.is_unsharded and not group.reduce_grads]
         self._parameters = [parameter for group in self._groups for parameter in group.fsdp_params]
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from recollect._torch_fsdp import is_fully_sharded
+from recollect._torch_fsdp import fully_sharded_modules, is_fully_sharded
 from recollect.arguments import check_kind
 
 __all__ = ["free_gathered", "gathered_stage"]
@@ -45,7 +45,7 @@ def gathered_stage(stage: nn.Module) -> Iterator[None]:
     if not is_fully_sharded(stage):
         yield
         return
-    for module in _sharded(stage):
+    for module in fully_sharded_modules(stage):
         module.unshard()
     _reduce_in_backward(stage, False)
     try:
@@ -57,12 +57,8 @@ def gathered_stage(stage: nn.Module) -> Iterator[None]:
 
 def free_gathered(model: nn.Module) -> None:
     """Free what FSDP2 has gathered of a model, as only a backward does otherwise; parameters are this rank's parts again."""
-    for module in _sharded(model):
+    for module in fully_sharded_modules(model):
         module.reshard()
-
-
-def _sharded(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if is_fully_sharded(module)]
 
 
 def _reduce_in_backward(stage: nn.Module, reduces: bool) -> None:

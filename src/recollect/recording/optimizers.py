@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from recollect._torch_fsdp import is_fully_sharded
+from recollect._torch_fsdp import fully_sharded_modules
 from recollect.errors import RecordError
 from recollect.measuring.meter import storages_of
 from recollect.profile.allocator_blocks import block_bytes
@@ -92,7 +92,7 @@ def check_optimizers(model: nn.Module, optimizers: Any) -> None:
     own = {id(parameter) for parameter in model.parameters()}
     if not own or not steps_over or any(id(parameter) in own for parameter in steps_over):
         return
-    if any(is_fully_sharded(module) for module in model.modules()):
+    if fully_sharded_modules(model):
         return
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     if len(given) != len(found) or any(one is not other for one, other in zip(given, found, strict=True)):

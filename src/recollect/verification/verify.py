@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from recollect._torch_fsdp import is_fully_sharded
+from recollect._torch_fsdp import fully_sharded_modules
 from recollect._torch_parallel import GradientBuckets
 from recollect.applying import applied_to, apply
 from recollect.arguments import check_kind
@@ -195,7 +195,7 @@ class _Check:
         return not self.ranks.all_of([not flag], Place.START)[0]
 
     def by_unit(self, plan: Plan) -> Report:
-        if any(map(is_fully_sharded, self.model.modules())):
+        if fully_sharded_modules(self.model):
             raise NotYetError(
                 settings={"compare": "units"},
                 needs="units that run alone with the parameters that FSDP2 gathers for them",

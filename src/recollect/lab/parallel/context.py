@@ -50,10 +50,11 @@ def context_parallel(model: GPTModel, mesh: DeviceMesh) -> GPTModel:
     """
     part = SequencePart(mesh.get_group())
     for module in [*model.modules()]:
-        if isinstance(module, GPTModel | LanguageModelEmbedding | RotaryEmbedding | TopKRouter):
+        if isinstance(module, GPTModel | LanguageModelEmbedding | RotaryEmbedding):
             module.sequence = part
         elif isinstance(module, SelfAttention | LatentAttention):
             module.core_attention = GatheredAttention(module.core_attention, mesh.get_group())
+    route_parts(model, mesh)
     balance_over(model, mesh)
     return model
 

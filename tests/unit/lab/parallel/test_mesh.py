@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from recollect._torch_parallel import fake_process_group
@@ -9,19 +11,17 @@ from recollect.errors import ConfigError
 from recollect.lab.parallel.layout import DeviceLayout
 from recollect.lab.parallel.mesh import layout_mesh
 
+EACH_BY_TWO = DeviceLayout(
+    pipeline_model_parallel_size=2, data_parallel_size=2, context_parallel_size=2, tensor_model_parallel_size=2
+)
+
 
 @pytest.mark.parametrize(
     ("experts", "expert", "replicas"),
     [(1, [5], [1, 3, 5, 7]), (2, [5, 7], [1, 5]), (4, [1, 3, 5, 7], [5])],
 )
 def test_each_rank_is_in_one_group_of_each_kind(experts: int, expert: list[int], replicas: list[int]) -> None:
-    layout = DeviceLayout(
-        pipeline_model_parallel_size=2,
-        data_parallel_size=2,
-        context_parallel_size=2,
-        tensor_model_parallel_size=2,
-        expert_model_parallel_size=experts,
-    )
+    layout = replace(EACH_BY_TWO, expert_model_parallel_size=experts)
     with fake_process_group(5, 16):
         mesh = layout_mesh(layout)
         found = {name: view.mesh.tolist() for name, view in vars(mesh).items()}
@@ -45,14 +45,8 @@ def test_each_rank_is_in_one_group_of_each_kind(experts: int, expert: list[int],
 def test_whole_experts_are_shared_by_the_ranks_of_tensor_parallelism_first(
     experts: int, expert: list[int], replicas: list[int]
 ) -> None:
-    layout = DeviceLayout(
-        pipeline_model_parallel_size=2,
-        data_parallel_size=2,
-        context_parallel_size=2,
-        tensor_model_parallel_size=2,
-        sequence_parallel=True,
-        expert_model_parallel_size=experts,
-        expert_tensor_parallel_size=1,
+    layout = replace(
+        EACH_BY_TWO, sequence_parallel=True, expert_model_parallel_size=experts, expert_tensor_parallel_size=1
     )
     with fake_process_group(5, 16):
         mesh = layout_mesh(layout)
