@@ -5,25 +5,26 @@ A part of `_torch_private.py`, to which the same applies.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import FunctionMeta
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 __all__ = [
-    "FunctionRunner",
+    "FunctionWatcher",
     "above_autograd",
-    "function_runner",
     "owner_of_hooks",
     "selective_policy",
     "tree_flatten",
     "tree_unflatten",
+    "watched_functions",
     "without_modes",
 ]
 
@@ -42,44 +43,120 @@ def above_autograd() -> Iterator[None]:
 without_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
 
 
-FunctionRunner = Callable[[Any, Callable[..., Any], tuple[Any, ...]], Any]
-"""`runner(function, apply, args)`: runs a call of a custom autograd Function, which `apply(*args)` would do as always."""
+class FunctionWatcher(Protocol):
+    """Runs the code of one call of a custom autograd Function."""
+
+    def run(self, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the Function's forward, or its `setup_context`, which comes after it if there is one."""
+
+    def end(self, output: Any, saved: list[torch.Tensor], has_written: bool) -> None:
+        """Take note of what forward returned and what autograd is about to save, in order.
+
+        `has_written`: it says that it wrote to an argument.
+        """
 
 
-class _Runner(threading.local):
-    run: FunctionRunner | None = None
+WatchFunction = Callable[[Any, tuple[Any, ...], dict[str, Any]], FunctionWatcher | None]
+"""`watch(function, args, kwargs)`: returns what runs a call whose forward comes next; None to leave it alone."""
 
 
-_runner = _Runner()
+class _Calls(threading.local):
+    """The calls of Functions on this thread.
+
+    Attributes:
+        watch: who is told of them; None if nobody is.
+        begun: the Function whose call has begun, and whether gradients are on; until its forward is looked up.
+        unset: the call whose forward has run, and whose `setup_context` comes next.
+    """
+
+    watch: WatchFunction | None = None
+    begun: tuple[Any, bool] | None = None
+    unset: _Call | None = None
+
+
+_calls = _Calls()
 
 
 @contextmanager
-def function_runner(runner: FunctionRunner | None) -> Iterator[None]:
-    """Have all calls of custom autograd Functions on this thread run by `runner`; None: as always.
+def watched_functions(watch: WatchFunction | None) -> Iterator[None]:
+    """Have the calls of custom autograd Functions on this thread watched, where gradients are on; None: leave them alone.
 
-    Calls cannot be seen in any public way. Models often keep `Function.apply` itself, under another name, so it must stay as
-    it is; but it looks for the C++ method through a class of PyTorch's own, where this puts another method in front. It stays
-    there, and does nothing where no runner is set.
+    Calls cannot be seen in any public way. Models often keep `Function.apply` itself, under another name, and since torch
+    2.15 it is all C++. But every call looks up the same attributes of the Function's class: `_backward_cls` when it
+    begins, then `forward`, then `setup_context`. This puts a lookup in front that hands out code which is watched. It
+    stays there, and does nothing where nobody watches.
     """
-    if "apply" not in vars(_SingleLevelFunction):
-        _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[attr-defined]
-    outer, _runner.run = _runner.run, runner
+    if FunctionMeta.__getattribute__ is not _look_up:
+        FunctionMeta.__getattribute__ = _look_up  # type: ignore[method-assign]
+    outer = _calls.watch, _calls.begun, _calls.unset
+    _calls.watch, _calls.begun, _calls.unset = watch, None, None
     try:
         yield
     finally:
-        _runner.run = outer
+        _calls.watch, _calls.begun, _calls.unset = outer
 
 
-def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    apply = super(_SingleLevelFunction, cls).apply
-    return apply(*args, **kwargs) if _runner.run is None or kwargs else _runner.run(cls, apply, args)
+def _look_up(cls: Any, name: str) -> Any:
+    found = type.__getattribute__(cls, name)
+    if _calls.watch is None:
+        return found
+    if name == "_backward_cls":
+        _calls.begun = cls, torch.is_grad_enabled()
+    elif name == "forward" and _calls.begun is not None:
+        (function, is_recorded), _calls.begun = _calls.begun, None
+        if function is cls and is_recorded:
+            return _Call(cls, found)
+    elif name == "setup_context" and _calls.unset is not None:
+        call, _calls.unset = _calls.unset, None
+        if call.function is cls:
+            return functools.partial(call.set_up, found)
+    return found
 
 
-# Not traced by `torch.compile`, but what it calls is.
+class _Call:
+    """One call of a Function, in place of its forward."""
+
+    def __init__(self, function: Any, forward: Callable[..., Any]) -> None:
+        self.function = function
+        self._forward = forward
+        self._watcher: FunctionWatcher | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward; the context is its first argument unless it has a `setup_context`."""
+        watch = _calls.watch
+        sets_up = self.function.setup_context is not torch.autograd.Function.setup_context
+        if watch is not None:
+            self._watcher = watch(self.function, args if sets_up else args[1:], kwargs)
+        if self._watcher is None:
+            return self._forward(*args, **kwargs)
+        output = self._watcher.run(self._forward, args, kwargs)
+        if sets_up:
+            _calls.unset = self
+        else:
+            self._end(args[0], output)
+        return output
+
+    def set_up(self, setup_context: Callable[..., Any], context: Any, inputs: Any, output: Any) -> Any:
+        """Run `setup_context`."""
+        assert self._watcher is not None
+        result = self._watcher.run(setup_context, (context, inputs, output), {})
+        self._end(context, output)
+        return result
+
+    def _end(self, context: Any, output: Any) -> None:
+        assert self._watcher is not None
+        saved = (
+            [tensor for tensor in context.to_save or () if tensor is not None] if any(context.needs_input_grad) else []
+        )
+        self._watcher.end(output, saved, bool(context.dirty_tensors))
+
+
+# Not traced by `torch.compile`, but what they call is.
 _frames = torch._C._dynamo.eval_frame
-_frames.set_code_exec_strategy(
-    _apply.__code__, _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
-)
+for _code in (_look_up.__code__, _Call.__call__.__code__, _Call.set_up.__code__):
+    _frames.set_code_exec_strategy(
+        _code, _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
+    )
 
 
 def runs_python_backward() -> bool:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.function import FunctionCtx
 
-from recollect._torch_functions import above_autograd, function_runner, tree_flatten, tree_unflatten
+from recollect._torch_functions import above_autograd, tree_flatten, tree_unflatten, watched_functions
 from recollect.engine.agreement import Agreement
 from recollect.engine.partitioned import gathered, group_of, is_partitioned
 from recollect.engine.region_draws import RegionDraws
@@ -138,7 +138,7 @@ class FunctionCall:
     @contextmanager
     def _as_in_forward(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(function_runner(None))
+            stack.enter_context(watched_functions(None))
             stack.enter_context(torch.no_grad())
             stack.enter_context(above_autograd())
             stack.enter_context(_autocast_to(self.autocast))

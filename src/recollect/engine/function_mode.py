@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from recollect._torch_functions import FunctionWatcher
 from recollect._torch_parallel import passes_ops_on
-from recollect._torch_private import untraced
 from recollect.engine.facts import OpFacts
 from recollect.engine.function_call import FunctionCall
-from recollect.engine.function_run import FunctionRun, FunctionWatch, SavedByFunction, may_run_again
+from recollect.engine.function_run import FunctionRun, FunctionWatch, may_run_again
 from recollect.engine.partitioned import group_of
 from recollect.engine.tape_mode import TapeMode
 from recollect.engine.tape_state import OpActions, TapeState
@@ -40,34 +40,21 @@ class FunctionMode(TapeMode):
             self.function.keep("it runs a module")
         return super().run_module(module_path, forward, args, kwargs)
 
-    def run_function(self, function: Any, apply: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run a call of a Function (`apply`), and drop of what it makes what the plan says."""
-        is_seen = self.is_watching and self.function is None and torch.is_grad_enabled()
-        if is_seen and passes_ops_on(function):
-            self.is_in_collective = True
-            try:
-                return apply(*args)
-            finally:
-                self.is_in_collective = False
-        if not is_seen or not may_run_again(function):
-            return apply(*args)
-        run = FunctionRun(function, args)
+    def watch_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionWatcher | None:
+        """Watch a call of a Function, to drop of what it makes what the plan says."""
+        if not self.is_watching or self.function is not None:
+            return None
+        if passes_ops_on(function):
+            return _CollectiveFunction(self)
+        if not may_run_again(function):
+            return None
+        run = FunctionRun(function, (*args, *kwargs.values()))
+        if kwargs:
+            run.keep("it takes arguments by name")
         if run.wrote_unseen:
             _forget_arguments(run)
         self._meet_owners(run)
-        if run.kept_because:
-            output = apply(*args)
-            self.end_function(run)
-            return output
-        self.function = run
-        try:
-            with run.draws.first(), FunctionWatch(run), _without_autocast_cache(run):
-                output = apply(*args)
-        finally:
-            self.function = None
-        run.end(output)
-        self.end_function(run)
-        return output
+        return _WatchedFunction(self, run)
 
     def _meet_owners(self, run: FunctionRun) -> None:
         """Tell the ranks that have parts of its parameters of the plan; keep what it makes if there is none."""
@@ -83,18 +70,6 @@ class FunctionMode(TapeMode):
             _forget_arguments(run)
         if not run.kept_because and run.made:
             self._drop(run)
-        for saved in run.saved:
-            if saved.tensor is not None:
-                saved.resolve(super().pack(saved.tensor))
-
-    @untraced
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Return what autograd holds in place of a tensor; while a Function runs, it is decided later what that is."""
-        if self.function is None:
-            return super().pack(tensor)
-        saved = SavedByFunction(tensor)
-        self.function.saved.append(saved)
-        return saved
 
     def function_actions(self, run: FunctionRun, call: FunctionCall) -> OpActions:
         """Return what happens to the storages that a call made, in their order."""
@@ -118,7 +93,6 @@ class FunctionMode(TapeMode):
                 self.hold_part(made.tensor, OpFacts(name=run.name), made.storage)
             if action is not Action.RECOMPUTE:
                 continue
-            saved = run.saved_in(made)
             record = records.get(made.storage)
             if record is None:
                 value = outputs[made.slot] = TapeValue(None, node)
@@ -126,15 +100,10 @@ class FunctionMode(TapeMode):
                 records[made.storage] = record
                 attach_record(made.tensor.untyped_storage(), record)
                 self.dropped.append(weakref.ref(made.tensor.untyped_storage()))
-            elif record.layout == layout_of(made.tensor):
-                value = record.base
-            elif saved is not None:
-                value = outputs[made.slot] = TapeValue(None, node)
+            elif run.is_saved(made) and layout_of(made.tensor) not in (record.layout, *record.views):
+                # A view that the recipe makes, too: nothing else has to hold what it is a view of.
+                value = outputs[made.slot] = record.views[layout_of(made.tensor)] = TapeValue(None, node)
                 value.is_viewed = record.base.is_viewed = True
-            if saved is not None:
-                self._saves_dropped.add((self.unit_path, self.scope))
-                value.is_saved()
-                saved.resolve(value)
         for output in outputs:
             node.add_output(output)
 
@@ -151,6 +120,48 @@ class FunctionMode(TapeMode):
         """Return a value that the recipe does not pass on, for its check that the tensor has not changed."""
         held, version = self.tape.alias(tensor, True)
         return TapeValue(held, None, version, (self.unit_path, self.scope, name))
+
+
+class _CollectiveFunction:
+    """Runs a Function of PyTorch's around collectives: its ops are recorded like any others."""
+
+    def __init__(self, mode: FunctionMode) -> None:
+        self._mode = mode
+
+    def run(self, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._mode.is_in_collective = True
+        try:
+            return code(*args, **kwargs)
+        finally:
+            self._mode.is_in_collective = False
+
+    def end(self, output: Any, saved: list[torch.Tensor], has_written: bool) -> None:
+        pass
+
+
+class _WatchedFunction:
+    """Runs a Function that is one op of the tape."""
+
+    def __init__(self, mode: FunctionMode, run: FunctionRun) -> None:
+        self._mode = mode
+        self._run = run
+        self._is_seen = not run.kept_because
+
+    def run(self, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = self._run
+        if not self._is_seen:
+            return code(*args, **kwargs)
+        self._mode.function = run
+        try:
+            with run.draws.first(), FunctionWatch(run), _without_autocast_cache(run):
+                return code(*args, **kwargs)
+        finally:
+            self._mode.function = None
+
+    def end(self, output: Any, saved: list[torch.Tensor], has_written: bool) -> None:
+        if self._is_seen:
+            self._run.end(output, saved, has_written)
+        self._mode.end_function(self._run)
 
 
 def _forget_arguments(run: FunctionRun) -> None:

@@ -41,7 +41,7 @@ from recollect.engine.region_draws import RegionDraws
 from recollect.engine.values import Layout, is_known, layout_of
 from recollect.tensors import tensors_in
 
-__all__ = ["FunctionRun", "Made", "SavedByFunction", "may_run_again"]
+__all__ = ["FunctionRun", "FunctionWatch", "Made", "may_run_again"]
 
 # On a storage: which call made it, or was given it.
 _MARK = "_recollect_function"
@@ -77,26 +77,6 @@ class Made(NamedTuple):
     storage: int
 
 
-class SavedByFunction:
-    """What autograd holds in place of a tensor that a Function saves; decided when the call is over."""
-
-    __slots__ = ("tensor", "value")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor: torch.Tensor | None = tensor
-        self.value: Any = None
-
-    def resolve(self, value: Any) -> None:
-        """Stand for a value from here on."""
-        self.value = value
-        self.tensor = None
-
-    def rebuild(self, unpack: Any) -> torch.Tensor:
-        """Return the tensor."""
-        tensor: torch.Tensor = unpack(self.value) if self.tensor is None else self.tensor
-        return tensor
-
-
 class FunctionRun:
     """One call of a Function, from before it runs until its results are known.
 
@@ -108,7 +88,7 @@ class FunctionRun:
         autocast: where autocast is on.
         others: tensors that it reads and does not get as arguments of its own: parameters, and tensors in objects.
         partitioned: parameters of which each rank has a part.
-        saved: what it saved, in order.
+        saved: what autograd is to save of it, in order.
     """
 
     def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
@@ -119,7 +99,7 @@ class FunctionRun:
         self.wrote_unseen = False
         self.others: list[torch.Tensor] = []
         self.partitioned: list[nn.Parameter] = []
-        self.saved: list[SavedByFunction] = []
+        self.saved: list[torch.Tensor] = []
         self.made: list[Made] = []
         self.num_storages = 0
         self._num_outputs = 0
@@ -283,11 +263,12 @@ class FunctionRun:
 
     # Afterwards
 
-    def end(self, output: Any) -> None:
-        """Find what it made, now that its output is known and all is saved."""
+    def end(self, output: Any, saved: list[torch.Tensor], has_written: bool) -> None:
+        """Find what it made, now that its output is known, and what autograd is to save."""
+        self.saved = saved
         if [id(leaf) for leaf in tree_leaves(self.args)] != [id(leaf) for leaf in self.arguments.leaves]:
             self.keep("it changed a list of arguments")
-        if [_version(tensor) for tensor in self._given] != self._versions:
+        if has_written or [_version(tensor) for tensor in self._given] != self._versions:
             self.keep("it changed an argument")
         if any(_identities(thing) != identities for thing, identities in self._objects):
             self.keep("it changed an object")
@@ -301,7 +282,7 @@ class FunctionRun:
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         self._num_outputs = len(outputs)
         storages: list[torch.UntypedStorage] = []
-        for slot, tensor in enumerate([*outputs, *(saved.tensor for saved in self.saved)]):
+        for slot, tensor in enumerate([*outputs, *saved]):
             if (
                 isinstance(tensor, torch.Tensor)
                 and not is_traceable_wrapper_subclass(tensor)
@@ -331,9 +312,9 @@ class FunctionRun:
         name: str = self.function.__name__
         return name.replace(".", "_").replace("#", "_")
 
-    def saved_in(self, made: Made) -> SavedByFunction | None:
-        """Return what stands for a result that was saved; None for an output."""
-        return self.saved[made.slot - self._num_outputs] if made.slot >= self._num_outputs else None
+    def is_saved(self, made: Made) -> bool:
+        """Whether a result is what was saved, not an output."""
+        return made.slot >= self._num_outputs
 
     @property
     def num_slots(self) -> int:

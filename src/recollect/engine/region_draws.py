@@ -39,7 +39,7 @@ class RegionDraws:
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Note what is drawn while the module runs."""
+        """Note what is drawn while the module runs, or a part of it that follows on another."""
         # As bytes, which take no memory of the device's allocator: most regions do not need them later.
         states = {
             generator: state_content(generator.get_state())
@@ -49,8 +49,11 @@ class RegionDraws:
         mode = _FirstRun(self._seen, dict(states))
         with mode:
             yield
-        self._unseen = [
-            (generator, _state(content)) for generator, content in states.items() if mode.was_moved(generator)
+        known = {generator for generator, _ in self._unseen}
+        self._unseen += [
+            (generator, _state(content))
+            for generator, content in states.items()
+            if generator not in known and mode.was_moved(generator)
         ]
 
     @contextmanager

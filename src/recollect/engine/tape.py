@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from recollect._torch_functions import function_runner
+from recollect._torch_functions import watched_functions
 from recollect._torch_private import (
     at_end_of_backward,
     below_autograd,
@@ -130,7 +130,7 @@ class Tape(TapeState):
         mode = self.new_mode(unit_path)
         self._local.mode = mode
         try:
-            with saved_tensors_hooks(mode.pack, self.unpack), mode, function_runner(mode.run_function):
+            with saved_tensors_hooks(mode.pack, self.unpack), mode, watched_functions(mode.watch_function):
                 yield mode
             if mode.unsettled:
                 self.learn(mode.unsettled)

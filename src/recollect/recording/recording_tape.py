@@ -176,8 +176,7 @@ class _RecordingMode(FunctionMode):
         super().__init__(tape, unit_path)
         self.recorder = tape.recorder
         self._kept = tape.kept
-        # What the Function that is running has saved so far, and where its record begins.
-        self._function_saves: list[tuple[_Handle, torch.Tensor]] = []
+        # Where the record of the Function that is running begins.
         self._function_mark = Mark(0, 0, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -266,20 +265,17 @@ class _RecordingMode(FunctionMode):
                 forget_record(tensor.untyped_storage())
         return output
 
-    def run_function(self, function: Any, apply: Any, args: Any) -> Any:
+    def watch_function(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Note where the record of the Function begins."""
         if self.function is None:
             self._function_mark = self.recorder.mark()
-        return super().run_function(function, apply, args)
+        return super().watch_function(function, args, kwargs)
 
     def end_function(self, run: FunctionRun) -> None:
-        """Record what the Function saved, after the Function itself."""
+        """Record that arguments were written to."""
         super().end_function(run)
         if run.wrote_unseen:
             self._keep_arguments(run)
-        for handle, tensor in self._function_saves:
-            self._log_save(handle, tensor)
-        self._function_saves = []
 
     def _keep_arguments(self, run: FunctionRun) -> None:
         """Mark arguments that were written to out of sight: from then on the tape has no recipe for them."""
@@ -320,9 +316,6 @@ class _RecordingMode(FunctionMode):
         if type(packed) is PackedSubclass:
             return packed  # Its parts have handles.
         handle = _Handle(packed)
-        if self.function is not None:
-            self._function_saves.append((handle, tensor))
-            return handle
         return handle if self._log_save(handle, tensor) else handle.packed
 
     def _log_save(self, handle: _Handle, tensor: torch.Tensor) -> bool:
