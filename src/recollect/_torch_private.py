@@ -1,35 +1,18 @@
 """Every private name of PyTorch that this library uses, each with the reason why a public one will not do.
 
-Checked against torch 2.11 to 2.13. When a release moves one of them, this is the file to change.
+When a release moves one of them, this is the file to change; `engine/self_check.py` notices where one does nothing any more.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch._C._autograd import (
-    _disable_profiler,
-    _enable_profiler,
-    _get_current_graph_task_keep_graph,
-    _prepare_profiler,
-    _profiler_enabled,
-)
+from torch._C._autograd import _get_current_graph_task_keep_graph, _profiler_enabled
 from torch._C._functorch import peek_interpreter_stack
-from torch._C._profiler import (
-    ProfilerActivity,
-    ProfilerConfig,
-    ProfilerState,
-    RecordScope,
-    _EventType,
-    _ExperimentalConfig,
-)
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -43,9 +26,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+# The versions that `scripts/test --torch` has run with, and all between.
+OLDEST_TESTED = "2.11.0"
+NEWEST_TESTED = "2.15.0"
+
 __all__ = [
-    "AllocatorTrace",
     "DATA_DEPENDENT",
+    "NEWEST_TESTED",
+    "OLDEST_TESTED",
     "FakeTensorMode",
     "TorchDispatchMode",
     "desugars",
@@ -76,7 +64,6 @@ __all__ = [
     "push_saved_tensors_hooks",
     "raises_version_first",
     "replaced_dispatch_modes",
-    "quiet_allocator",
     "share_version_counters",
     "transforms_are_active",
     "tree_leaves",
@@ -242,73 +229,6 @@ def profiler_is_active() -> bool:
     """Whether this thread runs under a profiler; PyTorch's own check is not exported."""
     active: bool = _profiler_enabled()
     return active
-
-
-class AllocatorTrace:
-    """The CPU allocator's own record of every allocation and free, in order, in bytes.
-
-    `torch.profiler` has no public form of it with addresses, which tell a free of this trace's memory from a free of
-    memory that an earlier trace saw. It also records every op, which is slow; here only memory is recorded. Covers
-    the thread that starts it and the threads of autograd that work for it.
-    """
-
-    def start(self) -> None:
-        """Begin to record."""
-        config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
-        with _quiet_first_profile():
-            _prepare_profiler(config, {ProfilerActivity.CPU})
-            # The scope leaves out the ops. The stub of this function does not know its third argument.
-            _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})  # type: ignore[call-arg]
-
-    def stop(self) -> list[tuple[int, int]]:
-        """End the recording and return (address, bytes) per event in order of time; a free has negative bytes."""
-        pending = list(reversed(_disable_profiler().experimental_event_tree()))
-        events: list[tuple[int, int, int]] = []
-        while pending:
-            event = pending.pop()
-            if event.tag == _EventType.Allocation:
-                fields: Any = event.extra_fields
-                if fields.device.type == "cpu":
-                    events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-            pending.extend(reversed(event.children))
-        events.sort(key=lambda event: event[0])
-        return [(address, num_bytes) for _, address, num_bytes in events]
-
-
-@contextmanager
-def _quiet_first_profile() -> Iterator[None]:
-    """Keep Kineto, which reads this variable in a process's first profile, from printing a line per start and stop."""
-    if "KINETO_LOG_LEVEL" in os.environ:
-        yield
-        return
-    os.environ["KINETO_LOG_LEVEL"] = "6"
-    try:
-        yield
-    finally:
-        del os.environ["KINETO_LOG_LEVEL"]
-
-
-_LOG_ERROR = 2
-
-
-@contextmanager
-def quiet_allocator() -> Iterator[None]:
-    """Silence C++ log warnings: the allocator prints one per thousand frees of memory that its trace does not know.
-
-    No Python function sets this level after import. Where the symbol is missing (glog builds), nothing is silenced.
-    """
-    try:
-        library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libc10.*"))))
-        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
-    except (OSError, StopIteration, ValueError):
-        yield
-        return
-    before = level.value
-    level.value = max(before, _LOG_ERROR)
-    try:
-        yield
-    finally:
-        level.value = before
 
 
 # A tenth of the time of `torch.cuda.current_stream`, which makes an object. Builds without CUDA do not have it, nor tensors

@@ -24,6 +24,7 @@ from recollect.engine.placed_forward import Applied, PlacedForward
 from recollect.engine.policy import Policy
 from recollect.engine.recorded_on import warn_if_recorded_elsewhere
 from recollect.engine.registry import ENGINES
+from recollect.engine.self_check import losses
 from recollect.engine.tape import Tape
 from recollect.engine.tape_engine import tape_forwards
 from recollect.engine.unit_modules import unit_module
@@ -69,6 +70,7 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
         PlanMismatchWarning: the plan was made for a model with fewer layers; or once, if a unit runs other ops than the
             plan names. What it does not name is kept.
         ProfileMismatchWarning: the plan's profile was recorded with another version of PyTorch, or on another device.
+        TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
 
     Example:
         >>> import recollect
@@ -80,6 +82,7 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
         >>> applied.remove()
     """
     check_kind("apply(model, plan)", "model", model, nn.Module, "torch.nn.Module")
+    losses()  # To warn here, not in the first step.
     plans = _checked_plans(plan)
     ranks = ALONE if group is None else ranks_of(model, group, "apply(model, plan)")
     distinct = list({id(one): one for one in plans}.values())

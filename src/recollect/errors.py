@@ -33,6 +33,7 @@
     ConfigWarning (UserWarning)               a setting without effect, or with another one than it seems
     PlanMismatchWarning (UserWarning)         a plan that does not fit the ops it meets
     ProfileMismatchWarning (UserWarning)      a plan from a profile of another version or device
+    TorchVersionWarning (UserWarning)         a PyTorch that is not tested, or in which something does not hold
 
 Errors with numbers or names keep them as attributes, from which their text is derived. All can be pickled, because
 training programs send errors between processes.
@@ -77,6 +78,7 @@ __all__ = [
     "RecomputeMismatchError",
     "RecordError",
     "ScheduleError",
+    "TorchVersionWarning",
     "UnknownNameError",
     "UnsupportedModelError",
 ]
@@ -248,13 +250,8 @@ class BudgetTooSmallError(RecollectError, ValueError):
 
     def with_percentage_of(self, plain_peak_bytes: int) -> BudgetTooSmallError:
         """Return the same error for a budget whose percentages are of another peak without recompute."""
-        return BudgetTooSmallError(
-            budget_bytes=self.budget_bytes,
-            least_peak_bytes=self.least_peak_bytes,
-            unit=self.unit,
-            advice=self.advice,
-            plain_peak_bytes=plain_peak_bytes,
-        )
+        fields = {name: getattr(self, name) for name in ("budget_bytes", "least_peak_bytes", "unit", "advice")}
+        return BudgetTooSmallError(**fields, plain_peak_bytes=plain_peak_bytes)
 
 
 class HardwareError(RecollectError, ValueError):
@@ -396,3 +393,7 @@ class PlanMismatchWarning(UserWarning):
 
 class ProfileMismatchWarning(UserWarning):
     """A plan comes from a profile recorded with another version of PyTorch, or on another device."""
+
+
+class TorchVersionWarning(UserWarning):
+    """A PyTorch newer than those that are tested, or one in which a hook that recollect rests on does not hold."""

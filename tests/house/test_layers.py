@@ -19,6 +19,7 @@ LAYERS = (
     "progress",
     "printing",
     "_torch_private",
+    "_torch_memory",
     "_torch_functions",
     "_torch_fsdp",
     "_torch_parallel",

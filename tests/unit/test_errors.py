@@ -104,6 +104,7 @@ def test_tree_in_the_docstring_names_every_class() -> None:
             "ConfigWarning",
             "PlanMismatchWarning",
             "ProfileMismatchWarning",
+            "TorchVersionWarning",
         }
     )
     assert issubclass(PlanMismatchWarning, UserWarning)

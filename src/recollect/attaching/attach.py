@@ -11,6 +11,7 @@ from torch import nn
 from recollect.applying import applied_to
 from recollect.arguments import check_kind
 from recollect.attaching.attached import Attached, OnLarger
+from recollect.engine.self_check import check_steps_can_be_recorded
 from recollect.errors import AlreadyAppliedError, RecollectError, RecordError
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.measuring.device_memory import memory_bytes
@@ -60,7 +61,8 @@ def attach(
     Raises:
         ArgumentError: the model is no module, or the group none.
         RecordError: the optimizer trains another model; or, in the first step, it never steps, or steps without a backward; or
-            a process of the group fails, does not call, has another model, or calls the model less often in a step.
+            a process of the group fails, does not call, has another model, or calls the model less often in a step; or this
+            PyTorch does not do what a recording needs.
         ConfigError: two processes of the group have different budgets, units or `on_larger`.
         QuantityError: the budget is no amount of bytes, or a percentage of a device whose memory is not known.
         AlreadyAppliedError: the model already recomputes.
@@ -72,6 +74,7 @@ def attach(
         BudgetWarning: a later step fits under no plan, or is larger and `on_larger` is "warn"; a step needed more than the
             budget while it was recorded; the model is in eval mode; it recomputes by another mechanism, too; the optimizer
             stepped, and the model was not called.
+        TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
 
     Example:
         >>> import torch, recollect
@@ -117,6 +120,7 @@ def _attached(
     log: Callable[[str], object] | None,
     ranks: Ranks,
 ) -> Attached:
+    check_steps_can_be_recorded()
     optimizers = optimizers_in(optimizer)
     if not optimizers:
         raise RecordError("attach: got no optimizer, expected the one whose step ends a training step.")

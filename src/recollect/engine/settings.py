@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from recollect._torch_private import dispatch_mode_stack, kernel_switches, replaced_dispatch_modes
+from recollect.errors import ConfigError
 
 __all__ = ["Replaying", "Settings", "applied_here", "current_settings", "hold_here"]
 
@@ -58,15 +59,25 @@ class Settings:
 
     @contextmanager
     def applied(self, now: Settings) -> Iterator[None]:
-        """Set all that differs from `now`, and set it back afterwards."""
+        """Set all that differs from `now`, and set it back afterwards.
+
+        Raises:
+            ConfigError: a switch is not what it was set to.
+        """
         differing = [
-            (switch[1], wanted, found)
+            (switch, wanted, found)
             for switch, wanted, found in zip(_SWITCHES, self.values, now.values, strict=True)
             if wanted != found
         ]
-        for change, wanted, _ in differing:
-            change(wanted)
         try:
+            for (get, change), wanted, _ in differing:
+                change(wanted)
+                if get() != wanted:
+                    raise ConfigError(
+                        settings={_name_of(get): get()},
+                        reason=f"it was {wanted!r} in forward, and could not be set to that again to recompute a value",
+                        advice="Leave it as it is between forward and backward.",
+                    )
             if self.modes == now.modes:
                 yield
             else:
@@ -74,7 +85,7 @@ class Settings:
                 with replaced_dispatch_modes([*stack, *self.modes]):
                     yield
         finally:
-            for change, _, found in differing:
+            for (_, change), _, found in differing:
                 change(found)
 
 
@@ -121,6 +132,10 @@ def hold_here(settings: Settings) -> bool:
 def applied_here(settings: Settings) -> AbstractContextManager[None]:
     """Have these settings hold for one op of those that are computed again on this thread."""
     return settings.applied(_here.settings)
+
+
+def _name_of(get: Any) -> str:
+    return str(getattr(get, "__name__", None) or f"{get.func.__name__}{get.args}")
 
 
 def _is_users(mode: Any) -> bool:

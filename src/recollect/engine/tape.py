@@ -33,7 +33,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,7 +50,9 @@ from recollect._torch_private import (
 )
 from recollect.engine.agreement import Agreement
 from recollect.engine.function_mode import FunctionMode
+from recollect.engine.functions_in_graph import check_no_functions
 from recollect.engine.policy import Policy
+from recollect.engine.self_check import Loss, losses
 from recollect.engine.settings import Replaying
 from recollect.engine.sharded_keep import Shards
 from recollect.engine.subclasses import strided_tensors
@@ -114,11 +116,19 @@ class Tape(TapeState):
         return FunctionMode(self, unit_path)
 
     def run(self, unit_path: str, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Run a unit's forward on the tape."""
+        """Run a unit's forward on the tape.
+
+        Raises:
+            UnsupportedModelError: it called a custom autograd Function, on a PyTorch where such calls are not seen.
+        """
+        if Loss.PLANS in losses():
+            return forward(*args, **kwargs)
         outer = self.mode
         with self._watching(unit_path) if outer is None else _inside(outer, unit_path) as mode:
             output = mode.run_module("", forward, args, kwargs)
             call = mode.call
+        if Loss.FUNCTIONS in losses():
+            check_no_functions(unit_path, args, kwargs, output)
         if self.policy.output_action(unit_path) is Action.KEEP:
             self._hold_outputs(unit_path, output, call)
         return output
@@ -129,8 +139,9 @@ class Tape(TapeState):
             forget_last_step()
         mode = self.new_mode(unit_path)
         self._local.mode = mode
+        functions = nullcontext() if Loss.FUNCTIONS in losses() else watched_functions(mode.watch_function)
         try:
-            with saved_tensors_hooks(mode.pack, self.unpack), mode, watched_functions(mode.watch_function):
+            with saved_tensors_hooks(mode.pack, self.unpack), mode, functions:
                 yield mode
             if mode.unsettled:
                 self.learn(mode.unsettled)

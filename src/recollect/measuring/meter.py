@@ -20,11 +20,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from recollect._torch_private import (
-    AllocatorTrace,
-    profiler_is_active,
-    quiet_allocator,
-)
+from recollect._torch_memory import AllocatorTrace, quiet_allocator
+from recollect._torch_private import profiler_is_active
 from recollect.byte_format import format_bytes
 from recollect.errors import MeterError
 from recollect.measuring.reachable import reachable_storages

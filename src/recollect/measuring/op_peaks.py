@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from recollect._torch_private import AllocatorTrace, profiler_is_active, quiet_allocator
+from recollect._torch_memory import AllocatorTrace, quiet_allocator
+from recollect._torch_private import profiler_is_active
 from recollect.errors import MeterError
 
 

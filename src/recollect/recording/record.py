@@ -16,6 +16,7 @@ from recollect.costs.hardware import Hardware
 from recollect.costs.hardware_table import choose_hardware
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.costs.op_costs import MeasuredCosts
+from recollect.engine.self_check import check_steps_can_be_recorded
 from recollect.errors import HardwareError, RecordError
 from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import other_bytes
@@ -110,7 +111,10 @@ def record(
         ChunkedLossError: the model's loss cannot be computed in chunks.
         RecordError: both or neither of `batch` and `step`; the model rejected the batch; the loss is not a scalar or does
             not require grad; an unknown word; with `fake`, the step depends on data; the parameters are not there yet, or are
-            partitioned; a process of the group failed, or has another model.
+            partitioned; a process of the group failed, or has another model; or this PyTorch does not do what records need.
+
+    Warns:
+        TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
 
     Example:
         >>> import torch, recollect
@@ -122,6 +126,7 @@ def record(
         >>> [call.path for call in profile.calls]
         ['embedding', 'rotary_pos_emb', 'decoder.layers.0', 'decoder.layers.1', 'decoder.final_layernorm', 'output_layer']
     """
+    check_steps_can_be_recorded()
     modelled = _modelled_costs(hardware, fake=fake)
     check_step(model, batch, step)
     if collectives not in get_args(Collectives):

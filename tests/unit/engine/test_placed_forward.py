@@ -91,7 +91,7 @@ def per_sample_gradients(model: nn.Module) -> Tensor:
 
 
 # PyTorch's own decompositions for forward mode are scripted when they are first used.
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("engine", PLANS)
 @pytest.mark.parametrize("transform", [dual_tensors, forward_mode, mapped, per_sample_gradients])
 def test_transforms_see_the_plain_model(transform: Callable[[nn.Module], Tensor], engine: str) -> None:

@@ -1,0 +1,108 @@
+"""Shows what PyTorch's allocator for the CPU does; the private names for that, each with its reason."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    RecordScope,
+    _EventType,
+    _ExperimentalConfig,
+)
+
+from recollect._torch_private import NEWEST_TESTED, OLDEST_TESTED
+from recollect.errors import MeterError
+
+__all__ = ["AllocatorTrace", "quiet_allocator"]
+
+# An amount that nobody else allocates.
+_PROBE_BYTES = 3
+
+
+class AllocatorTrace:
+    """The CPU allocator's own record of every allocation and free, in order, in bytes.
+
+    `torch.profiler` has no public form of it with addresses, which tell a free of this trace's memory from a free of
+    memory that an earlier trace saw. It also records every op, which is slow; here only memory is recorded. Covers
+    the thread that starts it and the threads of autograd that work for it.
+
+    Raises:
+        MeterError: at the end, if it has not even seen what it allocated itself.
+    """
+
+    def start(self) -> None:
+        """Begin to record."""
+        config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
+        with _quiet_first_profile():
+            _prepare_profiler(config, {ProfilerActivity.CPU})
+            # The scope leaves out the ops. The stub of this function does not know its third argument.
+            _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.USER_SCOPE})  # type: ignore[call-arg]
+        self._probe = torch.UntypedStorage(_PROBE_BYTES).data_ptr()
+
+    def stop(self) -> list[tuple[int, int]]:
+        """End the recording and return (address, bytes) per event in order of time; a free has negative bytes."""
+        pending = list(reversed(_disable_profiler().experimental_event_tree()))
+        events: list[tuple[int, int, int]] = []
+        while pending:
+            event = pending.pop()
+            if event.tag == _EventType.Allocation:
+                fields: Any = event.extra_fields
+                if fields.device.type == "cpu":
+                    events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+            pending.extend(reversed(event.children))
+        events.sort(key=lambda event: event[0])
+        found = [(address, num_bytes) for _, address, num_bytes in events]
+        for probe in ((self._probe, _PROBE_BYTES), (self._probe, -_PROBE_BYTES)):
+            if probe not in found:
+                raise MeterError(
+                    f"the allocator's trace of torch {torch.__version__} does not show what is allocated, so that memory on "
+                    f"the CPU cannot be measured. Install torch {OLDEST_TESTED} to {NEWEST_TESTED}, or a newer recollect."
+                )
+            found.remove(probe)
+        return found
+
+
+@contextmanager
+def _quiet_first_profile() -> Iterator[None]:
+    """Keep Kineto, which reads this variable in a process's first profile, from printing a line per start and stop."""
+    if "KINETO_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["KINETO_LOG_LEVEL"] = "6"
+    try:
+        yield
+    finally:
+        del os.environ["KINETO_LOG_LEVEL"]
+
+
+_LOG_ERROR = 2
+
+
+@contextmanager
+def quiet_allocator() -> Iterator[None]:
+    """Silence C++ log warnings: the allocator prints one per thousand frees of memory that its trace does not know.
+
+    No Python function sets this level after import. Where the symbol is missing (glog builds), nothing is silenced.
+    """
+    try:
+        library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libc10.*"))))
+        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, StopIteration, ValueError):
+        yield
+        return
+    before = level.value
+    level.value = max(before, _LOG_ERROR)
+    try:
+        yield
+    finally:
+        level.value = before

@@ -1,0 +1,179 @@
+"""What is said, and refused, where PyTorch's hooks do not hold, or are not known to."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import recollect
+from recollect import _torch_memory
+from recollect.checkpointing.checkpoint import checkpoint
+from recollect.engine import self_check, settings
+from recollect.engine.self_check import Hook, Loss, hooks, losses
+from recollect.engine.settings import Settings, current_settings
+from recollect.errors import ConfigError, MeterError, RecordError, TorchVersionWarning
+
+ROWS = torch.randn(4, 8)
+
+
+@pytest.fixture(autouse=True)
+def checked_anew() -> Iterator[None]:
+    losses.cache_clear()
+    yield
+    losses.cache_clear()
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def no_hook_holds(monkeypatch: pytest.MonkeyPatch, loss: Loss) -> None:
+    monkeypatch.setattr(self_check, "hooks", lambda: [Hook("ops are seen", lambda: 1 / 0 > 0, loss)])
+
+
+def test_all_hooks_hold_whatever_the_caller_runs_under() -> None:
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError("the caller's mode sees a check")
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError("the caller's mode sees a check")
+
+    with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), Functions(), Dispatch():
+        assert losses() == frozenset()
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        losses.cache_clear()
+        assert losses() == frozenset()
+
+
+def test_checks_leave_the_generator_as_it_was() -> None:
+    before = torch.get_rng_state()
+    losses()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_checks_take_milliseconds() -> None:
+    losses()
+    taken = []
+    for _ in range(5):
+        losses.cache_clear()
+        begin = time.perf_counter()
+        losses()
+        taken.append(time.perf_counter() - begin)
+    assert min(taken) < 0.1  # 5 ms on a free core.
+
+
+def test_each_hook_says_what_goes_without_it() -> None:
+    assert {hook.loss for hook in hooks()} == set(Loss)
+    assert len({hook.name for hook in hooks()}) == len(hooks())
+
+
+def test_one_warning_at_the_line_that_applies(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_hook_holds(monkeypatch, Loss.STEPPING_ASIDE)
+    version = torch.__version__.partition("+")[0]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            recollect.apply(model(), recollect.Plan({}))
+    (warning,) = caught
+    assert warning.category is TorchVersionWarning and warning.filename == __file__
+    assert str(warning.message) == (
+        f"this does not hold in torch {version}, and what rests on it is switched off: ops are seen (all modules of a unit are "
+        "watched, which takes time). Gradients stay exact. recollect is tested with torch 2.11.0 to 2.15.0: install one of "
+        "these, or a newer recollect."
+    )
+
+
+def test_a_newer_version_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "NEWEST_TESTED", "2.10.3")
+    with pytest.warns(
+        TorchVersionWarning, match=r"^torch 2\.\d+\.\d+ has not been tried: recollect is tested .* to 2\.10\.3\."
+    ) as caught:
+        recollect.apply(model(), recollect.Plan({}))
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recollect.apply(model(), recollect.Plan({}))
+
+
+def test_a_patch_of_a_tested_version_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.15.9+cu140")
+    assert losses() == frozenset()
+
+
+def test_nothing_is_recorded_or_promised_where_no_plan_is_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_hook_holds(monkeypatch, Loss.PLANS)
+    message = r"^torch 2\.\d+\.\d+\S* does not do what plans rest on .*, so that no step can be recorded\. Install torch 2\.11"
+    trained = model()
+    with pytest.warns(TorchVersionWarning), pytest.raises(RecordError, match=message):
+        recollect.record(trained, ROWS, loss_fn=torch.sum)
+    with pytest.raises(RecordError, match=message):
+        recollect.attach(trained, torch.optim.SGD(trained.parameters(), 0.1), "1GiB")
+
+
+def test_checkpoints_keep_all_where_no_plan_is_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_hook_holds(monkeypatch, Loss.PLANS)
+    seen: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    x = ROWS.clone().requires_grad_()
+    with (
+        pytest.warns(TorchVersionWarning),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed),
+    ):
+        checkpoint(lambda x: x.sin().sin(), x)
+    assert len(seen) == 2
+
+
+def test_regions_run_once_where_draws_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_hook_holds(monkeypatch, Loss.RANDOM_OPS)
+    trained = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
+    runs: list[int] = []
+    trained[0][0].register_forward_hook(lambda *args: runs.append(1))
+    with (
+        pytest.warns(TorchVersionWarning),
+        recollect.apply(trained, recollect.Plan({"0": recollect.UnitPlan({}, engine="region")})),
+    ):
+        trained(ROWS).sum().backward()
+    assert runs == [1]
+
+
+def test_a_switch_that_cannot_be_set_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = current_settings()
+    then = Settings((*now.values[:2], not now.values[2], *now.values[3:]), now.modes)
+    monkeypatch.setattr(
+        settings,
+        "_SWITCHES",
+        [
+            *settings._SWITCHES[:2],
+            (torch.are_deterministic_algorithms_enabled, lambda is_on: None),
+            *settings._SWITCHES[3:],
+        ],
+    )
+    message = (
+        r"^got are_deterministic_algorithms_enabled=False: it was True in forward, and could not be set .* Leave it as"
+    )
+    with pytest.raises(ConfigError, match=message), then.applied(now):
+        pass
+    assert current_settings().has(now.values, now.modes)
+
+
+def test_a_trace_that_shows_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch_memory, "_enable_profiler", lambda *args: None)
+    monkeypatch.setattr(_torch_memory, "_disable_profiler", type("", (), {"experimental_event_tree": list}))
+    with pytest.raises(
+        MeterError, match=r"^the allocator's trace of torch .* does not show what is allocated, .* Install torch 2\.11"
+    ):
+        recollect.measure_peak(lambda: torch.ones(8))
