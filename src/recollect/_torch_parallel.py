@@ -35,6 +35,7 @@ __all__ = [
     "name_of_group",
     "notes_of_group",
     "passes_ops_on",
+    "receives_as_needed",
     "waited_for",
     "split_backward",
     "summed",
@@ -79,6 +80,13 @@ def group_ranks(arguments: Iterable[Any]) -> tuple[int, ...]:
     groups: Any = dist.distributed_c10d
     name = next(argument for argument in reversed(list(arguments)) if isinstance(argument, str))
     return tuple(dist.get_process_group_ranks(groups._resolve_process_group(name)))
+
+
+def receives_as_needed() -> bool:
+    """Whether the stages of torch's pipelines make the buffers that they receive into when they need them: since 2.15."""
+    from torch.distributed.pipelining.stage import _RecvInfo
+
+    return hasattr(_RecvInfo, "allocate_buffer")
 
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
@@ -11,7 +11,8 @@ from recollect.errors import ScheduleError
 from recollect.pipelines.first_actions import first_actions, left_out
 from recollect.pipelines.pipeline_plan import PipelinePlan, StagePlans
 from recollect.pipelines.playback import StageTimes, played_s
-from recollect.pipelines.rank_profile import Rank, RankStage, RankStep, rank_step, unit_path
+from recollect.pipelines.rank import Rank, RankStage
+from recollect.pipelines.rank_profile import RankStep, rank_step, unit_path
 from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineAction, PipelineSchedule
 from recollect.pipelines.stage_parts import RecordedStage, StageParts
 from recollect.plans.plan import Plan
@@ -145,14 +146,29 @@ class Pipeline:
         def by_piece(some: Sequence[PipelineAction]) -> tuple[PipelineAction, ...]:
             return tuple(replace(action, stage=own.index(piece)) for action in some for piece in self._in_order(action))
 
-        some = by_piece(run if is_whole else first_actions(run))
+        whole = run if is_whole else first_actions(run)
+        some = by_piece(whole)
         return Rank(
             stages=tuple(self._rank_stage(piece, own) for piece in own),
             actions=some,
             num_micro_batches=self.schedule.num_micro_batches,
-            holds_sent=self.schedule.holds_sent,
+            loop=self.schedule.loop,
+            as_needed=self.schedule.as_needed,
+            receives=tuple(self._receives(number, set(whole), by_piece)),
             left_out=left_out(by_piece(run), some),
         )
+
+    def _receives(
+        self, number: int, some: Set[PipelineAction], by_piece: Callable[..., tuple[PipelineAction, ...]]
+    ) -> Iterator[tuple[PipelineAction, PipelineAction]]:
+        """Yield what a rank receives early, as (the action that needs it, the one before which its buffer is made)."""
+        order = self.schedule.ranks[number]
+        for needed, before in self.schedule.receives[number] if self.schedule.receives else ():
+            # The first stage's gradient is for its whole backward.
+            runs = replace(needed, kind=BACKWARD) if _as_run(needed) is None else needed
+            if runs in some:
+                later = (_as_run(action) for action in order[order.index(before) :])
+                yield by_piece([runs])[0], by_piece([next(action for action in later if action in some)])[0]
 
     def _in_order(self, action: PipelineAction) -> Sequence[int]:
         pieces = self.pieces_of[action.stage]

@@ -20,7 +20,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.pipelines.rank_profile import Rank, RankStep, rank_step
+from recollect.pipelines.rank import Rank
+from recollect.pipelines.rank_profile import RankStep, rank_step
 from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 from recollect.pipelines.stage_parts import StageParts
 from recollect.planning.bound import LowerBound

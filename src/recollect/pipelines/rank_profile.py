@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from recollect.errors import ProfileFormatError
+from recollect.pipelines.buffers import Buffers
+from recollect.pipelines.rank import Rank, RankStage
 from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineAction
 from recollect.pipelines.stage_parts import STORAGE_EVENTS, RecordedStage, StageParts
 from recollect.plans.plan import Plan
@@ -15,65 +17,10 @@ from recollect.profile.events import Event, StepLog
 from recollect.profile.graph import UnitCall, UnitGraph
 from recollect.profile.profile import Profile
 
-__all__ = ["Rank", "RankStage", "RankStep", "rank_step", "stage_plan", "unit_path"]
+__all__ = ["RankStep", "rank_step", "stage_plan", "unit_path"]
 
 _CALL_EVENTS: Final = (events.OP, events.DIES, events.RETURN, events.LET_GO)
 _HANDLE_EVENTS: Final = (events.USE, events.PEEK, events.RELEASE)
-
-
-@dataclass(frozen=True, eq=False)
-class RankStage:
-    """One of a rank's stages, and what it exchanges with others.
-
-    Attributes:
-        recorded: on one micro-batch.
-        output_bytes: what a micro-batch makes: what the next stage receives, or the output of the last one.
-        is_first, is_last: whether it is the first or the last of the pipeline.
-        next_is_here, previous_is_here: whether the stage after or before it runs on the same rank.
-        next_is_inside, previous_is_inside: whether it is a part of a stage, as the next or the previous one is.
-    """
-
-    recorded: RecordedStage
-    output_bytes: int
-    is_first: bool
-    is_last: bool
-    next_is_here: bool
-    previous_is_here: bool
-    next_is_inside: bool = False
-    previous_is_inside: bool = False
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for stages that do alike."""
-        parts = [None if found is None else id(found) for found in (self.recorded.whole, self.recorded.halves)]
-        others = (self.next_is_here, self.previous_is_here, self.next_is_inside, self.previous_is_inside)
-        return *parts, self.output_bytes, self.is_first, self.is_last, *others
-
-
-@dataclass(frozen=True, eq=False)
-class Rank:
-    """What one rank runs.
-
-    Attributes:
-        stages: in order.
-        actions: of the rank, or as many as `first_actions` returns; their stages are numbers in `stages`.
-        num_micro_batches: of the whole step.
-        holds_sent: outputs and gradients that were sent are held to the end of the step; see `PipelineSchedule`.
-        left_out: of each stage, micro-batches that are not among the actions, and whose outputs and gradients count as sent
-            before them; see `left_out`.
-    """
-
-    stages: tuple[RankStage, ...]
-    actions: tuple[PipelineAction, ...]
-    num_micro_batches: int
-    holds_sent: bool
-    left_out: tuple[int, ...]
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for ranks that do alike."""
-        stages = tuple(stage.key for stage in self.stages)
-        return stages, self.actions, self.num_micro_batches, self.holds_sent, self.left_out
 
 
 @dataclass(frozen=True)
@@ -98,7 +45,8 @@ def rank_step(rank: Rank) -> RankStep:
     that torch receives into, one for each micro-batch: of the inputs, and of the outputs' gradients. A stage's output is held
     from its forward to the end of its backward, both halves of it; the gradient that it sends, to the end of its next
     backward, since the loop that sends it holds it until then. What a stage hands to one on the same rank takes the place of
-    a buffer.
+    a buffer. Where torch receives as needed, a buffer is there from just before the action that it is for until the end of the
+    backward, both halves of it.
 
     Raises:
         ProfileFormatError: a stage that was recorded with other ops for a whole backward than for one in halves.
@@ -107,7 +55,7 @@ def rank_step(rank: Rank) -> RankStep:
     """
     persistent: dict[str, int] = {}
     for stage in rank.stages:
-        for kind, nbytes in _persistent(stage, rank.num_micro_batches).items():
+        for kind, nbytes in _persistent(stage, rank).items():
             persistent[kind] = persistent.get(kind, 0) + nbytes
     writer = _Writer(rank)
     for action in rank.actions:
@@ -141,13 +89,13 @@ def unit_path(number: int, path: str) -> str:
     return f"{number}.{path}" if path else str(number)
 
 
-def _persistent(stage: RankStage, num_micro_batches: int) -> dict[str, int]:
+def _persistent(stage: RankStage, rank: Rank) -> dict[str, int]:
     parts = stage.recorded.whole
     found = dict(parts.profile.persistent)
-    received_bytes = 0 if stage.previous_is_inside else parts.input_bytes
-    if not stage.is_last and not stage.next_is_inside:
+    received_bytes = 0 if stage.previous_is_inside or (rank.as_needed and not stage.is_first) else parts.input_bytes
+    if not stage.is_last and not stage.next_is_inside and not rank.as_needed:
         received_bytes += stage.output_bytes
-    found["batch"] = num_micro_batches * received_bytes
+    found["batch"] = rank.num_micro_batches * received_bytes
     return found
 
 
@@ -205,23 +153,25 @@ class _Writer:
         # Of each stage: events that free the gradient that it sent last.
         self._sent: dict[int, list[Event]] = {}
         self._open: dict[tuple[int, int], _InFlight] = {}
+        self._buffers = Buffers(self.log, self.allocate, rank, self._kinds) if rank.as_needed else None
         # Of each part of a stage and micro-batch: events that free the gradient that it handed to the part before.
         self._handed: dict[tuple[int, int], list[Event]] = {}
         # Of each part of a stage and micro-batch: how half of its backward ends, and of the parts after it.
         self._ends: dict[tuple[int, int], list[Event]] = {}
         for number, stage in enumerate(rank.stages):
-            self._allocate(self._sent_before_bytes(number, stage))
+            self.allocate(self._sent_before_bytes(number, stage))
 
     def _sent_before_bytes(self, number: int, stage: RankStage) -> int:
         """Return the bytes of what was sent before the rank's actions, and is still held."""
-        output_bytes = 0 if stage.is_last or stage.next_is_here or stage.next_is_inside else stage.output_bytes
-        if not self._rank.holds_sent:
+        output_bytes = 0 if self._buffers or not stage.sends_output else stage.output_bytes
+        input_bytes = stage.recorded.whole.input_bytes if stage.receives_input else 0
+        by_loss_bytes = input_bytes if self._buffers and self._buffers.stay_with_loss(number) else 0
+        if not self._rank.loop.holds_sent:
             # The loop of 1F1B holds the last output that it sent before it begins to alternate.
             kinds = [action.kind for action in self._rank.actions if action.stage == number]
-            return output_bytes if kinds[:2] == [FORWARD] * 2 else 0
-        is_sent = not (stage.is_first or stage.previous_is_here or stage.previous_is_inside)
-        input_bytes = stage.recorded.whole.input_bytes if is_sent else 0
-        return self._rank.left_out[number] * (output_bytes + input_bytes)
+            last_bytes = output_bytes if kinds[:2] == [FORWARD] * 2 else 0
+            return last_bytes + self._rank.left_out[number] * by_loss_bytes
+        return self._rank.left_out[number] * (output_bytes + input_bytes + by_loss_bytes)
 
     def _add_graphs(self, recorded: RecordedStage) -> None:
         """Add the graphs of a stage once, so that one decision holds for its micro-batches with either backward."""
@@ -241,12 +191,14 @@ class _Writer:
         self._first_graph.update((id(parts), first) for parts in found)
 
     def _holds_output_sent(self, stage: RankStage) -> bool:
-        return self._rank.holds_sent and not (stage.is_last or stage.next_is_here or stage.next_is_inside)
+        return self._rank.loop.holds_sent and stage.sends_output
 
     def add(self, action: PipelineAction) -> None:
         """Add a forward, with calls of its own, or the backward of one, or half of it."""
         key = action.stage, action.micro_batch
         stage = self._rank.stages[action.stage]
+        if self._buffers:
+            self._buffers.before(action)
         if action.kind == FORWARD:
             self._add_forward(action, stage)
             return
@@ -276,35 +228,42 @@ class _Writer:
             self._open[key] = replace(found, output=None)
         if action.kind != INPUT:
             del self._open[key]
+            if self._buffers:
+                self._buffers.let_go(key)
 
     def _add_forward(self, action: PipelineAction, stage: RankStage) -> None:
-        parts = stage.recorded.parts_of(self._kinds[action.stage, action.micro_batch])
+        key = action.stage, action.micro_batch
+        parts = stage.recorded.parts_of(self._kinds[key])
         found = _InFlight(parts, len(self.calls), self._num_storages, self._num_handles, None)
         self._add_calls(action.stage, parts)
         self.forwards.append((action.stage, action.micro_batch, parts.profile))
         self._write(parts.parts[FORWARD], found)
         self._num_storages += parts.num_storages
         self._num_handles += parts.num_handles
-        if not stage.next_is_here:
+        if self._buffers and not (stage.is_last or stage.next_is_inside):
+            self._buffers.after_forward(key, stage)
+        elif not stage.next_is_here:
             found = replace(found, output=self._num_storages)
-            self._allocate(stage.output_bytes)
-        self._open[action.stage, action.micro_batch] = found
+            self.allocate(stage.output_bytes)
+        self._open[key] = found
 
     def _send_gradient(self, key: tuple[int, int], stage: RankStage, found: _InFlight) -> None:
         """Let go of the gradient of a stage's input when its loop does."""
         frees = self._renumbered(found.parts.left_behind, found)
         number = key[0]
-        if stage.previous_is_inside:
+        if stage.previous_is_inside or (self._buffers and stage.previous_is_here):
             self._handed[key] = frees
         elif stage.previous_is_here:
             self.log += frees
-        elif not self._rank.holds_sent:
+        elif not self._rank.loop.holds_sent:
             self.log += self._sent.get(number, ())
             self._sent[number] = frees
 
-    def _allocate(self, nbytes: int) -> None:
+    def allocate(self, nbytes: int) -> int:
+        """Make a storage; return its number."""
         self.log.append((events.ALLOC, self._num_storages, nbytes))
         self._num_storages += 1
+        return self._num_storages - 1
 
     def optimizer_steps(self) -> list[Event]:
         """Return the events of the stages' optimizer steps, one after the other."""

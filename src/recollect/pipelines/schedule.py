@@ -6,11 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, Final
 
 from recollect.errors import ConfigError, ScheduleError
 
-__all__ = ["PipelineAction", "PipelineSchedule", "schedule_of"]
+__all__ = ["Loop", "PipelineAction", "PipelineSchedule", "schedule_of"]
 
 FORWARD: Final = "F"
 BACKWARD: Final = "B"
@@ -18,8 +19,25 @@ BACKWARD: Final = "B"
 INPUT: Final = "I"
 WEIGHT: Final = "W"
 # What torch.distributed.pipelining writes between them: communication, and FSDP's gathers and reductions.
-_NOT_COMPUTED: Final = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+_NOT_COMPUTED: Final = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?(REDUCE_GRAD|SEND_F|SEND_B)|RECV_F|RECV_B)\d*")
+_RECEIVED: Final = re.compile(r"(\d+)RECV_([FB])(\d+)")
 _COMPUTED: Final = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class Loop(Enum):
+    """What runs a rank's actions, and how long it holds what it sent."""
+
+    ONE_F_ONE_B = "1F1B"
+    """A gradient until it sends the next one."""
+    GPIPE = "GPipe"
+    """All gradients until the step ends."""
+    ACTIONS = "actions"
+    """The same, for any list of actions, such as those of several stages."""
+
+    @property
+    def holds_sent(self) -> bool:
+        """Whether all gradients that were sent are held until the step ends; outputs, too, unless received as needed."""
+        return self is not Loop.ONE_F_ONE_B
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +58,11 @@ class PipelineSchedule:
 
     Attributes:
         ranks: the actions of each rank.
-        holds_sent: whether a rank holds all that it sent, outputs and gradients, until the step ends, as
-            `torch.distributed.pipelining` does with GPipe and with several stages a rank.
+        loop: which of torch's loops runs them, or one that holds as much.
+        as_needed: whether a rank receives into buffers that it makes when it needs them, and lets go of an output that has
+            arrived, as torch does since 2.15; before, it has buffers for all micro-batches from the beginning.
+        receives: of each rank: what is received earlier than right before its action, as (the action, the one before which its
+            buffer is made); only where that is as needed.
 
     Raises:
         ScheduleError: a stage on two ranks, or missing; an action missing, repeated, or before what it follows.
@@ -55,7 +76,9 @@ class PipelineSchedule:
     """
 
     ranks: tuple[tuple[PipelineAction, ...], ...]
-    holds_sent: bool = False
+    loop: Loop = Loop.ONE_F_ONE_B
+    as_needed: bool = False
+    receives: tuple[tuple[tuple[PipelineAction, PipelineAction], ...], ...] = ()
 
     def __post_init__(self) -> None:
         rank_of: dict[int, int] = {}
@@ -124,7 +147,7 @@ class PipelineSchedule:
             tuple(PipelineAction(stage, kind, batch) for kind in (FORWARD, BACKWARD) for batch in batches)
             for stage in range(num_stages)
         )
-        return cls(tuple(ranks), holds_sent=True)
+        return cls(tuple(ranks), loop=Loop.GPIPE)
 
     @classmethod
     def one_f_one_b(cls, *, num_stages: int, num_micro_batches: int) -> PipelineSchedule:
@@ -161,7 +184,7 @@ class PipelineSchedule:
             backwards = [_chunk(i, rank, num_ranks, stages_per_rank, BACKWARD) for i in range(total)]
             steady = [action for i in range(total - warmup) for action in (forwards[warmup + i], backwards[i])]
             ranks.append((*forwards[:warmup], *steady, *backwards[total - warmup :]))
-        return cls(tuple(ranks), holds_sent=stages_per_rank > 1)
+        return cls(tuple(ranks), loop=Loop.ACTIONS if stages_per_rank > 1 else Loop.ONE_F_ONE_B)
 
 
 def _chunk(number: int, rank: int, num_ranks: int, stages_per_rank: int, kind: str) -> PipelineAction:
@@ -195,9 +218,16 @@ def schedule_of(schedule: Any) -> PipelineSchedule:
     kind = type(schedule).__name__
     # What these two run is written in their loops; their lists, made for drawing, have the last rank's warm-up one too long.
     single = {"ScheduleGPipe": PipelineSchedule.gpipe, "Schedule1F1B": PipelineSchedule.one_f_one_b}.get(kind)
+    is_torch = single is not None or hasattr(schedule, "pipeline_order")
+    as_needed = False
+    if is_torch:
+        # Here: it takes a second to import, and only torch's own schedules need it, which have imported it.
+        from recollect._torch_parallel import receives_as_needed
+
+        as_needed = receives_as_needed()
     if single is not None:
-        return single(num_stages=schedule._num_stages, num_micro_batches=schedule._n_microbatches)
-    is_torch = hasattr(schedule, "pipeline_order")
+        found = single(num_stages=schedule._num_stages, num_micro_batches=schedule._n_microbatches)
+        return replace(found, as_needed=as_needed)
     rows = schedule.pipeline_order if is_torch else schedule
     if isinstance(rows, Mapping):
         rows = [rows[rank] for rank in sorted(rows)]
@@ -206,23 +236,53 @@ def schedule_of(schedule: Any) -> PipelineSchedule:
             f"got an object of class {kind} as schedule, expected a PipelineSchedule, one of torch.distributed.pipelining, "
             "or the list of each rank's actions, such as [['0F0', '0B0']]"
         )
-    return PipelineSchedule(tuple(tuple(_read(row)) for row in rows), holds_sent=is_torch)
+    actions = tuple(tuple(_read(row)) for row in rows)
+    if not is_torch:
+        return PipelineSchedule(actions)
+    sent = schedule.pipeline_order_with_comms if as_needed else {}
+    return PipelineSchedule(
+        actions, Loop.ACTIONS, as_needed, tuple(tuple(_receives(sent[rank])) for rank in sorted(sent))
+    )
 
 
-def _read(row: Iterable[Any]) -> Iterable[PipelineAction]:
+def _parts(row: Iterable[Any]) -> Iterable[str]:
     for entry in row:
         text = "" if entry is None else str(entry).strip()
         # Two actions at once: they share the device, in this order.
         inner = re.fullmatch(r"\((.*)\)OVERLAP_F_B", text)
-        for part in inner[1].split(";") if inner else [text]:
-            if not part or _NOT_COMPUTED.fullmatch(part):
-                continue
-            found = _COMPUTED.fullmatch(part)
-            if found is None:
-                raise ScheduleError(
-                    f"got the action {part!r}, expected stage, F, B, I or W, and micro-batch, such as '0F2'"
-                )
-            yield PipelineAction(int(found[1]), found[2], int(found[3]))
+        yield from filter(None, inner[1].split(";") if inner else [text])
+
+
+def _read(row: Iterable[Any]) -> Iterable[PipelineAction]:
+    for part in _parts(row):
+        if _NOT_COMPUTED.fullmatch(part):
+            continue
+        found = _COMPUTED.fullmatch(part)
+        if found is None:
+            raise ScheduleError(
+                f"got the action {part!r}, expected stage, F, B, I or W, and micro-batch, such as '0F2'"
+            )
+        yield PipelineAction(int(found[1]), found[2], int(found[3]))
+
+
+def _receives(row: Iterable[Any]) -> Iterable[tuple[PipelineAction, PipelineAction]]:
+    """Read from a rank's actions and communication what it receives earlier than right before the action that needs it."""
+    early: dict[tuple[int, bool, int], PipelineAction | None] = {}
+    for part in _parts(row):
+        received, computed = _RECEIVED.fullmatch(part), _COMPUTED.fullmatch(part)
+        if received is not None:
+            early[int(received[1]), received[2] == "F", int(received[3])] = None
+        if computed is None:
+            continue
+        action = PipelineAction(int(computed[1]), computed[2], int(computed[3]))
+        early.update({key: action for key, first in early.items() if first is None})
+        before = (
+            None
+            if action.kind == WEIGHT
+            else early.pop((action.stage, action.kind == FORWARD, action.micro_batch), None)
+        )
+        if before not in (None, action):
+            yield action, before
 
 
 def _check_pairs(rank: int, actions: Iterable[PipelineAction]) -> None:

@@ -83,7 +83,7 @@ class Rank:
             key = action.stage, action.micro_batch
             if action.kind == "F":
                 outputs[key] = self.stages[action.stage](self.inputs[key])
-                if self.schedule.holds_sent and action.stage != self.last:
+                if self.schedule.loop.holds_sent and action.stage != self.last:
                     sent[action.stage].append(outputs[key].detach())
                 elif place == first_backward - 2:
                     # The loop of 1F1B waits for this to be sent once it has ceased to alternate.
@@ -91,7 +91,7 @@ class Rank:
                 continue
             output = outputs.pop(key)
             torch.autograd.backward(output if action.stage != self.last else output.sum(), self.gradients.get(key))
-            if not self.schedule.holds_sent:
+            if not self.schedule.loop.holds_sent:
                 sent[action.stage].clear()
             sent[action.stage].append(self.inputs[key].grad)
             self.inputs[key].grad = None

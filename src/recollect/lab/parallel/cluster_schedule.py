@@ -7,7 +7,7 @@ from dataclasses import replace
 from recollect.errors import ConfigError
 from recollect.lab.parallel.cluster_step import ClusterStep
 from recollect.lab.parallel.torch_schedule import torch_schedule
-from recollect.pipelines.schedule import PipelineSchedule
+from recollect.pipelines.schedule import Loop, PipelineSchedule
 
 __all__ = ["schedule_of_step", "send_s"]
 
@@ -33,7 +33,7 @@ def schedule_of_step(step: ClusterStep) -> PipelineSchedule:
     schedule = PipelineSchedule.interleaved_1f1b(
         num_ranks=ranks, stages_per_rank=num_stages // ranks, num_micro_batches=step.num_micro_batches
     )
-    return replace(schedule, holds_sent=schedule.holds_sent and step.pipeline_engine == "torch")
+    return schedule if step.pipeline_engine == "torch" else replace(schedule, loop=Loop.ONE_F_ONE_B)
 
 
 def send_s(step: ClusterStep) -> float:
