@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["RECOLLECT_PROGRESS"] = "0"
     # Hypothesis asks the collector who holds a random number generator; of frozen objects it cannot know.
     config.addinivalue_line("filterwarnings", "ignore:It looks like `register_random` was passed")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Note in the results, for `scripts/versions`, with which versions the tests ran."""
+    for plugin in session.config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "LogXML":
+            plugin.add_global_property("version:Python", platform.python_version())
+            for name in ("torch", "transformers", "numpy"):
+                plugin.add_global_property(f"version:{name}", version(name).partition("+")[0])
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
