@@ -13,13 +13,18 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import FunctionMeta
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
+from recollect._torch_private import owner_of_hook
+
 __all__ = [
+    "CheckpointHooks",
     "FunctionWatcher",
     "above_autograd",
+    "are_users_hooks_active",
     "owner_of_hooks",
     "selective_policy",
     "tree_flatten",
@@ -164,10 +169,45 @@ def runs_python_backward() -> bool:
     return isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
 
 
+class CheckpointHooks(saved_tensors_hooks):
+    """Has methods of ours pack and unpack what autograd saves, as the hooks of PyTorch's own checkpoints do.
+
+    Since torch 2.15 a selective checkpoint looks for the user's hooks (`save_on_cpu`) around it: with what it saves itself it
+    will do as they say. A plan does not concern that, so hooks of ours point on to those around them, under the names by which
+    PyTorch's do.
+    """
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        self._pack = functools.partial(pack)
+        self._pack._checkpoint_internal = True  # type: ignore[attr-defined]
+        super().__init__(self._pack, unpack)
+
+    def __enter__(self) -> None:
+        self._pack._user_hooks = _users_hooks()  # type: ignore[attr-defined]
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        # The graph holds the hook, which may not hold others.
+        del self._pack._user_hooks  # type: ignore[attr-defined]
+        super().__exit__(*error)
+
+
+def _users_hooks() -> Any:
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    while hooks is not None and getattr(hooks[0], "_checkpoint_internal", False):
+        hooks = getattr(hooks[0], "_user_hooks", None)
+    return hooks
+
+
+def are_users_hooks_active() -> bool:
+    """Whether there are saved-tensor hooks that are neither a plan's nor of PyTorch's checkpoints."""
+    return _users_hooks() is not None
+
+
 def owner_of_hooks() -> object:
     """Return the object whose method packs what autograd saves; None if no hooks are active, or others than methods."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return None if top is None else getattr(top[0], "__self__", None)
+    return None if top is None else owner_of_hook(top[0])
 
 
 def selective_policy(context: object) -> Callable[..., Any] | None:

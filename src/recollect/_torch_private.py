@@ -57,6 +57,7 @@ __all__ = [
     "kernel_switches",
     "keeps_graph",
     "num_dispatch_modes",
+    "owner_of_hook",
     "pop_dispatch_mode",
     "pop_saved_tensors_hooks",
     "profiler_is_active",
@@ -136,10 +137,15 @@ def has_saved_tensors_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+def owner_of_hook(pack: Any) -> object:
+    """Return the object whose method packs; None for another function."""
+    return getattr(getattr(pack, "func", pack), "__self__", None)
+
+
 def pop_saved_tensors_hooks(owner: object) -> tuple[Any, Any] | None:
     """Take a pair of hooks off the stack and return it, if its pack hook, a method of `owner`, is on top."""
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if top is None or getattr(top[0], "__self__", None) is not owner:
+    if top is None or owner_of_hook(top[0]) is not owner:
         return None
     torch._C._autograd._pop_saved_tensors_default_hooks()
     return top

@@ -165,7 +165,7 @@ def no_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
 def unpacked_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hooks of saved tensors are entered, and not called."""
     broken(monkeypatch, "saved_tensors_hooks", nothing, "recollect.engine.self_check")
-    monkeypatch.setattr("recollect.engine.tape.saved_tensors_hooks", nothing)
+    monkeypatch.setattr("recollect.engine.tape.CheckpointHooks", nothing)
 
 
 def by_name(name: str, replacement: Any, home: str = PRIVATE) -> Callable[[pytest.MonkeyPatch], None]:

@@ -5,6 +5,8 @@ The function runs once. Backward computes again, op by op, what it asks for; see
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, cast
@@ -14,24 +16,26 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from recollect._torch_functions import owner_of_hooks, selective_policy
+from recollect._torch_functions import are_users_hooks_active, owner_of_hooks, selective_policy
 from recollect._torch_private import transforms_are_active
 from recollect.checkpointing.op_policy import Contexts, PolicyTape
 from recollect.engine.tape import Tape
 from recollect.engine.tape_mode import TapeMode
-from recollect.errors import ConfigError
+from recollect.errors import ConfigError, NotYetError
 from recollect.recording.leanest_policy import DropAll
 
 __all__ = ["checkpoint", "checkpoint_sequential"]
 
 _DETERMINISM_CHECKS: Final = ("default", "none")
 
+_TAKES_RESPECT: Final = "respect_saved_tensors_hooks" in inspect.signature(torch_checkpoint).parameters
+
 # One for all functions, so nothing that one of them does may settle what is watched in another.
 _TAPE: Final = Tape(DropAll(), runs_to_settle=sys.maxsize)
 
 
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None = None,
     *args: Any,
     use_reentrant: bool | None = None,
     context_fn: Callable[[], Contexts] = noop_context_fn,
@@ -39,6 +43,7 @@ def checkpoint(
     debug: bool = False,
     early_stop: bool = True,
     preserve_rng_state: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run a function, drop what it computes, and compute that again when backward asks for it.
@@ -47,7 +52,7 @@ def checkpoint(
     again op by op, with the random numbers of forward, so there is no second run that could differ from the first.
 
     Args:
-        function: a function or module. What it returns is kept.
+        function: a function or module. What it returns is kept. Without it, a decorator is returned.
         *args: its arguments: tensors, of any shape, and others.
         use_reentrant: False or None: on the tape. True: PyTorch's reentrant implementation itself, with its limits.
         context_fn: of `create_selective_checkpoint_contexts`: what its policy saves is kept. Any other one asks for something
@@ -56,6 +61,8 @@ def checkpoint(
         debug: explains a failed check; the same applies.
         early_stop: stop a second run early; the same applies.
         preserve_rng_state: False has no effect on the tape: what is drawn is the same either way, and costs one small state.
+        respect_saved_tensors_hooks: whether what a policy saves goes through the hooks around the call, such as those of
+            `save_on_cpu`, as PyTorch takes it since 2.15. None, False: it stays where it is.
         **kwargs: arguments of the function by keyword.
 
     Returns:
@@ -63,7 +70,7 @@ def checkpoint(
 
     Raises:
         ConfigError: another `determinism_check`; `debug` with a `context_fn`.
-        NotYetError: a policy that offloads.
+        NotYetError: a policy that offloads; `respect_saved_tensors_hooks` with a policy and hooks around it.
 
     Example:
         >>> import torch
@@ -73,19 +80,22 @@ def checkpoint(
         >>> torch.equal(x.grad, x.cos() * x.sin().exp())
         True
     """
-    if determinism_check not in _DETERMINISM_CHECKS:
-        raise ConfigError(
-            settings={"determinism_check": determinism_check},
-            reason="there is no such check",
-            advice=f"Set it to {' or '.join(map(repr, _DETERMINISM_CHECKS))}.",
-        )
-    if debug and context_fn is not noop_context_fn:
-        raise ConfigError(
-            settings={"debug": True, "context_fn": context_fn},
-            reason="PyTorch's trace for debugging is a context of its own",
-            advice="Drop one of them; on the tape, debug has no effect.",
-        )
-    options: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
+    _check(determinism_check, debug, context_fn)
+    options: dict[str, Any]
+    if function is None:
+        options = {
+            "use_reentrant": use_reentrant,
+            "context_fn": context_fn,
+            "determinism_check": determinism_check,
+            "debug": debug,
+            "early_stop": early_stop,
+            "preserve_rng_state": preserve_rng_state,
+            "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
+        }
+        return functools.partial(_decorated, {**options, **kwargs})
+    options = {"preserve_rng_state": preserve_rng_state}
+    if respect_saved_tensors_hooks is not None and _TAKES_RESPECT:
+        options["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
     if debug:
         options["debug"] = True
     if context_fn is not noop_context_fn:
@@ -106,7 +116,7 @@ def checkpoint(
                 "early_stop": early_stop,
             }
             return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
-        tape = PolicyTape(lambda: contexts)
+        tape = _policy_tape(contexts, respect_saved_tensors_hooks)
     outer = owner_of_hooks()
     if isinstance(outer, TapeMode) and (tape is not _TAPE or outer is not tape.mode):
         return function(
@@ -116,6 +126,41 @@ def checkpoint(
         # In a checkpoint of PyTorch's inside one of ours: when that runs again, this is an outermost one.
         tape = Tape(DropAll())
     return tape.run(_name_of(function), function, args, kwargs)
+
+
+def _check(determinism_check: str, debug: bool, context_fn: Callable[[], Contexts]) -> None:
+    if determinism_check not in _DETERMINISM_CHECKS:
+        raise ConfigError(
+            settings={"determinism_check": determinism_check},
+            reason="there is no such check",
+            advice=f"Set it to {' or '.join(map(repr, _DETERMINISM_CHECKS))}.",
+        )
+    if debug and context_fn is not noop_context_fn:
+        raise ConfigError(
+            settings={"debug": True, "context_fn": context_fn},
+            reason="PyTorch's trace for debugging is a context of its own",
+            advice="Drop one of them; on the tape, debug has no effect.",
+        )
+
+
+def _policy_tape(contexts: Contexts, respect_saved_tensors_hooks: bool | None) -> PolicyTape:
+    if respect_saved_tensors_hooks and are_users_hooks_active():
+        raise NotYetError(
+            settings={"respect_saved_tensors_hooks": True},
+            needs="ways to store a value that are not its own, for what a policy saves",
+            advice="Leave it out, or use torch.utils.checkpoint.checkpoint, in torch 2.15 or later.",
+        )
+    return PolicyTape(lambda: contexts)
+
+
+def _decorated(options: dict[str, Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs as a checkpoint each time."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(function, *args, **options, **kwargs)
+
+    return run
 
 
 def checkpoint_sequential(

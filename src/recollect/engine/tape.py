@@ -37,9 +37,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from recollect._torch_functions import watched_functions
+from recollect._torch_functions import CheckpointHooks, watched_functions
 from recollect._torch_private import (
     at_end_of_backward,
     below_autograd,
@@ -141,7 +140,7 @@ class Tape(TapeState):
         self._local.mode = mode
         functions = nullcontext() if Loss.FUNCTIONS in losses() else watched_functions(mode.watch_function)
         try:
-            with saved_tensors_hooks(mode.pack, self.unpack), mode, functions:
+            with CheckpointHooks(mode.pack, self.unpack), mode, functions:
                 yield mode
             if mode.unsettled:
                 self.learn(mode.unsettled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -292,6 +293,72 @@ def test_in_a_planned_unit_the_plan_decides(has_policy: bool) -> None:
     assert report.equal
     assert partly.predicted_peak_bytes is not None
     assert report.plan_peak_bytes < partly.predicted_peak_bytes
+
+
+class Selects(nn.Module):
+    """A layer with PyTorch's own selective checkpoint in it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        part: Tensor = torch.utils.checkpoint.checkpoint(
+            self.part, x.cos(), use_reentrant=False, context_fn=selective(saves_products), **self.options
+        )
+        return part.exp().sin() + x
+
+
+TAKES_RESPECT = "respect_saved_tensors_hooks" in inspect.signature(torch.utils.checkpoint.checkpoint).parameters
+
+
+@pytest.mark.parametrize("respects", [None, False, True])
+@pytest.mark.parametrize("around", [nullcontext, torch.autograd.graph.save_on_cpu], ids=["no hooks", "save_on_cpu"])
+def test_pytorchs_selective_checkpoints_in_planned_units_stay_exact(around: Any, respects: bool | None) -> None:
+    """Of hooks it sees the user's alone: a plan's are no reason for its warning (an error here), nor to route what it saves."""
+    if respects is not None and not TAKES_RESPECT:
+        pytest.skip("respect_saved_tensors_hooks is new in torch 2.15")
+    if respects is None and around is not nullcontext and TAKES_RESPECT:
+        pytest.skip("without a plan torch 2.15 warns here, too")
+    options = {} if respects is None else {"respect_saved_tensors_hooks": respects}
+    model = nn.Sequential(*[Selects(**options) for _ in range(3)])
+    batch = torch.randn(64, 16)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        with around():
+            loss = model(batch).square().sum()
+        loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = gradients()
+    full = recollect.classic_plan(recollect.record(model, batch, loss_fn=torch.sum), "full")
+    with recollect.apply(model, full):
+        assert all(map(torch.equal, gradients(), expected))
+
+
+def test_what_a_policy_saves_is_not_sent_through_hooks_around_it() -> None:
+    with (
+        fresh() as x,
+        torch.autograd.graph.save_on_cpu(),
+        pytest.raises(NotYetError, match="respect_saved_tensors_hooks=True: not"),
+    ):
+        recollect.checkpoint(composite, x, context_fn=selective(saves_products), respect_saved_tensors_hooks=True)
+
+
+@pytest.mark.parametrize("respects", [None, False, True])
+def test_without_hooks_around_it_nothing_is_to_be_respected(respects: bool | None) -> None:
+    run = functools.partial(
+        recollect.checkpoint, composite, context_fn=selective(saves_products), respect_saved_tensors_hooks=respects
+    )
+    assert_equal(step(run), step(composite))
+
+
+def test_as_a_decorator() -> None:
+    decorated = recollect.checkpoint(use_reentrant=False, preserve_rng_state=False)(composite)
+    assert decorated.__name__ == "composite"
+    assert_equal(step(decorated), step(composite))
 
 
 # What is handed to PyTorch's own implementation
