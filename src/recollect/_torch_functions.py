@@ -130,7 +130,9 @@ class _Call:
         """Run forward; the context is its first argument unless it has a `setup_context`."""
         watch = _calls.watch
         sets_up = self.function.setup_context is not torch.autograd.Function.setup_context
-        if watch is not None:
+        # If the call that began has failed, this may be another one, by way of `Function.forward`.
+        is_call = sets_up or (args and isinstance(args[0], torch.autograd.function.BackwardCFunction))
+        if watch is not None and is_call:
             self._watcher = watch(self.function, args if sets_up else args[1:], kwargs)
         if self._watcher is None:
             return self._forward(*args, **kwargs)
