@@ -24,7 +24,7 @@ from recollect.engine.placed_forward import Applied, PlacedForward
 from recollect.engine.policy import Policy
 from recollect.engine.recorded_on import warn_if_recorded_elsewhere
 from recollect.engine.registry import ENGINES
-from recollect.engine.self_check import losses
+from recollect.engine.self_check import switched_off
 from recollect.engine.tape import Tape
 from recollect.engine.tape_engine import tape_forwards
 from recollect.engine.unit_modules import unit_module
@@ -82,7 +82,7 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
         >>> applied.remove()
     """
     check_kind("apply(model, plan)", "model", model, nn.Module, "torch.nn.Module")
-    losses()  # To warn here, not in the first step.
+    switched_off()  # To warn here, not in the first step.
     plans = _checked_plans(plan)
     ranks = ALONE if group is None else ranks_of(model, group, "apply(model, plan)")
     distinct = list({id(one): one for one in plans}.values())

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import recollect
 from gradients import assert_same_gradients
 from recollect.engine import self_check
-from recollect.engine.self_check import Loss, losses
+from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.errors import TorchVersionWarning, UnsupportedModelError
 
 PRIVATE = "recollect._torch_private"
@@ -128,9 +128,9 @@ def full_recompute(*, stores: bool) -> recollect.Plan:
 
 @pytest.fixture(autouse=True)
 def checked_anew() -> Iterator[None]:
-    losses.cache_clear()
+    switched_off.cache_clear()
     yield
-    losses.cache_clear()
+    switched_off.cache_clear()
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, name: str, replacement: Any, home: str = PRIVATE) -> None:
@@ -175,32 +175,41 @@ def by_name(name: str, replacement: Any, home: str = PRIVATE) -> Callable[[pytes
 FUNCTIONS = "recollect._torch_functions"
 VALUES = "recollect.engine.values"
 # What is broken, by which hooks that is noticed, and what is switched off.
-BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[Loss]]] = {
-    "Functions are not seen": (by_name("watched_functions", nothing, FUNCTIONS), {Loss.FUNCTIONS}),
-    "Functions cannot be asked for": (by_name("watched_functions", missing, FUNCTIONS), {Loss.FUNCTIONS}),
-    "hooks are not called": (unpacked_early, {Loss.PLANS, Loss.STEPPING_ASIDE, Loss.SECOND_BACKWARD}),
-    "hooks do not step aside": (by_name("pop_saved_tensors_hooks", lambda owner: None), {Loss.STEPPING_ASIDE}),
-    "hooks do not come back": (by_name("push_saved_tensors_hooks", nothing), {Loss.STEPPING_ASIDE}),
-    "modes see nothing": (no_dispatch, {Loss.PLANS, Loss.STEPPING_ASIDE}),
-    "modes do not step aside": (by_name("pop_dispatch_mode", lambda mode: True), {Loss.STEPPING_ASIDE}),
-    "modes do not come back": (by_name("push_dispatch_mode", nothing), {Loss.STEPPING_ASIDE, Loss.PLANS}),
-    "modes are not exchanged": (by_name("replaced_dispatch_modes", nothing), {Loss.PLANS}),
-    "modes are not switched off": (by_name("disable_torch_dispatch", nothing), {Loss.PLANS}),
-    "storages are new objects": (by_name("attach_record", forgetful, VALUES), {Loss.PLANS}),
-    "aliases in hooks have counters of their own": (by_name("alias_in_hook", private_counter, VALUES), {Loss.PLANS}),
-    "aliases in modes have counters of their own": (by_name("share_version_counters", nothing), {Loss.PLANS}),
-    "ops run again through autograd": (by_name("below_autograd", nothing), {Loss.PLANS}),
-    "ops run again through autocast": (by_name("disable_autocast", nothing), {Loss.PLANS}),
-    "Functions run again past autograd": (by_name("above_autograd", nothing, FUNCTIONS), {Loss.PLANS}),
+BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[SwitchedOff]]] = {
+    "Functions are not seen": (by_name("watched_functions", nothing, FUNCTIONS), {SwitchedOff.FUNCTIONS}),
+    "Functions cannot be asked for": (by_name("watched_functions", missing, FUNCTIONS), {SwitchedOff.FUNCTIONS}),
+    "hooks are not called": (
+        unpacked_early,
+        {SwitchedOff.PLANS, SwitchedOff.STEPPING_ASIDE, SwitchedOff.SECOND_BACKWARD},
+    ),
+    "hooks do not step aside": (by_name("pop_saved_tensors_hooks", lambda owner: None), {SwitchedOff.STEPPING_ASIDE}),
+    "hooks do not come back": (by_name("push_saved_tensors_hooks", nothing), {SwitchedOff.STEPPING_ASIDE}),
+    "modes see nothing": (no_dispatch, {SwitchedOff.PLANS, SwitchedOff.STEPPING_ASIDE}),
+    "modes do not step aside": (by_name("pop_dispatch_mode", lambda mode: True), {SwitchedOff.STEPPING_ASIDE}),
+    "modes do not come back": (by_name("push_dispatch_mode", nothing), {SwitchedOff.STEPPING_ASIDE, SwitchedOff.PLANS}),
+    "modes are not exchanged": (by_name("replaced_dispatch_modes", nothing), {SwitchedOff.PLANS}),
+    "modes are not switched off": (by_name("disable_torch_dispatch", nothing), {SwitchedOff.PLANS}),
+    "storages are new objects": (by_name("attach_record", forgetful, VALUES), {SwitchedOff.PLANS}),
+    "aliases in hooks have counters of their own": (
+        by_name("alias_in_hook", private_counter, VALUES),
+        {SwitchedOff.PLANS},
+    ),
+    "aliases in modes have counters of their own": (by_name("share_version_counters", nothing), {SwitchedOff.PLANS}),
+    "ops run again through autograd": (by_name("below_autograd", nothing), {SwitchedOff.PLANS}),
+    "ops run again through autocast": (by_name("disable_autocast", nothing), {SwitchedOff.PLANS}),
+    "Functions run again past autograd": (by_name("above_autograd", nothing, FUNCTIONS), {SwitchedOff.PLANS}),
     "draws differ": (
         by_name("first_run", lambda facts, func, args, kwargs: (func(*args), None), "recollect.engine.draws"),
-        {Loss.RANDOM_OPS},
+        {SwitchedOff.RANDOM_OPS},
     ),
-    "transforms do not show": (by_name("transforms_are_active", lambda: False), {Loss.PLANS}),
-    "kept graphs do not show": (by_name("keeps_graph", lambda: False), {Loss.SECOND_BACKWARD}),
-    "all graphs seem kept": (by_name("keeps_graph", lambda: True), {Loss.SECOND_BACKWARD}),
-    "backwards have one number": (by_name("current_backward", lambda: 1), {Loss.SECOND_BACKWARD}),
-    "ends of backwards are not told": (by_name("at_end_of_backward", lambda callback: None), {Loss.SECOND_BACKWARD}),
+    "transforms do not show": (by_name("transforms_are_active", lambda: False), {SwitchedOff.PLANS}),
+    "kept graphs do not show": (by_name("keeps_graph", lambda: False), {SwitchedOff.SECOND_BACKWARD}),
+    "all graphs seem kept": (by_name("keeps_graph", lambda: True), {SwitchedOff.SECOND_BACKWARD}),
+    "backwards have one number": (by_name("current_backward", lambda: 1), {SwitchedOff.SECOND_BACKWARD}),
+    "ends of backwards are not told": (
+        by_name("at_end_of_backward", lambda callback: None),
+        {SwitchedOff.SECOND_BACKWARD},
+    ),
 }
 
 
@@ -208,7 +217,7 @@ BROKEN: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[Loss]]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_gradients_stay_exact_without_a_hook(monkeypatch: pytest.MonkeyPatch, name: str, stores: bool) -> None:
     expected, plan = gradients(built(stores=stores)), full_recompute(stores=stores)
-    losses.cache_clear()
+    switched_off.cache_clear()
     break_hook, lost = BROKEN[name]
     break_hook(monkeypatch)
     model = built(stores=stores)
@@ -219,12 +228,12 @@ def test_gradients_stay_exact_without_a_hook(monkeypatch: pytest.MonkeyPatch, na
                 found = gradients(model)
             except (UnsupportedModelError, RuntimeError):
                 found = None
-    assert losses() == lost
+    assert switched_off() == lost
     messages = [str(w.message) for w in caught if w.category is TorchVersionWarning]
     assert len(messages) == 1 and torch.__version__.partition("+")[0] in messages[0]
-    assert all(loss.value in messages[0] for loss in lost)
+    assert all(one.value in messages[0] for one in lost)
     if found is None:
-        assert lost & {Loss.FUNCTIONS, Loss.SECOND_BACKWARD}
+        assert lost & {SwitchedOff.FUNCTIONS, SwitchedOff.SECOND_BACKWARD}
     else:
         assert_same_gradients(found, expected)
 
@@ -233,7 +242,7 @@ def test_gradients_stay_exact_without_a_hook(monkeypatch: pytest.MonkeyPatch, na
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_tangents_stay_exact_where_transforms_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, plan = tangent(built(stores=False)), full_recompute(stores=False)
-    losses.cache_clear()
+    switched_off.cache_clear()
     BROKEN["transforms do not show"][0](monkeypatch)
     model = built(stores=False)
     with pytest.warns(TorchVersionWarning), recollect.apply(model, plan):

@@ -38,7 +38,7 @@ from recollect.engine.function_call import Autocast, FunctionArguments, Function
 from recollect.engine.op_mode import OpMode
 from recollect.engine.partitioned import can_be_gathered, is_partitioned
 from recollect.engine.region_draws import RegionDraws
-from recollect.engine.self_check import Loss, losses
+from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.values import Layout, is_known, layout_of
 from recollect.tensors import tensors_in
 
@@ -216,7 +216,7 @@ class FunctionRun:
             return
         for tensor in tensors_in((args, kwargs)):
             self._read(tensor)
-        if facts.is_random and (Loss.RANDOM_OPS in losses() or draws_unknown(facts, func, args, kwargs)):
+        if facts.is_random and (SwitchedOff.RANDOM_OPS in switched_off() or draws_unknown(facts, func, args, kwargs)):
             self.keep(f"it runs {facts.name} with an unknown generator")
 
     def after_op(self, facts: OpFacts, args: Any, kwargs: dict[str, Any], output: Any) -> None:

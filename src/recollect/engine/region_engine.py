@@ -13,7 +13,7 @@ from recollect._torch_private import function_mode_stack, uncompiled
 from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.region_draws import RegionDraws
 from recollect.engine.region_state import ModuleState, WrittenBuffers
-from recollect.engine.self_check import Loss, losses
+from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.settings import current_settings
 from recollect.engine.unit_modules import unit_module
 
@@ -46,7 +46,7 @@ class _RegionForward(PlacedForward):
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.recomputes() or losses() & {Loss.PLANS, Loss.RANDOM_OPS}:
+        if not self.recomputes() or switched_off() & {SwitchedOff.PLANS, SwitchedOff.RANDOM_OPS}:
             return self.forward(*args, **kwargs)
         runs = _Runs(self.written)
         return checkpoint(

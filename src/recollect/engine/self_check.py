@@ -45,10 +45,10 @@ from recollect.engine.values import alias_in_hook, alias_in_mode, attach_record
 from recollect.errors import RecordError, TorchVersionWarning
 from recollect.warning import warn_user
 
-__all__ = ["Loss", "check_steps_can_be_recorded", "hooks", "losses"]
+__all__ = ["SwitchedOff", "check_steps_can_be_recorded", "hooks", "switched_off"]
 
 
-class Loss(Enum):
+class SwitchedOff(Enum):
     """What is switched off where a hook does not hold; the value says so in the warning."""
 
     PLANS = "no plan is carried out: all is kept, and no step can be recorded"
@@ -64,16 +64,16 @@ class Hook(NamedTuple):
     Attributes:
         name: what it does.
         holds: whether it still does; it may as well raise an error.
-        loss: what goes without it.
+        without: what is switched off without it.
     """
 
     name: str
     holds: Callable[[], bool]
-    loss: Loss
+    without: SwitchedOff
 
 
 @functools.cache
-def losses() -> frozenset[Loss]:
+def switched_off() -> frozenset[SwitchedOff]:
     """Return what is switched off in this process; the first time, run all checks and warn of what they find.
 
     Warns:
@@ -83,7 +83,7 @@ def losses() -> frozenset[Loss]:
     version = torch.__version__.partition("+")[0]
     tested = f"recollect is tested with torch {OLDEST_TESTED} to {NEWEST_TESTED}"
     if broken:
-        found = "; ".join(f"{hook.name} ({hook.loss.value})" for hook in broken)
+        found = "; ".join(f"{hook.name} ({hook.without.value})" for hook in broken)
         warn_user(
             f"this does not hold in torch {version}, and what rests on it is switched off: {found}. Gradients stay exact. "
             f"{tested}: install one of these, or a newer recollect.",
@@ -95,7 +95,7 @@ def losses() -> frozenset[Loss]:
             "now and holds, but peaks may differ from what is predicted. recollect.verify(model, batch, plan) tells.",
             TorchVersionWarning,
         )
-    return frozenset(hook.loss for hook in broken)
+    return frozenset(hook.without for hook in broken)
 
 
 def check_steps_can_be_recorded() -> None:
@@ -104,7 +104,7 @@ def check_steps_can_be_recorded() -> None:
     Raises:
         RecordError: a hook does not hold on which all plans rest.
     """
-    if Loss.PLANS in losses():
+    if SwitchedOff.PLANS in switched_off():
         raise RecordError(
             f"torch {torch.__version__} does not do what plans rest on (the TorchVersionWarning says what), so that no step "
             f"can be recorded. Install torch {OLDEST_TESTED} to {NEWEST_TESTED}, or a newer recollect."
@@ -129,18 +129,22 @@ def _holds(hook: Hook) -> bool:
 def hooks() -> list[Hook]:
     """Return all hooks, with their checks."""
     return [
-        Hook("calls of custom autograd Functions are seen", _functions_are_seen, Loss.FUNCTIONS),
-        Hook("what autograd saves is handed to hooks, and asked for in the reverse order", _saves_are_seen, Loss.PLANS),
-        Hook("hooks of saved tensors step aside and come back", _hooks_step_aside, Loss.STEPPING_ASIDE),
-        Hook("ops are seen by dispatch modes", _ops_are_seen, Loss.PLANS),
-        Hook("dispatch modes step aside and come back", _modes_step_aside, Loss.STEPPING_ASIDE),
-        Hook("dispatch modes are exchanged", _modes_are_exchanged, Loss.PLANS),
-        Hook("a storage is the same object each time", _storages_are_known_again, Loss.PLANS),
-        Hook("writes raise the versions of all aliases", _versions_are_raised, Loss.PLANS),
-        Hook("ops run again past autograd and autocast", _ops_run_below, Loss.PLANS),
-        Hook("random ops draw the same numbers again", _draws_are_repeated, Loss.RANDOM_OPS),
-        Hook("transforms of torch.func and forward-mode differentiation show", _transforms_show, Loss.PLANS),
-        Hook("a backward that keeps its graph shows", _kept_graphs_show, Loss.SECOND_BACKWARD),
+        Hook("calls of custom autograd Functions are seen", _functions_are_seen, SwitchedOff.FUNCTIONS),
+        Hook(
+            "what autograd saves is handed to hooks, and asked for in the reverse order",
+            _saves_are_seen,
+            SwitchedOff.PLANS,
+        ),
+        Hook("hooks of saved tensors step aside and come back", _hooks_step_aside, SwitchedOff.STEPPING_ASIDE),
+        Hook("ops are seen by dispatch modes", _ops_are_seen, SwitchedOff.PLANS),
+        Hook("dispatch modes step aside and come back", _modes_step_aside, SwitchedOff.STEPPING_ASIDE),
+        Hook("dispatch modes are exchanged", _modes_are_exchanged, SwitchedOff.PLANS),
+        Hook("a storage is the same object each time", _storages_are_known_again, SwitchedOff.PLANS),
+        Hook("writes raise the versions of all aliases", _versions_are_raised, SwitchedOff.PLANS),
+        Hook("ops run again past autograd and autocast", _ops_run_below, SwitchedOff.PLANS),
+        Hook("random ops draw the same numbers again", _draws_are_repeated, SwitchedOff.RANDOM_OPS),
+        Hook("transforms of torch.func and forward-mode differentiation show", _transforms_show, SwitchedOff.PLANS),
+        Hook("a backward that keeps its graph shows", _kept_graphs_show, SwitchedOff.SECOND_BACKWARD),
     ]
 
 

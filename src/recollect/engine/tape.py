@@ -51,7 +51,7 @@ from recollect.engine.agreement import Agreement
 from recollect.engine.function_mode import FunctionMode
 from recollect.engine.functions_in_graph import check_no_functions
 from recollect.engine.policy import Policy
-from recollect.engine.self_check import Loss, losses
+from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.settings import Replaying
 from recollect.engine.sharded_keep import Shards
 from recollect.engine.subclasses import strided_tensors
@@ -120,13 +120,13 @@ class Tape(TapeState):
         Raises:
             UnsupportedModelError: it called a custom autograd Function, on a PyTorch where such calls are not seen.
         """
-        if Loss.PLANS in losses():
+        if SwitchedOff.PLANS in switched_off():
             return forward(*args, **kwargs)
         outer = self.mode
         with self._watching(unit_path) if outer is None else _inside(outer, unit_path) as mode:
             output = mode.run_module("", forward, args, kwargs)
             call = mode.call
-        if Loss.FUNCTIONS in losses():
+        if SwitchedOff.FUNCTIONS in switched_off():
             check_no_functions(unit_path, args, kwargs, output)
         if self.policy.output_action(unit_path) is Action.KEEP:
             self._hold_outputs(unit_path, output, call)
@@ -138,7 +138,7 @@ class Tape(TapeState):
             forget_last_step()
         mode = self.new_mode(unit_path)
         self._local.mode = mode
-        functions = nullcontext() if Loss.FUNCTIONS in losses() else watched_functions(mode.watch_function)
+        functions = nullcontext() if SwitchedOff.FUNCTIONS in switched_off() else watched_functions(mode.watch_function)
         try:
             with CheckpointHooks(mode.pack, self.unpack), mode, functions:
                 yield mode

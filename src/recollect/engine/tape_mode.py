@@ -30,7 +30,7 @@ from recollect.engine.draws import Draw, draws_unknown, first_run
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.op_mode import OpMode
 from recollect.engine.opcall import Arguments, CollectiveCall, OpCall, WriteCall
-from recollect.engine.self_check import Loss, losses
+from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.settings import current_settings
 from recollect.engine.subclasses import PackedSubclass, held_whole
 from recollect.engine.tape_state import ALL_KEPT, ModuleKey, OpActions, OpKey, TapeState, Watch
@@ -78,7 +78,7 @@ class TapeMode(OpMode):
         self.is_in_collective = False
         # The tape's hooks while they are off. Not held otherwise, because they hold this mode.
         self._hooks: tuple[Any, Any] | None = None
-        self._may_step_aside = Loss.STEPPING_ASIDE not in losses()
+        self._may_step_aside = SwitchedOff.STEPPING_ASIDE not in switched_off()
         # Outer hooks see what the tape's hooks let through; a checkpoint around several units would lose count.
         self._may_unhook = self._may_step_aside and not has_saved_tensors_hooks()
         # What was seen of modules that the tape has not yet settled.

@@ -14,7 +14,7 @@ from recollect._torch_private import is_fake_tensor
 from recollect.engine.agreement import Agreement
 from recollect.engine.facts import OpFacts
 from recollect.engine.policy import Policy
-from recollect.engine.self_check import Loss, losses
+from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.sharded_keep import Shards
 from recollect.engine.values import UNWATCHED, alias_in_hook, alias_in_mode
 from recollect.plans.action import Action
@@ -88,7 +88,7 @@ class TapeState:
 
     def must_keep(self, facts: OpFacts) -> bool:
         """Whether the results of an op are kept whatever the policy says."""
-        if facts.is_random and Loss.RANDOM_OPS in losses():
+        if facts.is_random and SwitchedOff.RANDOM_OPS in switched_off():
             return True
         return facts.keeps and (self.agreement is None or not facts.may_replay)
 

@@ -17,7 +17,7 @@ import recollect
 from recollect import _torch_memory
 from recollect.checkpointing.checkpoint import checkpoint
 from recollect.engine import self_check, settings
-from recollect.engine.self_check import Hook, Loss, hooks, losses
+from recollect.engine.self_check import Hook, SwitchedOff, hooks, switched_off
 from recollect.engine.settings import Settings, current_settings
 from recollect.errors import ConfigError, MeterError, RecordError, TorchVersionWarning
 
@@ -26,17 +26,17 @@ ROWS = torch.randn(4, 8)
 
 @pytest.fixture(autouse=True)
 def checked_anew() -> Iterator[None]:
-    losses.cache_clear()
+    switched_off.cache_clear()
     yield
-    losses.cache_clear()
+    switched_off.cache_clear()
 
 
 def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
 
-def no_hook_holds(monkeypatch: pytest.MonkeyPatch, loss: Loss) -> None:
-    monkeypatch.setattr(self_check, "hooks", lambda: [Hook("ops are seen", lambda: 1 / 0 > 0, loss)])
+def no_hook_holds(monkeypatch: pytest.MonkeyPatch, without: SwitchedOff) -> None:
+    monkeypatch.setattr(self_check, "hooks", lambda: [Hook("ops are seen", lambda: 1 / 0 > 0, without)])
 
 
 def test_all_hooks_hold_whatever_the_caller_runs_under() -> None:
@@ -49,36 +49,36 @@ def test_all_hooks_hold_whatever_the_caller_runs_under() -> None:
             raise AssertionError("the caller's mode sees a check")
 
     with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), Functions(), Dispatch():
-        assert losses() == frozenset()
+        assert switched_off() == frozenset()
     with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
-        losses.cache_clear()
-        assert losses() == frozenset()
+        switched_off.cache_clear()
+        assert switched_off() == frozenset()
 
 
 def test_checks_leave_the_generator_as_it_was() -> None:
     before = torch.get_rng_state()
-    losses()
+    switched_off()
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_checks_take_milliseconds() -> None:
-    losses()
+    switched_off()
     taken = []
     for _ in range(5):
-        losses.cache_clear()
+        switched_off.cache_clear()
         begin = time.perf_counter()
-        losses()
+        switched_off()
         taken.append(time.perf_counter() - begin)
     assert min(taken) < 0.1  # 5 ms on a free core.
 
 
 def test_each_hook_says_what_goes_without_it() -> None:
-    assert {hook.loss for hook in hooks()} == set(Loss)
+    assert {hook.without for hook in hooks()} == set(SwitchedOff)
     assert len({hook.name for hook in hooks()}) == len(hooks())
 
 
 def test_one_warning_at_the_line_that_applies(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_hook_holds(monkeypatch, Loss.STEPPING_ASIDE)
+    no_hook_holds(monkeypatch, SwitchedOff.STEPPING_ASIDE)
     version = torch.__version__.partition("+")[0]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -107,11 +107,11 @@ def test_a_newer_version_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_patch_of_a_tested_version_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.15.9+cu140")
-    assert losses() == frozenset()
+    assert switched_off() == frozenset()
 
 
 def test_nothing_is_recorded_or_promised_where_no_plan_is_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_hook_holds(monkeypatch, Loss.PLANS)
+    no_hook_holds(monkeypatch, SwitchedOff.PLANS)
     message = r"^torch 2\.\d+\.\d+\S* does not do what plans rest on .*, so that no step can be recorded\. Install torch 2\.11"
     trained = model()
     with pytest.warns(TorchVersionWarning), pytest.raises(RecordError, match=message):
@@ -121,7 +121,7 @@ def test_nothing_is_recorded_or_promised_where_no_plan_is_carried_out(monkeypatc
 
 
 def test_checkpoints_keep_all_where_no_plan_is_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_hook_holds(monkeypatch, Loss.PLANS)
+    no_hook_holds(monkeypatch, SwitchedOff.PLANS)
     seen: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def test_checkpoints_keep_all_where_no_plan_is_carried_out(monkeypatch: pytest.M
 
 
 def test_regions_run_once_where_draws_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_hook_holds(monkeypatch, Loss.RANDOM_OPS)
+    no_hook_holds(monkeypatch, SwitchedOff.RANDOM_OPS)
     trained = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
     runs: list[int] = []
     trained[0][0].register_forward_hook(lambda *args: runs.append(1))
