@@ -45,7 +45,7 @@ class Row:
 
 ROWS = (
     *(Row(f"torch {v}", ("--torch", v), is_whole=True) for v in ("2.11.0", "2.13.0", "2.14.1", "2.15.0")),
-    Row("Python 3.10", ("--torch", "2.15.0"), python="python3.10"),
+    Row("Python 3.10", ("--torch", "2.14.1"), python="python3.10"),  # the last PyTorch for it
     Row("Python 3.13", ("--torch", "2.15.0"), python="python3.13"),
     Row("transformers 4.50.0", ("--torch", "2.13.0", "--with", "transformers==4.50.0")),
     Row("numpy 1.26.0", ("--torch", "2.13.0", "--with", "numpy==1.26.0")),
