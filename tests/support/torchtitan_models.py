@@ -13,10 +13,10 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import llama3_configs
 
-from metered_trainers import Case, StepPeaks
+from metered_trainers import NUM_STEPS, Case, StepPeaks
 from recollect.integrations.torchtitan import MemoryBudget
 
-BATCH, LENGTH, NUM_STEPS = 2, 128, 30
+BATCH, LENGTH = 2, 128
 
 
 def llama3(*, attention: str = "sdpa") -> Any:
