@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -116,9 +117,15 @@ class GatheredParameters:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        groups = [group for module in fully_sharded_modules(model) for group in parameter_groups(module)]
+        modules = fully_sharded_modules(model)
+        # Modules that were sharded together have the same group.
+        groups = list(dict.fromkeys(group for module in modules for group in parameter_groups(module)))
+        if any(hasattr(module, "finalize_backward") for module in modules):
+            groups.reverse()  # This method, of PyTorch 2.15, reduces the last one first; a schedule did the first one before.
         self._groups = [group for group in groups if group.is_unsharded and not group.reduce_grads]
         self._parameters = [parameter for group in self._groups for parameter in group.fsdp_params]
+        # Until PyTorch 2.15, which sums in `.grad` of the whole parameters, in their `grad_dtype`.
+        self._summed_apart = [one for one in self._parameters if "unsharded_accumulated_grad" in vars(one)]
 
     @property
     def own_parts(self) -> list[torch.Tensor]:
@@ -128,12 +135,12 @@ class GatheredParameters:
     @property
     def gradients_apart(self) -> list[torch.Tensor]:
         """The sums of gradients in a dtype that is not that of the parameters, and that is reduced."""
-        sums = (parameter.unsharded_accumulated_grad for parameter in self._parameters)
+        sums = (parameter.unsharded_accumulated_grad for parameter in self._summed_apart)
         return [found for found in sums if found is not None]
 
     def begin_gradients_apart(self) -> None:
         """Have backward add to sums in the dtype that is reduced, where that is another one."""
-        for parameter in self._parameters:
+        for parameter in self._summed_apart:
             whole = parameter.unsharded_param
             if whole.requires_grad and parameter.reduce_dtype not in (None, whole.dtype):
                 parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=parameter.reduce_dtype)
@@ -142,7 +149,7 @@ class GatheredParameters:
     @contextmanager
     def gradients_apart_set_aside(self) -> Iterator[None]:
         """Within the block there are none of these sums but those that it makes."""
-        before = [parameter.unsharded_accumulated_grad for parameter in self._parameters]
+        before = [parameter.unsharded_accumulated_grad for parameter in self._summed_apart]
         self._put_gradients_apart([None] * len(before))
         try:
             yield
@@ -150,7 +157,7 @@ class GatheredParameters:
             self._put_gradients_apart(before)
 
     def _put_gradients_apart(self, gradients: list[torch.Tensor | None]) -> None:
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+        for parameter, gradient in zip(self._summed_apart, gradients, strict=True):
             parameter.unsharded_accumulated_grad = gradient
 
     @property
@@ -158,18 +165,29 @@ class GatheredParameters:
         """Bytes that each reduction at the end of a step needs beside all that is whole before the first one, at most.
 
         Parameters of a group are freed before its gradients are copied to where they are sent from, and these after that.
+        Then gloo copies what it sends, and what was received may get another dtype.
         """
         found = []
         freed_bytes = 0
         for group in self._groups:
-            sent_bytes = 0
+            num_sent = num_own = own_bytes = summed_bytes = 0
+            dtypes = set()
             for parameter in group.fsdp_params:
+                whole, own = parameter.unsharded_param, parameter.sharded_param
                 size = parameter.padded_sharded_param_size.numel()
                 whole_size = size * getattr(parameter.mesh_info, "shard_mesh_size", 1)
-                freed_bytes += whole_size * parameter.unsharded_param.dtype.itemsize
-                if parameter.sharded_param.requires_grad:
-                    sent_bytes += whole_size * (parameter.reduce_dtype or parameter.unsharded_param.dtype).itemsize
-                    freed_bytes -= size * parameter.sharded_param.dtype.itemsize
-            found.append(max(0, sent_bytes - freed_bytes))
-            freed_bytes += sent_bytes
+                freed_bytes += whole_size * whole.dtype.itemsize
+                if own.requires_grad:
+                    dtype = parameter.reduce_dtype or whole.grad_dtype or whole.dtype
+                    dtypes.add(dtype)
+                    num_sent += whole_size
+                    num_own += size
+                    summed_bytes += whole_size * dtype.itemsize
+                    own_bytes += size * (own.grad_dtype or own.dtype).itemsize
+            # All that is sent together has one dtype.
+            itemsize = reduce(torch.promote_types, dtypes).itemsize if dtypes else 0
+            sent_bytes = num_sent * itemsize
+            freed_bytes += summed_bytes
+            found.append(max(0, sent_bytes + max(sent_bytes, own_bytes) + num_own * itemsize - freed_bytes))
+            freed_bytes -= own_bytes
         return found

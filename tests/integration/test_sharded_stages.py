@@ -33,7 +33,16 @@ ROOM = 2048
 SENT = 4 * 4 * 4 * 32 * 32
 # Parameters of a stage that are freed after each forward count as whole throughout.
 WHOLE = 4 * 4 * 12_704
-MOST_ABOVE = {"1F1B": ROOM, "bf16": ROOM, "interleaved": ROOM + SENT, "frees": ROOM + WHOLE, "little": ROOM}
+MOST_ABOVE = {
+    "1F1B": ROOM,
+    "bf16": ROOM,
+    "interleaved": ROOM + SENT,
+    "frees": ROOM + WHOLE,
+    "little": ROOM,
+    "uneven": ROOM,
+}
+# Where the fullest moment is that in which gradients are reduced.
+REDUCING = ("little", "uneven")
 
 
 @pytest.mark.parametrize("case", MOST_ABOVE)
@@ -42,11 +51,11 @@ def test_peaks_are_as_predicted_and_the_budget_holds(found: list[dict[str, Any]]
         assert row[case]["is_equal"]
         for which in ("plain", "planned"):
             predicted, measured = row[case][which]
-            if case == "little":
+            if case in REDUCING:
                 # A thread of gloo may let go of the gradients of one group a moment late.
                 measured = [min(measured)]
             assert max(measured) <= predicted <= min(measured) + MOST_ABOVE[case], (which, row[case])
-    if case != "little":
+    if case not in REDUCING:
         fullest = max(max(row[case]["planned"][1]) for row in found)
         assert fullest <= found[0][case]["budget"]
         assert fullest < 0.75 * max(max(row[case]["plain"][1]) for row in found) and found[0][case]["slowdown"] > 0

@@ -21,6 +21,8 @@ import recollect
 
 MICRO_BATCHES = 8
 IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# PyTorch 2.15 sums and reduces in the dtype of the parameters that are shared, earlier versions in bfloat16.
+WITHOUT_REDUCE_DTYPE = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Case:
     Attributes:
         frees: FSDP2 frees parameters after each forward, its default.
         shape: of a micro-batch.
+        widths: of the layers of a stage that is alone on its rank; one of several has the first ones.
     """
 
     stages_per_rank: int
@@ -37,6 +40,7 @@ class Case:
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     frees: bool = False
     shape: tuple[int, int, int] = (4, 32, 32)
+    widths: tuple[int, ...] = (128, 128, 128, 128)
 
 
 CASES = {
@@ -46,6 +50,7 @@ CASES = {
     "frees": Case(1, "70%", frees=True),
     # The fullest moment is that in which gradients are reduced.
     "little": Case(1, "100%", shape=(1, 1, 32)),
+    "uneven": Case(1, "100%", WITHOUT_REDUCE_DTYPE, shape=(1, 1, 32), widths=(16, 64, 512, 1024)),
 }
 
 
@@ -69,7 +74,8 @@ class Running:
 
     def _module(self, number: int, case: Case, mesh: Any) -> nn.Module:
         torch.manual_seed(number)
-        layers = [nn.TransformerEncoderLayer(32, 2, 128, batch_first=True) for _ in range(4 // case.stages_per_rank)]
+        widths = case.widths[: len(case.widths) // case.stages_per_rank]
+        layers = [nn.TransformerEncoderLayer(32, 2, width, batch_first=True) for width in widths]
         stage = nn.Sequential(*layers)
         for module in (*layers, stage):
             fully_shard(module, mesh=mesh, reshard_after_forward=case.frees, mp_policy=case.policy)

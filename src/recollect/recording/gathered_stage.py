@@ -64,6 +64,5 @@ def free_gathered(model: nn.Module) -> None:
 def _reduce_in_backward(stage: nn.Module, reduces: bool) -> None:
     """Have backward reduce gradients and free parameters, or neither."""
     sharded = cast(Any, stage)
-    sharded.set_is_last_backward(reduces)
     sharded.set_reshard_after_backward(reduces)
     sharded.set_requires_gradient_sync(reduces)

@@ -25,7 +25,7 @@ def prepare_gradients(model: nn.Module, gradients: Gradients) -> None:
     """Make the gradients that are there before the first step: zeros if the loop adds to them, else none."""
     for parameter in model.parameters():
         is_there = gradients == "accumulated" and parameter.requires_grad
-        parameter.grad = torch.zeros_like(parameter) if is_there else None
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype) if is_there else None
     if gradients == "accumulated":
         GatheredParameters(model).begin_gradients_apart()
 
