@@ -41,7 +41,7 @@ def named_errors(ranks: Ranks) -> Iterator[None]:
     key = f"recollect/run/{next(_runs)}"
     last_words = LastWords(key, ranks)
     try:
-        with PeerWatch(key, last_words):
+        with PeerWatch(key, last_words, ranks):
             yield
     except Exception as error:
         own = _first_cause(error)
