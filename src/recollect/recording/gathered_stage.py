@@ -62,7 +62,11 @@ def free_gathered(model: nn.Module) -> None:
 
 
 def _reduce_in_backward(stage: nn.Module, reduces: bool) -> None:
-    """Have backward reduce gradients and free parameters, or neither."""
+    """Have backward reduce gradients and free parameters, or neither.
+
+    Each may take itself for the last one, as by default: after another one, FSDP2 awaits the last, and PyTorch 2.15 refuses to
+    let a schedule finalize by hand until then.
+    """
     sharded = cast(Any, stage)
     sharded.set_reshard_after_backward(reduces)
     sharded.set_requires_gradient_sync(reduces)
