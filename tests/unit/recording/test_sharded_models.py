@@ -29,6 +29,8 @@ warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
 torch.set_num_threads(1)
 dist.init_process_group("fake", rank=0, world_size=2)
 data = torch.randn(8, 16)
+# What the fake group of torch 2.11 gathers is whatever was in memory, so that no two steps are equal.
+REPEATS = torch.__version__ >= "2.12"
 
 
 def record(model, **settings):
@@ -104,7 +106,7 @@ try:
 except BudgetTooSmallError as error:
     plan = recollect.plan(profile, error.least_peak_bytes)
     assert all(unit.output == "keep" for path, unit in plan.units.items() if "blocks" in path), plan
-    assert recollect.verify(model, data, plan, loss_fn=torch.sum).equal
+    assert recollect.verify(model, data, plan, loss_fn=torch.sum).equal or not REPEATS
 model = sharded(reshard_after_forward=False)
 assert not refuses(model, "blocks.0")
 profile = record(model)
@@ -131,7 +133,7 @@ def train(budget):
 data = torch.randn(128, 16)
 plain, _, _ = train(None)
 got, attached, peak_bytes = train("80%")
-assert all(has_same_bits(one, other) for one, other in zip(plain, got, strict=True))
+assert not REPEATS or all(has_same_bits(one, other) for one, other in zip(plain, got, strict=True))
 assert attached.recorded_steps == [0]
 assert 0 <= attached.plan.predicted_peak_bytes - peak_bytes <= 1024, (attached.plan.predicted_peak_bytes, peak_bytes)
 
