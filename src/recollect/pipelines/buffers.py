@@ -53,11 +53,11 @@ class Buffers:
             return
         self._received.add((key, is_forward))
         stays = is_forward and self.stay_with_loss(action.stage) and self._kinds[key] == BACKWARD
-        # The part of the stage that comes first is the last to go backward.
         holder = "loss" if stays else (self._first_part(action.stage), action.micro_batch)
         self.make([holder], stage.recorded.whole.input_bytes if is_forward else stage.output_bytes)
 
     def _first_part(self, number: int) -> int:
+        """Return the part of a stage that comes first, and is the last to go backward."""
         while self._rank.stages[number].previous_is_inside:
             number -= 1
         return number
@@ -85,11 +85,11 @@ class Buffers:
     def after_forward(self, key: tuple[int, int], stage: RankStage) -> None:
         """Make the output, and let go of the one before if the loop has waited for it."""
         number, micro_batch = key
-        arriving = "sent", number
+        arriving, own = ("sent", number), (self._first_part(number), micro_batch)
         if stage.next_is_here:
-            self.make([key, (number + 1, micro_batch)], stage.output_bytes)
+            self.make([own, (number + 1, micro_batch)], stage.output_bytes)
         elif not self._is_single:
-            self.make([key], stage.output_bytes)
+            self.make([own], stage.output_bytes)
         else:
             before = [] if self._sends_all_first else self._held.pop(arriving, [])
             self.make([arriving], stage.output_bytes)

@@ -1,0 +1,46 @@
+"""The versions that are tested are the same wherever they are named."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from recollect._torch_private import NEWEST_TESTED, OLDEST_TESTED
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from pages.versions import ROWS, table  # noqa: E402
+
+
+def tested() -> list[str]:
+    return [row.name.removeprefix("torch ") for row in ROWS if row.is_whole]
+
+
+def test_the_table_has_the_oldest_and_the_newest_torch() -> None:
+    assert tested()[0] == OLDEST_TESTED and tested()[-1] == NEWEST_TESTED
+
+
+def test_the_readme_and_the_requirements_name_them() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"torch {', '.join(tested()[:-1])} and {NEWEST_TESTED}" in readme
+    requirements = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'"torch>={OLDEST_TESTED.rpartition(".")[0]}"' in requirements
+    assert f"# torch: tested with {', '.join(tested())}" in requirements
+
+
+def test_ci_runs_the_newest() -> None:
+    assert f"scripts/test --torch {NEWEST_TESTED} --core" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_the_page_has_the_table() -> None:
+    assert table() in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def test_the_files_of_core_are_there() -> None:
+    assert all((ROOT / path).exists() for path in (ROOT / "tests" / "core.txt").read_text(encoding="utf-8").split())
+
+
+def test_no_row_failed() -> None:
+    assert re.findall(r"\| [\d,]+ \| ([\d,]+) \| [\d,]+ \|$", table(), re.MULTILINE) == ["0"] * len(ROWS)
