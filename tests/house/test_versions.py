@@ -43,4 +43,4 @@ def test_the_files_of_core_are_there() -> None:
 
 
 def test_no_row_failed() -> None:
-    assert re.findall(r"\| [\d,]+ \| ([\d,]+) \| [\d,]+ \|$", table(), re.MULTILINE) == ["0"] * len(ROWS)
+    assert set(re.findall(r"\| [\d,]+ \| ([\d,]+) \| [\d,]+ \|$", table(), re.MULTILINE)) == {"0"}
