@@ -50,6 +50,12 @@ def _gpu() -> str:
     return page(ROOT / "benchmarks" / "results" / "gpu")
 
 
+def _versions() -> str:
+    from pages.versions import table
+
+    return table()
+
+
 def _doctor_rules() -> str:
     from recollect.doctor.table import rules_table
 
@@ -92,6 +98,7 @@ FIGURES: tuple[Figure, ...] = (
     Exact("docs/api.md", "python -m pages.api", _api),
     Exact("docs/zoo.md", "python benchmarks/model_zoo.py --page", _zoo),
     Exact("docs/gpu.md", "scripts/gpu --page", _gpu),
+    _part("CONTRIBUTING.md", "python -m pages.versions --page", _versions),
     _part("docs/doctor.md", "python -m recollect.doctor.table", _doctor_rules),
     _part("docs/megatron.md", "python -m recollect.integrations.megatron.tables", _megatron_rules),
     _part("docs/megatron.md", "python -m recollect.integrations.megatron.tables", _megatron_not_yet),

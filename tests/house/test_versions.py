@@ -34,10 +34,6 @@ def test_ci_runs_the_newest() -> None:
     assert f"scripts/test --torch {NEWEST_TESTED} --core" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
-def test_the_page_has_the_table() -> None:
-    assert table() in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-
-
 def test_the_files_of_core_are_there() -> None:
     assert all((ROOT / path).exists() for path in (ROOT / "tests" / "core.txt").read_text(encoding="utf-8").split())
 
