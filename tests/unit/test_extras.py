@@ -24,7 +24,7 @@ def extras() -> Iterator[tuple[str, str]]:
     )
     for extra, packages in re.findall(r"(?ms)^(\w+) = \[(.*?)\](?: #[^\n]*)?$", section):
         for package in re.findall(r'"([\w-]+)', packages):
-            if extra != "dev" and package != "recollect":
+            if extra not in ("dev", "test") and package != "recollect":
                 yield package, extra
 
 
