@@ -39,7 +39,10 @@ SCHEDULES: Final[dict[str, tuple[Any, int]]] = {
     "DualPipeV": (ScheduleDualPipeV, 2),
 }
 """torch's classes, with the number of stages on each rank."""
-SPLIT: Final = ("interleaved zero bubble", "ZBV", "DualPipeV")
+if torch.__version__ < "2.12":
+    # Sends the shapes of an output to the next stage on the same rank, too, which gloo refuses.
+    del SCHEDULES["ZBV"], SCHEDULES["DualPipeV"]
+SPLIT: Final = tuple(name for name in ("interleaved zero bubble", "ZBV", "DualPipeV") if name in SCHEDULES)
 """Those that split backward in two."""
 _V_SHAPED: Final = ("ZBV", "DualPipeV")
 

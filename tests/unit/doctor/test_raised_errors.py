@@ -174,6 +174,8 @@ STEPS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("rule", STEPS)
 def test_raised(rule: str) -> None:
+    if rule == "selective-not-found" and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 takes it for a second backward")
     text = said(STEPS[rule])
     found = recollect.diagnose(text)
     assert rule in [finding.rule for finding in found], text
