@@ -60,7 +60,6 @@ def run(row: Row, is_whole: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.xml"
         options = [*row.options, *([] if is_whole else ["--core"])]
-        subprocess.run(["scripts/setup"], cwd=ROOT, check=True)
         begin = time.monotonic()
         subprocess.run(["scripts/test", *options, "-q", f"--junitxml={found}"], cwd=ROOT, env=environment, check=False)
         if not found.exists():

@@ -75,7 +75,7 @@ def record(
         model: any module, in the mode (train or eval) in which it will be trained; to plan several models together, an
             `nn.ModuleDict` of them. It is not edited.
         batch: a tensor, tuple or dict, passed as `model(batch)`, `model(*batch)` or `model(**batch)`.
-        step: runs a training step, without arguments: any number of forward and backward calls of any models, switched_off
+        step: runs a training step, without arguments: any number of forward and backward calls of any models, losses
             computed anywhere, `optimizer.step()` in it or not. What it still holds when it is done, in variables outside of
             it, the next step finds held; what it returns is dropped. Give this or `batch`.
         optimizer: one, or several; its state counts, even before its first step, and so does the workspace of its step.
