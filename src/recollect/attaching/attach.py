@@ -18,7 +18,6 @@ from recollect.measuring.device_memory import memory_bytes
 from recollect.quantities import check_budget
 from recollect.ranks.group import Place, Ranks
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
-from recollect.recording.find_units import find_units
 from recollect.recording.model_step import device_of
 from recollect.recording.optimizers import check_optimizers, optimizers_in
 
@@ -134,7 +133,7 @@ def _attached(
     check_budget(budget, device_bytes=memory_bytes(device))
     return Attached(
         model,
-        find_units(model, units),
+        units,
         optimizers,
         budget,
         device=device,

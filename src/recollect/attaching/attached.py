@@ -1,69 +1,83 @@
 """The handle of `attach`: watches a training loop step by step, and decides what runs next.
 
-At each outermost call of the model the step so far is compared with the recorded ones (`step_shape.py`). If one of them
-covers it, its plan is put in place. If none does, the step is recorded; in the middle of a step, where recording cannot begin,
-the rest of it runs at its leanest, and the next steps are recorded until one covers it.
+| state | what is in place | it begins |
+|---|---|---|
+| `IDLE` | nothing | before the first call, and where a step was abandoned |
+| `RECORDING` | the recorder, dropping all that it can | at the first call of a step that no plan covers |
+| `PLANNED` | a plan | at a call that it covers |
+| `LEAN` | what drops all that can be dropped | at a call that no plan covers, where recording cannot begin |
+
+At each outermost call of the model the step so far is compared with the recorded ones (`step_shape.py`). Within a call, each
+unit tells when it runs (`unit_watch.py`): from the first run on that the plan does not foresee, the rest of the step is lean,
+and the next steps are recorded until one covers it, or memory is reserved for what it did (`step_planner.py`).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from recollect._torch_private import num_dispatch_modes, profiler_is_active
-from recollect.applying import apply_own, apply_policy
-from recollect.attaching.begin_recording import begin_recording, excess_of
-from recollect.attaching.entries import Removable, Watcher, entry_forwards
+from recollect.attaching.begin_recording import begin_recording
+from recollect.attaching.departure import Departure
+from recollect.attaching.entries import Removable, Watcher
+from recollect.attaching.held import HeldBytes
 from recollect.attaching.lean_start import LeanStart
 from recollect.attaching.lockstep import Lockstep
-from recollect.attaching.other_mechanisms import OtherMechanisms
-from recollect.attaching.planned_step import PlannedStep, plan_step, profile_of
-from recollect.attaching.report import line_of, report_of
+from recollect.attaching.placement import Placement
+from recollect.attaching.planned_step import PlannedStep
+from recollect.attaching.planned_steps import difference
+from recollect.attaching.report import report_of
 from recollect.attaching.seen_call import describe_call
 from recollect.attaching.step_end import StepEnd, without_backward
-from recollect.attaching.step_shape import Call, covers
+from recollect.attaching.step_planner import StepPlanner
+from recollect.attaching.step_shape import Call
+from recollect.attaching.step_under_way import StepUnderWay
+from recollect.attaching.structure import Structure
 from recollect.byte_format import format_bytes
-from recollect.engine.placed_forward import Applied
-from recollect.errors import BudgetWarning, LargerStepError
+from recollect.errors import LargerStepError
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
-from recollect.progress.stage import stage
 from recollect.ranks.group import ALONE, Ranks
-from recollect.recording.find_units import Unit
-from recollect.recording.leanest_policy import DropAll, leanest_policy
+from recollect.recording.find_units import find_units
 from recollect.recording.step_recording import StepRecording
-from recollect.warning import warn_user
 
 __all__ = ["Attached", "OnLarger"]
 
 OnLarger: TypeAlias = Literal["replan", "warn", "raise"]
 
-# A plan for a step of less than this part of the elements is worth one more recording, if recompute costs more than this.
-_MUCH_SMALLER: Final = 0.5
-_WORTH_SLOWDOWN: Final = 0.01
-_MOST_PLANS: Final = 16
-# Where steps alternate, a few begin like the one that was missed.
-_MOST_ATTEMPTS: Final = 4
+# A step that differs from all before it is recorded; if so many do, and no fewer than every second one, none is any more.
+_MOST_RECORDED: Final = 16
+
+
+_handles: weakref.WeakSet[Attached] = weakref.WeakSet()
+
+
+class State(Enum):
+    """What is in place."""
+
+    IDLE = "nothing"
+    RECORDING = "the recorder"
+    PLANNED = "a plan"
+    LEAN = "what drops all that can be dropped"
 
 
 class Attached:
     """What `attach` returns.
 
     Attributes:
-        budget_bytes: None until the first plan is made.
-        planned: the steps that were recorded and planned.
-        recorded_steps: their numbers, from 0.
         num_steps: steps so far.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[Unit],
+        units: Iterable[str] | None,
         optimizers: Sequence[torch.optim.Optimizer],
         budget: int | str,
         *,
@@ -75,38 +89,46 @@ class Attached:
     ) -> None:
         self.model = model
         self.budget = budget
-        self.budget_bytes: int | None = None
-        self.planned: list[PlannedStep] = []
-        self.recorded_steps: list[int] = []
         self.num_steps = 0
-        self._units = units
-        self._optimizers = list(optimizers)
+        self._named_units = None if units is None else list(units)
+        self._units = find_units(model, self._named_units)
         self._device = device
         self._on_larger: OnLarger = on_larger
-        self._log = log
         self._lockstep = Lockstep(model, ranks, may_differ=on_larger == "replan")
         self._lean_start = LeanStart(self._lockstep, device)
-        self._parameters = list(model.parameters())
-        self._others = OtherMechanisms(model)
-        # Raises if the model recomputes already.
-        apply_policy(model, self.unit_paths, DropAll()).remove()
-        self._watcher = Watcher(self._begin_call, self._abandon_step)
-        self._entries = Applied(model, entry_forwards(model, self.unit_paths, self._watcher), None)
+        self._watcher = Watcher(self._begin_call, self._call_returned, self._abandon_step)
+        self._placement = Placement(model, self.unit_paths, self._watcher, self._departs)
+        self._structure = Structure(model)
         # An engine that steps over parts of the parameters has several steps of an optimizer in one of its own.
+        self._optimizers = list(optimizers)
         watched = [] if ends_by_hand else self._optimizers
+        self._end = StepEnd(model, watched)
         self._hooks: list[Removable] = [o.register_step_post_hook(self._after_optimizer) for o in watched]
-        self._active: PlannedStep | None = None
-        self._applied: Applied | None = None
+        self._hooks.append(self._structure)
+        self._planner = StepPlanner(model, self._optimizers, budget, self._lockstep, log, device)
+        self._held = HeldBytes(device)
+        self._state = State.IDLE
         self._recording: StepRecording | None = None
-        # What no plan covered when recording could not begin: steps are recorded until one covers it, or that many were.
-        self._missed: list[Call] = []
-        self._attempts_left = 0
         # The most that the device was seen to hold beyond what was expected.
         self._seen_bytes = 0
-        self._warned: set[str] = set()
-        self._calls: list[Call] = []
-        self._group: list[Call] = []
-        self._end = StepEnd(model, watched)
+        self._now = StepUnderWay()
+        self._is_disturbed = False
+        _handles.add(self)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget; None until the first plan is made."""
+        return self._planner.budget_bytes
+
+    @property
+    def recorded_steps(self) -> list[int]:
+        """Numbers of the steps that were recorded, from 0."""
+        return self._planner.recorded_steps
+
+    @property
+    def planned(self) -> list[PlannedStep]:
+        """The steps that were recorded and planned."""
+        return self._planner.steps.steps
 
     @property
     def unit_paths(self) -> list[str]:
@@ -116,7 +138,7 @@ class Attached:
     @property
     def plan(self) -> Plan | None:
         """The plan in place, or of the last step that had one; None before the first."""
-        chosen = self._active or (self.planned[-1] if self.planned else None)
+        chosen = self._placement.active or (self.planned[-1] if self.planned else None)
         return None if chosen is None else chosen.plan
 
     def report(self) -> str:
@@ -139,8 +161,7 @@ class Attached:
     def remove(self) -> None:
         """Remove the plan and stop watching; do nothing the second time."""
         self._abandon_step()
-        self._put(None)
-        self._entries.remove()
+        self._placement.remove()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -162,73 +183,132 @@ class Attached:
         """Decide how the model runs, before an outermost call of it."""
         if not self.num_steps:
             self._end.note_call()
-        is_disturbed = self._notices_others()
-        call = describe_call(path, module, args, kwargs, self._parameters, self._device.type, is_open=self._is_open())
-        if not call.is_open:
-            self._group = []
-        self._calls.append(call)
-        self._group.append(call)
-        if self._recording is not None:
-            return
-        if self._lockstep.is_alone:
-            chosen = None if is_disturbed else self._choice(call)
-        else:
-            is_disturbed, chosen = self._common_choice(is_disturbed=is_disturbed)
+        step = self._now
+        step.end_call(self._placement.units)
+        if not step.calls:
+            self._begin_step()
+        described = describe_call(
+            path,
+            module,
+            args,
+            kwargs,
+            self._structure.parameters,
+            self._device.type,
+            is_open=self._is_open(),
+            structure=self._structure.version,
+        )
+        call = self._planner.steps.as_known(described)
+        step.begin_call(call, self._watcher.backwards)
+        if self._state is not State.RECORDING:
+            self._decide(call)
+        self._watch_call()
+
+    def _begin_step(self) -> None:
+        """Look whether the model is still what it was."""
+        if self._structure.look() and not self._structure.recomputes():
+            self._rebuild()
+        self._is_disturbed = self._structure.recomputes()
+        if self._is_disturbed:
+            self._planner.warn_once(
+                "layers recompute by a mechanism of their own (checkpoint wrappers, or Hugging Face's switch), which "
+                "was switched on after attach: values are recomputed twice, and the plan does not hold. Switch it off",
+                key="other mechanism",
+            )
+
+    def _rebuild(self) -> None:
+        """Watch the model as it is built now."""
+        self._placement.remove()
+        self._units = find_units(self.model, self._named_units)
+        self._placement = Placement(self.model, self.unit_paths, self._watcher, self._departs)
+
+    def _decide(self, call: Call) -> None:
+        """Choose and put in place under what a call runs."""
+        is_disturbed, chosen = self._choice()
         if is_disturbed:
+            self._state = State.IDLE
             return
-        if chosen is not None and not (self._is_first and self._attempts_left and self._all_can_record()):
-            if chosen is not self._active:
-                self._put(chosen)
-        elif chosen is None and self.planned and self._on_larger != "replan":
+        is_first = self._now.is_first
+        is_refused = chosen is None and bool(self.planned) and self._on_larger != "replan"
+        wants_recording = is_first and not is_refused and (chosen is None or self._planner.missed.attempts_left > 0)
+        # The other processes are asked here, and nowhere else.
+        records = wants_recording and self._lockstep.all_can(self._can_record())
+        if records:
+            self._start_recording(call)
+        elif chosen is not None:
+            self._placement.put(chosen)
+            self._state = State.PLANNED
+            self._held.begin_call()
+            if is_first:
+                self._make_room(chosen)
+        elif is_refused:
             self._refuse(call)
-        elif self._is_first and self._all_can_record():
-            lean_units = self._lean_start.units(self.planned, call, self._parameters)
-            self._lockstep.together(lambda: self._start_recording(lean_units))
         else:
-            self._missed, self._attempts_left = list(self._calls), _MOST_ATTEMPTS
-            self._run_leanest(call)
+            self._planner.missed.note(self._now.calls)
+            # The others may not be here, to be asked for theirs.
+            self._placement.put_leanest(self._lean_units(call, self.planned if self._lockstep.is_alone else []))
+            self._state = State.LEAN
 
-    @property
-    def _is_first(self) -> bool:
-        return len(self._calls) == 1
-
-    def _choice(self, call: Call) -> PlannedStep | None:
-        """Return the fastest planned step that covers the calls so far."""
-        if self._active is not None and self._active.follows(self._calls):
-            # The order of calls is the recorded one, so what is open is known from there.
-            return self._active if not self._is_first else self._smallest(self._active, call)
-        candidates = self._covering()
-        if not candidates:
-            return None
-        if len(self._group) > 1 and self._active in candidates:
-            return self._active
-        best = min(candidates, key=lambda step: step.calls[0].numel)
-        return self._smallest(best, call) if self._is_first else best
-
-    def _covering(self) -> list[PlannedStep]:
-        return [step for step in self.planned if step.follows(self._calls) or covers(step.calls, self._group)]
-
-    def _common_choice(self, *, is_disturbed: bool) -> tuple[bool, PlannedStep | None]:
-        """Return whether some process is disturbed; and the fastest planned step that covers the calls so far in all."""
-        is_first, missed = self._is_first, self._attempts_left > 0
+    def _choice(self) -> tuple[bool, PlannedStep | None]:
+        """Return whether the plan is disturbed, in some process; and the fastest planned step that covers the calls so far."""
+        step, active, is_disturbed = self._now, self._placement.active, self._is_disturbed
+        if self._lockstep.is_alone:
+            chosen = self._planner.steps.choice(
+                step.calls, step.group, active, lambda: self._on_larger == "replan" and self._can_record()
+            )
+            return is_disturbed, chosen
+        missed = self._planner.missed.attempts_left > 0
+        covering = self._planner.steps.covering(step.calls, step.group)
         found = self._lockstep.at_call(
-            self._covering(), self.num_steps, is_first=is_first, is_calm=not is_disturbed, missed=missed
+            covering, self.num_steps, is_first=step.is_first, is_calm=not is_disturbed, missed=missed
         )
         if found.has_missed and not missed:
-            self._missed, self._attempts_left = [], 1  # Another one did; this one takes part in its recording.
-        stays = self._active in found.steps and not is_first
-        return not found.is_calm, self._active if stays else next(iter(found.steps), None)
+            self._planner.missed.note([], attempts=1)  # Another one did; this one takes part in its recording.
+        stays = active in found.steps and not step.is_first
+        return not found.is_calm, active if stays else next(iter(found.steps), None)
 
-    def _smallest(self, chosen: PlannedStep, call: Call) -> PlannedStep | None:
-        """Return the covering step that is smallest; None to record this one, if it is much smaller still."""
-        fitting = [step for step in self.planned if step.follows([call])]
-        # Of equally large ones, that with more calls: what comes in this step is not known yet.
-        best = min(fitting, key=lambda step: (step.calls[0].numel, -len(step.calls)), default=chosen)
-        slowdown = best.plan.predicted_slowdown or 0.0
-        is_worth_it = call.numel < _MUCH_SMALLER * best.calls[0].numel and slowdown > _WORTH_SLOWDOWN
-        if is_worth_it and self._on_larger == "replan" and len(self.planned) < _MOST_PLANS and self._can_record():
-            return None
-        return best
+    def _watch_call(self) -> None:
+        """Say which runs of units the call may have."""
+        step, active, units = self._now, self._placement.active, self._placement.units
+        foreseen = None
+        if active is not None and self._state is State.PLANNED:
+            foreseen = active.foreseen(step.calls, step.group)
+        if active is None or foreseen is None:
+            step.foresee(None)
+            units.allow_all(is_on=self._state is not State.IDLE)
+            return
+        course, spare = foreseen
+        step.foresee(course)
+        step.planned = active
+        # Where others run collectives again in backward, this process has to, too.
+        keeps_to_plan = self._on_larger == "warn" or (active.needs_all_ranks and not self._lockstep.is_alone)
+        units.allow(course, spare, keeps_to_plan=keeps_to_plan)
+
+    def _make_room(self, active: PlannedStep) -> None:
+        """Plan a step anew where more is in memory when it begins than before others under its plan."""
+        more_bytes = self._held.excess_before(active)
+        if more_bytes and self._lockstep.is_alone and active.fits:
+            self._placement.put(self._planner.plan_again(active, self._placement, more_bytes))
+
+    def _call_returned(self) -> None:
+        """Read, where forward is over, how much it holds."""
+        step, active = self._now, self._placement.active
+        if active is None or self._state is not State.PLANNED or step.departure is not None or not step.calls:
+            return
+        comes_to = self._placement.units.comes_to()
+        # What spare runs hold has room of its own.
+        if comes_to <= 0:
+            more_bytes = self._held.excess_in_call(active, len(step.calls), step.calls[-1], is_whole=not comes_to)
+            if more_bytes:
+                step.departure = Departure("held more after forward than its plan foresees", more_bytes)
+
+    def _departs(self, path: str) -> None:
+        """Note the first run of a unit that the plan does not foresee."""
+        self._now.departure = Departure.of_unit(path)
+        if self._on_larger == "raise":
+            raise LargerStepError(
+                f"a step {self._now.departure.text}: it does more than the steps that were planned, at equal shapes. Pass "
+                "on_larger='replan', or a first step that does as much as any."
+            )
 
     def _is_open(self) -> bool:
         """Whether an earlier call of this step still waits for its backward."""
@@ -236,54 +316,76 @@ class Attached:
         is_open = not self._watcher.saw_backward
         if self._recording is not None:
             is_open = self._recording.recorder.num_open_handles > 0
-        return is_open and len(self._calls) > 0
-
-    def _all_can_record(self) -> bool:
-        return self._lockstep.all_can(self._can_record())
+        return is_open and len(self._now.calls) > 0
 
     def _can_record(self) -> bool:
+        if any(other._recording is not None for other in _handles):
+            return False  # Another model in the same loop has a handle of its own.
         if profiler_is_active() and self._device.type == "cpu":
-            self._warn_once(
+            self._planner.warn_once(
                 "a profiler is active, beside which a step cannot be recorded: running at the leanest until it ends"
             )
             return False
         if num_dispatch_modes():
-            self._warn_once("a dispatch mode is active around the model: running at the leanest until it ends")
+            self._planner.warn_once("a dispatch mode is active around the model: running at the leanest until it ends")
+            return False
+        if len(self.recorded_steps) >= _MOST_RECORDED and 2 * len(self.recorded_steps) > self.num_steps:
+            self._planner.warn_once(
+                f"{len(self.recorded_steps)} of {self.num_steps} steps were recorded, since each differs from those before it "
+                f"({difference(self.planned)}): steps that no plan covers run at their leanest from now on",
+                key="no end",
+            )
             return False
         return True
 
-    def _start_recording(self, lean_units: Mapping[str, UnitPlan] | None) -> None:
-        self._put(None)
+    def _lean_units(self, call: Call, planned: Sequence[PlannedStep]) -> Mapping[str, UnitPlan] | None:
+        return self._lean_start.units(planned, call, self._structure.parameters, self.unit_paths)
+
+    def _start_recording(self, call: Call) -> None:
+        lean_units = self._lean_units(call, self.planned)
+        self._placement.put(None)
         if not self.model.training and not any(module.training for module in self.model.modules()):
-            self._warn_once("the model is in eval mode; a step in training mode will be recorded and planned anew")
-        with self._entries.suspended():
-            recording = begin_recording(
-                self.model,
-                self._units,
-                self._optimizers,
-                self._device,
-                parameters=self._parameters,
-                lean_units=lean_units,
-                replays_collectives=not self._lockstep.is_alone,
+            self._planner.warn_once(
+                "the model is in eval mode; a step in training mode will be recorded and planned anew"
             )
-        self._recording, self._watcher.returns = recording, recording.returns
+
+        def begin() -> StepRecording:
+            with self._placement.suspended():
+                return begin_recording(
+                    self.model,
+                    self._units,
+                    self._optimizers,
+                    self._device,
+                    parameters=self._structure.parameters,
+                    lean_units=lean_units,
+                    replays_collectives=not self._lockstep.is_alone,
+                )
+
+        self._recording = self._lockstep.together(begin)
+        self._watcher.returns, self._state = self._recording.returns, State.RECORDING
 
     def _abandon_step(self) -> None:
         """Forget the step under way."""
         if self._recording is not None:
-            self._recording.abort()
-            self._recording = self._watcher.returns = None
-        self._calls, self._group = [], []
+            with self._placement.suspended():
+                self._recording.abort()
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._recording = self._watcher.returns = None
+        self._state = State.IDLE
+        self._now = StepUnderWay()
+        self._placement.units.begin_step()
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Note that an optimizer stepped; end the step if all have."""
         self._end.note_optimizer(optimizer)
-        if not self._calls and not self.num_steps:
-            self._warn_once(
+        if not self._now.calls and not self.num_steps:
+            self._planner.warn_once(
                 f"the optimizer stepped, but {type(self.model).__name__} was not called with gradients on, so that nothing was "
                 "planned: the loop calls parts of it one by one. Call the model, or put that forward into attached.call(...)"
             )
-        if self._calls and self._end.is_reached:
+        if self._now.calls and self._end.is_reached:
             self._end.begin_next()
             self.end_step(type(optimizer).__name__)
 
@@ -293,80 +395,55 @@ class Attached:
         Args:
             stepped: name of what did, for errors.
         """
-        calls, recorded = self._calls, self._recording
-        if not calls:
+        step, recorded, state = self._now, self._recording, self._state
+        if not step.calls:
             return
         if recorded is not None and not self._lockstep.all_end(recorded.recorder.has_run_backward):
             self._abandon_step()
-            text = without_backward(self.model, stepped, len(calls), is_first=not self.planned)
-            self._warn_once(text, key="no backward")
+            text = without_backward(self.model, stepped, len(step.calls), is_first=not self.planned)
+            self._planner.warn_once(text, key="no backward")
             return
-        self._calls, self._group, self._recording, self._watcher.returns = [], [], None, None
+        step.end_call(self._placement.units)
+        self._forget_step()
         number = self.num_steps
         self.num_steps += 1
         if recorded is not None:
-            self._finish(recorded, calls, number)
-        elif self._active is not None:
-            self._check_peak(self._active)
+            self._planner.plan(recorded, step, number, self._placement)
+            if self._device.type == "cuda":
+                # To measure ops, recording resets the counter, too; what it took to time units is no step's peak.
+                torch.cuda.reset_peak_memory_stats(self._device)
+        elif state is State.PLANNED and self._placement.active is not None:
+            if step.departure is None and step.had_more_backwards():
+                step.departure = Departure("ran backward more often than the plan foresees, or for a graph of its own")
+            if step.departure is not None:
+                self._see_to(step, step.departure, number)
+            self._check_peak(step)
+        elif state is State.LEAN:
+            attempts = self._planner.missed.attempts_left
+            self._see_to(step, Departure("called the model otherwise than the plan foresees"), number)
+            self._planner.missed.note(step.calls, step.courses(), attempts=attempts)
+            self._planner.steps.note(step.calls, step.courses())
 
-    def _finish(self, recording: StepRecording, calls: list[Call], number: int) -> None:
-        begin = time.perf_counter()
-        budget = self.budget if self.budget_bytes is None else self.budget_bytes
-        with stage("planning"):
-            with self._entries.suspended():
-                profile = self._lockstep.together(
-                    lambda: profile_of(recording, calls, self._optimizers, budget), is_end=True
-                )
-            index = len(self.recorded_steps)
-            self.recorded_steps.append(number)
-            planned = plan_step(profile, calls, budget, self.planned, number=index, ranks=self._lockstep.ranks)
-        self.budget_bytes = planned.budget_bytes
-        if not planned.fits:
-            self._warn_once(
-                f"no plan fits a step of {calls[0]} into {format_bytes(planned.budget_bytes)}: it needs "
-                f"{format_bytes(planned.peak_bytes)} at its leanest, which is how it will run",
-                key=str(calls[0]),
-            )
-        elif excess := excess_of(recording, planned):
-            self._warn_once(excess, key=f"recording {calls[0]}")
-        has_missed = not self._lockstep.all_end(planned.follows(self._missed))
-        self._attempts_left = max(0, self._attempts_left - 1) if has_missed else 0
-        self.planned = [step for step in self.planned if not planned.replaces(step)]
-        self.planned.append(planned)
-        self._lockstep.note_plan(planned)
-        self._put(planned)
-        if self._device.type == "cuda":
-            # To measure ops, recording resets the counter, too; what it took to time units is no step's peak.
-            torch.cuda.reset_peak_memory_stats(self._device)
-        self._log(line_of(planned, time.perf_counter() - begin))
-
-    def _put(self, chosen: PlannedStep | None) -> None:
-        """Replace the plan in place."""
-        with self._entries.suspended():
-            if self._applied is not None:
-                self._applied.remove()
-            self._applied = None if chosen is None else apply_own(self.model, chosen.plan)
-        self._active = chosen
-
-    def _run_leanest(self, call: Call) -> None:
-        # The others may not be here, to be asked for theirs.
-        lean_units = self._lean_start.units(self.planned if self._lockstep.is_alone else [], call, self._parameters)
-        self._put(None)
-        with self._entries.suspended():
-            self._applied = apply_policy(self.model, self.unit_paths, leanest_policy(lean_units))
+    def _see_to(self, step: StepUnderWay, departure: Departure, number: int) -> None:
+        active = self._placement.active
+        self._planner.see_to(step, departure, number, self._placement)
+        if active is not None and active not in self.planned:
+            self._placement.put(next((again for again in self.planned if again.number == active.number), None))
 
     def _refuse(self, call: Call) -> None:
         """Raise, or warn, at a step that no plan was made for."""
         sizes = ", ".join(str(step.calls[0]) for step in self.planned)
         own = f"a step of {call} is not covered by the plan, which was made for {sizes}"
-        text = self._lockstep.first_text(None if self._covering() else own)
+        is_covered = bool(self._planner.steps.covering(self._now.calls, self._now.group))
+        text = self._lockstep.first_text(None if is_covered else own)
         if self._on_larger == "raise":
             raise LargerStepError(f"{text}. Pass on_larger='replan', or a first step that is as large as any.")
-        self._warn_once(f"{text}; its peak may exceed the budget", key="larger")
-        if self._active is None and self.planned:
-            self._put(max(self.planned, key=lambda step: step.calls[0].numel))
+        self._planner.warn_once(f"{text}; its peak may exceed the budget", key="larger")
+        if self._placement.active is None and self.planned:
+            self._placement.put(max(self.planned, key=lambda step: step.calls[0].numel))
+        self._state = State.PLANNED
 
-    def _check_peak(self, planned: PlannedStep) -> None:
+    def _check_peak(self, step: StepUnderWay) -> None:
         """Compare with the most that the device ever held; on the CPU nothing counts it."""
         if self._device.type != "cuda" or self.budget_bytes is None:
             return
@@ -375,26 +452,10 @@ class Attached:
         expected_bytes = max(self.budget_bytes, *(step.peak_bytes for step in self.planned))
         if peak_bytes > max(expected_bytes, self._seen_bytes):
             self._seen_bytes = peak_bytes
-            self._missed, self._attempts_left = list(planned.calls), 1
-            self._warn_once(
+            self._planner.missed.note(step.calls, attempts=1)
+            self._planner.warn_once(
                 f"the device held {format_bytes(peak_bytes)} at its peak, {format_bytes(peak_bytes - expected_bytes)} more "
                 "than was planned for: something besides the recorded step needs memory (evaluation, generation, another "
                 "model). The next step will be recorded and planned anew",
                 key="drift",
             )
-
-    def _notices_others(self) -> bool:
-        """Warn of another mechanism that was switched on after `attach`; return whether there is one."""
-        if self._calls or not self._others.are_on():
-            return False
-        self._warn_once(
-            "layers recompute by a mechanism of their own (checkpoint wrappers, or Hugging Face's switch), which "
-            "was switched on after attach: values are recomputed twice, and the plan does not hold. Switch it off",
-            key="other mechanism",
-        )
-        return True
-
-    def _warn_once(self, text: str, *, key: str | None = None) -> None:
-        if (key or text) not in self._warned:
-            self._warned.add(key or text)
-            warn_user(f"recollect: {text}.", BudgetWarning)

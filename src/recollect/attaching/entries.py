@@ -12,10 +12,18 @@ from recollect.engine.placed_forward import PlacedForward
 from recollect.recording.returns import Returns, entry_modules
 from recollect.tensors import tensors_held
 
-__all__ = ["Entry", "EntryForward", "Removable", "entry_forwards"]
+__all__ = ["Backwards", "Entry", "EntryForward", "Removable", "entry_forwards"]
 
 Entry = Callable[[str, nn.Module, Any, Any], None]
 """Called before a call: with the path of the module, the module and its arguments."""
+
+
+class Backwards:
+    """How often backward reached what a call returned, and whether one built a graph of its own."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.build_graph = False
 
 
 class Removable(Protocol):
@@ -41,8 +49,9 @@ class EntryForward(PlacedForward):
         return self.watcher.run(self.path, self.module, self._run_inner, args, kwargs)
 
     def _run_inner(self, *args: Any, **kwargs: Any) -> Any:
-        # Looked up now: what the watcher does before a call may put another forward below this one.
-        return self.forward(*args, **kwargs)
+        # Looked up now: what the watcher does before a call may put another forward below this one, or in place of it.
+        forward = self.forward if self.is_placed else self.module.forward
+        return forward(*args, **kwargs)
 
 
 class Watcher:
@@ -50,17 +59,21 @@ class Watcher:
 
     Args:
         begin: told of each outermost call before it runs.
+        end: told when it has returned.
         abandon: told of one that raised.
 
     Attributes:
         is_inside: a call with gradients is running.
         returns: of the recording under way, to be told of all calls.
         saw_backward: backward has reached the output of the last call; also before the first one.
+        backwards: of the last call.
     """
 
-    def __init__(self, begin: Entry, abandon: Callable[[], None]) -> None:
+    def __init__(self, begin: Entry, end: Callable[[], None], abandon: Callable[[], None]) -> None:
         self.begin = begin
+        self.end = end
         self.abandon = abandon
+        self.backwards = Backwards()
         self.returns: Returns | None = None
         self.is_inside = False
         self.saw_backward = True
@@ -70,6 +83,7 @@ class Watcher:
         if self.is_inside or not torch.is_grad_enabled():
             return self._noted(module, function, args, kwargs)
         self.is_inside = True
+        self.backwards = Backwards()
         try:
             self.begin(path, module, args, kwargs)
             output = self._noted(module, function, args, kwargs)
@@ -78,24 +92,29 @@ class Watcher:
             raise
         finally:
             self.is_inside = False
-        self.end(output)
+        self.end()
+        self._watch_backward(output)
         return output
 
-    def end(self, output: Any) -> None:
+    def _watch_backward(self, output: Any) -> None:
         """Note when backward reaches an output."""
+        backwards = self.backwards
+
+        def note(_gradient: Any) -> None:
+            self.saw_backward = True
+            backwards.number += 1
+            backwards.build_graph |= torch.is_grad_enabled()
+
         for tensor in tensors_held(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 self.saw_backward = False
-                tensor.register_hook(self._note_backward)
+                tensor.register_hook(note)
                 return
 
     def _noted(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.returns is None:
             return function(*args, **kwargs)
         return self.returns.run(module, function, args, kwargs)
-
-    def _note_backward(self, _gradient: Any) -> None:
-        self.saw_backward = True
 
 
 def entry_forwards(model: nn.Module, unit_paths: Collection[str], watcher: Watcher) -> list[EntryForward]:

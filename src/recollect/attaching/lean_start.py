@@ -36,7 +36,11 @@ class LeanStart:
         self._last: tuple[object, Profile, Planner, Plan] | None = None
 
     def units(
-        self, planned: Sequence[PlannedStep], call: Call, parameters: Iterable[torch.Tensor]
+        self,
+        planned: Sequence[PlannedStep],
+        call: Call,
+        parameters: Iterable[torch.Tensor],
+        unit_paths: Iterable[str],
     ) -> Mapping[str, UnitPlan] | None:
         """Return the leanest plan that is foreseen for a step, alike in all processes; None if there is no other step to go by.
 
@@ -44,11 +48,14 @@ class LeanStart:
             planned: the steps that were recorded.
             call: of the model, which is about to run without a plan.
             parameters: of the model, some with gradients.
+            unit_paths: of its units; of one that did not run in the other step nothing is kept.
         """
         if not planned:
             return None
         profile, planner, own = self._lockstep.together(lambda: self._leanest(planned, call, parameters))
-        return self._lockstep.leanest(profile, own, planner.plain_peak_bytes).units
+        known = self._lockstep.leanest(profile, own, planner.plain_peak_bytes).units
+        ran = {its.path for its in profile.calls}
+        return {**{path: UnitPlan({}) for path in unit_paths if path not in ran}, **known}
 
     def _leanest(
         self, planned: Sequence[PlannedStep], call: Call, parameters: Iterable[torch.Tensor]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
-from recollect.attaching.step_shape import Call
+from recollect.attaching.course import Course, largest
+from recollect.attaching.step_shape import Call, covering
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
@@ -24,6 +26,9 @@ from recollect.recording.step_recording import StepRecording
 
 __all__ = ["PlannedStep", "common_steps", "least_recompute_first", "own_plan", "plan_step", "profile_of"]
 
+# Of two recordings of the same step, the later one may be this part of the other.
+_NEARLY: Final = 0.99
+
 
 @dataclass
 class PlannedStep:
@@ -38,6 +43,10 @@ class PlannedStep:
         full_slowdown: predicted slowdown of full recompute.
         number: how many were recorded before it; the same in all processes.
         worst_slowdown: predicted slowdown under the plan in the process where it is largest.
+        courses: what ran in each call.
+        spare: for each call, further runs of units for which memory is reserved; they run at their leanest.
+        more_bytes: reserved for what other steps held for reasons that nothing tells.
+        held: the least that was read from the allocator in steps under the plan; see `HeldBytes`.
     """
 
     calls: list[Call]
@@ -48,6 +57,15 @@ class PlannedStep:
     full_slowdown: float
     number: int
     worst_slowdown: float
+    courses: list[Course] = field(default_factory=list)
+    spare: list[Mapping[str, int]] = field(default_factory=list)
+    more_bytes: int = 0
+    held: dict[object, int] = field(default_factory=dict)
+
+    @property
+    def work_bytes(self) -> int:
+        """Peak without recompute beyond what is alive throughout."""
+        return self.plain_peak_bytes - self.profile.persistent_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -72,9 +90,37 @@ class PlannedStep:
             known.is_at_least(call) for known, call in zip(self.calls, calls, strict=False)
         )
 
+    def foreseen(self, calls: Sequence[Call], group: Sequence[Call]) -> tuple[Course, Mapping[str, int]] | None:
+        """Return for which course of the last call the plan holds, and which further runs of units it has memory for.
+
+        None if it does not cover the calls.
+
+        Args:
+            calls: so far, of which this is a step.
+            group: of them, those since nothing waited for backward.
+        """
+        found = [len(calls) - 1] if self.follows(calls) else covering(self.calls, group)
+        if not found:
+            return None
+        if len(found) == 1:
+            return self.courses[found[0]], self.spare[found[0]]
+        # Of several, each unit as often as in any.
+        most: dict[str, int] = {}
+        for index in found:
+            for path, number in self.spare[index].items():
+                most[path] = max(most.get(path, 0), number)
+        return largest(self.courses[index] for index in found), most
+
     def replaces(self, other: PlannedStep) -> bool:
-        """Whether this step has just the calls of the other, recorded later."""
-        return self.calls == other.calls
+        """Whether this step has just the calls of the other, recorded later, and nothing less happened in them."""
+        is_alike = self.calls == other.calls and all(map(Course.is_at_least, self.courses, other.courses))
+        return is_alike and self.work_bytes >= _NEARLY * other.work_bytes
+
+    def hides(self, other: PlannedStep) -> bool:
+        """Whether the other begins with the same calls and is smaller, so that only its end may tell which it is."""
+        num_common = min(len(self.calls), len(other.calls))
+        is_alike = self.calls[:num_common] == other.calls[:num_common] and len(self.calls) >= len(other.calls)
+        return is_alike and (self.work_bytes, self.number) > (other.work_bytes, other.number)
 
 
 def profile_of(
@@ -104,6 +150,8 @@ def plan_step(
     earlier: Sequence[PlannedStep],
     *,
     number: int,
+    courses: list[Course],
+    spare: list[Mapping[str, int]],
     ranks: Ranks = ALONE,
 ) -> PlannedStep:
     """Return a step with its plan: the leanest that there is, if none fits and it is not the first.
@@ -114,6 +162,8 @@ def plan_step(
         budget: bytes, or a text; percentages are of the process that needs the most, or of each one's own device.
         earlier: what was planned before.
         number: of recordings before it.
+        courses: see `PlannedStep`.
+        spare: see `PlannedStep`; the profile has memory reserved for it.
         ranks: the processes that have recorded it, too, and get the same plan.
 
     Raises:
@@ -136,7 +186,9 @@ def plan_step(
         place=Place.STEP_END,
     )
     full = classic_plan(profile, "full").predicted_slowdown or 0.0
-    return PlannedStep(calls, profile, chosen, budget_bytes, planner.plain_peak_bytes, full, number, worst_slowdown)
+    return PlannedStep(
+        calls, profile, chosen, budget_bytes, planner.plain_peak_bytes, full, number, worst_slowdown, courses, spare
+    )
 
 
 def common_steps(

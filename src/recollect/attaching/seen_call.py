@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -13,16 +15,21 @@ from recollect.attaching.step_shape import Call
 
 __all__ = ["describe_call"]
 
+# What an argument of another class holds is not looked at.
+_PLAIN: Final = frozenset({bool, int, float, str, type(None)})
+_requires_grad = attrgetter("requires_grad")
+
 
 def describe_call(
     path: str,
     module: nn.Module,
     args: Any,
     kwargs: Any,
-    parameters: Iterable[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
     device_type: str,
     *,
     is_open: bool,
+    structure: int = 0,
 ) -> Call:
     """Return what tells which plan covers a call.
 
@@ -34,19 +41,29 @@ def describe_call(
         parameters: of the whole model.
         device_type: where it runs.
         is_open: an earlier call still waits for its backward.
+        structure: number of changes in how the model is built.
     """
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    leaves = tree_leaves((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-    trained = 0
-    has_gradients = False
-    for number, parameter in enumerate(parameters):
-        trained |= parameter.requires_grad << number
-        has_gradients |= parameter.grad is not None
     return Call(
         entry=path,
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
-        context=(tuple(tensor.dtype for tensor in tensors), module.training, autocast),
-        trained=trained,
-        has_gradients=has_gradients,
+        context=(tuple(tensor.dtype for tensor in tensors), module.training, autocast, structure),
+        arguments=tuple(_seen(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)),
+        trained=_bits(map(_requires_grad, parameters)),
+        traced=_bits(map(_requires_grad, tensors)),
+        has_gradients=any(parameter.grad is not None for parameter in parameters),
         is_open=is_open,
     )
+
+
+def _seen(argument: Any) -> object:
+    if type(argument) in _PLAIN or isinstance(argument, Enum):
+        return argument
+    return type(argument)
+
+
+def _bits(flags: Iterable[bool]) -> int:
+    # As bytes: to shift a number of hundreds of bits once for each takes several times as long.
+    return int.from_bytes(bytes(flags), "little")

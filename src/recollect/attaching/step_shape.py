@@ -2,7 +2,7 @@
 
 A plan holds for what was recorded and for what is smaller. A step is a sequence of calls, some with a backward between them;
 where nothing waits for backward any more, a new group begins. A call is covered if a recorded group begins with the same
-calls, in shapes at least as large, from gradients that were alive then if they are now.
+calls, in shapes at least as large, with equal arguments, from gradients that were alive then if they are now.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Call", "covers", "groups_of"]
+__all__ = ["Call", "covering", "groups_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,10 @@ class Call:
     Attributes:
         entry: path of the module that was called; "" is the model itself.
         shapes: of the tensors that it got, in order.
-        context: what must be equal: data types, training mode, autocast.
-        trained: one bit for each parameter that requires grad.
+        context: what must be equal: data types, training mode, autocast, how the model is built.
+        arguments: that are no tensors, in order; of objects, their class.
+        trained: one byte for each parameter, 1 if it requires grad.
+        traced: the same for the tensors that it got.
         has_gradients: gradients were alive when it began.
         is_open: an earlier call still waited for its backward.
     """
@@ -30,7 +32,9 @@ class Call:
     entry: str
     shapes: tuple[tuple[int, ...], ...]
     context: tuple[object, ...]
+    arguments: tuple[object, ...] = ()
     trained: int = -1
+    traced: int = 0
     has_gradients: bool = False
     is_open: bool = False
 
@@ -49,9 +53,11 @@ class Call:
         return (
             self.entry == other.entry
             and self.context == other.context
+            and self.arguments == other.arguments
             and len(self.shapes) == len(other.shapes)
             and all(map(_is_at_least, self.shapes, other.shapes))
             and not other.trained & ~self.trained
+            and not other.traced & ~self.traced
             and (self.has_gradients or not other.has_gradients)
         )
 
@@ -72,8 +78,8 @@ def groups_of(calls: Sequence[Call]) -> list[list[Call]]:
     return groups
 
 
-def covers(recorded: Sequence[Call], group: Sequence[Call]) -> bool:
-    """Whether a recorded step has a group that begins like this one, each call at least as large.
+def covering(recorded: Sequence[Call], group: Sequence[Call]) -> list[int]:
+    """Return which calls of a recorded step stand for the last one of a group: the group begins as theirs does, none larger.
 
     Args:
         recorded: the calls of the recorded step.
@@ -81,13 +87,16 @@ def covers(recorded: Sequence[Call], group: Sequence[Call]) -> bool:
 
     Example:
         >>> recorded = [Call("", ((4, 512),), ())]
-        >>> covers(recorded, [Call("", ((4, 300),), ())]), covers(recorded, [Call("", ((4, 513),), ())])
-        (True, False)
+        >>> covering(recorded, [Call("", ((4, 300),), ())]), covering(recorded, [Call("", ((4, 513),), ())])
+        ([0], [])
     """
-    return any(
-        len(known) >= len(group) and all(one.is_at_least(other) for one, other in zip(known, group, strict=False))
-        for known in groups_of(recorded)
-    )
+    found = []
+    begin = 0
+    for known in groups_of(recorded):
+        if len(known) >= len(group) and all(one.is_at_least(other) for one, other in zip(known, group, strict=False)):
+            found.append(begin + len(group) - 1)
+        begin += len(known)
+    return found
 
 
 def _is_at_least(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:

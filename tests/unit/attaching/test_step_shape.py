@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from recollect.attaching.step_shape import Call, covers, groups_of
+from recollect.attaching.step_shape import Call, covering, groups_of
 
 PLAIN = Call("", ((4, 64), (4, 64)), ("int64", True), trained=0b111)
 OPEN = replace(PLAIN, is_open=True)
@@ -30,7 +30,7 @@ OPEN = replace(PLAIN, is_open=True)
 )
 def test_a_call_that_is_no_larger_is_covered(other: Call, is_covered: bool) -> None:
     assert PLAIN.is_at_least(other) is is_covered
-    assert covers([PLAIN], [other]) is is_covered
+    assert bool(covering([PLAIN], [other])) is is_covered
 
 
 def test_gradients_that_were_there_may_be_missing() -> None:
@@ -40,11 +40,11 @@ def test_gradients_that_were_there_may_be_missing() -> None:
 def test_more_equal_micro_batches_are_covered_and_more_calls_before_backward_are_not() -> None:
     later = replace(PLAIN, has_gradients=True)
     accumulated = [PLAIN, later]
-    assert covers(accumulated, [later]), "the third micro-batch is as the second"
-    assert not covers(accumulated, [PLAIN, OPEN]), "two calls before backward were never recorded"
+    assert covering(accumulated, [later]), "the third micro-batch is as the second"
+    assert not covering(accumulated, [PLAIN, OPEN]), "two calls before backward were never recorded"
     pair = [PLAIN, OPEN]
-    assert covers(pair, [PLAIN]) and covers(pair, [PLAIN, OPEN])
-    assert not covers(pair, [PLAIN, OPEN, OPEN])
+    assert covering(pair, [PLAIN]) and covering(pair, [PLAIN, OPEN])
+    assert not covering(pair, [PLAIN, OPEN, OPEN])
 
 
 def test_groups_begin_where_nothing_waits_for_backward() -> None:

@@ -132,7 +132,7 @@ class AttachedEngine(Attached):
         )
         super().__init__(
             model,
-            find_units(model, section.units),
+            section.units,
             optimizers,
             section.budget,
             device=device_of(model, None),

@@ -1,0 +1,77 @@
+"""Compare what a call of the model holds when it returns with what it held before under the same plan."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+
+from recollect.attaching.planned_step import PlannedStep
+from recollect.attaching.step_shape import Call
+from recollect.measuring.held_now import held_now
+from recollect.profile.events import BACKWARD
+from recollect.simulation.timeline import timeline
+
+__all__ = ["HeldBytes", "expect"]
+
+# What other threads allocate meanwhile, and objects that are not tensors.
+_NOISE_BYTES: Final = 64 * 1024
+_MOST_KNOWN: Final = 256
+
+
+def expect(planned: PlannedStep) -> None:
+    """Note what the first call of a step should hold under its plan when it returns."""
+    over_time = timeline(planned.profile, planned.plan)
+    backward = np.flatnonzero(over_time.phases == BACKWARD)
+    if len(planned.calls) == 1 and len(backward) and backward[0]:
+        total_bytes = over_time.total_bytes
+        # A loss that the loop computes counts here, too, and what comes before the model does not count there.
+        held_bytes = int(total_bytes[backward[0] - 1] - min(total_bytes[: backward[0]]))
+        planned.held[1, planned.calls[0]] = held_bytes + held_bytes // 50
+
+
+class HeldBytes:
+    """A meter that shares nothing with the planner's, read where memory is near its fullest: when forward is over.
+
+    Args:
+        device: where the model runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begin: int | None = None
+
+    def begin_call(self) -> None:
+        """Read the meter before a call."""
+        self._begin = held_now(self._device)
+
+    def excess_before(self, planned: PlannedStep) -> int:
+        """Return how much more is held before a step than was before others under its plan, and than that has room for."""
+        return 0 if self._begin is None else _excess(planned, "before", self._begin)
+
+    def excess_in_call(self, planned: PlannedStep, position: int, call: Call, *, is_whole: bool) -> int:
+        """Return how much more a call holds than others like it did under a plan, and than that has room for.
+
+        Args:
+            planned: the step whose plan is in place.
+            position: of the call in its step.
+            call: that has returned.
+            is_whole: all runs of units came that the plan foresees; the least of such calls is what is expected.
+        """
+        now = held_now(self._device)
+        if now is None or self._begin is None:
+            return 0
+        return _excess(planned, (position, call), now - self._begin, learns=is_whole)
+
+
+def _excess(planned: PlannedStep, key: object, held_bytes: int, *, learns: bool = True) -> int:
+    least = planned.held.get(key)
+    if learns and (least is None or held_bytes < least):
+        if len(planned.held) >= _MOST_KNOWN:
+            planned.held.clear()
+        planned.held[key] = least = held_bytes
+    if least is None:
+        return 0
+    more_bytes = held_bytes - least - planned.more_bytes
+    return more_bytes if more_bytes > max(_NOISE_BYTES, planned.budget_bytes // 200) else 0

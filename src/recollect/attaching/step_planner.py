@@ -1,0 +1,220 @@
+"""Plan steps that were recorded, and see to it that steps get a plan which did what no plan foresees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import nn
+
+from recollect.attaching.begin_recording import excess_of
+from recollect.attaching.course import Course
+from recollect.attaching.departure import Departure
+from recollect.attaching.held import expect
+from recollect.attaching.lockstep import Lockstep
+from recollect.attaching.missed import Missed, is_little
+from recollect.attaching.placement import Placement
+from recollect.attaching.planned_step import PlannedStep, plan_step, profile_of
+from recollect.attaching.planned_steps import PlannedSteps, grouped
+from recollect.attaching.report import line_of
+from recollect.attaching.reserve import Reserve
+from recollect.attaching.step_shape import Call
+from recollect.attaching.step_under_way import StepUnderWay
+from recollect.byte_format import format_bytes
+from recollect.errors import BudgetWarning
+from recollect.profile.profile import Profile
+from recollect.progress.stage import stage
+from recollect.ranks.group import Place
+from recollect.recording.step_recording import StepRecording
+from recollect.warning import warn_user
+
+__all__ = ["StepPlanner"]
+
+# What grows from step to step is reserved somewhat ahead.
+_MARGIN: Final = 1.5
+
+
+class StepPlanner:
+    """Knows the planned steps of a model, and plans more.
+
+    Args:
+        model: that is trained.
+        optimizers: that train it.
+        budget: of each step.
+        lockstep: of the processes that run one plan.
+        log: takes a line for each plan.
+        device: where the model runs.
+
+    Attributes:
+        budget_bytes: None until the first plan is made.
+        recorded_steps: numbers of the steps that were recorded, from 0.
+        steps: that were planned.
+        missed: what no plan covered.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        budget: int | str,
+        lockstep: Lockstep,
+        log: Callable[[str], object],
+        device: torch.device,
+    ) -> None:
+        self.budget_bytes: int | None = None
+        self.recorded_steps: list[int] = []
+        self.steps = PlannedSteps()
+        self.missed = Missed()
+        self._model = model
+        self._optimizers = optimizers
+        self._budget = budget
+        self._lockstep = lockstep
+        self._log = log
+        self._device = device
+        self._warned: set[str] = set()
+        # Numbers of planned steps after which one was recorded, since the allocator showed more than was planned.
+        self._tried: set[int] = set()
+
+    def plan(self, recording: StepRecording, step: StepUnderWay, number: int, placement: Placement) -> PlannedStep:
+        """Plan a step that was recorded, and put the plan in place.
+
+        Args:
+            recording: of it, which ends here.
+            step: what happened in it.
+            number: of it.
+            placement: of plans.
+        """
+        begin = time.perf_counter()
+        budget = self._budget if self.budget_bytes is None else self.budget_bytes
+        calls, courses = step.calls, step.courses()
+        self.steps.note(calls, courses)
+        with stage("planning"):
+            with placement.suspended():
+                profile = self._lockstep.together(
+                    lambda: profile_of(recording, calls, self._optimizers, budget), is_end=True
+                )
+            for seen in self._lockstep.ranks.gather(self.steps.seen(), Place.STEP_END):
+                self.steps.note_seen(seen)
+            index = len(self.recorded_steps)
+            self.recorded_steps.append(number)
+            reserve = self._reserve(placement)
+            planned = self._planned(profile, calls, courses, budget, index, reserve)
+        self.budget_bytes = planned.budget_bytes
+        if planned.fits and (excess := excess_of(recording, planned)):
+            self.warn_once(excess, key=f"recording {calls[0]}")
+        self.missed.end_attempt(is_met=self._lockstep.all_end(self.missed.is_met_by(planned)))
+        self.steps.add(planned)
+        self._lockstep.note_plan(planned)
+        self._renew(placement)
+        placement.put(planned)
+        self._log(line_of(planned, time.perf_counter() - begin))
+        return planned
+
+    def see_to(self, step: StepUnderWay, departure: Departure, number: int, placement: Placement) -> None:
+        """Say what a step needed that did what its plan does not foresee, and have the next ones planned.
+
+        Args:
+            step: what happened in it.
+            departure: what its plan did not foresee.
+            number: of it.
+            placement: of plans; the step's is in place.
+        """
+        active = step.planned
+        if active is None:
+            return
+        courses, beyond = step.courses(), step.beyond()
+        self.steps.note(step.calls, courses)
+        reserve = self._reserve(placement)
+        more_bytes = departure.more_bytes
+        if more_bytes is None and any(beyond):
+            more_bytes = reserve.needed_bytes(active.profile, grouped(step.calls, beyond))
+            if more_bytes is not None:
+                more_bytes -= reserve.held_bytes(active.profile, active.plan, step.skipped())
+        if said := departure.excess(active, more_bytes):
+            self.warn_once(f"step {number} {said}. What follows is planned for that, too", key=f"step {number}")
+        is_read = departure.more_bytes is not None
+        # What the allocator showed once may be in the next step, too, where it can be recorded.
+        if not self._lockstep.is_alone or (is_read and active.number not in self._tried):
+            self._tried.add(active.number)
+            self.missed.note(step.calls, courses, attempts=1)
+        elif is_read or (
+            more_bytes is not None
+            and is_little(active.courses, self.steps.spare(active.calls, active.courses))
+            and not step.had_more_backwards()
+        ):
+            self.plan_again(active, placement, departure.more_bytes or 0)
+        else:
+            self.missed.note(step.calls, courses)
+
+    def plan_again(self, step: PlannedStep, placement: Placement, more_bytes: int) -> PlannedStep:
+        """Plan a step again with what is known now, and with room for more bytes than so far; return the new plan."""
+        begin = time.perf_counter()
+        again = self._planned(
+            step.profile,
+            step.calls,
+            step.courses,
+            step.budget_bytes,
+            step.number,
+            self._reserve(placement),
+            step.more_bytes + int(_MARGIN * more_bytes),
+        )
+        if "before" in step.held:
+            again.held["before"] = step.held["before"]
+        self.steps.exchange(step, again)
+        self._log(line_of(again, time.perf_counter() - begin))
+        return again
+
+    def _renew(self, placement: Placement) -> None:
+        """Plan steps again that were planned before the optimizers had all of the state that they have now."""
+        gather = self._lockstep.ranks.gather
+        state_bytes = max(gather(self._reserve(placement).optimizer_bytes(), Place.STEP_END))
+        for step in list(self.steps.steps):
+            planned_bytes = max(gather(step.profile.persistent.get("optimizer_state", 0), Place.STEP_END))
+            if planned_bytes < state_bytes and step.fits:
+                self.plan_again(step, placement, 0)
+
+    def _reserve(self, placement: Placement) -> Reserve:
+        return Reserve(self._model, placement.unit_paths, self._optimizers, self._device)
+
+    def warn_once(self, text: str, *, key: str | None = None) -> None:
+        """Warn of something, unless that has been done."""
+        if (key or text) not in self._warned:
+            self._warned.add(key or text)
+            warn_user(f"recollect: {text}.", BudgetWarning)
+
+    def _planned(
+        self,
+        profile: Profile,
+        calls: list[Call],
+        courses: list[Course],
+        budget: int | str,
+        number: int,
+        reserve: Reserve,
+        more_bytes: int = 0,
+    ) -> PlannedStep:
+        """Return a recorded step with its plan, which has room for what other steps were seen to do beyond it."""
+        lacking = self.steps.spare(calls, courses)
+        spare: list[Mapping[str, int]] = [
+            reserve.completed(course, its) for course, its in zip(courses, lacking, strict=True)
+        ]
+        planned = plan_step(
+            reserve.with_room(profile, grouped(calls, spare), more_bytes),
+            calls,
+            budget,
+            self.steps.steps,
+            number=number,
+            courses=courses,
+            spare=spare,
+            ranks=self._lockstep.ranks,
+        )
+        planned.more_bytes = more_bytes
+        expect(planned)
+        if not planned.fits:
+            self.warn_once(
+                f"no plan fits a step of {calls[0]} into {format_bytes(planned.budget_bytes)}: it needs "
+                f"{format_bytes(planned.peak_bytes)} at its leanest, which is how it will run",
+                key=str(calls[0]),
+            )
+        return planned

@@ -1,0 +1,120 @@
+"""Notice between steps that a model is built otherwise than before: layers, parameters, hooks, another way to recompute.
+
+It looks in every step, so it takes microseconds: PyTorch says when something is registered in a module, and the rest shows in
+the lengths of dictionaries and tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from recollect._torch_parallel import is_checkpoint_wrapper
+from recollect.engine.partitioned import is_partitioned
+
+__all__ = ["Structure"]
+
+_FLAG = "gradient_checkpointing"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+
+
+class Structure:
+    """How a model is built.
+
+    Args:
+        model: without another mechanism that recomputes.
+
+    Attributes:
+        parameters: of the model, when `look` last found a change.
+        version: how often it did.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.version = 0
+        self._is_stale = False
+        note = _Note(self)
+        self._handles = [
+            register_module_module_registration_hook(note),
+            register_module_parameter_registration_hook(note),
+        ]
+        self._read()
+
+    def remove(self) -> None:
+        """Stop listening."""
+        for handle in self._handles:
+            handle.remove()
+
+    def look(self) -> str:
+        """Return what has changed since the last time, in words; "" if nothing has."""
+        shape, num_hooks = self._shape(), sum(map(len, self._hooks))
+        if not self._is_stale and shape == self._seen_shape and num_hooks == self._num_hooks:
+            return ""
+        before = list(self.parameters), self._modules, self._seen_shape[0], self._num_hooks
+        self._read()
+        text = ""
+        if [*map(id, before[1])] != [*map(id, self._modules)]:
+            text = f"it has {len(self._modules)} modules in place of {len(before[1])}, or others"
+        elif [*map(id, before[0])] != [*map(id, self.parameters)] or before[2] != self._seen_shape[0]:
+            text = "it has other parameters, or larger ones"
+        elif before[3] < self._num_hooks:
+            names = [name for name, module in self._model.named_modules() if any(getattr(module, h) for h in _HOOKS)]
+            text = f"its modules have {self._num_hooks} hooks in place of {before[3]} ({', '.join(names[:3])}, ...)"
+        self.version += bool(text)
+        return text
+
+    def recomputes(self) -> bool:
+        """Return whether layers recompute by checkpoint wrappers, or Hugging Face's switch."""
+        return any(flags.get(_FLAG) is True for flags in self._flags) or self._has_wrappers
+
+    def owns(self, module: nn.Module) -> bool:
+        """Whether the module was in the model when it was last read."""
+        return id(module) in self._ids
+
+    def note(self) -> None:
+        """Note that something was registered in one of the modules."""
+        self._is_stale = True
+
+    def _shape(self) -> tuple[int, int]:
+        return sum(map(torch.Tensor.numel, self._sized)), sum(map(len, self._children))
+
+    def _read(self) -> None:
+        self._modules = list(self._model.modules())
+        self._ids = set(map(id, self._modules))
+        self.parameters: Sequence[torch.Tensor] = list(self._model.parameters())
+        # DeepSpeed's ZeRO-3 gathers parameters and frees them again.
+        self._sized = [parameter for parameter in self.parameters if not is_partitioned(parameter)]
+        self._children: list[dict[str, Any]] = [m._modules for m in self._modules] + [
+            m._parameters for m in self._modules
+        ]
+        self._hooks: list[dict[int, Any]] = [getattr(module, name) for module in self._modules for name in _HOOKS]
+        self._flags = [vars(module) for module in self._modules if _FLAG in vars(module)]
+        self._has_wrappers = any(map(is_checkpoint_wrapper, self._modules))
+        self._seen_shape = self._shape()
+        self._num_hooks = sum(map(len, self._hooks))
+        self._is_stale = False
+
+
+class _Note:
+    """Passes on what PyTorch says of registrations in any module; holds no model."""
+
+    def __init__(self, structure: Structure) -> None:
+        self._structure = weakref.ref(structure)
+
+    def __call__(self, module: nn.Module, name: str, registered: Any) -> None:
+        structure = self._structure()
+        if structure is None or not structure.owns(module):
+            return
+        if (
+            vars(module)["_modules"].get(name) is not registered
+            and vars(module)["_parameters"].get(name) is not registered
+        ):
+            structure.note()

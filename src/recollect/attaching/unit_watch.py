@@ -1,0 +1,150 @@
+"""See each unit of a model when it runs, also one that keeps everything, and run it at its leanest where no plan foresees it.
+
+A plan is made for a course (`course.py`): each unit has so many runs in a call. The first run beyond them is a departure. From
+there on, the rest of the step drops all that can be dropped but what units return, on a tape of its own, which needs no
+preparation; what earlier units hold is what the plan says.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from recollect._torch_private import uncompiled
+from recollect.attaching.course import Course, Runs
+from recollect.engine.placed_forward import PlacedForward
+from recollect.engine.tape import Tape
+from recollect.recording.leanest_policy import DropAll
+
+__all__ = ["UnitWatch", "WatchedUnit"]
+
+_ANY_NUMBER: Final = sys.maxsize
+
+# Looked up in every run of a unit.
+_is_grad_enabled = torch.is_grad_enabled
+_Tensor = torch.Tensor
+
+
+class WatchedUnit(PlacedForward):
+    """Stands around whatever a plan puts in place of a unit's forward, and counts the unit's runs.
+
+    Attributes:
+        path: of the unit.
+        allowed: runs in this call under the plan.
+        left: of them, those that have not begun.
+        spare: further runs that the plan has reserved memory for, if they are lean.
+        numel: elements of the largest first argument in this call.
+        most_numel: with which the plan holds.
+    """
+
+    def __init__(self, module: nn.Module, path: str, watch: UnitWatch) -> None:
+        super().__init__(module)
+        self.path = path
+        self.watch = watch
+        self.allowed = self.left = self.spare = 0
+        self.numel = self.most_numel = 0
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the unit as planned, if the plan foresees this run."""
+        watch = self.watch
+        if not watch.is_on or not _is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        self.left -= 1
+        first = args[0] if args else None
+        if type(first) is _Tensor:
+            numel = first.numel()
+            if numel > self.numel:
+                self.numel = numel
+                if numel > self.most_numel:
+                    return watch.run_unforeseen(self, args, kwargs)
+        if self.left < 0 or watch.is_lean:
+            return watch.run_unforeseen(self, args, kwargs)
+        return self.forward(*args, **kwargs)
+
+    def run_lean(self, tape: Tape, args: Any, kwargs: Any) -> Any:
+        """Run the unit without what a plan put in place."""
+        if not self.recomputes():
+            return self.forward(*args, **kwargs)
+        forward = self.forward
+        while isinstance(forward, PlacedForward):
+            forward = forward.forward
+        return tape.run(self.path, forward, args, kwargs)
+
+
+class UnitWatch:
+    """What the watched units of a model share: what is allowed in the call under way.
+
+    Args:
+        model: whose units are watched.
+        unit_paths: of the units.
+        departs: told of the first run in a step that no plan foresees, by the path of its unit; may raise.
+
+    Attributes:
+        units: one for each.
+        is_on: a call of a step is known, so that runs belong to it.
+        is_lean: the rest of the step runs at its leanest.
+    """
+
+    def __init__(self, model: nn.Module, unit_paths: Iterable[str], departs: Callable[[str], None]) -> None:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self.units = [WatchedUnit(modules[path], path, self) for path in unit_paths]
+        self.is_on = self.is_lean = False
+        self._departs = departs
+        self._has_departed = False
+        self._keeps_to_plan = False
+        self._tape = Tape(DropAll())
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self.is_on = self.is_lean = self._has_departed = False
+
+    def allow(self, course: Course, spare: Mapping[str, int], *, keeps_to_plan: bool) -> None:
+        """Begin a call under a plan.
+
+        Args:
+            course: for which the plan holds.
+            spare: further runs of units, for which memory is reserved.
+            keeps_to_plan: after a departure, run as planned what is foreseen: other processes go by the plan.
+        """
+        self.is_on, self._keeps_to_plan = True, keeps_to_plan
+        units = course.units
+        for unit in self.units:
+            unit.allowed, unit.most_numel = units.get(unit.path, (0, 0))
+            unit.left, unit.spare = unit.allowed, spare.get(unit.path, 0)
+            unit.numel = 0
+
+    def allow_all(self, *, is_on: bool) -> None:
+        """Begin a call that is recorded, or in which nothing is planned; `is_on`: count its runs."""
+        self.is_on, self.is_lean = is_on, False
+        for unit in self.units:
+            unit.allowed = unit.left = unit.most_numel = _ANY_NUMBER
+            unit.numel = unit.spare = 0
+
+    def course(self) -> Course:
+        """Return what ran in the call, as far as it has come."""
+        return Course(
+            {unit.path: Runs(unit.allowed - unit.left, unit.numel) for unit in self.units if unit.left != unit.allowed}
+        )
+
+    def comes_to(self) -> int:
+        """Return 0 if all runs have come that were foreseen, 1 if some spare ones have, too, and -1 if some have not."""
+        if any(unit.left < 0 for unit in self.units):
+            return 1
+        return -any(unit.left > 0 for unit in self.units)
+
+    def run_unforeseen(self, unit: WatchedUnit, args: Any, kwargs: Any) -> Any:
+        """Run a unit more often, or on more, than the plan holds for; or any, after that has happened."""
+        is_foreseen = unit.left >= 0 and unit.numel <= unit.most_numel
+        if not is_foreseen and unit.spare > 0:
+            unit.spare -= 1
+        elif not is_foreseen and not self._has_departed:
+            self._has_departed = self.is_lean = True
+            self._departs(unit.path)
+        if is_foreseen and self._keeps_to_plan:
+            return unit.forward(*args, **kwargs)
+        return unit.run_lean(self._tape, args, kwargs)
