@@ -33,7 +33,7 @@ def in_one_backward(profile: Profile) -> Profile:
         tuple(
             (events.USE, *event[1:]) if event[0] == events.PEEK else event
             for event in block
-            if event[0] != events.LET_GO
+            if event[0] not in (events.GIVE_BACK, events.LET_GO)
         )
         for block in profile.log.blocks
     )

@@ -29,7 +29,7 @@ from recollect.profile.allocator_blocks import block_bytes
 from recollect.profile.profile import Profile
 from recollect.profile.repeated_steps import fold
 from recollect.quantities import parse_budget
-from recollect.recording.assemble import Costs, assemble
+from recollect.recording.assemble import assemble
 from recollect.recording.bystanders import Bystanders
 from recollect.recording.copies import recorded_peak_bytes
 from recollect.recording.find_units import Unit
@@ -40,7 +40,7 @@ from recollect.recording.optimizer_step import OptimizerStep
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.returns import Returns
 from recollect.recording.simulated_policy import in_one_backward, leanest_of
-from recollect.recording.step_recorder import StepRecorder
+from recollect.recording.step_recorder import Costs, StepRecorder
 from recollect.recording.timing_rounds import TOGETHER, Rounds, rounds_for
 from recollect.recording.trackers import TrackedOther, filled_storages, tracker_of
 from recollect.recording.unit_samples import NoSamples, UnitSample, UnitSamples
