@@ -88,7 +88,7 @@ class MeasuredCosts:
     def run(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, *, may_repeat: bool) -> tuple[Any, OpRun]:
         """Run an op; return its result and the key to its costs.
 
-        `may_repeat`: further runs do no harm (near the peak of memory they would).
+        `may_repeat`: the op may run some more times; its result is then that of the last run, so that it is there only once.
         """
         key = key_of(func, args, kwargs)
         samples = self._seconds.setdefault(key, [])
@@ -100,7 +100,8 @@ class MeasuredCosts:
         self._end_op()
         if may_repeat and not facts.writes and not facts.is_random and not facts.keeps and facts.running_stats is None:
             while len(samples) < _LEAST_SAMPLES and samples[-1] < _LONG_S:
-                self._run_once(func, args, kwargs, samples)
+                del output
+                output = self._run_once(func, args, kwargs, samples)
         return output, OpRun(key, number)
 
     def run_function(self, args: Any, inner: Sequence[OpRun], again: Again) -> OpRun:
