@@ -59,14 +59,19 @@ class OpRun:
 
 
 class MeasuredCosts:
-    """Times each op as it runs, and measures its peak growth of memory."""
+    """Times each op as it runs, and measures its peak growth of memory.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: where they run.
+        looks_around: whether to measure, on the CPU, too, the most bytes that the whole process has in the step.
+    """
+
+    def __init__(self, device: torch.device, *, looks_around: bool = False) -> None:
         self._seconds: dict[Key, list[float]] = {}
         self._numbers: dict[Key, list[int]] = {}
         self._num_runs = 0
         self._device = device
-        self._memory = CudaOpPeaks(device) if device.type == "cuda" else CpuOpPeaks()
+        self._memory = CudaOpPeaks(device) if device.type == "cuda" else CpuOpPeaks(adds_up=looks_around)
         self._working_bytes: dict[Key, int] = {}
         self._is_inside_op = False
 
@@ -127,6 +132,11 @@ class MeasuredCosts:
     def working_bytes_of(self, run: OpRun | None) -> int:
         """Return the peak growth of an op in bytes, its results included; 0 for an unseen one."""
         return self._working_bytes[run.key] if run is not None else 0
+
+    @property
+    def step_bytes(self) -> int:
+        """Most bytes alive in the step, with all else that is in memory; 0 on the CPU, unless it looks around."""
+        return self._memory.step_bytes
 
     def _begin_op(self) -> None:
         self._is_inside_op = True

@@ -31,7 +31,6 @@ from recollect.profile.repeated_steps import fold
 from recollect.quantities import parse_budget
 from recollect.recording.assemble import assemble
 from recollect.recording.bystanders import Bystanders
-from recollect.recording.copies import recorded_peak_bytes
 from recollect.recording.find_units import Unit
 from recollect.recording.held_parts import RanksWithParts
 from recollect.recording.leanest_policy import leanest_policy
@@ -116,7 +115,7 @@ class StepRecording:
         self._ran_optimizer = False
         self._leftovers = Leftovers()
         self._gradients: set[int] = set()
-        self._other_bytes = self._copied_bytes = self._made_bytes = self.left_bytes = 0
+        self._other_bytes = self.left_bytes = 0
 
     @property
     def is_on_fake_tensors(self) -> bool:
@@ -206,14 +205,13 @@ class StepRecording:
         self._note_staying_outputs()
         recorder.is_over = True
         forget_last_step()
-        self._copied_bytes = self._sample_bytes
-        self.left_bytes = self._leftovers.total_bytes + self._copied_bytes
+        self.left_bytes = self._leftovers.total_bytes + self._sample_bytes
         # Fake tensors take no memory.
         self._other_bytes = self._bystanders.nbytes(0 if self.is_on_fake_tensors else self.left_bytes)
         recorder.close()
         if made:
-            self._made_bytes = sum(self._leftovers.storages.get(number, 0) for number in made)
-            self._persistent["optimizer_state"] = self._persistent.get("optimizer_state", 0) + self._made_bytes
+            made_bytes = sum(self._leftovers.storages.get(number, 0) for number in made)
+            self._persistent["optimizer_state"] = self._persistent.get("optimizer_state", 0) + made_bytes
             recorder.events = [
                 event
                 for event in recorder.events
@@ -231,11 +229,10 @@ class StepRecording:
             for value in call.values if call.output_stays else ():
                 value.must_keep |= value.is_output and value.producer is not None
 
-    def peak_bytes(self, profile: Profile) -> int:
-        """Return the peak of the recorded step itself; `profile` is that of this recording."""
-        made_bytes = 0 if self.is_lean else self._made_bytes
-        given = {"copied_bytes": self._copied_bytes, "made_bytes": made_bytes}
-        return recorded_peak_bytes(profile, self._policy, has_last_step=self.is_lean, **given)
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the recorded step itself, with all that this process had in memory, as its costs measured it."""
+        return 0 if isinstance(self._costs, ModelledCosts) else self._costs.step_bytes
 
     @property
     def _sample_bytes(self) -> int:

@@ -305,8 +305,12 @@ class Playback:
         dropped = self.dropped
         return [dropped[key] if key in dropped else self._held(key) for key in keys]
 
+    def bytes_of(self, key: Key) -> object:
+        """Return what the tape holds of a value that is there."""
+        return self.tensors.get(key, _NOTHING)
+
     def _held(self, key: Key) -> Value:
-        held = Value(tensor=self.tensors.get(key, _NOTHING))
+        held = Value(tensor=self.bytes_of(key))
         held.is_viewed = True
         if key in self.program.written:
             self.leaves.setdefault(key, []).append(weakref.ref(held))
@@ -324,7 +328,7 @@ class Playback:
         value = self.dropped.get(key) if is_seen else None
         if value is None:
             # A later write makes no private copy of it: it is to another part of the storage, or autograd refuses.
-            value = Value(tensor=self.tensors.get(key, _NOTHING))
+            value = Value(tensor=self.bytes_of(key))
         value.is_saved()
         # Backward asks for it in the unit that saved it, no matter which unit made it.
         self.handles[handle] = (value, saver)
@@ -358,7 +362,7 @@ class Playback:
             for index, value in enumerate(graph.values):
                 recorded = self.dropped.pop((call, index), None) if value.is_output and index not in parts else None
                 if recorded is not None:
-                    recorded.tensor, recorded.node, recorded.is_viewed = self.tensors[call, index], None, True
+                    recorded.tensor, recorded.node, recorded.is_viewed = self.bytes_of((call, index)), None, True
         self.call = -1
 
     def _begin_phase(self, phase: int) -> None:
