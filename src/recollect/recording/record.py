@@ -37,7 +37,7 @@ from recollect.recording.model_step import (
     step_tensors,
 )
 from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step, reductions_of
-from recollect.recording.optimizers import Optimizers, check_optimizers, state_tensors
+from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.restored_state import free_gradients, undisturbed
 from recollect.recording.step_recorder import Costs
 from recollect.recording.step_recording import Collectives, Gradients, StepRecording
@@ -259,7 +259,7 @@ class _Loop:
         except BaseException:
             recording.abort()
             raise
-        recording.stop(state_tensors(self.optimizer))
+        recording.stop(self.optimizer)
         del held
         if self.step is None:
             free_gradients(self.model.parameters())

@@ -35,7 +35,8 @@ from recollect.recording.find_units import Unit
 from recollect.recording.held_parts import RanksWithParts
 from recollect.recording.leanest_policy import leanest_policy
 from recollect.recording.next_step import Leftovers, Phases, leftovers, with_last_step
-from recollect.recording.optimizer_step import OptimizerStep
+from recollect.recording.optimizer_step import OptimizerStep, still_to_come
+from recollect.recording.optimizers import Optimizers, state_tensors
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.returns import Returns
 from recollect.recording.simulated_policy import in_one_backward, leanest_of
@@ -116,6 +117,7 @@ class StepRecording:
         self._leftovers = Leftovers()
         self._gradients: set[int] = set()
         self._other_bytes = self.left_bytes = 0
+        self._to_come = OptimizerStep(0, ())
 
     @property
     def is_on_fake_tensors(self) -> bool:
@@ -191,16 +193,13 @@ class StepRecording:
         self._stack.close()
         self.recorder.close()
 
-    def stop(self, state: Iterable[torch.Tensor] = ()) -> None:
-        """Stop recording.
-
-        Args:
-            state: tensors of optimizers; what the step made of it counts as there from the start.
-        """
+    def stop(self, optimizers: Optimizers = None) -> None:
+        """Stop recording; what the step made of the state of these optimizers counts as there from the start."""
         recorder = self.recorder
         self._stack.close()
         self._gradients = self._numbers(p.grad for p in self.model.parameters() if p.grad is not None)
-        made = self._numbers(state)
+        made = self._numbers(state_tensors(optimizers))
+        self._to_come = still_to_come(optimizers, self.device)
         self._leftovers = leftovers(recorder.events, recorder.calls)
         self._note_staying_outputs()
         recorder.is_over = True
@@ -265,6 +264,9 @@ class StepRecording:
         if optimizer_step is not None and not self._ran_optimizer:
             persistent["optimizer_state"] = optimizer_step.state_bytes
             recorder.add_optimizer_step(optimizer_step.with_room(_UNSEEN_BYTES if self._modelled is None else 0))
+        elif self._to_come.events:
+            persistent["optimizer_state"] = persistent.get("optimizer_state", 0) + self._to_come.state_bytes
+            recorder.add_optimizer_step(self._to_come.with_room(_UNSEEN_BYTES))
         modelled = self._modelled
         made = assemble(
             recorder,
