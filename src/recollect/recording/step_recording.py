@@ -78,7 +78,6 @@ class StepRecording:
 
     Attributes:
         returns: when the models of the step return.
-        is_lean: whether it runs under `lean_units`.
         left_bytes: what the step and the recording had made and was alive when the recording stopped, and what is left of the
             last step's gradients.
     """
@@ -105,7 +104,6 @@ class StepRecording:
         self._modelled = costs if isinstance(costs, ModelledCosts) else None
         self.recorder = StepRecorder(costs, device)
         self._ranks = self.recorder.ranks = RanksWithParts.of(model, device, self._modelled)
-        self.is_lean = lean_units is not None
         samples = UnitSamples if self._modelled is None else NoSamples
         self._samples = samples(model, device, in_excerpts=counts_all_tensors)
         self._policy = leanest_policy(lean_units)
@@ -253,7 +251,7 @@ class StepRecording:
             gradients: whether gradients of the last step are alive in forward.
             batch: describes it.
             loss_chunks: parts of the loss.
-            budget: units are timed as far as that needs no more than this, or than the leanest step.
+            budget: units are timed as far as that needs no more than this, or than the recorded step did.
         """
         recorder = self.recorder
         recorder.events = self._with_last_step(gradients)
@@ -294,12 +292,15 @@ class StepRecording:
 
         def room_bytes(sample: UnitSample) -> float:
             produced = [v.nbytes for v in profile.graph_of(profile.calls[sample.call]).values if v.producer is not None]
-            return limit_bytes - alive_bytes - sum(produced) - 2 * max(produced, default=0)
+            most_bytes = max(2 * max(produced, default=0), backward_bytes[sample.call])
+            return limit_bytes - alive_bytes - sum(produced) - most_bytes
 
-        backward_s = [0.0] * len(profile.calls)
+        # Of each call's backward; and the most that one of its ops needs, results and workspace.
+        backward_s, backward_bytes = [0.0] * len(profile.calls), [0] * len(profile.calls)
         for run, call in zip(recorder.other_runs, recorder.backward_of, strict=True):
             if call >= 0:
                 backward_s[call] += self._costs.seconds_of(run)
+                backward_bytes[call] = max(backward_bytes[call], self._costs.working_bytes_of(run))
         first_alike, known = self._samples.first_alike, set[int]()
         num_calls = Counter(first_alike.values())
 
@@ -338,8 +339,7 @@ class StepRecording:
             return profile.device_memory_bytes or math.inf
         plain = simulate(profile, [CallActions()] * len(profile.calls))
         given = parse_budget(budget, reference_bytes=plain.peak_bytes, device_bytes=profile.device_memory_bytes)
-        # What a step needs that was recorded without a plan.
-        return given if self.is_lean else max(leanest_of(profile, range(len(profile.graphs))).peak_bytes, given)
+        return max(given, self.peak_bytes)
 
     def _with_last_step(self, gradients: Gradients) -> list[events.Event]:
         """Return the events with what the last step left behind, until it is replaced.
