@@ -12,11 +12,14 @@ from recollect.attaching.planned_step import PlannedStep, own_plan
 from recollect.attaching.step_shape import Call
 from recollect.measuring.meter import storages_of
 from recollect.planning.choose import Planner
+from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.recording.copies import with_copies
 from recollect.recording.foreseen_step import foreseen
+from recollect.recording.leanest_policy import leanest_policy
+from recollect.recording.simulated_policy import recorded_under
 
 __all__ = ["LeanStart"]
 
@@ -72,7 +75,12 @@ class LeanStart:
                 growth=max(1.0, _growth(nearest, call)),
             )
             planner = Planner(with_copies(profile))
-            self._last = key, profile, planner, own_plan(planner, 1)[0]
+            # While it is recorded, the tape copies what a plan keeps: one that keeps less may need less.
+            leanest = min(
+                (own_plan(planner, 1)[0], classic_plan(profile, "full")),
+                key=lambda plan: recorded_under(profile, leanest_policy(plan.units)).peak_bytes,
+            )
+            self._last = key, profile, planner, leanest
         return self._last[1:]
 
 

@@ -21,7 +21,6 @@ from recollect.quantities import parse_budget
 from recollect.ranks.common_plan import common_plan
 from recollect.ranks.common_times import with_common_times
 from recollect.ranks.group import ALONE, Place, Ranks
-from recollect.recording.optimizers import state_tensors
 from recollect.recording.step_recording import StepRecording
 
 __all__ = ["PlannedStep", "common_steps", "least_recompute_first", "own_plan", "plan_step", "profile_of"]
@@ -134,7 +133,7 @@ def profile_of(
         optimizers: that have stepped.
         budget: see `StepRecording.profile`.
     """
-    recording.stop(state_tensors(optimizers))
+    recording.stop(optimizers)
     return recording.profile(
         optimizer_step=None,
         gradients="freed",

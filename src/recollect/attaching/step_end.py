@@ -29,8 +29,10 @@ class StepEnd:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model_class = type(model).__name__
         self._optimizers = list(optimizers)
-        # Any parameter serves: an optimizer's step writes to all that have gradients.
-        self._watched = next((p for p in model.parameters() if p.requires_grad and optimizers), None)
+        # Any parameter serves: an optimizer's step writes to all that have gradients. L-BFGS does so several times in one step,
+        # between runs of the model.
+        is_watched = bool(optimizers) and not any(isinstance(found, torch.optim.LBFGS) for found in optimizers)
+        self._watched = next((p for p in model.parameters() if p.requires_grad and is_watched), None)
         self._version = self._version_now()
         self._foreign_updates = 0
         self._stepped: dict[int, int] = {}

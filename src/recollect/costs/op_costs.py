@@ -59,14 +59,19 @@ class OpRun:
 
 
 class MeasuredCosts:
-    """Times each op as it runs, and measures its peak growth of memory."""
+    """Times each op as it runs, and measures its peak growth of memory.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: where they run.
+        looks_around: whether to measure, on the CPU, too, the most bytes that the whole process has in the step.
+    """
+
+    def __init__(self, device: torch.device, *, looks_around: bool = False) -> None:
         self._seconds: dict[Key, list[float]] = {}
         self._numbers: dict[Key, list[int]] = {}
         self._num_runs = 0
         self._device = device
-        self._memory = CudaOpPeaks(device) if device.type == "cuda" else CpuOpPeaks()
+        self._memory = CudaOpPeaks(device) if device.type == "cuda" else CpuOpPeaks(adds_up=looks_around)
         self._working_bytes: dict[Key, int] = {}
         self._is_inside_op = False
 
@@ -88,7 +93,7 @@ class MeasuredCosts:
     def run(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, *, may_repeat: bool) -> tuple[Any, OpRun]:
         """Run an op; return its result and the key to its costs.
 
-        `may_repeat`: further runs do no harm (near the peak of memory they would).
+        `may_repeat`: the op may run some more times; its result is then that of the last run, so that it is there only once.
         """
         key = key_of(func, args, kwargs)
         samples = self._seconds.setdefault(key, [])
@@ -100,7 +105,8 @@ class MeasuredCosts:
         self._end_op()
         if may_repeat and not facts.writes and not facts.is_random and not facts.keeps and facts.running_stats is None:
             while len(samples) < _LEAST_SAMPLES and samples[-1] < _LONG_S:
-                self._run_once(func, args, kwargs, samples)
+                del output
+                output = self._run_once(func, args, kwargs, samples)
         return output, OpRun(key, number)
 
     def run_function(self, args: Any, inner: Sequence[OpRun], again: Again) -> OpRun:
@@ -126,6 +132,11 @@ class MeasuredCosts:
     def working_bytes_of(self, run: OpRun | None) -> int:
         """Return the peak growth of an op in bytes, its results included; 0 for an unseen one."""
         return self._working_bytes[run.key] if run is not None else 0
+
+    @property
+    def step_bytes(self) -> int:
+        """Most bytes alive in the step, with all else that is in memory; 0 on the CPU, unless it looks around."""
+        return self._memory.step_bytes
 
     def _begin_op(self) -> None:
         self._is_inside_op = True

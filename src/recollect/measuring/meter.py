@@ -12,7 +12,6 @@ among the allocator's events, the callback allocates one byte, whose event marks
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from recollect._torch_memory import AllocatorTrace, quiet_allocator
 from recollect._torch_private import profiler_is_active
 from recollect.byte_format import format_bytes
 from recollect.errors import MeterError
+from recollect.measuring.deaths import Deaths, added_up
 from recollect.measuring.reachable import reachable_storages
 from recollect.quantities import parse_bytes
 from recollect.tensors import inner_tensors, sparse_parts
@@ -218,7 +218,7 @@ def _measure_cuda(fn: Callable[[], T], device: torch.device, baseline_bytes: int
 def _measure_cpu(fn: Callable[[], T], baseline_bytes: int | None) -> PeakMeasurement[T]:
     if profiler_is_active():
         raise MeterError("measure_peak: another profiler is active on this thread. Measure outside of it.")
-    watch = _Watch()
+    watch = Deaths(reachable_storages())
     trace = AllocatorTrace()
     with quiet_allocator():
         trace.start()
@@ -227,7 +227,7 @@ def _measure_cpu(fn: Callable[[], T], baseline_bytes: int | None) -> PeakMeasure
         finally:
             watch.stop()
             events = trace.stop()
-    peak_bytes, end_bytes, num_events = _add_up(events, watch.deaths)
+    peak_bytes, end_bytes, num_events = added_up(events, watch.bytes_at)
     start_bytes = watch.start_bytes if baseline_bytes is None else baseline_bytes
     return PeakMeasurement(
         device="cpu",
@@ -240,60 +240,3 @@ def _measure_cpu(fn: Callable[[], T], baseline_bytes: int | None) -> PeakMeasure
         num_events=num_events,
         result=result,
     )
-
-
-class _StorageReference(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that remembers the size of its storage."""
-
-    num_bytes: int
-
-
-class _Watch:
-    """Records the deaths of storages that were alive at the start.
-
-    `deaths`: bytes freed, by the address of the allocation that marks the moment.
-    """
-
-    def __init__(self) -> None:
-        self.deaths: dict[int, int] = {}
-        # Kept to the end of the trace, so that no later allocation can have the address of a mark.
-        self._marks: list[torch.UntypedStorage] = []
-        self._references: list[_StorageReference] = []
-        for storage in reachable_storages():
-            reference = _StorageReference(storage, self._note_death)
-            reference.num_bytes = storage.nbytes()
-            self._references.append(reference)
-        self.start_bytes = sum(reference.num_bytes for reference in self._references)
-
-    def _note_death(self, reference: _StorageReference) -> None:
-        # Made directly, not by an op, so that dispatch modes of the measured program do not see it.
-        mark = torch.UntypedStorage(1, device="cpu")
-        self._marks.append(mark)
-        self.deaths[mark.data_ptr()] = reference.num_bytes
-
-    def stop(self) -> None:
-        """Record no more deaths."""
-        self._references.clear()
-
-
-def _add_up(events: list[tuple[int, int]], deaths: dict[int, int]) -> tuple[int, int, int]:
-    """Return the peak and the final bytes, relative to the start, and the number of events counted."""
-    # The last allocation at a mark's address is the mark, because marks live on to the end of the trace.
-    last = {address: at for at, (address, num_bytes) in enumerate(events) if num_bytes == 1 and address in deaths}
-    died_bytes = {at: deaths[address] for address, at in last.items()}
-    alive: dict[int, int] = {}
-    total_bytes = peak_bytes = num_events = 0
-    for at, (address, num_bytes) in enumerate(events):
-        if at in died_bytes:
-            total_bytes -= died_bytes[at]
-        elif num_bytes > 0:
-            # An address allocated again was freed, though on a thread that is not traced.
-            total_bytes += num_bytes - alive.get(address, 0)
-            alive[address] = num_bytes
-            peak_bytes = max(peak_bytes, total_bytes)
-            num_events += 1
-        elif address in alive:
-            total_bytes -= alive.pop(address)
-            num_events += 1
-        # Otherwise memory from before the trace, at an address known from an earlier trace, perhaps at another size.
-    return peak_bytes, total_bytes, num_events

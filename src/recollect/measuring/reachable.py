@@ -8,7 +8,7 @@ import torch
 
 from recollect._torch_private import disable_torch_function, is_traceable_wrapper_subclass
 
-__all__ = ["reachable_storages"]
+__all__ = ["is_of_the_allocator", "reachable_storages"]
 
 
 def reachable_storages() -> list[torch.UntypedStorage]:
@@ -34,3 +34,8 @@ def reachable_storages() -> list[torch.UntypedStorage]:
                 if storage.device.type == "cpu":
                     storages[id(storage)] = storage
     return list(storages.values())
+
+
+def is_of_the_allocator(storage: torch.UntypedStorage) -> bool:
+    """Whether PyTorch allocated it: not a mapped file, shared memory, or an array of NumPy's."""
+    return storage.resizable() and not storage.is_shared()

@@ -20,7 +20,7 @@ from recollect.profile.profile import Profile
 __all__ = ["RankStep", "rank_step", "stage_plan", "unit_path"]
 
 _CALL_EVENTS: Final = (events.OP, events.DIES, events.RETURN, events.LET_GO)
-_HANDLE_EVENTS: Final = (events.USE, events.PEEK, events.RELEASE)
+_HANDLE_EVENTS: Final = (events.USE, events.PEEK, events.GIVE_BACK, events.RELEASE)
 
 
 @dataclass(frozen=True)

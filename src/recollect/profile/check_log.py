@@ -8,6 +8,7 @@ from recollect.profile.events import (
     ALLOC,
     DIES,
     FREE,
+    GIVE_BACK,
     LET_GO,
     OP,
     PEEK,
@@ -39,6 +40,7 @@ _EVENTS = {
     WORK: ("WORK", (1, 2)),
     PEEK: ("PEEK", (1,)),
     LET_GO: ("LET_GO", (1,)),
+    GIVE_BACK: ("GIVE_BACK", (1,)),
 }
 
 
@@ -69,7 +71,7 @@ class _Checker:
         self._check: dict[int, Callable[..., str]] = {
             ALLOC: self._alloc, FREE: self._free, OP: self._op, DIES: self._value, SAVE: self._save, USE: self._handle,
             RELEASE: self._release, RETURN: self._call, PHASE: self._phase, WORK: self._work,
-            PEEK: self._handle, LET_GO: self._call,
+            PEEK: self._handle, LET_GO: self._call, GIVE_BACK: self._handle,
         }  # fmt: skip
 
     def problem_of(self, event: Event) -> str:

@@ -14,6 +14,7 @@ number of its own. A storage "dies" when nothing but the tape refers to it any m
 | `(SAVE, call, value, handle, saver)` | autograd saved a value while call `saver` ran |
 | `(USE, handle)` | backward asked for what it saved |
 | `(PEEK, handle)` | the same, in a backward that keeps its graph, so that another one will ask again |
+| `(GIVE_BACK, handle)` | the formula that got it so has run, and holds it no longer |
 | `(LET_GO, call)` | that backward has ended, and holds nothing more that it computed for a call |
 | `(RELEASE, handle)` | backward, or a discarded graph, released it |
 | `(RETURN, call)` | a unit's forward returned |
@@ -28,8 +29,8 @@ from itertools import chain
 from typing import Final, TypeAlias
 
 __all__ = [
-    "ALLOC", "BACKWARD", "DIES", "FORWARD", "FREE", "LET_GO", "OP", "OPTIMIZER", "PEEK", "PHASE", "PHASE_NAMES", "RELEASE",
-    "RETURN", "SAVE", "SUM", "USE", "WORK", "Event", "StepLog",
+    "ALLOC", "BACKWARD", "DIES", "FORWARD", "FREE", "GIVE_BACK", "LET_GO", "OP", "OPTIMIZER", "PEEK", "PHASE", "PHASE_NAMES",
+    "RELEASE", "RETURN", "SAVE", "SUM", "USE", "WORK", "Event", "StepLog",
 ]  # fmt: skip
 
 Event: TypeAlias = tuple[int, ...]
@@ -48,6 +49,7 @@ WORK: Final = 9
 SUM: Final = 10
 PEEK: Final = 11
 LET_GO: Final = 12
+GIVE_BACK: Final = 13
 
 FORWARD: Final = 0
 BACKWARD: Final = 1

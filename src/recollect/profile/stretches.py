@@ -12,6 +12,7 @@ from recollect.profile.events import (
     DIES,
     FORWARD,
     FREE,
+    GIVE_BACK,
     LET_GO,
     OP,
     OPTIMIZER,
@@ -98,7 +99,7 @@ class _Reader:
         handlers: dict[int, Callable[..., object]] = {
             ALLOC: self._alloc, FREE: self._free, OP: self._op, DIES: self._dies, SAVE: self._save, USE: self._use,
             RELEASE: self._release, RETURN: self._return, WORK: self._work, PEEK: self._peek,
-            LET_GO: self._lets_go,
+            LET_GO: self._lets_go, GIVE_BACK: self._give_back,
         }  # fmt: skip
         self._begin()
         for event in self._profile.log.events():
@@ -235,6 +236,9 @@ class _Reader:
 
     def _peek(self, handle: int) -> None:
         self._steps.append((PEEK, self._handles.get(handle, ("earlier", handle))))
+
+    def _give_back(self, handle: int) -> None:
+        self._steps.append((GIVE_BACK, self._handles.get(handle, ("earlier", handle))))
 
     def _lets_go(self, call: int) -> None:
         self._steps.append((LET_GO, *self._runs(call)))

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
+from typing import Any
 
-from recollect.costs.modelled_costs import ModelledCosts
-from recollect.costs.op_costs import MeasuredCosts
 from recollect.profile import events
 from recollect.profile.events import Event, StepLog
 from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.recording.held_parts import RanksWithParts
 from recollect.recording.recorded_call import RecordedCall
-from recollect.recording.step_recorder import StepRecorder
+from recollect.recording.step_recorder import Costs, StepRecorder
 from recollect.warning import warn_user
 
-__all__ = ["Costs", "assemble"]
-
-Costs: TypeAlias = MeasuredCosts | ModelledCosts
+__all__ = ["assemble"]
 
 
 def assemble(

@@ -15,7 +15,7 @@ import torch
 
 from recollect.measuring.device_memory import allocated_bytes
 from recollect.measuring.meter import storages_of
-from recollect.measuring.reachable import reachable_storages
+from recollect.measuring.reachable import is_of_the_allocator, reachable_storages
 from recollect.recording.trackers import tracker_of
 
 __all__ = ["Bystanders"]
@@ -45,7 +45,7 @@ class Bystanders:
             self._present = [
                 weakref.ref(storage)
                 for storage in reachable_storages()
-                if id(storage) not in ids and _is_of_the_allocator(storage)
+                if id(storage) not in ids and is_of_the_allocator(storage)
             ]
 
     def nbytes(self, step_bytes: int) -> int:
@@ -58,8 +58,3 @@ class Bystanders:
             return max(0, allocated_bytes(self._device) - self._known_bytes - step_bytes)
         alive = (reference() for reference in self._present)
         return sum(storage.nbytes() for storage in alive if storage is not None and tracker_of(storage) is None)
-
-
-def _is_of_the_allocator(storage: torch.UntypedStorage) -> bool:
-    """Whether PyTorch allocated it: not a mapped file, shared memory, or an array of NumPy's."""
-    return storage.resizable() and not storage.is_shared()

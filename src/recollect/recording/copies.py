@@ -10,42 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from recollect.engine.policy import Policy
-from recollect.plans.action import Action
 from recollect.profile import events
 from recollect.profile.events import Event, StepLog
 from recollect.profile.profile import Profile
-from recollect.recording.simulated_policy import under_policy
 
-__all__ = ["recorded_peak_bytes", "with_copies"]
-
-
-def recorded_peak_bytes(
-    profile: Profile, policy: Policy, *, copied_bytes: int, made_bytes: int, has_last_step: bool
-) -> int:
-    """Return the peak of the step that was recorded, with the recording's own copies, before units were timed.
-
-    Args:
-        profile: of it, as it is from the second time on.
-        policy: under which it was recorded.
-        copied_bytes: of copies of what units got.
-        made_bytes: of optimizer state that the step made.
-        has_last_step: whether what a step leaves behind was there when this one began.
-    """
-    held = ((profile.calls[call], value) for (call, value), _, _ in _held(profile, list(profile.log.events())))
-    records = ((call.path, profile.graph_of(call).values[value]) for call, value in held)
-    twice = sum(v.nbytes for path, v in records if v.saved and policy.action(path, v.name) is Action.KEEP)
-    played = profile if has_last_step else _without_last_step(profile)
-    return under_policy(played, policy).peak_bytes + twice + copied_bytes - made_bytes
-
-
-def _without_last_step(profile: Profile) -> Profile:
-    """Return the profile without what the last step left behind: what is there before the first phase begins."""
-    recorded = list(profile.log.events())
-    begin = next((position for position, event in enumerate(recorded) if event[0] == events.PHASE), 0)
-    left = {event[1] for event in recorded[:begin] if event[0] == events.ALLOC}
-    played = tuple(event for event in recorded if not (event[0] in (events.ALLOC, events.FREE) and event[1] in left))
-    return replace(profile, log=StepLog((played,), ((0, -1),)))
+__all__ = ["with_copies"]
 
 
 def with_copies(profile: Profile) -> Profile:

@@ -100,6 +100,22 @@ def record_optimizer_step(optimizers: Optimizers, device: torch.device) -> Optim
     return total
 
 
+def still_to_come(optimizers: Optimizers, device: torch.device) -> OptimizerStep:
+    """Return what a step of the optimizers will hold and make beyond the one that ran: with the history of L-BFGS full.
+
+    Args:
+        optimizers: that have stepped while the step was recorded; others than L-BFGS have their state then.
+        device: where the parameters are.
+    """
+    total = OptimizerStep(0, ())
+    for optimizer in optimizers_in(optimizers):
+        if isinstance(optimizer, torch.optim.LBFGS):
+            full = _recorded(optimizer, device)
+            missing_bytes = max(0, full.state_bytes - present_state_bytes(optimizer, device))
+            total = total.then(replace(full, state_bytes=missing_bytes))
+    return total
+
+
 def _recorded(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerStep:
     if isinstance(optimizer, torch.optim.LBFGS):
         return OptimizerStep(*lbfgs_memory(optimizer, device))

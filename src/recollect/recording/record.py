@@ -25,7 +25,6 @@ from recollect.progress.stage import stage
 from recollect.ranks.common_times import with_common_times
 from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
-from recollect.recording.assemble import Costs
 from recollect.recording.fake_model import fake_run
 from recollect.recording.find_units import find_units
 from recollect.recording.model_step import (
@@ -38,8 +37,9 @@ from recollect.recording.model_step import (
     step_tensors,
 )
 from recollect.recording.optimizer_step import OptimizerStep, record_optimizer_step, reductions_of
-from recollect.recording.optimizers import Optimizers, check_optimizers, state_tensors
+from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.restored_state import free_gradients, undisturbed
+from recollect.recording.step_recorder import Costs
 from recollect.recording.step_recording import Collectives, Gradients, StepRecording
 from recollect.tensors import inner_tensors
 
@@ -259,7 +259,7 @@ class _Loop:
         except BaseException:
             recording.abort()
             raise
-        recording.stop(state_tensors(self.optimizer))
+        recording.stop(self.optimizer)
         del held
         if self.step is None:
             free_gradients(self.model.parameters())

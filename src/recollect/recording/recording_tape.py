@@ -176,6 +176,8 @@ class _RecordingMode(FunctionMode):
         super().__init__(tape, unit_path)
         self.recorder = tape.recorder
         self._kept = tape.kept
+        # While an op is noted of which the policy keeps all results: nobody will run it again.
+        self._is_kept_op = False
         # Where the record of the Function that is running begins.
         self._function_mark = Mark(0, 0, 0)
 
@@ -192,6 +194,7 @@ class _RecordingMode(FunctionMode):
             if facts.is_lazy:
                 self._keep(args[0])
         output = super().__torch_dispatch__(func, types, args, kwargs)
+        self._is_kept_op = False
         if index is not None and len(recorder.calls[index].ops) > num_ops:
             self._mark_results(index, args, output)
             if recorder.ranks is not None and facts_of(func).creates is None:
@@ -210,11 +213,17 @@ class _RecordingMode(FunctionMode):
                 if content is not None:
                     call.contents[tracker.value] = content
 
+    def _op_actions(self, facts: OpFacts, asks: bool) -> OpActions:
+        actions = super()._op_actions(facts, asks)
+        names = result_names(self.recorder.pending_stem, facts.num_returns)
+        self._is_kept_op = not facts.writes and all(map(self._is_kept, names))
+        return actions
+
     def _known_value(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> TapeValue | None:
-        """Return the value of a tensor that has a recipe; hold it from now on if the policy keeps it."""
+        """Return the value of a tensor that has a recipe; hold it from now on if the policy keeps it, and it is needed."""
         known = super()._known_value(tensor, storage)
         record = record_of(storage)
-        if known is not None and record is not None and record.base in self._kept:
+        if known is not None and record is not None and record.base in self._kept and not self._is_kept_op:
             self._kept.discard(record.base)
             with self.recorder.unseen(), torch.no_grad():
                 held, version = self.tape.alias(tensor, True)
@@ -360,7 +369,6 @@ class StepMode(OpMode):
 
     def _ran(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         recorder = self.recorder
-        # Repeating an op holds its result twice: harmless inside a layer's forward, where memory is far from its peak.
         output, run = recorder.costs.run(func, facts, args, kwargs, may_repeat=recorder.current is not None)
         recorder.after_op(func, facts, args, kwargs, output, run)
         return output

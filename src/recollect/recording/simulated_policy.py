@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import weakref
+from collections.abc import Collection, Container, Mapping
 from dataclasses import replace
 
 from recollect.engine.policy import Policy
@@ -11,9 +12,10 @@ from recollect.profile import events
 from recollect.profile.profile import Profile
 from recollect.simulation.call_actions import CallActions
 from recollect.simulation.decisions import decide_call, drop_all
-from recollect.simulation.simulate import Simulation, simulate
+from recollect.simulation.program import Key, Program
+from recollect.simulation.simulate import Playback, Simulation, Token, simulate
 
-__all__ = ["in_one_backward", "leanest_of", "under_policy"]
+__all__ = ["in_one_backward", "leanest_of", "recorded_under"]
 
 
 def leanest_of(profile: Profile, graphs: Container[int]) -> Simulation:
@@ -33,15 +35,15 @@ def in_one_backward(profile: Profile) -> Profile:
         tuple(
             (events.USE, *event[1:]) if event[0] == events.PEEK else event
             for event in block
-            if event[0] != events.LET_GO
+            if event[0] not in (events.GIVE_BACK, events.LET_GO)
         )
         for block in profile.log.blocks
     )
     return replace(profile, log=replace(profile.log, blocks=blocks))
 
 
-def under_policy(profile: Profile, policy: Policy) -> Simulation:
-    """Simulate the step with all its units on a tape that follows a policy."""
+def recorded_under(profile: Profile, policy: Policy) -> Simulation:
+    """Simulate the step as a recording runs it: all units on a tape that follows a policy, and that copies what it holds."""
     known: dict[tuple[int, str], CallActions] = {}
     for call in profile.calls:
         if (call.graph, call.path) not in known:
@@ -49,4 +51,29 @@ def under_policy(profile: Profile, policy: Policy) -> Simulation:
             names = (value.name for value in graph.values if value.producer is not None)
             unit = UnitPlan({name: policy.action(call.path, name) for name in names}, policy.output_action(call.path))
             known[call.graph, call.path] = decide_call(graph, unit)
-    return simulate(profile, [known[call.graph, call.path] for call in profile.calls])
+    decisions = dict(enumerate(known[call.graph, call.path] for call in profile.calls))
+    return _Copying(Program(profile), decisions, frozenset(decisions)).run()
+
+
+class _Copy(Token):
+    """Bytes of a copy, which all that hold it share."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Copying(Playback):
+    """Plays a step whose tape holds copies of what the model has, for as long as anything needs them."""
+
+    def __init__(self, program: Program, decisions: Mapping[int, CallActions], on_tape: Collection[int]) -> None:
+        super().__init__(program, decisions, on_tape)
+        self._copies: weakref.WeakValueDictionary[Key, _Copy] = weakref.WeakValueDictionary()
+
+    def bytes_of(self, key: Key) -> object:
+        """Return a copy."""
+        own = self.tensors.get(key)
+        if not isinstance(own, Token):
+            return super().bytes_of(key)
+        copy = self._copies.get(key)
+        if copy is None:
+            copy = self._copies[key] = _Copy(self, own.nbytes, key)
+        return copy

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from recollect._torch_private import (
-    at_end_of_backward,
-    current_autograd_node,
-    current_backward,
-    fake_mode,
-    tree_leaves,
-)
-from recollect.costs.op_costs import Again, OpRun
+from recollect._torch_private import at_end_of_backward, current_autograd_node, current_backward, fake_mode, tree_leaves
+from recollect.costs.modelled_costs import ModelledCosts
+from recollect.costs.op_costs import MeasuredCosts, OpRun
 from recollect.engine.facts import OpFacts
 from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape import asks_again
@@ -38,17 +33,8 @@ from recollect.recording.trackers import (
     tracker_of,
 )
 
-
-class OpCosts(Protocol):
-    """Runs ops and knows their costs: `MeasuredCosts` or `ModelledCosts`."""
-
-    def run(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, *, may_repeat: bool) -> tuple[Any, OpRun]:
-        """Run an op; return its result and the key to its costs."""
-        ...
-
-    def run_function(self, args: Any, inner: Sequence[OpRun], again: Again) -> OpRun:
-        """Return the key to the costs of a custom autograd Function, which has run the ops `inner`."""
-        ...
+Costs: TypeAlias = MeasuredCosts | ModelledCosts
+"""Runs ops and knows their costs."""
 
 
 class Mark(NamedTuple):
@@ -62,7 +48,7 @@ class Mark(NamedTuple):
 class StepRecorder:
     """Collects what happens in one step."""
 
-    def __init__(self, costs: OpCosts, device: torch.device) -> None:
+    def __init__(self, costs: Costs, device: torch.device) -> None:
         self.costs = costs
         self.trackers = Trackers()
         self.events: list[tuple[int, ...]] = []
@@ -91,8 +77,9 @@ class StepRecorder:
         self._device = device
         self._phase = -1
         self._backward_call = -1
-        # The backward that is running, if it keeps its graph.
-        self._kept_backward = -1
+        # The backward that is running, if it keeps its graph; its formula that runs, and what that has asked for.
+        self._kept_backward = self._peeking_node = -1
+        self._peeked: list[int] = []
 
     def log(self, *event: int) -> None:
         """Add an event, unless the step is over."""
@@ -136,9 +123,19 @@ class StepRecorder:
         if self._kept_backward != current_backward():
             self._kept_backward = current_backward()
             at_end_of_backward(self._end_kept_backward)
+        self._note_node(current_autograd_node())
         self.log(events.PEEK, handle)
+        self._peeked.append(handle)
+
+    def _note_node(self, node: int) -> None:
+        """Log that formulas before this one have run, and hold nothing more of what they asked for."""
+        if node != self._peeking_node:
+            for handle in self._peeked:
+                self.log(events.GIVE_BACK, handle)
+            self._peeked, self._peeking_node = [], node
 
     def _end_kept_backward(self) -> None:
+        self._note_node(-1)
         for call in range(len(self.calls)):
             self.log(events.LET_GO, call)
         # The next one begins anew.
@@ -157,6 +154,7 @@ class StepRecorder:
             return
         if self.current is None or not self.pending_stem:
             node = current_autograd_node()
+            self._note_node(node)
             if node >= 0:
                 self.begin_phase(events.BACKWARD)
             elif self.current is None:

@@ -29,18 +29,18 @@ from recollect.profile.allocator_blocks import block_bytes
 from recollect.profile.profile import Profile
 from recollect.profile.repeated_steps import fold
 from recollect.quantities import parse_budget
-from recollect.recording.assemble import Costs, assemble
+from recollect.recording.assemble import assemble
 from recollect.recording.bystanders import Bystanders
-from recollect.recording.copies import recorded_peak_bytes
 from recollect.recording.find_units import Unit
 from recollect.recording.held_parts import RanksWithParts
 from recollect.recording.leanest_policy import leanest_policy
 from recollect.recording.next_step import Leftovers, Phases, leftovers, with_last_step
-from recollect.recording.optimizer_step import OptimizerStep
+from recollect.recording.optimizer_step import OptimizerStep, still_to_come
+from recollect.recording.optimizers import Optimizers, state_tensors
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.returns import Returns
 from recollect.recording.simulated_policy import in_one_backward, leanest_of
-from recollect.recording.step_recorder import StepRecorder
+from recollect.recording.step_recorder import Costs, StepRecorder
 from recollect.recording.timing_rounds import TOGETHER, Rounds, rounds_for
 from recollect.recording.trackers import TrackedOther, filled_storages, tracker_of
 from recollect.recording.unit_samples import NoSamples, UnitSample, UnitSamples
@@ -78,7 +78,6 @@ class StepRecording:
 
     Attributes:
         returns: when the models of the step return.
-        is_lean: whether it runs under `lean_units`.
         left_bytes: what the step and the recording had made and was alive when the recording stopped, and what is left of the
             last step's gradients.
     """
@@ -105,7 +104,6 @@ class StepRecording:
         self._modelled = costs if isinstance(costs, ModelledCosts) else None
         self.recorder = StepRecorder(costs, device)
         self._ranks = self.recorder.ranks = RanksWithParts.of(model, device, self._modelled)
-        self.is_lean = lean_units is not None
         samples = UnitSamples if self._modelled is None else NoSamples
         self._samples = samples(model, device, in_excerpts=counts_all_tensors)
         self._policy = leanest_policy(lean_units)
@@ -116,7 +114,8 @@ class StepRecording:
         self._ran_optimizer = False
         self._leftovers = Leftovers()
         self._gradients: set[int] = set()
-        self._other_bytes = self._copied_bytes = self._made_bytes = self.left_bytes = 0
+        self._other_bytes = self.left_bytes = 0
+        self._to_come = OptimizerStep(0, ())
 
     @property
     def is_on_fake_tensors(self) -> bool:
@@ -192,28 +191,24 @@ class StepRecording:
         self._stack.close()
         self.recorder.close()
 
-    def stop(self, state: Iterable[torch.Tensor] = ()) -> None:
-        """Stop recording.
-
-        Args:
-            state: tensors of optimizers; what the step made of it counts as there from the start.
-        """
+    def stop(self, optimizers: Optimizers = None) -> None:
+        """Stop recording; what the step made of the state of these optimizers counts as there from the start."""
         recorder = self.recorder
         self._stack.close()
         self._gradients = self._numbers(p.grad for p in self.model.parameters() if p.grad is not None)
-        made = self._numbers(state)
+        made = self._numbers(state_tensors(optimizers))
+        self._to_come = still_to_come(optimizers, self.device)
         self._leftovers = leftovers(recorder.events, recorder.calls)
         self._note_staying_outputs()
         recorder.is_over = True
         forget_last_step()
-        self._copied_bytes = self._sample_bytes
-        self.left_bytes = self._leftovers.total_bytes + self._copied_bytes
+        self.left_bytes = self._leftovers.total_bytes + self._sample_bytes
         # Fake tensors take no memory.
         self._other_bytes = self._bystanders.nbytes(0 if self.is_on_fake_tensors else self.left_bytes)
         recorder.close()
         if made:
-            self._made_bytes = sum(self._leftovers.storages.get(number, 0) for number in made)
-            self._persistent["optimizer_state"] = self._persistent.get("optimizer_state", 0) + self._made_bytes
+            made_bytes = sum(self._leftovers.storages.get(number, 0) for number in made)
+            self._persistent["optimizer_state"] = self._persistent.get("optimizer_state", 0) + made_bytes
             recorder.events = [
                 event
                 for event in recorder.events
@@ -231,11 +226,10 @@ class StepRecording:
             for value in call.values if call.output_stays else ():
                 value.must_keep |= value.is_output and value.producer is not None
 
-    def peak_bytes(self, profile: Profile) -> int:
-        """Return the peak of the recorded step itself; `profile` is that of this recording."""
-        made_bytes = 0 if self.is_lean else self._made_bytes
-        given = {"copied_bytes": self._copied_bytes, "made_bytes": made_bytes}
-        return recorded_peak_bytes(profile, self._policy, has_last_step=self.is_lean, **given)
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the recorded step itself, with all that this process had in memory, as its costs measured it."""
+        return 0 if isinstance(self._costs, ModelledCosts) else self._costs.step_bytes
 
     @property
     def _sample_bytes(self) -> int:
@@ -257,7 +251,7 @@ class StepRecording:
             gradients: whether gradients of the last step are alive in forward.
             batch: describes it.
             loss_chunks: parts of the loss.
-            budget: units are timed as far as that needs no more than this, or than the leanest step.
+            budget: units are timed as far as that needs no more than this, or than the recorded step did.
         """
         recorder = self.recorder
         recorder.events = self._with_last_step(gradients)
@@ -268,6 +262,9 @@ class StepRecording:
         if optimizer_step is not None and not self._ran_optimizer:
             persistent["optimizer_state"] = optimizer_step.state_bytes
             recorder.add_optimizer_step(optimizer_step.with_room(_UNSEEN_BYTES if self._modelled is None else 0))
+        elif self._to_come.events:
+            persistent["optimizer_state"] = persistent.get("optimizer_state", 0) + self._to_come.state_bytes
+            recorder.add_optimizer_step(self._to_come.with_room(_UNSEEN_BYTES))
         modelled = self._modelled
         made = assemble(
             recorder,
@@ -295,12 +292,15 @@ class StepRecording:
 
         def room_bytes(sample: UnitSample) -> float:
             produced = [v.nbytes for v in profile.graph_of(profile.calls[sample.call]).values if v.producer is not None]
-            return limit_bytes - alive_bytes - sum(produced) - 2 * max(produced, default=0)
+            most_bytes = max(2 * max(produced, default=0), backward_bytes[sample.call])
+            return limit_bytes - alive_bytes - sum(produced) - most_bytes
 
-        backward_s = [0.0] * len(profile.calls)
+        # Of each call's backward; and the most that one of its ops needs, results and workspace.
+        backward_s, backward_bytes = [0.0] * len(profile.calls), [0] * len(profile.calls)
         for run, call in zip(recorder.other_runs, recorder.backward_of, strict=True):
             if call >= 0:
                 backward_s[call] += self._costs.seconds_of(run)
+                backward_bytes[call] = max(backward_bytes[call], self._costs.working_bytes_of(run))
         first_alike, known = self._samples.first_alike, set[int]()
         num_calls = Counter(first_alike.values())
 
@@ -339,8 +339,7 @@ class StepRecording:
             return profile.device_memory_bytes or math.inf
         plain = simulate(profile, [CallActions()] * len(profile.calls))
         given = parse_budget(budget, reference_bytes=plain.peak_bytes, device_bytes=profile.device_memory_bytes)
-        # What a step needs that was recorded without a plan.
-        return given if self.is_lean else max(leanest_of(profile, range(len(profile.graphs))).peak_bytes, given)
+        return max(given, self.peak_bytes)
 
     def _with_last_step(self, gradients: Gradients) -> list[events.Event]:
         """Return the events with what the last step left behind, until it is replaced.

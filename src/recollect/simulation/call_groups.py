@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from recollect.plans.action import Action
 from recollect.plans.value_actions import ValueActions
-from recollect.profile.events import ALLOC, LET_GO, OP, PEEK, PHASE, RELEASE, RETURN, SAVE, USE
+from recollect.profile.events import ALLOC, GIVE_BACK, LET_GO, OP, PEEK, PHASE, RELEASE, RETURN, SAVE, USE
 from recollect.simulation.call_actions import CallActions
 from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp
 
@@ -130,7 +130,7 @@ class Division:
             self._is_ambiguous |= handle in self._homes
             self._homes[handle] = home
             self._read(home, key)
-        elif code in (USE, PEEK, RELEASE):
+        elif code in (USE, PEEK, GIVE_BACK, RELEASE):
             home = self._homes[operands[0]]
         elif code == RETURN:
             self._returned.add(home)

@@ -25,8 +25,9 @@ from recollect.plans.value_actions import KEEP_ALL, ValueActions
 from recollect.profile.events import ALLOC, DIES, LET_GO, OP, OPTIMIZER, RETURN, SAVE
 from recollect.simulation.call_actions import CallActions
 from recollect.simulation.call_groups import OUTSIDE, Division, Group
+from recollect.simulation.on_tape import added_s, calls_on_tape
 from recollect.simulation.program import BULK, Instruction, Key, Program, ProgramOp
-from recollect.simulation.simulate import Playback, Simulation, Token, added_s, calls_on_tape
+from recollect.simulation.simulate import Playback, Simulation, Token
 
 __all__ = ["Peaks", "PeakSums", "checked"]
 
@@ -207,9 +208,8 @@ class _Forms:
             code, operands = self._division.program.instructions[position]
             step: tuple[Any, ...] = operands
             if code == OP:
-                run: ProgramOp = operands[1]
                 # Calls of one graph share its ops.
-                step = (id(run.op), *[read.get(key, key[1]) for key in run.inputs])
+                step = (id(operands[1].op), *[read.get(key, key[1]) for key in operands[1].inputs])
             elif code == SAVE:
                 owner, key, handle, saver = operands
                 step = (owner == saver, read.get(key, key[1]), handles.setdefault(handle, len(handles)))

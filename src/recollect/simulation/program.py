@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from recollect.profile.allocator_blocks import block_bytes
-from recollect.profile.events import ALLOC, DIES, FORWARD, FREE, OP, PHASE, RETURN, SAVE, WORK, Event
+from recollect.profile.events import ALLOC, DIES, FORWARD, FREE, GIVE_BACK, OP, PHASE, RETURN, SAVE, WORK, Event
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.windows import Window
@@ -67,6 +67,7 @@ class Program:
             a `Key` for each value or storage, and one `BULK` for each run of events that no plan changes.
         lasting: for each call, the values whose bytes something other than the unit's ops may hold, under some plan.
         written: values whose bytes an op writes to later.
+        gives_back: whether the log says when formulas of a backward that keeps its graph have run; old profiles do not.
     """
 
     def __init__(self, profile: Profile, windows: Sequence[Window] = ()) -> None:
@@ -79,6 +80,7 @@ class Program:
             for i, value in enumerate(profile.graph_of(call).values)
             if value.mutated_later
         )
+        self.gives_back = any(True for _ in profile.log.operands(GIVE_BACK))
         self._origins = [
             {value: (c, v) for value, c, v in call.origins} | {value: (-1, storage) for value, storage in call.outside}
             for call in profile.calls

@@ -9,22 +9,20 @@ recorded step, is added for them.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, TypeAlias
 
 from recollect.plans.action import Action
-from recollect.plans.engines import Tape
 from recollect.profile.events import (
     ALLOC,
     BACKWARD,
     DIES,
     FORWARD,
     FREE,
+    GIVE_BACK,
     LET_GO,
     OP,
     PEEK,
@@ -39,6 +37,7 @@ from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.replay import KeptPass, Node, Recipes, Value
 from recollect.simulation.call_actions import CallActions
+from recollect.simulation.on_tape import added_s, calls_on_tape
 from recollect.simulation.parts import gather_of_part
 from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp, rounded_bytes
 from recollect.simulation.rerun import Rerun
@@ -50,8 +49,6 @@ Owner: TypeAlias = tuple[int, int]
 """Who owns bytes: the `Key` of a value, or one of the following constants with the number of the storage or call."""
 OUTSIDE = -1
 GENERATOR = -2
-
-_Decisions: TypeAlias = Mapping[int, CallActions] | Sequence[CallActions]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,22 +103,6 @@ def simulate(
     return Playback(program or Program(profile, windows), dict(enumerate(decisions)), on_tape).run()
 
 
-def calls_on_tape(decisions: Sequence[CallActions]) -> frozenset[int]:
-    """Return the calls whose units `apply` puts on the tape: if any output is dropped or a part, all that the plan names."""
-    keep = Action.KEEP
-    keeps_outputs = all([decision.output is keep and not decision.values.sharded for decision in decisions])
-    return frozenset(
-        call
-        for call, d in enumerate(decisions)
-        if type(d.engine) is Tape and (any(d.values) or d.output is not keep or (d.is_planned and not keeps_outputs))
-    )
-
-
-def added_s(program: Program, decisions: _Decisions, on_tape: Collection[int], rerun_s: Iterable[float]) -> float:
-    """Return the seconds that a plan adds: the tape's overhead plus the ops that run again, in any order."""
-    return math.fsum(chain((program.tape_s(call, decisions[call].values.dropped) for call in on_tape), rerun_s))
-
-
 class Token:
     """Bytes that stay alive as long as anything refers to this object."""
 
@@ -173,9 +154,10 @@ class Playback:
         # Values that hold a tensor which an op will write to: they then get a private copy.
         self.leaves: dict[Key, list[weakref.ref[Value]]] = {}
         self.handles: dict[int, tuple[Saved, int]] = {}
-        # Of each call; and the backward that keeps its graph, one at a time.
+        # Of each call; and the backward that keeps its graph, one at a time, with what its formulas hold.
         self.recipes: defaultdict[int, Recipes] = defaultdict(Recipes)
         self.kept_pass = KeptPass()
+        self.peeked: dict[int, object] = {}
 
     def run(self) -> Simulation:
         """Play back the whole step."""
@@ -202,6 +184,7 @@ class Playback:
             SAVE: self._save,
             USE: self._use,
             PEEK: self._peek,
+            GIVE_BACK: self._gives_back,
             LET_GO: self._lets_go,
             RELEASE: self._release,
             RETURN: self._return,
@@ -322,8 +305,12 @@ class Playback:
         dropped = self.dropped
         return [dropped[key] if key in dropped else self._held(key) for key in keys]
 
+    def bytes_of(self, key: Key) -> object:
+        """Return what the tape holds of a value that is there."""
+        return self.tensors.get(key, _NOTHING)
+
     def _held(self, key: Key) -> Value:
-        held = Value(tensor=self.tensors.get(key, _NOTHING))
+        held = Value(tensor=self.bytes_of(key))
         held.is_viewed = True
         if key in self.program.written:
             self.leaves.setdefault(key, []).append(weakref.ref(held))
@@ -341,7 +328,7 @@ class Playback:
         value = self.dropped.get(key) if is_seen else None
         if value is None:
             # A later write makes no private copy of it: it is to another part of the storage, or autograd refuses.
-            value = Value(tensor=self.tensors.get(key, _NOTHING))
+            value = Value(tensor=self.bytes_of(key))
         value.is_saved()
         # Backward asks for it in the unit that saved it, no matter which unit made it.
         self.handles[handle] = (value, saver)
@@ -354,8 +341,13 @@ class Playback:
     def _peek(self, handle: int) -> None:
         value, self.call = self.handles[handle]
         # What a region runs again it holds until its graph is gone.
-        self.kept_pass.get(value) if isinstance(value, Value) and value.tensor is None else value.get()
+        found = self.kept_pass.get(value) if isinstance(value, Value) and value.tensor is None else value.get()
+        if self.program.gives_back:
+            self.peeked[handle] = found
         self.is_recomputing = ""
+
+    def _gives_back(self, handle: int) -> None:
+        self.peeked.pop(handle, None)
 
     def _lets_go(self, call: int) -> None:
         self.kept_pass.end(self.recipes[call])
@@ -370,7 +362,7 @@ class Playback:
             for index, value in enumerate(graph.values):
                 recorded = self.dropped.pop((call, index), None) if value.is_output and index not in parts else None
                 if recorded is not None:
-                    recorded.tensor, recorded.node, recorded.is_viewed = self.tensors[call, index], None, True
+                    recorded.tensor, recorded.node, recorded.is_viewed = self.bytes_of((call, index)), None, True
         self.call = -1
 
     def _begin_phase(self, phase: int) -> None:

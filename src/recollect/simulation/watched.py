@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from recollect.simulation.call_actions import CallActions
+from recollect.simulation.on_tape import calls_on_tape
 from recollect.simulation.program import Program
-from recollect.simulation.simulate import Owner, Playback, Token, calls_on_tape
+from recollect.simulation.simulate import Owner, Playback, Token
 
 __all__ = ["EveryToken", "WatchedPlayback"]
 

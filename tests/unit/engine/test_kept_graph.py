@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import recollect
+from blocks import Block
 from recollect._torch_parallel import split_backward
 from recollect.applying import applied_to
 from recollect.engine.tape import Tape
 from recollect.engine.tape_engine import _UnitForward
-from recollect.profile.events import LET_GO, PEEK
+from recollect.profile.events import GIVE_BACK, LET_GO, PEEK
 from recollect.profile.profile import Profile
 
 SHAPE = (64, 32)
@@ -106,6 +107,26 @@ def test_peaks_are_as_predicted(profile: Profile, name: str) -> None:
     step = Step(plan, halves)
     step.run()
     peak_bytes = recollect.measure_peak(step.run).peak_bytes
+    assert plan.predicted_peak_bytes is not None
+    assert peak_bytes <= plan.predicted_peak_bytes <= peak_bytes + ROOM
+
+
+@pytest.mark.parametrize("budget", ["65%", "80%"])
+def test_a_formula_holds_what_it_asked_for_while_it_runs(budget: str) -> None:
+    trained, x = nn.Sequential(*(Block(32) for _ in range(4))), torch.randn(512, 32)
+
+    def step() -> None:
+        loss = trained(x).square().mean()
+        loss.backward(retain_graph=True)
+        (loss * loss).backward()
+        trained.zero_grad()
+
+    profile = recollect.record(trained, step=step)
+    assert {event[0] for event in profile.log.events()} >= {PEEK, GIVE_BACK}
+    plan = recollect.plan(profile, budget)
+    recollect.apply(trained, plan)
+    step()
+    peak_bytes = recollect.measure_peak(step).peak_bytes
     assert plan.predicted_peak_bytes is not None
     assert peak_bytes <= plan.predicted_peak_bytes <= peak_bytes + ROOM
 

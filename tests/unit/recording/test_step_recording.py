@@ -39,7 +39,7 @@ def recorded(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[
     recording.start(known, gradients=gradients)
     del known, gradients
     held = step()
-    recording.stop(state_tensors(optimizer))
+    recording.stop(optimizer)
     left_bytes = live_bytes() - before_bytes
     del held
     return recording.left_bytes, left_bytes
