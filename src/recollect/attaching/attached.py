@@ -22,13 +22,14 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import nn
 
-from recollect._torch_private import num_dispatch_modes, profiler_is_active
-from recollect.attaching.begin_recording import begin_recording
+from recollect.attaching.begin_recording import begin_recording, obstacle
+from recollect.attaching.call_watch import CallWatch
 from recollect.attaching.departure import Departure
 from recollect.attaching.entries import Removable, Watcher
-from recollect.attaching.held import HeldBytes
+from recollect.attaching.held import DevicePeak
 from recollect.attaching.lean_start import LeanStart
 from recollect.attaching.lockstep import Lockstep
+from recollect.attaching.optimizers_seen import OptimizersSeen
 from recollect.attaching.placement import Placement
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.planned_steps import difference
@@ -39,7 +40,6 @@ from recollect.attaching.step_planner import StepPlanner
 from recollect.attaching.step_shape import Call
 from recollect.attaching.step_under_way import StepUnderWay
 from recollect.attaching.structure import Structure
-from recollect.byte_format import format_bytes
 from recollect.errors import LargerStepError
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
@@ -104,13 +104,15 @@ class Attached:
         watched = [] if ends_by_hand else self._optimizers
         self._end = StepEnd(model, watched)
         self._hooks: list[Removable] = [o.register_step_post_hook(self._after_optimizer) for o in watched]
+        self._optimizers_seen = None if ends_by_hand else OptimizersSeen(self._optimizers, self._take_over)
+        if self._optimizers_seen is not None:
+            self._hooks.append(self._optimizers_seen)
         self._hooks.append(self._structure)
         self._planner = StepPlanner(model, self._optimizers, budget, self._lockstep, log, device)
-        self._held = HeldBytes(device)
+        self._device_peak = DevicePeak(device)
+        self._watch = CallWatch(device, keeps_to_plan=on_larger == "warn", joins_others=not ranks.is_alone)
         self._state = State.IDLE
         self._recording: StepRecording | None = None
-        # The most that the device was seen to hold beyond what was expected.
-        self._seen_bytes = 0
         self._now = StepUnderWay()
         self._is_disturbed = False
         _handles.add(self)
@@ -183,6 +185,8 @@ class Attached:
         """Decide how the model runs, before an outermost call of it."""
         if not self.num_steps:
             self._end.note_call()
+        if self._optimizers_seen is not None:
+            self._optimizers_seen.note_call()
         step = self._now
         step.end_call(self._placement.units)
         if not step.calls:
@@ -201,7 +205,8 @@ class Attached:
         step.begin_call(call, self._watcher.backwards)
         if self._state is not State.RECORDING:
             self._decide(call)
-        self._watch_call()
+        is_planned = self._state is State.PLANNED
+        self._watch.begin(step, self._placement, is_planned=is_planned, is_on=self._state is not State.IDLE)
 
     def _begin_step(self) -> None:
         """Look whether the model is still what it was."""
@@ -237,9 +242,9 @@ class Attached:
         elif chosen is not None:
             self._placement.put(chosen)
             self._state = State.PLANNED
-            self._held.begin_call()
-            if is_first:
-                self._make_room(chosen)
+            more_bytes = self._watch.missing_room(self._placement) if is_first else 0
+            if more_bytes and self._lockstep.is_alone:
+                self._planner.make_room(self._placement, more_bytes)
         elif is_refused:
             self._refuse(call)
         else:
@@ -266,40 +271,8 @@ class Attached:
         stays = active in found.steps and not step.is_first
         return not found.is_calm, active if stays else next(iter(found.steps), None)
 
-    def _watch_call(self) -> None:
-        """Say which runs of units the call may have."""
-        step, active, units = self._now, self._placement.active, self._placement.units
-        foreseen = None
-        if active is not None and self._state is State.PLANNED:
-            foreseen = active.foreseen(step.calls, step.group)
-        if active is None or foreseen is None:
-            step.foresee(None)
-            units.allow_all(is_on=self._state is not State.IDLE)
-            return
-        course, spare = foreseen
-        step.foresee(course)
-        step.planned = active
-        # Where others run collectives again in backward, this process has to, too.
-        keeps_to_plan = self._on_larger == "warn" or (active.needs_all_ranks and not self._lockstep.is_alone)
-        units.allow(course, spare, keeps_to_plan=keeps_to_plan)
-
-    def _make_room(self, active: PlannedStep) -> None:
-        """Plan a step anew where more is in memory when it begins than before others under its plan."""
-        more_bytes = self._held.excess_before(active)
-        if more_bytes and self._lockstep.is_alone and active.fits:
-            self._placement.put(self._planner.plan_again(active, self._placement, more_bytes))
-
     def _call_returned(self) -> None:
-        """Read, where forward is over, how much it holds."""
-        step, active = self._now, self._placement.active
-        if active is None or self._state is not State.PLANNED or step.departure is not None or not step.calls:
-            return
-        comes_to = self._placement.units.comes_to()
-        # What spare runs hold has room of its own.
-        if comes_to <= 0:
-            more_bytes = self._held.excess_in_call(active, len(step.calls), step.calls[-1], is_whole=not comes_to)
-            if more_bytes:
-                step.departure = Departure("held more after forward than its plan foresees", more_bytes)
+        self._watch.end(self._now, self._placement)
 
     def _departs(self, path: str) -> None:
         """Note the first run of a unit that the plan does not foresee."""
@@ -321,13 +294,8 @@ class Attached:
     def _can_record(self) -> bool:
         if any(other._recording is not None for other in _handles):
             return False  # Another model in the same loop has a handle of its own.
-        if profiler_is_active() and self._device.type == "cpu":
-            self._planner.warn_once(
-                "a profiler is active, beside which a step cannot be recorded: running at the leanest until it ends"
-            )
-            return False
-        if num_dispatch_modes():
-            self._planner.warn_once("a dispatch mode is active around the model: running at the leanest until it ends")
+        if text := obstacle(self._device):
+            self._planner.warn_once(text)
             return False
         if len(self.recorded_steps) >= _MOST_RECORDED and 2 * len(self.recorded_steps) > self.num_steps:
             self._planner.warn_once(
@@ -339,6 +307,10 @@ class Attached:
         return True
 
     def _lean_units(self, call: Call, planned: Sequence[PlannedStep]) -> Mapping[str, UnitPlan] | None:
+        """Return the leanest plan that is foreseen; None for a step that may do other things than those that were planned."""
+        is_new = not any(call.is_alike(step.calls[0]) for step in planned) and self._lockstep.is_alone
+        if is_new or self._planner.missed.did_more:
+            return None
         return self._lean_start.units(planned, call, self._structure.parameters, self.unit_paths)
 
     def _start_recording(self, call: Call) -> None:
@@ -389,6 +361,14 @@ class Attached:
             self._end.begin_next()
             self.end_step(type(optimizer).__name__)
 
+    def _take_over(self, optimizer: torch.optim.Optimizer, has_stepped: bool) -> None:
+        """Watch an optimizer that the loop has made in place of another."""
+        self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer))
+        if has_stepped:
+            self._after_optimizer(optimizer, (), {})
+        # The old one's state may be in memory beside that of the new one.
+        self._planner.missed.note([], attempts=1)
+
     def end_step(self, stepped: str) -> None:
         """End the training step: plan what was recorded of it.
 
@@ -409,15 +389,15 @@ class Attached:
         self.num_steps += 1
         if recorded is not None:
             self._planner.plan(recorded, step, number, self._placement)
-            if self._device.type == "cuda":
-                # To measure ops, recording resets the counter, too; what it took to time units is no step's peak.
-                torch.cuda.reset_peak_memory_stats(self._device)
+            self._device_peak.restart()
         elif state is State.PLANNED and self._placement.active is not None:
             if step.departure is None and step.had_more_backwards():
                 step.departure = Departure("ran backward more often than the plan foresees, or for a graph of its own")
             if step.departure is not None:
                 self._see_to(step, step.departure, number)
-            self._check_peak(step)
+            if excess := self._device_peak.excess(self.planned):
+                self._planner.missed.note(step.calls, attempts=1)
+                self._planner.warn_once(excess, key="drift")
         elif state is State.LEAN:
             attempts = self._planner.missed.attempts_left
             self._see_to(step, Departure("called the model otherwise than the plan foresees"), number)
@@ -442,20 +422,3 @@ class Attached:
         if self._placement.active is None and self.planned:
             self._placement.put(max(self.planned, key=lambda step: step.calls[0].numel))
         self._state = State.PLANNED
-
-    def _check_peak(self, step: StepUnderWay) -> None:
-        """Compare with the most that the device ever held; on the CPU nothing counts it."""
-        if self._device.type != "cuda" or self.budget_bytes is None:
-            return
-        peak_bytes = torch.cuda.max_memory_allocated(self._device)
-        # Of any step, since a peak stays; and above the budget, since blocks may be a little larger than was predicted.
-        expected_bytes = max(self.budget_bytes, *(step.peak_bytes for step in self.planned))
-        if peak_bytes > max(expected_bytes, self._seen_bytes):
-            self._seen_bytes = peak_bytes
-            self._planner.missed.note(step.calls, attempts=1)
-            self._planner.warn_once(
-                f"the device held {format_bytes(peak_bytes)} at its peak, {format_bytes(peak_bytes - expected_bytes)} more "
-                "than was planned for: something besides the recorded step needs memory (evaluation, generation, another "
-                "model). The next step will be recorded and planned anew",
-                key="drift",
-            )

@@ -1,4 +1,4 @@
-"""Begin to record a step in the middle of somebody else's loop, and say what it took."""
+"""Begin to record a step in the middle of somebody else's loop, and say what stands in the way, and what it took."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch import nn
 
+from recollect._torch_private import num_dispatch_modes, profiler_is_active
 from recollect.attaching.planned_step import PlannedStep
 from recollect.byte_format import format_bytes
 from recollect.costs.op_costs import MeasuredCosts
@@ -16,10 +17,19 @@ from recollect.recording.find_units import Unit
 from recollect.recording.model_step import step_tensors
 from recollect.recording.step_recording import StepRecording
 
-__all__ = ["begin_recording", "excess_of"]
+__all__ = ["begin_recording", "excess_of", "obstacle"]
 
 # What the recording itself copies of small inputs: much beside the step of a toy, and nothing beside any other.
 _OWN_BYTES: Final = 32 << 10
+
+
+def obstacle(device: torch.device) -> str:
+    """Return what keeps a step from being recorded now, in words; "" if nothing does."""
+    if profiler_is_active() and device.type == "cpu":
+        return "a profiler is active, beside which a step cannot be recorded: running at the leanest until it ends"
+    if num_dispatch_modes():
+        return "a dispatch mode is active around the model: running at the leanest until it ends"
+    return ""
 
 
 def begin_recording(

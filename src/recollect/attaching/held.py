@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -9,11 +10,12 @@ import torch
 
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.step_shape import Call
+from recollect.byte_format import format_bytes
 from recollect.measuring.held_now import held_now
 from recollect.profile.events import BACKWARD
 from recollect.simulation.timeline import timeline
 
-__all__ = ["HeldBytes", "expect"]
+__all__ = ["DevicePeak", "HeldBytes", "beyond_noise", "expect"]
 
 # What other threads allocate meanwhile, and objects that are not tensors.
 _NOISE_BYTES: Final = 64 * 1024
@@ -73,5 +75,42 @@ def _excess(planned: PlannedStep, key: object, held_bytes: int, *, learns: bool 
         planned.held[key] = least = held_bytes
     if least is None:
         return 0
-    more_bytes = held_bytes - least - planned.more_bytes
-    return more_bytes if more_bytes > max(_NOISE_BYTES, planned.budget_bytes // 200) else 0
+    return beyond_noise(held_bytes - least - planned.more_bytes, planned)
+
+
+def beyond_noise(nbytes: int, planned: PlannedStep) -> int:
+    """Return a difference of two readings; 0 if it is too small to say anything."""
+    return nbytes if nbytes > max(_NOISE_BYTES, planned.budget_bytes // 200) else 0
+
+
+class DevicePeak:
+    """The most that a CUDA device ever held, which it counts itself.
+
+    Args:
+        device: any; on others than CUDA nothing counts it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._seen_bytes = 0
+
+    def restart(self) -> None:
+        """Count anew: to measure ops, recording resets the counter, too; what it took to time units is no step's peak."""
+        if self._device is not None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def excess(self, planned: Sequence[PlannedStep]) -> str:
+        """Return in words how much more the device held than was planned for; "" if it did not, or less so than before."""
+        if self._device is None:
+            return ""
+        peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        # Of any step, since a peak stays; and above the budget, since blocks may be a little larger than was predicted.
+        expected_bytes = max(max(step.budget_bytes, step.peak_bytes) for step in planned)
+        if peak_bytes <= max(expected_bytes, self._seen_bytes):
+            return ""
+        self._seen_bytes = peak_bytes
+        return (
+            f"the device held {format_bytes(peak_bytes)} at its peak, {format_bytes(peak_bytes - expected_bytes)} more "
+            "than was planned for: something besides the recorded step needs memory (evaluation, generation, another "
+            "model). The next step will be recorded and planned anew"
+        )

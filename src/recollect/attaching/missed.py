@@ -22,22 +22,33 @@ class Missed:
 
     Attributes:
         attempts_left: how many more steps are recorded at most.
+        did_more: at equal shapes, so that what is lean for the recorded steps may not be lean for it.
     """
 
     def __init__(self) -> None:
         self.attempts_left = 0
+        self.did_more = False
         self._calls: list[Call] = []
         self._courses: list[Course] = []
 
-    def note(self, calls: Sequence[Call], courses: Sequence[Course] = (), *, attempts: int = _MOST_ATTEMPTS) -> None:
+    def note(
+        self,
+        calls: Sequence[Call],
+        courses: Sequence[Course] = (),
+        *,
+        attempts: int = _MOST_ATTEMPTS,
+        did_more: bool = False,
+    ) -> None:
         """Note one.
 
         Args:
             calls: of the model, so far.
             courses: what happened in them, where that is known.
             attempts: how many steps to record for it.
+            did_more: see the class.
         """
         self._calls, self._courses, self.attempts_left = list(calls), list(courses), attempts
+        self.did_more = did_more
 
     def is_met_by(self, planned: PlannedStep) -> bool:
         """Return whether a step that was recorded since covers it, without running much of it at its leanest."""
@@ -54,6 +65,7 @@ class Missed:
     def end_attempt(self, *, is_met: bool) -> None:
         """Note that a step was recorded for it."""
         self.attempts_left = 0 if is_met else max(0, self.attempts_left - 1)
+        self.did_more &= self.attempts_left > 0
 
 
 def is_little(courses: Sequence[Course], spare: Sequence[Mapping[str, int]]) -> bool:

@@ -45,6 +45,7 @@ class PlannedStep:
         courses: what ran in each call.
         spare: for each call, further runs of units for which memory is reserved; they run at their leanest.
         more_bytes: reserved for what other steps held for reasons that nothing tells.
+        state_bytes: that the optimizers had when it was planned.
         held: the least that was read from the allocator in steps under the plan; see `HeldBytes`.
     """
 
@@ -59,6 +60,7 @@ class PlannedStep:
     courses: list[Course] = field(default_factory=list)
     spare: list[Mapping[str, int]] = field(default_factory=list)
     more_bytes: int = 0
+    state_bytes: int = 0
     held: dict[object, int] = field(default_factory=dict)
 
     @property

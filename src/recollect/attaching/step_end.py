@@ -23,12 +23,12 @@ class StepEnd:
 
     Args:
         model: which they train.
-        optimizers: whose steps end a training step together; none if the caller says when it ends.
+        optimizers: whose steps end a training step together; none if the caller says when it ends. Looked at again and again.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model_class = type(model).__name__
-        self._optimizers = list(optimizers)
+        self._optimizers = optimizers
         # Any parameter serves: an optimizer's step writes to all that have gradients. L-BFGS does so several times in one step,
         # between runs of the model.
         is_watched = bool(optimizers) and not any(isinstance(found, torch.optim.LBFGS) for found in optimizers)

@@ -12,7 +12,7 @@ from torch import nn
 from recollect.attaching.begin_recording import excess_of
 from recollect.attaching.course import Course
 from recollect.attaching.departure import Departure
-from recollect.attaching.held import expect
+from recollect.attaching.held import beyond_noise, expect
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.missed import Missed, is_little
 from recollect.attaching.placement import Placement
@@ -138,7 +138,7 @@ class StepPlanner:
         # What the allocator showed once may be in the next step, too, where it can be recorded.
         if not self._lockstep.is_alone or (is_read and active.number not in self._tried):
             self._tried.add(active.number)
-            self.missed.note(step.calls, courses, attempts=1)
+            self.missed.note(step.calls, courses, attempts=1, did_more=any(beyond))
         elif is_read or (
             more_bytes is not None
             and is_little(active.courses, self.steps.spare(active.calls, active.courses))
@@ -146,7 +146,17 @@ class StepPlanner:
         ):
             self.plan_again(active, placement, departure.more_bytes or 0)
         else:
-            self.missed.note(step.calls, courses)
+            self.missed.note(step.calls, courses, did_more=any(beyond))
+
+    def make_room(self, placement: Placement, more_bytes: int) -> None:
+        """Plan the step whose plan is in place anew, since more is in memory before it than there was before."""
+        active = placement.active
+        if active is None or not active.fits:
+            return
+        # What the optimizers came to hold meanwhile is foreseen.
+        more_bytes -= self._reserve(placement).optimizer_bytes() - active.state_bytes
+        if beyond_noise(more_bytes, active):
+            placement.put(self.plan_again(active, placement, more_bytes))
 
     def plan_again(self, step: PlannedStep, placement: Placement, more_bytes: int) -> PlannedStep:
         """Plan a step again with what is known now, and with room for more bytes than so far; return the new plan."""
@@ -161,7 +171,7 @@ class StepPlanner:
             step.more_bytes + int(_MARGIN * more_bytes),
         )
         if "before" in step.held:
-            again.held["before"] = step.held["before"]
+            again.held["before"], again.state_bytes = step.held["before"], step.state_bytes
         self.steps.exchange(step, again)
         self._log(line_of(again, time.perf_counter() - begin))
         return again
@@ -209,7 +219,7 @@ class StepPlanner:
             spare=spare,
             ranks=self._lockstep.ranks,
         )
-        planned.more_bytes = more_bytes
+        planned.more_bytes, planned.state_bytes = more_bytes, reserve.optimizer_bytes()
         expect(planned)
         if not planned.fits:
             self.warn_once(

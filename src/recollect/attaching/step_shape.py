@@ -48,12 +48,14 @@ class Call:
         largest = max(self.shapes, key=math.prod, default=())
         return " x ".join(map(str, largest)) or "a scalar"
 
+    def is_alike(self, other: Call) -> bool:
+        """Whether the other differs in its shapes only, in what requires grad, and in what was in memory before."""
+        return self.entry == other.entry and self.context == other.context and self.arguments == other.arguments
+
     def is_at_least(self, other: Call) -> bool:
         """Whether a call like the other one needs no more memory than this one, as far as its arguments tell."""
         return (
-            self.entry == other.entry
-            and self.context == other.context
-            and self.arguments == other.arguments
+            self.is_alike(other)
             and len(self.shapes) == len(other.shapes)
             and all(map(_is_at_least, self.shapes, other.shapes))
             and not other.trained & ~self.trained

@@ -52,6 +52,10 @@ class StepUnderWay:
         """Note what the plan of the call holds for."""
         self._foreseen.append(course)
 
+    def is_last_foreseen(self) -> bool:
+        """Whether a plan foresees what the last call does."""
+        return bool(self._foreseen) and self._foreseen[-1] is not None
+
     def end_call(self, units: UnitWatch) -> None:
         """Note what units ran in the last call, up to the next one."""
         if len(self._ran) < len(self._foreseen):
