@@ -42,7 +42,9 @@ class Net(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, _WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-        self.heads = nn.ModuleDict({name: nn.Linear(_WIDTH, VOCABULARY // (4 if name == "small" else 1)) for name in heads})
+        self.heads = nn.ModuleDict(
+            {name: nn.Linear(_WIDTH, VOCABULARY // (4 if name == "small" else 1)) for name in heads}
+        )
         self.path: Callable[[], Iterator[int]] = lambda: iter(range(len(self.blocks)))
 
     def forward(
@@ -281,7 +283,7 @@ def _gradients_stay(model: Net, optimizer: torch.optim.Optimizer, batches: Batch
 def _kept(model: Net, optimizer: torch.optim.Optimizer, batches: Batches, _: Attach) -> None:
     held: list[torch.Tensor] = []
     for number, batch in enumerate(batches):
-        held += [torch.zeros(64, 4 * _WIDTH * 4) for _ in range(number % 4 == 3)]
+        held += [torch.zeros(512, 4 * _WIDTH * 4) for _ in range(number % 4 == 3)]
         if len(held) > 3:
             held.clear()
         model(**batch).backward()
@@ -338,7 +340,12 @@ def bart(batches: Batches, attach: Attach) -> list[nn.Module]:
     return [model]
 
 
-@training_loop("wav2vec2 with layers dropped", lambda n: {"x": torch.randn(2, 4000, generator=torch.Generator().manual_seed(n))}, 16, steps_differ=True)
+@training_loop(
+    "wav2vec2 with layers dropped",
+    lambda n: {"x": torch.randn(2, 4000, generator=torch.Generator().manual_seed(n))},
+    16,
+    steps_differ=True,
+)
 def wav2vec2(batches: Batches, attach: Attach) -> list[nn.Module]:
     torch.manual_seed(4)
     config = transformers.Wav2Vec2Config(

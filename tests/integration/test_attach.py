@@ -172,10 +172,19 @@ def test_accumulation_of_any_length_after_two() -> None:
 def test_a_pair_and_a_single_call_of_one_shape_both_run_under_the_plan_of_the_pair() -> None:
     model, optimizer, attached = attached_to_llama()
     (batch,) = batches((32,))
-    for num_calls in (1, 2, 1, 2, 1):
+
+    def step(num_calls: int) -> None:
         sum(model(**batch).loss for _ in range(num_calls)).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    step(1)
+    with pytest.warns(
+        BudgetWarning, match="step 1 called the model otherwise than the plan foresees, so that it may have"
+    ):
+        step(2)
+    for num_calls in (1, 2, 1):
+        step(num_calls)
     assert attached.recorded_steps == [0, 2, 3], "the pair is seen too late in the second step"
     pair = attached.planned[-1]
     assert len(pair.calls) == 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,20 +20,26 @@ from recollect.simulation.timeline import timeline
 
 __all__ = ["DevicePeak", "HeldBytes", "beyond_noise", "expect"]
 
-# What other threads allocate meanwhile, and objects that are not tensors.
-_NOISE_BYTES: Final = 64 * 1024
-_MOST_KNOWN: Final = 256
+# What other threads allocate meanwhile, and objects that are not tensors: within a call, and from step to step.
+_NOISE_BYTES: Final = 96 * 1024
+_GROWTH_BYTES: Final = 1 << 20
+# What is allocated in the first runs of a plan and stays: Python's own, caches of libraries.
+_OWN_BYTES: Final = 512 * 1024
+_MOST_READINGS: Final = 3
 
 
 def expect(planned: PlannedStep) -> None:
     """Note what the first call of a step should hold under its plan when it returns."""
     over_time = timeline(planned.profile, planned.plan)
     backward = np.flatnonzero(over_time.phases == BACKWARD)
-    if len(planned.calls) == 1 and len(backward) and backward[0]:
-        total_bytes = over_time.total_bytes
-        # A loss that the loop computes counts here, too, and what comes before the model does not count there.
-        held_bytes = int(total_bytes[backward[0] - 1] - min(total_bytes[: backward[0]]))
-        planned.held[1, planned.calls[0]] = held_bytes + held_bytes // 50
+    if len(planned.calls) > 1 or not len(backward) or not backward[0]:
+        return
+    total_bytes = over_time.total_bytes[: backward[0]]
+    # Since the last unit began: what the last step returned is replaced after the call, and the loop may compute the loss.
+    last = np.flatnonzero(over_time.calls[: backward[0]] >= 0)[-1:]
+    since = np.flatnonzero(over_time.calls[: backward[0]] == over_time.calls[last])[:1] if len(last) else last
+    held_bytes = int(max(total_bytes[since[0] if len(since) else 0 :]) - min(total_bytes))
+    planned.most_held_bytes = held_bytes + held_bytes // 20 + _OWN_BYTES
 
 
 class HeldBytes:
@@ -50,7 +59,11 @@ class HeldBytes:
 
     def excess_before(self, planned: PlannedStep) -> int:
         """Return how much more is held before a step than was before others under its plan, and than that has room for."""
-        return 0 if self._begin is None else _excess(planned, "before", self._begin)
+        if self._begin is None:
+            return 0
+        planned.held_before = min(planned.held_before or self._begin, self._begin)
+        growth_bytes = self._begin - planned.held_before
+        return beyond_noise(growth_bytes - planned.more_bytes, planned) if growth_bytes > _GROWTH_BYTES else 0
 
     def excess_in_call(self, planned: PlannedStep, position: int, call: Call, *, is_whole: bool) -> int:
         """Return how much more a call holds than others like it did under a plan, and than that has room for.
@@ -59,23 +72,20 @@ class HeldBytes:
             planned: the step whose plan is in place.
             position: of the call in its step.
             call: that has returned.
-            is_whole: all runs of units came that the plan foresees; the least of such calls is what is expected.
+            is_whole: all runs of units came that the plan foresees; what such calls hold is what is expected.
         """
         now = held_now(self._device)
         if now is None or self._begin is None:
             return 0
-        return _excess(planned, (position, call), now - self._begin, learns=is_whole)
-
-
-def _excess(planned: PlannedStep, key: object, held_bytes: int, *, learns: bool = True) -> int:
-    least = planned.held.get(key)
-    if learns and (least is None or held_bytes < least):
-        if len(planned.held) >= _MOST_KNOWN:
-            planned.held.clear()
-        planned.held[key] = least = held_bytes
-    if least is None:
-        return 0
-    return beyond_noise(held_bytes - least - planned.more_bytes, planned)
+        held_bytes = now - self._begin
+        known = planned.held.setdefault((position, call), deque(maxlen=_MOST_READINGS))
+        # Garbage that is collected in a call makes one reading too low, not most of them.
+        usual = statistics.median(known) if len(known) == _MOST_READINGS else math.inf
+        expected = planned.most_held_bytes if position == 1 and call == planned.calls[0] else None
+        if is_whole:
+            known.append(held_bytes)
+        least = min(usual, math.inf if expected is None else expected)
+        return 0 if least == math.inf else beyond_noise(held_bytes - int(least) - planned.more_bytes, planned)
 
 
 def beyond_noise(nbytes: int, planned: PlannedStep) -> int:

@@ -31,10 +31,16 @@ class OptimizersSeen:
         self._took_over = took_over
         # Since the last call of the model, and within the step of an optimizer that is known.
         self._has_stepped = self._is_stepping = False
+        # Before it has stepped once, it is the wrong one, rather than an old one.
+        self._stepped_once: set[int] = set()
+        # PyTorch holds these as long as the process lives: they hold no optimizer, and so no model.
+        before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
         self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
+            register_optimizer_step_pre_hook(lambda *step: (call := before()) and call(*step)),
+            register_optimizer_step_post_hook(lambda *step: (call := after()) and call(*step)),
         ]
+        for handle in self._handles:
+            weakref.finalize(self, handle.remove)
 
     def remove(self) -> None:
         """Stop listening."""
@@ -51,6 +57,8 @@ class OptimizersSeen:
             return
         if self._optimizers[index] is optimizer:
             self._is_stepping = True
+            self._stepped_once.add(index)
+        if self._optimizers[index] is optimizer or index not in self._stepped_once:
             return
         old = weakref.ref(self._optimizers[index])
         self._optimizers[index] = optimizer
@@ -65,7 +73,7 @@ class OptimizersSeen:
             return
         if self._optimizers[index] is optimizer:
             self._has_stepped, self._is_stepping = True, False
-        elif not self._has_stepped:
+        elif not self._has_stepped and index in self._stepped_once:
             self._optimizers[index] = optimizer
             self._took_over(optimizer, True)
 

@@ -170,8 +170,8 @@ class StepPlanner:
             self._reserve(placement),
             step.more_bytes + int(_MARGIN * more_bytes),
         )
-        if "before" in step.held:
-            again.held["before"], again.state_bytes = step.held["before"], step.state_bytes
+        if step.held_before:
+            again.held_before, again.state_bytes = step.held_before, step.state_bytes
         self.steps.exchange(step, again)
         self._log(line_of(again, time.perf_counter() - begin))
         return again

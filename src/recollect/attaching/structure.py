@@ -41,11 +41,14 @@ class Structure:
         self._model = model
         self.version = 0
         self._is_stale = False
-        note = _Note(self)
+        # PyTorch holds this as long as the process lives: it holds no model.
+        note = weakref.WeakMethod(self._note)
         self._handles = [
-            register_module_module_registration_hook(note),
-            register_module_parameter_registration_hook(note),
+            register(lambda *registered: (call := note()) and call(*registered))
+            for register in (register_module_module_registration_hook, register_module_parameter_registration_hook)
         ]
+        for handle in self._handles:
+            weakref.finalize(self, handle.remove)
         self._read()
 
     def remove(self) -> None:
@@ -75,13 +78,12 @@ class Structure:
         """Return whether layers recompute by checkpoint wrappers, or Hugging Face's switch."""
         return any(flags.get(_FLAG) is True for flags in self._flags) or self._has_wrappers
 
-    def owns(self, module: nn.Module) -> bool:
-        """Whether the module was in the model when it was last read."""
-        return id(module) in self._ids
-
-    def note(self) -> None:
-        """Note that something was registered in one of the modules."""
-        self._is_stale = True
+    def _note(self, module: nn.Module, name: str, registered: Any) -> None:
+        """Note that something is about to be registered in one of the modules, in place of something else."""
+        if id(module) in self._ids and not any(
+            vars(module)[kind].get(name) is registered for kind in ("_modules", "_parameters")
+        ):
+            self._is_stale = True
 
     def _shape(self) -> tuple[int, int]:
         return sum(map(torch.Tensor.numel, self._sized)), sum(map(len, self._children))
@@ -101,20 +103,3 @@ class Structure:
         self._seen_shape = self._shape()
         self._num_hooks = sum(map(len, self._hooks))
         self._is_stale = False
-
-
-class _Note:
-    """Passes on what PyTorch says of registrations in any module; holds no model."""
-
-    def __init__(self, structure: Structure) -> None:
-        self._structure = weakref.ref(structure)
-
-    def __call__(self, module: nn.Module, name: str, registered: Any) -> None:
-        structure = self._structure()
-        if structure is None or not structure.owns(module):
-            return
-        if (
-            vars(module)["_modules"].get(name) is not registered
-            and vars(module)["_parameters"].get(name) is not registered
-        ):
-            structure.note()
