@@ -102,7 +102,7 @@ def _run(budgets: Sequence[str], num_batches: int, names: Sequence[str]) -> Iter
     import transformers
 
     from allocator_meter import AllocatorMeter
-    from loops import one_model, several_calls  # noqa: F401, they enter their loops
+    from loops import courses, one_model, several_calls  # noqa: F401, they enter their loops
     from loops.loop import LOOPS
     from loops.within_budgets import rows
 

@@ -42,6 +42,19 @@ class Ran:
         first_word = min((batch for batch, _ in self.said), default=len(self.peaks_bytes))
         return [n for n, peak in enumerate(self.peaks_bytes) if peak > budget_bytes and n < first_word]
 
+    def overruns(self, budget_bytes: int) -> list[int]:
+        """Return the numbers of the batches above the budget."""
+        return [n for n, peak in enumerate(self.peaks_bytes) if peak > budget_bytes]
+
+    def silent_overruns(self, budget_bytes: int) -> list[int]:
+        """Return the numbers of the batches above the budget of which nothing was said, neither then nor in the next one.
+
+        A step may say so when it ends; one that no plan fits into says so once, before all others like it.
+        """
+        said = {batch for batch, _ in self.said}
+        has_no_plan = min((batch for batch, text in self.said if "no plan fits" in text), default=len(self.peaks_bytes))
+        return [n for n in self.overruns(budget_bytes) if not said & {n, n + 1} and n < has_no_plan]
+
 
 def run(
     loop: Loop, meter: AllocatorMeter, budget_bytes: int | None = None, *, num_batches: int = 0, seed: int = 0

@@ -36,6 +36,8 @@ class Row:
         slowdown: predicted for the last plan.
         weights_equal: whether weights, buffers and random state at the end have the same bits as without recollect.
         unsaid_overruns: numbers of the batches above the budget before which nothing was said.
+        overruns: numbers of all batches above the budget.
+        silent_overruns: of them, those of which nothing was said by the end of the next batch.
         said: the first warning, or the error.
     """
 
@@ -50,6 +52,8 @@ class Row:
     slowdown: float
     weights_equal: bool
     unsaid_overruns: list[int]
+    overruns: list[int]
+    silent_overruns: list[int]
     said: str
 
     def fields(self) -> dict[str, Any]:
@@ -98,9 +102,11 @@ def _row(loop: Loop, name: str, budget_bytes: int, plain: Ran, within: Ran) -> R
         peak_bytes=max(within.peaks_bytes, default=0),
         predicted_bytes=max((step.peak_bytes for step in planned), default=0),
         num_batches=len(within.peaks_bytes),
-        num_recorded=len(planned),
+        num_recorded=len(within.handle.recorded_steps) if within.handle is not None else 0,
         slowdown=(planned[-1].plan.predicted_slowdown or 0.0) if planned else 0.0,
         weights_equal=within.digest == plain.digest,
         unsaid_overruns=within.unsaid_overruns(budget_bytes),
+        overruns=within.overruns(budget_bytes),
+        silent_overruns=within.silent_overruns(budget_bytes),
         said=within.said[0][1] if within.said else "",
     )

@@ -28,8 +28,10 @@ class CallWatch:
 
     def missing_room(self, placement: Placement) -> int:
         """Return how much more is in memory before a step than there was before others under its plan."""
-        self._held.begin_call()
-        return 0 if placement.active is None else self._held.excess_before(placement.active)
+        if placement.active is None:
+            return 0
+        self._held.begin_call(placement.active)
+        return self._held.excess_before(placement.active)
 
     def begin(self, step: StepUnderWay, placement: Placement, *, is_planned: bool, is_on: bool) -> None:
         """Say which runs of units a call may have.
@@ -49,7 +51,7 @@ class CallWatch:
         course, spare = foreseen
         step.foresee(course)
         step.planned = active
-        self._held.begin_call()
+        self._held.begin_call(active)
         # Where others run collectives again in backward, this process has to, too.
         keeps_to_plan = self._keeps_to_plan or (self._joins_others and active.needs_all_ranks)
         placement.units.allow(course, spare, keeps_to_plan=keeps_to_plan)
@@ -57,11 +59,10 @@ class CallWatch:
     def end(self, step: StepUnderWay, placement: Placement) -> None:
         """Read, where forward is over, how much a call holds; a departure if that is more than its plan foresees."""
         active = placement.active
-        if active is None or step.departure is not None or not step.is_last_foreseen():
-            return
         comes_to = placement.units.comes_to()
         # What spare runs hold has room of its own.
-        if comes_to <= 0:
+        if active is not None and step.departure is None and step.is_last_foreseen() and comes_to <= 0:
             more_bytes = self._held.excess_in_call(active, len(step.calls), step.calls[-1], is_whole=not comes_to)
             if more_bytes:
                 step.departure = Departure("held more after forward than its plan foresees", more_bytes)
+        self._held.end_call()

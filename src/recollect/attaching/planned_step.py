@@ -47,6 +47,7 @@ class PlannedStep:
         spare: for each call, further runs of units for which memory is reserved; they run at their leanest.
         more_bytes: reserved for what other steps held for reasons that nothing tells.
         state_bytes: that the optimizers had when it was planned.
+        num_calls: of the model that ran under the plan.
         held: the last readings of the allocator for each call under the plan; this and what follows is for `HeldBytes`.
         held_before: the least that was in memory before a step under the plan; 0 if that is not known.
         most_held_bytes: that its only call should hold when it returns; None if it has several.
@@ -64,6 +65,7 @@ class PlannedStep:
     spare: list[Mapping[str, int]] = field(default_factory=list)
     more_bytes: int = 0
     state_bytes: int = 0
+    num_calls: int = 0
     held: dict[tuple[int, Call], deque[int]] = field(default_factory=dict)
     held_before: int = 0
     most_held_bytes: int | None = None
