@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd import forward_ad
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -60,6 +61,7 @@ __all__ = [
     "owner_of_hook",
     "pop_dispatch_mode",
     "pop_saved_tensors_hooks",
+    "preserved_versions",
     "profiler_is_active",
     "push_dispatch_mode",
     "push_saved_tensors_hooks",
@@ -155,6 +157,10 @@ def pop_saved_tensors_hooks(owner: object) -> tuple[Any, Any] | None:
 share_version_counters: Callable[[], AbstractContextManager[Any]] = functools.partial(
     torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False
 )
+
+
+# Let what is written to tensors within a block raise no version; the public ways to write cannot.
+preserved_versions: Callable[[torch.Tensor], AbstractContextManager[Any]] = _unsafe_preserve_version_counter
 
 
 def below_autograd() -> AbstractContextManager[Any]:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from recollect._torch_private import desugars
+from recollect._torch_private import desugars, raises_version_first
 from recollect.engine.draws import Draw, first_run, random_turn, state_content, takes_generator
 from recollect.engine.facts import facts_of
 from recollect.engine.op_mode import OpMode
+from recollect.engine.values import snapshot_targets
 
 __all__ = ["RegionDraws"]
 
@@ -82,6 +83,10 @@ class _RegionMode(OpMode):
         if types and any(desugars(kind) for kind in types):
             return NotImplemented
         facts = facts_of(func)
+        if facts.writes:
+            # Regions hold what they read as it was (`region_tensors.py`).
+            targets = [target for target in facts.written_by(args, kwargs) if target.layout is torch.strided]
+            snapshot_targets(targets, is_raised=raises_version_first(func))
         if not facts.is_random or (facts.keeps and not takes_generator(func)):
             return func(*args, **kwargs)  # Collectives wait for each other: they may not wait for a turn, too.
         return self.draw(func, args, kwargs)

@@ -1,15 +1,34 @@
-"""Implements the region engine: re-runs whole modules in backward, for modules that the tape cannot see into."""
+"""Implements the region engine: re-runs whole modules in backward, for modules that the tape cannot see into.
+
+NOTE [ What the second run sees ]
+1. Put back: the tables of the module and of those below it (parameters, buffers, submodules, hooks, in their order),
+   `training` and other attributes, with containers inside one another and generators of random numbers
+   (`region_state.py`, `region_copies.py`); `requires_grad` and the memory of parameters, and of tensors that are
+   attributes or inside arguments, as it was before a write that a dispatch mode sees (`region_tensors.py`); containers
+   among the arguments; random numbers of PyTorch, Python and NumPy (`region_draws.py`, `host_draws.py`); autocast,
+   function modes, context variables, default dtype, determinism and other switches (`settings.py`).
+2. Refused in backward, with `MutatedValueError`: a write to any of these tensors after the call, or unseen during it,
+   if it raised the version or is compared (`content.py`). PyTorch's own error says so of tensors that are arguments.
+3. Not put back, and wrong in silence where forward depends on it: globals, attributes of classes, variables of
+   closures, attributes of objects that are no modules, iterators, hooks of all modules (`register_module_forward_hook`),
+   local variables of another thread than backward's, and the content of larger tensors that is written to through
+   `.data` between the runs, or through NumPy. What forward does to all of these happens twice. `verify` finds it.
+4. Left to whoever put it there: parameters of FSDP2, of ZeRO-3, and of `DistributedDataParallel` in mixed precision.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from recollect._torch_private import function_mode_stack, uncompiled
+from recollect.engine.host_draws import HostDraws
 from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.region_draws import RegionDraws
 from recollect.engine.region_state import ModuleState, WrittenBuffers
@@ -36,8 +55,7 @@ class _RegionForward(PlacedForward):
     """Runs a unit, keeps only its inputs, and runs it again when backward needs what it saved.
 
     Non-reentrant, so that it works even if no input requires grad or only some outputs are used. The module's Python
-    runs twice: its buffers, attributes and random numbers are what they were (`region_state.py`, `region_draws.py`), but
-    what it does outside itself happens twice. That is why the tape is the preferred engine.
+    runs twice, and what it does outside itself happens twice. That is why the tape is the preferred engine.
     """
 
     def __init__(self, path: str, module: nn.Module) -> None:
@@ -48,20 +66,33 @@ class _RegionForward(PlacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.recomputes() or switched_off() & {SwitchedOff.PLANS, SwitchedOff.RANDOM_OPS}:
             return self.forward(*args, **kwargs)
-        runs = _Runs(self.written)
+        runs = _Runs(self.written, self.forward, (args, kwargs))
         return checkpoint(
-            self.forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=runs.contexts, **kwargs
+            runs.run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=runs.contexts, **kwargs
         )
 
 
 class _Runs:
     """The runs of one call of a region: what the first notes for the second."""
 
-    def __init__(self, written: WrittenBuffers) -> None:
-        self.state = ModuleState(written)
+    def __init__(self, written: WrittenBuffers, forward: Callable[..., Any], arguments: Any) -> None:
+        self.forward = forward
+        self.state = ModuleState(written, arguments)
         self.draws = RegionDraws()
+        self.host_draws = HostDraws()
         self.settings = current_settings()
         self.function_modes = function_mode_stack()
+        self.variables = copy_context()
+        # What the second run is called with, while it runs.
+        self.arguments: Any = None
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run for the first or the second time; `checkpoint` holds the tensors that are arguments themselves."""
+        if self.arguments is None:
+            return self.forward(*args, **kwargs)
+        positional, named = self.arguments
+        held = [mine if isinstance(mine, torch.Tensor) else other for mine, other in zip(args, positional, strict=True)]
+        return self.variables.copy().run(self.forward, *held, **named)
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return what the first and the second run happen in."""
@@ -72,18 +103,21 @@ class _Runs:
         with self.draws.first():
             yield
         self.state.forward_has_run()
+        self.host_draws.forward_has_run()
 
     @contextmanager
     def second(self) -> Iterator[None]:
         """Run again as in the first run."""
         with ExitStack() as stack:
-            # A function mode steps aside while it handles the call of `backward`.
+            # Function modes step aside while they handle the call of `backward`.
             for mode in self.function_modes:
                 if mode not in function_mode_stack():
                     stack.enter_context(mode)
             stack.enter_context(self.settings.applied(current_settings()))
-            stack.enter_context(self.state.restored())
+            self.arguments = stack.enter_context(self.state.restored())
+            stack.callback(setattr, self, "arguments", None)
             stack.enter_context(self.draws.second())
+            stack.enter_context(self.host_draws.second())
             yield
 
 

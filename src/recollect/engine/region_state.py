@@ -1,15 +1,13 @@
-"""Lets a module run a second time as if it were the first: with the buffers and attributes that it had then.
+"""Lets a module run a second time as if it were the first: with all that it consisted of then.
 
-Without that a second run would update batch norm's statistics twice, and compute something else wherever forward reads what
-it has written before (moving averages, spectral norm, counters). What a module changes outside itself, in globals or in
-objects that it is given, is not put back.
+Without that a second run would update batch norm's statistics twice, and compute something else wherever forward reads
+what it has written before (moving averages, spectral norm, counters), or what is not there any more (the parameters of
+`torch.func.functional_call`). `region_engine.py` lists what is put back.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +16,9 @@ from torch import nn
 
 from recollect._torch_private import keeps_graph
 from recollect.engine.content import has_same_bits
+from recollect.engine.region_copies import Copies
+from recollect.engine.region_tensors import HeldTensors, is_put_in_place
 from recollect.engine.values import private_copy
-from recollect.errors import MutatedValueError
 from recollect.tensors import sparse_parts
 
 __all__ = ["SMALL_BYTES", "ModuleState", "WrittenBuffers", "small_buffer_bytes"]
@@ -27,11 +26,11 @@ __all__ = ["SMALL_BYTES", "ModuleState", "WrittenBuffers", "small_buffer_bytes"]
 SMALL_BYTES = 64 * 1024
 """Buffers up to this size are always copied: some kernels (batch norm) write to them without raising their version."""
 
-# A longer container is taken for data that forward reads: a vocabulary, not a history.
-_LONGEST_CONTAINER = 1000
+# What a module consists of besides its attributes, as dictionaries that stay the same objects.
+_HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name and "_dict_" not in name]
+_TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
 
-# How modules themselves are built, which forward does not change; and where the plan is.
-_NOT_STATE = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
+_NOT_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
 _MISSING = object()
 
@@ -53,36 +52,71 @@ class WrittenBuffers:
         self.large = {*(self.large or ()), *names}
 
 
+class _Parts:
+    """What a module consists of at some moment."""
+
+    def __init__(self, module: nn.Module, copies: Copies | None = None) -> None:
+        self.module = module
+        self.attributes = _attributes(module)
+        if copies is not None:
+            self.attributes = {name: copies.of(value) for name, value in self.attributes.items()}
+        # Few are not empty, and there are many.
+        self.tables = {name: dict(table) for name in _TABLES if (table := vars(module).get(name))}
+
+    def put(self, copies: Copies | None = None) -> None:
+        """Have the module consist of this again, but for parameters that a library puts in place."""
+        module = self.module
+        present = _attributes(module)
+        for name in present.keys() - self.attributes.keys():
+            del vars(module)[name]
+        for name, value in self.attributes.items():
+            wanted = value if copies is None else copies.of(value)
+            if present.get(name, _MISSING) is not wanted:
+                vars(module)[name] = wanted
+        for name in _TABLES:
+            table, entries = vars(module).get(name, {}), self.tables.get(name, {})
+            # In their order, too, which hooks run in.
+            if (table or entries) and _identities(table) != _identities(entries):
+                wanted = {key: table.get(key) if is_put_in_place(entry) else entry for key, entry in entries.items()}
+                table.clear()
+                table.update(wanted)
+
+
 class ModuleState:
-    """The buffers and attributes of a module, and of those below it, when its forward begins.
+    """A module, and those below it, when its forward begins; and the arguments that it is called with.
 
     Args:
         written: what is known of the module.
+        arguments: of the call.
     """
 
-    def __init__(self, written: WrittenBuffers) -> None:
+    def __init__(self, written: WrittenBuffers, arguments: Any) -> None:
         self._written = written
-        self._modules = list(written.module.named_modules())
-        self._attributes = [_attributes(module) for _, module in self._modules]
-        self._buffers = [dict(module._buffers) for _, module in self._modules]
+        copies = Copies()
+        self._arguments = copies.of(arguments)
+        self._parts = [(path, _Parts(module, copies)) for path, module in written.module.named_modules()]
         self._copies: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._late: list[tuple[torch.Tensor, int]] = []
-        for name, buffer in self._named():
+        self._held = HeldTensors(written.unit_path)
+        for name, buffer in self._named("_buffers"):
             if written.copies(name, buffer):
                 self._copies[name] = private_copy(buffer.detach())
             else:
                 self._versions[name] = buffer._version
+                self._held.hold(buffer, name)
+        for name, parameter in self._named("_parameters"):
+            self._held.hold(parameter, name.rpartition(".")[0])
+        for tensor in copies.tensors:
+            self._held.hold(tensor)
 
     def forward_has_run(self) -> None:
         """Release copies of large buffers that forward has not written to; call after the first run."""
         written = []
-        for name, buffer in self._named():
+        for name, buffer in self._named("_buffers"):
             held = self._copies.get(name)
             if held is None:
                 if buffer._version != self._versions[name]:
                     written.append(name)
-                    self._late.append((buffer, buffer._version - self._versions[name]))
             elif not _is_small(buffer) and self._written.large is None:
                 if has_same_bits(held, buffer):
                     del self._copies[name]
@@ -91,26 +125,26 @@ class ModuleState:
         self._written.learn(written)
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Have the module as it was for a second run, and as it is now again afterwards.
+    def restored(self) -> Iterator[Any]:
+        """Have the module as it was for a second run, and as it is now again afterwards; yield the arguments.
 
         Raises:
-            MutatedValueError: forward wrote to a large buffer to which it had never written before.
+            MutatedValueError: something unseen has written to what is not copied.
         """
-        for buffer, changes in self._late:
-            shape = tuple(buffer.shape)
-            raise MutatedValueError(unit=self._written.unit_path, module="", op="", shape=shape, changes=changes)
-        present = [(_own(module), dict(module._buffers)) for _, module in self._modules]
-        for (prefix, module), attributes, buffers in zip(self._modules, self._attributes, self._buffers, strict=True):
-            _assign(vars(module), {name: _copied(value) for name, value in attributes.items()}, _own(module))
-            copies = {name: self._copy_of(_joined(prefix, name), buffer) for name, buffer in buffers.items()}
-            _assign(module._buffers, copies, dict(module._buffers))
-        try:
-            yield
-        finally:
-            for (_, module), (attributes, buffers) in zip(self._modules, present, strict=True):
-                _assign(vars(module), attributes, _own(module))
-                _assign(module._buffers, buffers, dict(module._buffers))
+        present = [_Parts(parts.module) for _, parts in self._parts]
+        copies = Copies()
+        with self._held.restored():
+            try:
+                arguments = copies.of(self._arguments)
+                for prefix, parts in self._parts:
+                    parts.put(copies)
+                    buffers = parts.module._buffers
+                    for name, buffer in buffers.items():
+                        buffers[name] = self._copy_of(_joined(prefix, name), buffer)
+                yield arguments
+            finally:
+                for parts in present:
+                    parts.put()
 
     def _copy_of(self, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
         held = self._copies.get(name)
@@ -119,11 +153,11 @@ class ModuleState:
         # The second run writes to it. There can only be a third run if backward keeps its graph.
         return private_copy(held) if keeps_graph() else held
 
-    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for (prefix, _), buffers in zip(self._modules, self._buffers, strict=True):
-            for name, buffer in buffers.items():
-                if buffer is not None:
-                    yield _joined(prefix, name), buffer
+    def _named(self, table: str) -> Iterator[tuple[str, torch.Tensor]]:
+        for prefix, parts in self._parts:
+            for name, tensor in parts.tables.get(table, {}).items():
+                if tensor is not None:
+                    yield _joined(prefix, name), tensor
 
 
 def small_buffer_bytes(module: nn.Module) -> int:
@@ -148,26 +182,9 @@ def _joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _NOT_STATE}
+def _identities(table: Mapping[Any, Any]) -> list[tuple[Any, int]]:
+    return [(key, id(entry)) for key, entry in table.items()]
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes, with containers copied, since forward may add to them."""
-    return {name: _copied(value) for name, value in _own(module).items()}
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, (list, dict, set, deque)) and len(value) <= _LONGEST_CONTAINER:
-        return copy.copy(value)
-    return value
-
-
-def _assign(target: dict[str, Any], wanted: dict[str, Any], found: dict[str, Any]) -> None:
-    """Change a dictionary's entries `found` to `wanted`, leaving alone those that are the same objects."""
-    for name in found:
-        if name not in wanted:
-            del target[name]
-    for name, value in wanted.items():
-        if found.get(name, _MISSING) is not value:
-            target[name] = value
+    return {name: value for name, value in vars(module).items() if name not in _NOT_ATTRIBUTES}

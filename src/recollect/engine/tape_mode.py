@@ -44,6 +44,7 @@ from recollect.engine.values import (
     layout_of,
     record_of,
     snapshot_leaves,
+    snapshot_targets,
     watch,
 )
 from recollect.plans.action import Action
@@ -223,10 +224,8 @@ class TapeMode(OpMode):
 
     def _run_write(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, actions: OpActions) -> Any:
         targets = facts.written_by(args, kwargs)
-        storages = [tensor.untyped_storage() for tensor in targets]
         is_raised = raises_version_first(func)
-        for storage in storages:
-            snapshot_leaves(storage, sum(other is storage for other in storages) if is_raised else 0)
+        storages = snapshot_targets(targets, is_raised=is_raised)
         write = self._bind_write(func, facts, args, kwargs) if actions and len(targets) == 1 else None
         version = targets[0]._version if write is not None else 0
         call = None if write is None else write.call

@@ -8,6 +8,7 @@ unknown to the tape, and anything unknown is kept.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -287,6 +288,19 @@ def watch(value: TapeValue, storage: torch.UntypedStorage) -> None:
     if len(leaves) >= _SWEEP_LENGTH:
         leaves[:] = [reference for reference in leaves if reference() is not None]
     leaves.append(weakref.ref(value))
+
+
+def snapshot_targets(targets: Sequence[torch.Tensor], *, is_raised: bool) -> list[torch.UntypedStorage]:
+    """Do `snapshot_leaves` for tensors that an op writes to; return their storages.
+
+    Args:
+        targets: what the op writes to.
+        is_raised: whether their versions have been raised already on account of this op.
+    """
+    storages = [tensor.untyped_storage() for tensor in targets]
+    for storage in storages:
+        snapshot_leaves(storage, sum(other is storage for other in storages) if is_raised else 0)
+    return storages
 
 
 def snapshot_leaves(storage: torch.UntypedStorage, num_raised: int = 0) -> None:
