@@ -110,18 +110,24 @@ def _checked_plans(given: Any) -> list[Plan]:
     return plans
 
 
-def apply_own(model: nn.Module, plan: Plan) -> Applied:
-    """Apply a plan that was made for this very model, by all of its ranks, and need not name all of its layers."""
-    return _apply(model, plan, compares=False)
+def apply_own(model: nn.Module, plan: Plan, *around: PlacedForward) -> Applied:
+    """Apply a plan that was made for this very model, by all of its ranks, and need not name all of its layers.
+
+    Args:
+        model: the model.
+        plan: for it.
+        around: forwards that are put in place, and removed, together with it.
+    """
+    return _apply(model, plan, *around, compares=False)
 
 
-def _apply(model: nn.Module, plan: Plan, *, compares: bool) -> Applied:
+def _apply(model: nn.Module, plan: Plan, *around: PlacedForward, compares: bool) -> Applied:
     """Apply a plan; `compares`: ranks may have different ones, and find out in the first call."""
     agreement = Agreement(digest_of(plan.units), needs_all=needs_all_ranks(plan.units))
     forwards = _unit_forwards(model, plan, agreement)
     _check_not_applied(model, forwards)
     others = [*loss_forwards(model, plan.loss_chunks), *(first_call_forwards(model, agreement) if compares else [])]
-    return Applied(model, [*forwards, *others], plan)
+    return Applied(model, [*forwards, *others, *around], plan)
 
 
 def _apply_in_turn(model: nn.Module, plans: Sequence[Plan]) -> Applied:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Final
 
 from torch import nn
 
 from recollect.applying import applied_to, apply_own
 from recollect.errors import RecordError
+from recollect.fitted import FittedForward, left_out
 from recollect.measuring.device_memory import memory_bytes
 from recollect.planning.loss_chunks import LossChunks, Planned, plan_with_chunks
 from recollect.plans.plan import Plan
@@ -72,6 +74,10 @@ def fit(
         ConfigError: two processes of the group have different budgets.
         ArgumentError, QuantityError, UnsupportedModelError, AlreadyAppliedError, RecordError: see `plan` and `record`.
 
+    Warns:
+        BudgetWarning: at the step that does it, the loop does what the plan was not made for: the batch is larger, the model
+            trains that was planned in eval mode, an optimizer steps that was not passed. The plan's note says so, too.
+
     Example:
         >>> import torch, recollect
         >>> from recollect.lab.models.architectures import llama_config
@@ -122,7 +128,12 @@ def fit(
     chosen = _common(made, ranks)
     for applied in before:
         applied.remove()
-    apply_own(model, chosen)
+    has_optimizer = optimizer is not None or step is not None
+    chosen = replace(
+        chosen, note="; ".join([*([chosen.note] if chosen.note else []), *left_out(model, has_optimizer=has_optimizer)])
+    )
+    watch = FittedForward(model, batch, has_optimizer=has_optimizer, device=device_of(model, batch))
+    apply_own(model, chosen, watch)
     return chosen
 
 

@@ -15,8 +15,8 @@ from recollect.attaching.step_shape import Call
 
 __all__ = ["describe_call"]
 
-# What an argument of another class holds is not looked at.
-_PLAIN: Final = frozenset({bool, int, float, str, type(None)})
+# Numbers may count steps; what they change, the units and the allocator tell. What objects hold is not looked at.
+_PLAIN: Final = frozenset({bool, str, type(None)})
 _requires_grad = attrgetter("requires_grad")
 
 

@@ -178,12 +178,14 @@ class StepPlanner:
 
     def _renew(self, placement: Placement) -> None:
         """Plan steps again that were planned before the optimizers had all of the state that they have now."""
-        gather = self._lockstep.ranks.gather
-        state_bytes = max(gather(self._reserve(placement).optimizer_bytes(), Place.STEP_END))
-        for step in list(self.steps.steps):
-            planned_bytes = max(gather(step.profile.persistent.get("optimizer_state", 0), Place.STEP_END))
-            if planned_bytes < state_bytes and step.fits:
-                self.plan_again(step, placement, 0)
+        own = {step.number: step for step in self.steps.steps}
+        state_bytes = self._reserve(placement).optimizer_bytes()
+        stale = {n: step.profile.persistent.get("optimizer_state", 0) < state_bytes for n, step in own.items()}
+        offered = self._lockstep.ranks.gather(stale, Place.STEP_END)
+        # Processes may have forgotten different ones.
+        for number in sorted(set(own).intersection(*offered)):
+            if any(its[number] for its in offered):
+                self.plan_again(own[number], placement, 0)
 
     def _reserve(self, placement: Placement) -> Reserve:
         return Reserve(self._model, placement.unit_paths, self._optimizers, self._device)

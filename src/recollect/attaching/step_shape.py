@@ -22,7 +22,7 @@ class Call:
         entry: path of the module that was called; "" is the model itself.
         shapes: of the tensors that it got, in order.
         context: what must be equal: data types, training mode, autocast, how the model is built.
-        arguments: that are no tensors, in order; of objects, their class.
+        arguments: that are no tensors, in order; of numbers and objects, their class.
         trained: one byte for each parameter, 1 if it requires grad.
         traced: the same for the tensors that it got.
         has_gradients: gradients were alive when it began.

@@ -1,0 +1,74 @@
+"""`fit` says what its plan does not count, and says so again at the step that needs it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import recollect
+from recollect.errors import BudgetWarning
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Module]:
+    torch.manual_seed(0)
+    yield nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3)])
+
+
+def fitted(model: nn.Module, **options: object) -> recollect.Plan:
+    return recollect.fit(model, torch.randn(32, 16), "90%", loss_fn=lambda out: out.square().mean(), **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int = 32) -> None:
+    model(torch.randn(rows, 16)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_an_optimizer_that_is_not_counted_is_named(model: nn.Module) -> None:
+    assert "counts no optimizer: fit got none" in str(fitted(model))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.warns(
+        BudgetWarning, match=r"Sequential is trained by AdamW, whose state of .* its plan does not count"
+    ):
+        train(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer)  # It says so once.
+        for applied in recollect.applied_to(model):
+            applied.remove()
+        train(model, torch.optim.Adam(model.parameters()))
+
+
+def test_an_optimizer_without_state_needs_no_word(model: nn.Module) -> None:
+    fitted(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_larger_batch_is_named(model: nn.Module) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert "counts" not in str(fitted(model, optimizer=optimizer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer)
+        train(model, optimizer, rows=16)
+    with pytest.warns(
+        BudgetWarning, match=r"got a larger batch than its plan was made for \(shapes \[33, 16\] and \[32, 16\]\)"
+    ):
+        train(model, optimizer, rows=33)
+
+
+def test_a_plan_made_in_eval_mode_is_named(model: nn.Module) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.eval()
+    assert "made for the model in eval mode" in str(fitted(model, optimizer=optimizer))
+    train(model, optimizer)
+    model.train()
+    with pytest.warns(BudgetWarning, match="trains, and its plan was made in eval mode"):
+        train(model, optimizer)
