@@ -30,6 +30,7 @@ LAYERS = (
     "simulation",
     "planning",
     "pipelines",
+    "thread_end",
     "measuring",
     "ranks",
     "engine",

@@ -44,6 +44,9 @@ def pairs() -> list[dict[str, Row]]:
 
 EXPECTED = {
     "plan": r"AlreadyAppliedError: cannot keep LlamaForCausalLM within .* has a plan already\. Remove it first",
+    "engine, stage 0": r"RecordError: cannot record DeepSpeedEngine on a batch: .*deepspeed\.initialize\(.*, or pass step=",
+    "engine, stage 2": r"RecordError: cannot record DeepSpeedEngine on a batch: ",
+    "engine, stage 3": r"RecordError: cannot record DeepSpeedEngine on a batch: ",
     "flag": r"AlreadyAppliedError: .*Hugging Face's gradient checkpointing; .*_disable\(\) first",
     "flag and section": r"AlreadyAppliedError: .*Hugging Face's gradient checkpointing",
     "configured": r"ConfigError: got deepspeed.checkpointing.is_configured\(\)=True: .* Drop the call of deepspeed",

@@ -12,9 +12,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from recollect.errors import CheckpointError
 from recollect.lab.models.gpt import GPTModel
+from recollect.lab.train.checkpoint import list_checkpoints
 from recollect.lab.train.config import ModelFlags, OptimFlags, RunFlags
 from recollect.lab.train.display import LiveDisplay, PlainDisplay
+from recollect.lab.train.files import remove
 from recollect.lab.train.loop import train
 from recollect.lab.train.memory import measure_step, resident_bytes
 from recollect.lab.train.metrics import MetricsFile
@@ -130,10 +133,44 @@ def test_peak_of_a_step_counts_all_that_is_alive(tmp_path: Path) -> None:
 def test_metrics_file_drops_later_steps_and_half_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 1.5}\n{"step": 2, "loss": 1.25}\n{"step": 3, "lo')
-    log = MetricsFile(path, first_step=1)
+    with pytest.warns(UserWarning, match=r"metrics.jsonl: line 3 is half of one, .* and is removed"):
+        log = MetricsFile(path, first_step=1)
     log.write(record(2))
     log.close()
     assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [1.5, 0.1 + 0.2]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"garbage\n", b'{"step": 1, "lo\n', b"\xff\xfe\x00\n", b"\n", b'{"loss": 1.5}\n', b"[]\n", b'{"step": 0}\n'],
+)
+def test_metrics_file_names_the_damaged_line(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    before = b'{"step": 1, "loss": 1.5}\n' + damage + b'{"step": 2, "loss": 1.25}\n'
+    path.write_bytes(before)
+    with pytest.raises(CheckpointError, match=rf'{path}: line 2 is b.*, expected a JSON object with "step".* Remove'):
+        MetricsFile(path, first_step=2)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("rest", [b"\xff\xfe\x00", b"\0" * 9, b'{"step": 2'])
+def test_a_killed_run_goes_on_without_its_half_line(tmp_path: Path, rest: bytes) -> None:
+    settings = {"steps": 3, "checkpoint_every": 1}
+    run(tmp_path, **settings)
+    path = tmp_path / "run" / "metrics.jsonl"
+    # As if it had been killed while it wrote the third line, before the third checkpoint.
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]) + rest)
+    remove(list_checkpoints(tmp_path / "run" / "checkpoints")[-1])
+    with pytest.warns(UserWarning, match="line 3 is half of one"):
+        run(tmp_path, **settings, resume=True)
+    assert list(losses(tmp_path / "run")) == [1, 2, 3]
+
+
+def test_metrics_may_be_empty(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.touch()
+    MetricsFile(path, first_step=2).close()
+    assert path.read_bytes() == b""
 
 
 def record(step: int, **changes: Any) -> StepRecord:

@@ -54,6 +54,14 @@ def _planned() -> nn.Module:
     return model
 
 
+def _on_a_batch(stage: int) -> object:
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_engines.config(stage))[0]
+    batch = torch.stack([row["input_ids"] for row in texts(4)])
+    return recollect.fit(engine, {"input_ids": batch, "labels": batch}, "80%")
+
+
 def _flagged() -> nn.Module:
     model = llama().train()
     hugging_face_flag.enable(model)
@@ -134,6 +142,9 @@ def main() -> None:
     """Try them all."""
     deepspeed.init_distributed(dist_backend="gloo")
     _try("plan", lambda: _engine(_planned()))
+    _try("engine, stage 0", lambda: _on_a_batch(0))
+    _try("engine, stage 2", lambda: _on_a_batch(2))
+    _try("engine, stage 3", lambda: _on_a_batch(3))
     _try("flag", lambda: _engine(_flagged()))
     _try("flag and section", lambda: _engine(_flagged(), config=_section(profile=False)))
     _try("partition", lambda: _engine(config=_section(partition_activations=True)))

@@ -169,12 +169,34 @@ def with_log(profile: Profile) -> Profile:
     return replace(profile, log=LogWriter(profile, saves).step(loss_bytes=8, backward_seed=None))
 
 
+def writing(graph: UnitGraph, rng: random.Random) -> UnitGraph:
+    """The same unit, of which most ops that read a value last write over it."""
+    ops, values = list(graph.ops), list(graph.values)
+    for index, op in enumerate(ops):
+        old, new = op.inputs[-1], op.outputs[0]
+        is_last = not any(old in later.inputs for later in ops[index + 1 :])
+        if old != INPUT and is_last and len(op.outputs) == 1 and rng.random() < 0.7:
+            ops[index] = replace(op, inputs=(old, *op.inputs[:-1]), mutates=True, working_bytes=0)
+            values[new] = replace(values[new], nbytes=values[old].nbytes)
+    return UnitGraph(tuple(values), tuple(ops))
+
+
 def random_step(
-    seed: int, *, num_values: int, num_units: int = 1, state_bytes: int = 0, saved_part: float = 0.6
+    seed: int,
+    *,
+    num_values: int,
+    num_units: int = 1,
+    state_bytes: int = 0,
+    saved_part: float = 0.6,
+    writes: bool = False,
 ) -> Profile:
-    """A step of `num_units` identical units with so many computed values each; some ops are random if they have a state."""
+    """A step of `num_units` identical units with so many computed values each; some ops are random if they have a state.
+
+    `writes`: most ops that can write over what they read.
+    """
     rng = random.Random(seed)
     graph, saves = random_unit(rng, num_values, state_bytes=state_bytes, saved_part=saved_part)
+    graph = writing(graph, random.Random(seed)) if writes else graph
     output = len(graph.values) - 1
     calls = tuple(
         UnitCall(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from torch import nn
 from recollect.engine.placed_forward import PlacedForward
 from recollect.recording.returns import Returns, entry_modules
 from recollect.tensors import tensors_held
+from recollect.thread_end import at_end_of_thread
 
 __all__ = ["Backwards", "Entry", "EntryForward", "Removable", "entry_forwards"]
 
@@ -60,11 +62,11 @@ class Watcher:
     Args:
         begin: told of each outermost call before it runs.
         end: told when it has returned.
-        abandon: told of one that raised.
+        abandon: told of one that raised, and when the thread ends in which a step is recorded: PyTorch's modes and profiler
+            do not outlive their thread in peace.
 
     Attributes:
         is_inside: a call with gradients is running.
-        returns: of the recording under way, to be told of all calls.
         saw_backward: backward has reached the output of the last call; also before the first one.
         backwards: of the last call.
     """
@@ -74,9 +76,22 @@ class Watcher:
         self.end = end
         self.abandon = abandon
         self.backwards = Backwards()
-        self.returns: Returns | None = None
+        self._returns: Returns | None = None
+        self._thread_end: weakref.finalize[[], set[None]] | None = None
         self.is_inside = False
         self.saw_backward = True
+
+    @property
+    def returns(self) -> Returns | None:
+        """Of the recording under way, to be told of all calls."""
+        return self._returns
+
+    @returns.setter
+    def returns(self, returns: Returns | None) -> None:
+        self._returns = returns
+        if self._thread_end is not None:
+            self._thread_end.detach()
+        self._thread_end = None if returns is None else at_end_of_thread(self.abandon)
 
     def run(self, path: str, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run what stands for a call of a module; tell of it if it is an outermost one."""
@@ -112,9 +127,9 @@ class Watcher:
                 return
 
     def _noted(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.returns is None:
+        if self._returns is None:
             return function(*args, **kwargs)
-        return self.returns.run(module, function, args, kwargs)
+        return self._returns.run(module, function, args, kwargs)
 
 
 def entry_forwards(model: nn.Module, unit_paths: Collection[str], watcher: Watcher) -> list[EntryForward]:

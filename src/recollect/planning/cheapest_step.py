@@ -6,15 +6,17 @@ which nothing can run again, such as all of forward, form a class k:
     r_{o,k} = 1   op o runs again after k           r_{o,k+1} <= r_{o,k}
     a_{v,k} = 1   value v is available after k      a_{v,k} = 1 if backward asks for v after k
                                                     a_{v,k} >= r_{o,k} if o reads v
+                                                    r_{p,k} >= r_{o,k} if o writes over what p made
     m_j = 1       the tape watches module j         m_unit >= m_module(o) >= r_{o,first}
     cost          price of v in k                   if a_{v,k} = 1 and v's op does not run again after k: v is in memory
                   time of o                         if r_{o,first} = 1
                   what the tape takes in forward    if m_j = 1
 
 The price of v in k is bytes(v) times the sum of lambda_e over the times of k at which v has been made and a plan can be
-without it. Where ranks may hold parts of v, it is that of a part; in the first class, before backward asks for anything, with
-the time to gather v, or that of the whole, whichever is less. Every term is a capacity between two nodes (source side = 1), so
-the least cost is a minimum cut.
+without it. Values that are written one over the other share their bytes, and only the last that backward needs has a price: to
+be without these bytes it has to run again, and with it all below. Where ranks may hold parts of v, it is that of a part; in the
+first class, before backward asks for anything, with the time to gather v, or that of the whole, whichever is less. Every term
+is a capacity between two nodes (source side = 1), so the least cost is a minimum cut.
 
 What a plan has in memory at each moment, and which of its ops run again after it, is such a choice, so no plan costs less. All
 else is left out, in favour of the bound: other working memory of recomputing, saved generator states, values that are
@@ -123,6 +125,7 @@ class CheapestStep:
                 self._part_bytes[column] = min(self._nbytes[column], rounded_bytes(profile, part.nbytes))
                 self._gather_s[column] = call.num_runs * part.gather_s
         self._readers, self._read = times.reads[:, 0], times.reads[:, 1]
+        self._writers, self._written = times.writes[:, 0], times.writes[:, 1]
         self._charges = _Charges(profile, times.first_op)
         self._first_need = self._first_needs()
 
@@ -167,6 +170,8 @@ class CheapestStep:
             maker = np.where(times.first_use <= stages[number], -1, self._maker)
             nodes = (number * num_ops, num_classes * num_ops + number * num_values)
             fixed_s += self._add_values(edges, nodes, cost_s, times.needed[members[-1]], maker)
+            below = maker[self._written]
+            edges.add(nodes[0] + self._writers, np.where(below < 0, edges.sink, nodes[0] + below), np.inf)
             if number:
                 later = number * num_ops + np.arange(num_ops)
                 edges.add(later, later - num_ops, np.inf)
@@ -237,6 +242,8 @@ class CheapestStep:
         # The readers of a value come after its op.
         for reader, maker in zip(self._readers[is_inside][::-1], makers[is_inside][::-1], strict=True):
             found[maker] = min(found[maker], found[reader])
+        for writer, maker in zip(self._writers, self._maker[self._written], strict=True):
+            found[writer] = min(found[writer], found[maker]) if maker >= 0 else found[writer]
         return found
 
 

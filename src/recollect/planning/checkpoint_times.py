@@ -49,11 +49,13 @@ class CheckpointTimes:
         stages: how often backward has asked for a value by then. Nothing runs again between moments of the same stage.
         fixed_bytes: what every plan has alive then.
         needed: (moment, value): backward still asks for the value.
-        can_cost: (moment, value): the value has been made, and a plan can be without it. Its bytes are not fixed ones.
+        can_cost: (moment, value): the value has been made, and a plan can be without it. Its bytes are not fixed ones. Of
+            values that are written one over the other it is the last that backward still asks for, or else the last.
         first_value: column of each call's first value, and the number of columns.
         first_op: likewise for ops.
         first_use: for each value, the stage that begins when backward first asks for it; one more than all if it never does.
         reads: (op, value): the op read the value, computed by an op of any call and alive in the recorded step.
+        writes: (op, value): the op wrote over the value.
     """
 
     events: NDArray[np.int64]
@@ -65,6 +67,7 @@ class CheckpointTimes:
     first_op: tuple[int, ...]
     first_use: NDArray[np.int64]
     reads: NDArray[np.int64]
+    writes: NDArray[np.int64]
 
 
 def checkpoint_times(profile: Profile, events: Iterable[int] | None = None) -> CheckpointTimes:
@@ -98,11 +101,12 @@ def checkpoint_times(profile: Profile, events: Iterable[int] | None = None) -> C
         stages=stages[chosen],
         fixed_bytes=fixed_bytes[chosen],
         needed=needed,
-        can_cost=made & ~held,
+        can_cost=_one_per_storage(made & ~held[:, scan.first_in_storage], needed, np.array(scan.first_in_storage)),
         first_value=scan.first_value,
         first_op=scan.first_op,
         first_use=np.array(scan.first_use, dtype=np.int64),
         reads=np.array(sorted(scan.reads), dtype=np.int64).reshape(-1, 2),
+        writes=np.array(scan.writes, dtype=np.int64).reshape(-1, 2),
     )
 
 
@@ -119,6 +123,19 @@ def _at(chosen: NDArray[np.int64], changes: Iterable[tuple[int, int, int]], num_
     rows = np.array(list(changes), dtype=np.int64).reshape(-1, 3)
     np.add.at(counts, (np.searchsorted(chosen, rows[:, 0]), rows[:, 1]), rows[:, 2])
     return np.cumsum(counts[:-1], axis=0, dtype=np.int32) > 0
+
+
+def _one_per_storage(
+    can_cost: NDArray[np.bool_], needed: NDArray[np.bool_], first_in_storage: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Return what can cost, with one value at most for the bytes of a storage."""
+    found: NDArray[np.bool_] = can_cost.copy()
+    for first in np.unique(first_in_storage[first_in_storage != np.arange(len(first_in_storage))]):
+        latest_first = np.flatnonzero(first_in_storage == first)[::-1]
+        present = can_cost[:, latest_first]
+        counts = np.argmax(present * 1 + (present & needed[:, latest_first]), axis=1)
+        found[:, latest_first] = present & (counts[:, None] == np.arange(len(latest_first)))
+    return found
 
 
 def _candidates(
@@ -160,7 +177,9 @@ class _Scan:
         self._handles: dict[int, int] = {}
         self._in_use: set[int] = set()
         self._undead: set[int] = set()
-        # For each value: how many reasons there are that every plan has it, and how many uses are still to come.
+        # For each value, the first that was in its storage: others are written over that one.
+        self.first_in_storage = list(range(len(self._nbytes)))
+        # For each of these: how many reasons there are that every plan has its bytes, and how many uses are still to come.
         self._held = [0] * len(self._nbytes)
         self._waiting = [0] * len(self._nbytes)
         self._alive_bytes = profile.persistent_bytes
@@ -176,6 +195,7 @@ class _Scan:
         self.held_changes: list[tuple[int, int, int]] = []
         self.made: list[tuple[int, int]] = []
         self.reads: set[tuple[int, int]] = set()
+        self.writes: list[tuple[int, int]] = []
         self._num_uses = 0
         self.first_use = [1 + self._uses_left.total()] * len(self._nbytes)
 
@@ -200,6 +220,7 @@ class _Scan:
         return self._origins[call].get(value, self.first_value[call] + value)
 
     def _hold(self, value: int, change: int) -> None:
+        value = self.first_in_storage[value]
         before = self._held[value]
         self._held[value] += change
         self.held_changes.append((self._position, value, change))
@@ -210,9 +231,10 @@ class _Scan:
                 self._demanded_bytes -= nbytes
 
     def _wait(self, value: int, change: int) -> None:
+        self.needed_changes.append((self._position, value, change))
+        value = self.first_in_storage[value]
         before = self._waiting[value]
         self._waiting[value] += change
-        self.needed_changes.append((self._position, value, change))
         if (before == 0) != (before + change == 0) and not self._held[value]:
             self._demanded_bytes += self._nbytes[value] if before == 0 else -self._nbytes[value]
 
@@ -236,8 +258,11 @@ class _Scan:
                 self.reads.add((self.first_op[call] + op_index, value))
         if op.mutates:
             # The storage goes on under the name of the new value.
+            old, new = (self.first_value[call] + index for index in (op.inputs[0], op.outputs[0]))
             if self._dies(call, op.inputs[0]):
-                self._make(self.first_value[call] + op.outputs[0])
+                self.first_in_storage[new] = self.first_in_storage[old]
+                self.writes.append((self.first_op[call] + op_index, old))
+                self._make(new)
             return
         for index in op.outputs:
             self._make(self.first_value[call] + index)

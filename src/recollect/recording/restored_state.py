@@ -127,6 +127,12 @@ def restored_generators(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _without_parameter_hooks(model: nn.Module) -> Iterator[None]:
     """Replace the trained parameters by stand-ins on the same memory, which no hook knows."""
+    if any(kind.__module__ == "deepspeed.runtime.engine" for kind in type(model).__mro__):
+        raise RecordError(
+            f"cannot record {type(model).__name__} on a batch: only the engine itself runs a step of it, with its reduction of "
+            "gradients. Make it with recollect.integrations.deepspeed.initialize(..., memory_budget=...), which keeps its "
+            "steps within a budget, or pass step=, which runs the engine's own step."
+        )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
             raise RecordError(

@@ -23,9 +23,9 @@ from synthetic_step import random_step
 TOLERANCE_S = 1e-6
 
 
-def step_of(seed: int) -> Profile:
-    num_units = 1 + seed % 3
-    profile = random_step(seed, num_values=(7, 4, 3)[num_units - 1], num_units=num_units, saved_part=0.8)
+def step_of(seed: int, *, writes: bool = False) -> Profile:
+    num_units, num_values = ((1, 7), (2, 4), (3, 3))[seed % 3]
+    profile = random_step(seed, num_values=num_values, num_units=num_units, saved_part=0.8, writes=writes)
     return on_a_slow_tape(profile, seed // 2) if seed % 2 else profile
 
 
@@ -36,9 +36,10 @@ def budgets_of(points: list[tuple[int, float]], fixed_bytes: int) -> list[int]:
     return sorted({fixed_bytes, (fixed_bytes + least) // 2, *(least + (most - least) * i // 6 for i in range(7))})
 
 
+@pytest.mark.parametrize("writes", [False, True])
 @pytest.mark.parametrize("seed", range(24))
-def test_bound_is_the_highest_of_all_prices_and_below_every_plan(seed: int) -> None:
-    profile = step_of(seed)
+def test_bound_is_the_highest_of_all_prices_and_below_every_plan(seed: int, writes: bool) -> None:
+    profile = step_of(seed, writes=writes)
     points = all_plans(profile)
     found = checkpoint_times(profile)
     step = CheapestStep(profile, found)

@@ -33,15 +33,18 @@ def random_prices(found: CheckpointTimes, profile: Profile, rng: random.Random) 
     return prices
 
 
-def step_of(seed: int) -> Profile:
-    num_units = 1 + seed % 3
-    profile = random_step(seed, num_values=(7, 4, 3)[num_units - 1], num_units=num_units, state_bytes=8, saved_part=0.8)
+def step_of(seed: int, *, writes: bool = False) -> Profile:
+    num_units, num_values = ((1, 7), (2, 4), (3, 3))[seed % 3]
+    profile = random_step(
+        seed, num_values=num_values, num_units=num_units, state_bytes=8, saved_part=0.8, writes=writes
+    )
     return on_a_slow_tape(profile, seed // 2) if seed % 2 else profile
 
 
+@pytest.mark.parametrize("writes", [False, True])
 @pytest.mark.parametrize("seed", range(45))
-def test_no_plan_costs_less_at_any_prices(seed: int) -> None:
-    profile = step_of(seed)
+def test_no_plan_costs_less_at_any_prices(seed: int, writes: bool) -> None:
+    profile = step_of(seed, writes=writes)
     # All moments, not only those that the bound looks at.
     found = checkpoint_times(profile, range(profile.log.num_events))
     step = CheapestStep(profile, found)
@@ -55,9 +58,10 @@ def test_no_plan_costs_less_at_any_prices(seed: int) -> None:
             assert cost_s + prices @ (found.fixed_bytes - peak_bytes) <= recompute_s * (1 + 1e-9) + 1e-9
 
 
+@pytest.mark.parametrize("writes", [False, True])
 @pytest.mark.parametrize("seed", range(24))
-def test_the_choice_costs_what_the_cut_says(seed: int) -> None:
-    profile = step_of(seed)
+def test_the_choice_costs_what_the_cut_says(seed: int, writes: bool) -> None:
+    profile = step_of(seed, writes=writes)
     found = checkpoint_times(profile, range(profile.log.num_events))
     step = CheapestStep(profile, found)
     rng = random.Random(seed)

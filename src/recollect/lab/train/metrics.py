@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from recollect.errors import CheckpointError
 from recollect.extras import needed
 from recollect.lab.train.files import write_text
 from recollect.lab.train.records import StepRecord
+from recollect.warning import warn_user
 
 
 class MetricsFile:
@@ -21,12 +24,18 @@ class MetricsFile:
 
     Lines after `first_step` are removed first: a killed run may have written steps after its last checkpoint, which the resumed
     run repeats. Floats read back to the same bits.
+
+    Raises:
+        CheckpointError: a line of the file is no record.
+
+    Warns:
+        UserWarning: the last line is half of one, as a killed process leaves it, and is removed.
     """
 
     def __init__(self, path: Path, *, first_step: int) -> None:
         if path.exists():
-            kept = [line for line in path.read_text().splitlines() if 0 < _step_of(line) <= first_step]
-            write_text(path, "".join(f"{line}\n" for line in kept))
+            kept = [line for step, line in _records_in(path) if step <= first_step]
+            write_text(path, "".join(kept))
         self._file = path.open("a", encoding="utf-8")
 
     def note(self, text: str) -> None:
@@ -74,8 +83,19 @@ class TensorBoardLog:
         self._writer.close()
 
 
-def _step_of(line: str) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):  # the half line of a killed process
-        return 0
+def _records_in(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the step of each line, and the line."""
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError, IndexError):
+            step = None
+        if isinstance(step, int) and step > 0:
+            yield step, line.decode().rstrip() + "\n"
+        elif line.endswith(b"\n"):
+            raise CheckpointError(
+                f'{path}: line {number} is {line[:40]!r}, expected a JSON object with "step", from 1. Remove the line, or move '
+                "the file away: the run goes on either way, and only what the file said of earlier steps is lost."
+            )
+        else:
+            warn_user(f"{path}: line {number} is half of one, as a killed process leaves it, and is removed.")
