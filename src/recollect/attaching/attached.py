@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 from torch import nn
 
-from recollect._torch_private import num_dispatch_modes, profiler_is_active
+from recollect._torch_private import num_dispatch_modes, profiler_is_active, uncompiled
 from recollect.applying import apply_own, apply_policy
 from recollect.attaching.begin_recording import begin_recording, excess_of
 from recollect.attaching.entries import Removable, Watcher, entry_forwards
@@ -141,9 +141,8 @@ class Attached:
         self._abandon_step()
         self._put(None)
         self._entries.remove()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def remove_too(self, handle: Removable) -> None:
         """Have `remove` remove something else as well."""
@@ -275,6 +274,7 @@ class Attached:
             self._recording = self._watcher.returns = None
         self._calls, self._group = [], []
 
+    @uncompiled
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Note that an optimizer stepped; end the step if all have."""
         self._end.note_optimizer(optimizer)

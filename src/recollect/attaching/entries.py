@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from recollect._torch_private import uncompiled, untraced
 from recollect.engine.placed_forward import PlacedForward
 from recollect.recording.returns import Returns, entry_modules
 from recollect.tensors import tensors_held
@@ -34,6 +35,7 @@ class EntryForward(PlacedForward):
         self.path = path
         self.watcher = watcher
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, and tell the watcher."""
         if not self.is_on:
@@ -94,6 +96,7 @@ class Watcher:
             return function(*args, **kwargs)
         return self.returns.run(module, function, args, kwargs)
 
+    @untraced
     def _note_backward(self, _gradient: Any) -> None:
         self.saw_backward = True
 

@@ -51,6 +51,7 @@ class _Need:
         recorder.num_handles += 1
         recorder.num_open_handles += 1
 
+    @untraced
     def __del__(self) -> None:
         self.recorder.num_open_handles -= 1
         self.recorder.log(events.RELEASE, self.index)
@@ -130,6 +131,7 @@ class RecordingTape(Tape):
         self.recorder.pending_stem = value_stem(key[1], facts.name, count)
         return (Action.RECOMPUTE,) if asks and not self.must_keep(facts) else ALL_KEPT
 
+    @untraced
     def unpack(self, packed: Any) -> torch.Tensor:
         """Log that backward asks for a value; leave its recompute out of the record."""
         if not isinstance(packed, _Handle):
