@@ -11,7 +11,7 @@ from torch import nn
 
 from recollect._torch_fsdp import freed_after_forward, is_fully_sharded
 from recollect._torch_functions import runs_python_backward
-from recollect._torch_private import desugars, tree_leaves, untraced
+from recollect._torch_private import current_autograd_node, desugars, tree_leaves, untraced
 from recollect.engine.agreement import Agreement
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_call import FunctionCall
@@ -353,6 +353,8 @@ class StepMode(OpMode):
         if recorder.is_recomputing or recorder.is_over or self.is_foreign():
             return func(*args, **kwargs)
         facts = facts_of(func)
+        if func is torch.ops.aten.detach.default and current_autograd_node() >= 0:
+            recorder.note_present(args[0])  # A gradient becomes a parameter's; compiled code has made it unseen.
         if facts.is_view or facts.is_lazy:
             return func(*args, **kwargs)
         output = self._ran(func, facts, args, kwargs)
