@@ -6,6 +6,7 @@ When a release moves one of them, this is the file to change; `engine/self_check
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -50,6 +51,9 @@ __all__ = [
     "is_fake_tensor",
     "is_opaque_subclass",
     "at_end_of_backward",
+    "compiled_function",
+    "has_compiled_forward",
+    "compiler_around",
     "below_autograd",
     "current_autograd_node",
     "current_backward",
@@ -73,6 +77,7 @@ __all__ = [
     "tree_map",
     "uncompiled",
     "untraced",
+    "without_compiler",
 ]
 
 
@@ -217,7 +222,7 @@ def current_backward() -> int:
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call this when the backward that is running has ended; if it fails, let go of it."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(untraced(callback))
 
 
 def current_autograd_node() -> int:
@@ -227,8 +232,48 @@ def current_autograd_node() -> int:
 
 
 def is_compiled_module(module: torch.nn.Module) -> bool:
-    """Whether a module is the result of `torch.compile(module)`; without importing the compiler."""
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    """Whether `torch.compile` compiled a module, its call or its `forward`; without importing the compiler."""
+    is_called_compiled = (
+        without_compiler(module) is not module or getattr(module, "_compiled_call_impl", None) is not None
+    )
+    return is_called_compiled or has_compiled_forward(module)
+
+
+def has_compiled_forward(module: torch.nn.Module) -> bool:
+    """Whether a module was given a `forward` of its own that is compiled."""
+    own = vars(module).get("forward")
+    return without_compiler(module) is module and compiled_function(own) is not None
+
+
+def compiled_function(function: Any) -> Callable[..., Any] | None:
+    """Return what `torch.compile` made this function of; None if it did not make it."""
+    return (
+        None
+        if getattr(function, "_torchdynamo_disable", False)
+        else getattr(function, "_torchdynamo_orig_callable", None)
+    )
+
+
+def without_compiler(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module of which `torch.compile(module)` made this one; the module itself if it made none."""
+    inner: torch.nn.Module = module._orig_mod if type(module).__name__ == "OptimizedModule" else module  # type: ignore[assignment]
+    return inner
+
+
+def compiler_around() -> bool | None:
+    """Whether compiled code that calls this may have no graph breaks (`fullgraph`); None if no compiled code calls it.
+
+    Neither of them tells: where the graph is broken, PyTorch says that nothing is compiling.
+    """
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is None or compiler._stance.stance == "force_eager":
+        return None
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if frame.f_globals is vars(compiler) and frame.f_code.co_name in ("compile_wrapper", "_fn"):
+            context = frame.f_locals.get("self")
+            return bool(getattr(context, "fullgraph", False)) if isinstance(context, compiler.OptimizeContext) else None
+    return None
 
 
 def disable_torch_function() -> AbstractContextManager[Any]:
@@ -280,13 +325,17 @@ def untraced(function: _Function) -> _Function:
     return function
 
 
+# What Dynamo says where `fullgraph=True` forbids to break the graph.
+_WHY_EAGER = "modules under a recollect plan run eagerly: compile them without fullgraph=True, or remove the plan"
+
+
 def uncompiled(function: _Function) -> _Function:
     """Have `torch.compile` break its graph at calls of a function, instead of tracing what it calls.
 
     What `torch._dynamo.disable` does, without importing the compiler and without its 1 us a call.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "a recollect plan"  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = _WHY_EAGER  # type: ignore[attr-defined]
     return untraced(function)
 
 

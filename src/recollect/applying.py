@@ -1,8 +1,8 @@
 """Applies a plan to a model, and removes it again.
 
-Only the instance attribute `forward` of the modules inside the planned units is replaced: parameters, buffers, hooks,
-state dict, class and `repr` stay as they are. A unit's hooks (FSDP2's gathering, for example) run outside the tape, as
-they run outside `forward`.
+Only the instance attribute `forward` is replaced, of planned units and of the modules inside and around them: parameters,
+buffers, hooks, state dict, class and `repr` stay as they are. A unit's hooks (FSDP2's gathering, for example) run outside
+the tape, as they run outside `forward`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from recollect._torch_fsdp import freed_after_forward
 from recollect._torch_parallel import is_checkpoint_wrapper
 from recollect.arguments import check_kind
 from recollect.engine.agreement import Agreement
+from recollect.engine.eager import EagerForward, eager_forwards
 from recollect.engine.first_call import first_call_forwards
 from recollect.engine.in_turn import InTurn
 from recollect.engine.other_depth import check_depth
@@ -47,7 +48,7 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
 
     Args:
         model: the model that the plan was made for, or one with the same modules. It is not copied.
-        plan: the plan to apply. Units that it does not name, or that recompute nothing, run exactly as before. Several for the
+        plan: the plan to apply. Units that it does not name, or that recompute nothing, run as before. Several for the
             stage of a pipeline, one for each micro-batch of a step: each forward with gradients takes the next, and after the
             last one the first again. See `Applied.follow` for stages of `torch.distributed.pipelining`.
         group: processes that all apply it, a process group or a device mesh: they compare their plans. By default nothing is
@@ -71,6 +72,7 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
             plan names. What it does not name is kept.
         ProfileMismatchWarning: the plan's profile was recorded with another version of PyTorch, or on another device.
         TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
+        ConfigWarning by the first call: `torch.compile` has no effect, since a plan has the model run eagerly.
 
     Example:
         >>> import recollect
@@ -126,7 +128,12 @@ def _apply(model: nn.Module, plan: Plan, *around: PlacedForward, compares: bool)
     agreement = Agreement(digest_of(plan.units), needs_all=needs_all_ranks(plan.units))
     forwards = _unit_forwards(model, plan, agreement)
     _check_not_applied(model, forwards)
-    others = [*loss_forwards(model, plan.loss_chunks), *(first_call_forwards(model, agreement) if compares else [])]
+    eager = eager_forwards(model, plan.units, forwards)
+    others = [
+        *eager,
+        *loss_forwards(model, plan.loss_chunks),
+        *(first_call_forwards(model, agreement) if compares else []),
+    ]
     return Applied(model, [*forwards, *others, *around], plan)
 
 
@@ -146,7 +153,8 @@ def _apply_in_turn(model: nn.Module, plans: Sequence[Plan]) -> Applied:
     forwards = [forward for own in known.values() for forward in own]
     _check_not_applied(model, forwards)
     turn = InTurn(model, [known[id(plan)] for plan in plans])
-    others = [*loss_forwards(model, chunks[0]), turn, *first_call_forwards(model, agreement)]
+    eager = eager_forwards(model, {path for plan in plans for path in plan.units}, forwards)
+    others = [*eager, *loss_forwards(model, chunks[0]), turn, *first_call_forwards(model, agreement)]
     return Applied(model, [*forwards, *others], None)
 
 
@@ -187,9 +195,10 @@ def applied_to(model: nn.Module) -> list[Applied]:
 def apply_policy(model: nn.Module, unit_paths: Iterable[str], policy: Policy | Tape) -> Applied:
     """Put units on the tape under any policy; `apply` does this with a plan as the policy."""
     tape = policy if isinstance(policy, Tape) else Tape(policy)
-    forwards = tape_forwards(model, unit_paths, tape)
+    paths = list(unit_paths)
+    forwards = tape_forwards(model, paths, tape)
     _check_not_applied(model, forwards)
-    return Applied(model, forwards, None)
+    return Applied(model, [*forwards, *eager_forwards(model, paths, forwards)], None)
 
 
 def _by_engine(units: Mapping[str, UnitPlan]) -> dict[type[EngineChoice], dict[str, UnitPlan]]:
@@ -226,7 +235,8 @@ def _check_not_applied(model: nn.Module, forwards: Iterable[PlacedForward]) -> N
     planned = {id(forward.module) for forward in forwards}
     inside = {id(module) for forward in forwards for module in forward.module.modules()}
     for name, module in model.named_modules():
-        if isinstance(vars(module).get("forward"), PlacedForward) and id(module) in inside:
+        own = vars(module).get("forward")
+        if isinstance(own, PlacedForward) and not isinstance(own, EagerForward) and id(module) in inside:
             raise _already_applied(name, "a recollect plan", "call applied.remove() first")
         if is_checkpoint_wrapper(module):
             raise _already_applied(name, "torch's CheckpointWrapper", "build the model without checkpoint_wrapper")

@@ -17,11 +17,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
+from recollect._torch_private import uncompiled
 from recollect.attaching.begin_recording import begin_recording, obstacle
 from recollect.attaching.call_watch import CallWatch
 from recollect.attaching.departure import Departure
@@ -32,7 +33,6 @@ from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.optimizers_seen import OptimizersSeen
 from recollect.attaching.placement import Placement
 from recollect.attaching.planned_step import PlannedStep
-from recollect.attaching.planned_steps import difference
 from recollect.attaching.report import report_of
 from recollect.attaching.seen_call import describe_call
 from recollect.attaching.step_end import StepEnd, without_backward
@@ -50,10 +50,6 @@ from recollect.recording.step_recording import StepRecording
 __all__ = ["Attached", "OnLarger"]
 
 OnLarger: TypeAlias = Literal["replan", "warn", "raise"]
-
-# A step that differs from all before it is recorded; if so many do, and no fewer than every second one, none is any more.
-_MOST_RECORDED: Final = 16
-
 
 _handles: weakref.WeakSet[Attached] = weakref.WeakSet()
 
@@ -96,7 +92,9 @@ class Attached:
         self._on_larger: OnLarger = on_larger
         self._lockstep = Lockstep(model, ranks, may_differ=on_larger == "replan")
         self._lean_start = LeanStart(self._lockstep, device)
-        self._watcher = Watcher(self._begin_call, self._call_returned, self._abandon_step)
+        self._watcher = Watcher(
+            self._begin_call, lambda: self._watch.end(self._now, self._placement), self._abandon_step
+        )
         self._placement = Placement(model, self.unit_paths, self._watcher, self._departs)
         self._structure = Structure(model)
         # An engine that steps over parts of the parameters has several steps of an optimizer in one of its own.
@@ -164,9 +162,8 @@ class Attached:
         """Remove the plan and stop watching; do nothing the second time."""
         self._abandon_step()
         self._placement.remove()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def remove_too(self, handle: Removable) -> None:
         """Have `remove` remove something else as well."""
@@ -192,14 +189,7 @@ class Attached:
         if not step.calls:
             self._begin_step()
         described = describe_call(
-            path,
-            module,
-            args,
-            kwargs,
-            self._structure.parameters,
-            self._device.type,
-            is_open=self._is_open(),
-            structure=self._structure.version,
+            path, module, args, kwargs, self._structure, self._device.type, is_open=self._is_open()
         )
         call = self._planner.steps.as_known(described)
         step.begin_call(call, self._watcher.backwards)
@@ -271,9 +261,6 @@ class Attached:
         stays = active in found.steps and not step.is_first
         return not found.is_calm, active if stays else next(iter(found.steps), None)
 
-    def _call_returned(self) -> None:
-        self._watch.end(self._now, self._placement)
-
     def _departs(self, path: str) -> None:
         """Note the first run of a unit that the plan does not foresee."""
         self._now.departure = Departure.of_unit(path)
@@ -297,17 +284,10 @@ class Attached:
         if text := obstacle(self._device):
             self._planner.warn_once(text)
             return False
-        if len(self.recorded_steps) >= _MOST_RECORDED and 2 * len(self.recorded_steps) > self.num_steps:
-            self._planner.warn_once(
-                f"{len(self.recorded_steps)} of {self.num_steps} steps were recorded, since each differs from those before it "
-                f"({difference(self.planned)}): steps that no plan covers run at their leanest from now on",
-                key="no end",
-            )
-            return False
-        return True
+        return not self._planner.has_given_up(self.num_steps)
 
     def _lean_units(self, call: Call, planned: Sequence[PlannedStep]) -> Mapping[str, UnitPlan] | None:
-        """Return the leanest plan that is foreseen; None for a step that may do other things than those that were planned."""
+        """Return the leanest plan that is foreseen; None for a step that may do other things than the planned ones."""
         is_new = not any(call.is_alike(step.calls[0]) for step in planned) and self._lockstep.is_alone
         if is_new or self._planner.missed.did_more:
             return None
@@ -321,19 +301,17 @@ class Attached:
                 "the model is in eval mode; a step in training mode will be recorded and planned anew"
             )
 
-        def begin() -> StepRecording:
-            with self._placement.suspended():
-                return begin_recording(
-                    self.model,
-                    self._units,
-                    self._optimizers,
-                    self._device,
-                    parameters=self._structure.parameters,
-                    lean_units=lean_units,
-                    replays_collectives=not self._lockstep.is_alone,
-                )
-
-        self._recording = self._lockstep.together(begin)
+        self._recording = self._lockstep.together(
+            lambda: begin_recording(
+                self._placement,
+                self._units,
+                self._optimizers,
+                self._device,
+                parameters=self._structure.parameters,
+                lean_units=lean_units,
+                replays_collectives=not self._lockstep.is_alone,
+            )
+        )
         self._watcher.returns, self._state = self._recording.returns, State.RECORDING
 
     def _abandon_step(self) -> None:
@@ -349,6 +327,7 @@ class Attached:
         self._now = StepUnderWay()
         self._placement.units.begin_step()
 
+    @uncompiled
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Note that an optimizer stepped; end the step if all have."""
         self._end.note_optimizer(optimizer)
@@ -408,7 +387,7 @@ class Attached:
         active = self._placement.active
         self._planner.see_to(step, departure, number, self._placement)
         if active is not None and active not in self.planned:
-            self._placement.put(next((again for again in self.planned if again.number == active.number), None))
+            self._placement.put(None)  # Planned anew: the next call chooses.
 
     def _refuse(self, call: Call) -> None:
         """Raise, or warn, at a step that no plan was made for."""

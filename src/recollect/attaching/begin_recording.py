@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
-from torch import nn
 
 from recollect._torch_private import num_dispatch_modes, profiler_is_active
+from recollect.attaching.placement import Placement
 from recollect.attaching.planned_step import PlannedStep
 from recollect.byte_format import format_bytes
 from recollect.costs.op_costs import MeasuredCosts
@@ -33,7 +33,7 @@ def obstacle(device: torch.device) -> str:
 
 
 def begin_recording(
-    model: nn.Module,
+    placement: Placement,
     units: Sequence[Unit],
     optimizers: Sequence[torch.optim.Optimizer],
     device: torch.device,
@@ -45,18 +45,18 @@ def begin_recording(
     """Begin to record the step whose first call is about to run.
 
     Args:
-        model: that is trained.
-        units: of it.
+        placement: of what watches the model; the recorder goes below it.
+        units: of the model.
         optimizers: that train it.
         device: where it runs.
         parameters: of the model.
         lean_units: see `StepRecording`.
         replays_collectives: see `StepRecording`.
     """
-    tensors = step_tensors(model, None, optimizers, parameters=parameters)
+    tensors = step_tensors(placement.model, None, optimizers, parameters=parameters)
     gradients = tensors.pop("gradients")
     recording = StepRecording(
-        model,
+        placement.model,
         units,
         MeasuredCosts(device, looks_around=True),
         device,
@@ -65,7 +65,8 @@ def begin_recording(
         sees_calls=False,
         lean_units=lean_units,
     )
-    recording.start(tensors, gradients=gradients)
+    with placement.suspended():
+        recording.start(tensors, gradients=gradients)
     return recording
 
 

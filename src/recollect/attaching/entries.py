@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from recollect._torch_private import uncompiled, untraced
 from recollect.engine.placed_forward import PlacedForward
 from recollect.recording.returns import Returns, entry_modules
 from recollect.tensors import tensors_held
@@ -44,6 +45,7 @@ class EntryForward(PlacedForward):
         self.path = path
         self.watcher = watcher
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, and tell the watcher."""
         if not self.is_on:
@@ -115,6 +117,7 @@ class Watcher:
         """Note when backward reaches an output."""
         backwards = self.backwards
 
+        @untraced
         def note(_gradient: Any) -> None:
             self.saw_backward = True
             backwards.number += 1

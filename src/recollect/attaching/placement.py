@@ -28,6 +28,7 @@ class Placement:
         departs: see `UnitWatch`.
 
     Attributes:
+        model: that is watched.
         unit_paths: of the units.
         units: watches them.
         active: the step whose plan is in place.
@@ -42,7 +43,7 @@ class Placement:
         apply_policy(model, unit_paths, DropAll()).remove()  # Only to look whether it can be.
         self.unit_paths = list(unit_paths)
         self.active: PlannedStep | None = None
-        self._model = model
+        self.model = model
         self._applied: Applied | None = None
         self.units = UnitWatch(model, unit_paths, departs)
         self._watching = Applied(model, [*self.units.units, *entry_forwards(model, unit_paths, watcher)], None)
@@ -54,12 +55,12 @@ class Placement:
     def put(self, chosen: PlannedStep | None) -> None:
         """Put the plan of a step in place, or nothing."""
         if chosen is None or chosen is not self.active:
-            self._replace(None if chosen is None else lambda: apply_own(self._model, chosen.plan))
+            self._replace(None if chosen is None else lambda: apply_own(self.model, chosen.plan))
         self.active = chosen
 
     def put_leanest(self, lean_units: Mapping[str, UnitPlan] | None) -> None:
         """Put in place what drops all but what a plan keeps by name."""
-        self._replace(lambda: apply_policy(self._model, self.unit_paths, leanest_policy(lean_units)))
+        self._replace(lambda: apply_policy(self.model, self.unit_paths, leanest_policy(lean_units)))
         self.active = None
 
     def remove(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import Enum
 from operator import attrgetter
 from typing import Any, Final
@@ -12,6 +12,7 @@ from torch import nn
 
 from recollect._torch_private import tree_leaves
 from recollect.attaching.step_shape import Call
+from recollect.attaching.structure import Structure
 
 __all__ = ["describe_call"]
 
@@ -25,11 +26,10 @@ def describe_call(
     module: nn.Module,
     args: Any,
     kwargs: Any,
-    parameters: Sequence[torch.Tensor],
+    structure: Structure,
     device_type: str,
     *,
     is_open: bool,
-    structure: int = 0,
 ) -> Call:
     """Return what tells which plan covers a call.
 
@@ -38,10 +38,9 @@ def describe_call(
         module: that is called.
         args: what it gets.
         kwargs: the same.
-        parameters: of the whole model.
+        structure: of the whole model.
         device_type: where it runs.
         is_open: an earlier call still waits for its backward.
-        structure: number of changes in how the model is built.
     """
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -49,11 +48,11 @@ def describe_call(
     return Call(
         entry=path,
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
-        context=(tuple(tensor.dtype for tensor in tensors), module.training, autocast, structure),
+        context=(tuple(tensor.dtype for tensor in tensors), module.training, autocast, structure.version),
         arguments=tuple(_seen(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)),
-        trained=_bits(map(_requires_grad, parameters)),
+        trained=_bits(map(_requires_grad, structure.parameters)),
         traced=_bits(map(_requires_grad, tensors)),
-        has_gradients=any(parameter.grad is not None for parameter in parameters),
+        has_gradients=any(parameter.grad is not None for parameter in structure.parameters),
         is_open=is_open,
     )
 

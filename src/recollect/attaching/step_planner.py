@@ -17,7 +17,7 @@ from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.missed import Missed, is_little
 from recollect.attaching.placement import Placement
 from recollect.attaching.planned_step import PlannedStep, plan_step, profile_of
-from recollect.attaching.planned_steps import PlannedSteps, grouped
+from recollect.attaching.planned_steps import PlannedSteps, difference, grouped
 from recollect.attaching.report import line_of
 from recollect.attaching.reserve import Reserve
 from recollect.attaching.step_shape import Call
@@ -34,6 +34,8 @@ __all__ = ["StepPlanner"]
 
 # What grows from step to step is reserved somewhat ahead.
 _MARGIN: Final = 1.5
+# A step that differs from all before it is recorded; if so many do, and no fewer than every second one, none is any more.
+_MOST_RECORDED: Final = 16
 
 
 class StepPlanner:
@@ -189,6 +191,18 @@ class StepPlanner:
 
     def _reserve(self, placement: Placement) -> Reserve:
         return Reserve(self._model, placement.unit_paths, self._optimizers, self._device)
+
+    def has_given_up(self, num_steps: int) -> bool:
+        """Return, and say, whether so many of the steps so far were recorded that no more are."""
+        num_recorded = len(self.recorded_steps)
+        if num_recorded < _MOST_RECORDED or 2 * num_recorded <= num_steps:
+            return False
+        self.warn_once(
+            f"{num_recorded} of {num_steps} steps were recorded, since each differs from those before it "
+            f"({difference(self.steps.steps)}): steps that no plan covers run at their leanest from now on",
+            key="no end",
+        )
+        return True
 
     def warn_once(self, text: str, *, key: str | None = None) -> None:
         """Warn of something, unless that has been done."""

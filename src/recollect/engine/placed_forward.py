@@ -28,6 +28,7 @@ class PlacedForward:
         self.module = module
         self.is_on = False
         self.is_placed = False
+        self.has_looked = False
         self.forward: Callable[..., Any] = module.forward
         # Do not copy attributes: those of another placed forward would become this one's own.
         functools.update_wrapper(self, self.forward, updated=())  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from recollect._torch_private import function_mode_stack, uncompiled
+from recollect.engine.eager import look_for_compiler
 from recollect.engine.host_draws import HostDraws
 from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.region_draws import RegionDraws
@@ -66,6 +67,8 @@ class _RegionForward(PlacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.recomputes() or switched_off() & {SwitchedOff.PLANS, SwitchedOff.RANDOM_OPS}:
             return self.forward(*args, **kwargs)
+        if not self.has_looked:
+            look_for_compiler(self)
         runs = _Runs(self.written, self.forward, (args, kwargs))
         return checkpoint(
             runs.run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=runs.contexts, **kwargs

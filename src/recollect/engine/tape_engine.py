@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from recollect._torch_private import uncompiled
+from recollect._torch_private import has_compiled_forward, uncompiled
 from recollect.engine.agreement import Agreement
+from recollect.engine.eager import look_for_compiler
 from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.plan_policy import PlanPolicy
 from recollect.engine.sharded_keep import Shards, shards_of
@@ -61,6 +62,8 @@ def tape_forwards(model: nn.Module, unit_paths: Iterable[str], tape: Tape) -> li
     forwards: list[PlacedForward] = []
     for path, unit in units.items():
         forwards.append(_UnitForward(unit, tape, path))
+        if has_compiled_forward(unit):
+            continue  # What is compiled as its forward is kept as a whole.
         forwards += [
             _ScopeForward(module, tape, name) for name, module in plain_submodules(unit) if id(module) not in unit_ids
         ]
@@ -79,6 +82,8 @@ class _UnitForward(PlacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.recomputes():
             return self.forward(*args, **kwargs)
+        if not self.has_looked:
+            look_for_compiler(self)
         return self.tape.run(self.path, self.forward, args, kwargs)
 
 
@@ -95,4 +100,6 @@ class _ScopeForward(PlacedForward):
         mode = self.tape.mode
         if mode is None:
             return self.forward(*args, **kwargs)
+        if not self.has_looked:
+            look_for_compiler(self)
         return mode.run_module(self.scope, self.forward, args, kwargs)

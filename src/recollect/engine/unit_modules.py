@@ -23,8 +23,18 @@ def unit_module(model: nn.Module, path: str) -> nn.Module:
     """
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if path not in modules:
-        raise UnknownNameError(kind="unit", name=path, where=type(model).__name__, known=list(modules))
+        wrapped = next((name for name in modules if _without_wrappers(name) == _without_wrappers(path)), None)
+        reason = (
+            f"It has {wrapped!r}: torch.compile(module) wraps a module, while module.compile() keeps names."
+            if wrapped
+            else ""
+        )
+        raise UnknownNameError(kind="unit", name=path, where=type(model).__name__, known=list(modules), reason=reason)
     return modules[path]
+
+
+def _without_wrappers(path: str) -> list[str]:
+    return [part for part in path.split(".") if part != "_orig_mod"]
 
 
 def plain_submodules(unit: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:

@@ -4,6 +4,7 @@
 |---|---|
 | `gradient_checkpointing`, in later versions `activation_checkpointing` | refused: the plan decides what is recomputed |
 | `activation_offloading` (TRL) | refused, for the same reason |
+| `torch_compile` | has no effect while training under the plan, which a warning says |
 | `deepspeed` | ZeRO 0 to 3, one process or several; see `recollect.integrations.deepspeed` |
 | several processes: DDP, FSDP2 (`fsdp_version: 2`) | one plan for all; see `recollect.attach` |
 | FSDP1, FSDP2 with `cpu_offload`, tensor or context parallelism, several GPUs in one process | not yet |

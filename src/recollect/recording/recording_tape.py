@@ -11,7 +11,7 @@ from torch import nn
 
 from recollect._torch_fsdp import freed_after_forward, is_fully_sharded
 from recollect._torch_functions import runs_python_backward
-from recollect._torch_private import desugars, tree_leaves, untraced
+from recollect._torch_private import current_autograd_node, desugars, tree_leaves, untraced
 from recollect.engine.agreement import Agreement
 from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_call import FunctionCall
@@ -51,6 +51,7 @@ class _Need:
         recorder.num_handles += 1
         recorder.num_open_handles += 1
 
+    @untraced
     def __del__(self) -> None:
         self.recorder.num_open_handles -= 1
         self.recorder.log(events.RELEASE, self.index)
@@ -130,6 +131,7 @@ class RecordingTape(Tape):
         self.recorder.pending_stem = value_stem(key[1], facts.name, count)
         return (Action.RECOMPUTE,) if asks and not self.must_keep(facts) else ALL_KEPT
 
+    @untraced
     def unpack(self, packed: Any) -> torch.Tensor:
         """Log that backward asks for a value; leave its recompute out of the record."""
         if not isinstance(packed, _Handle):
@@ -360,6 +362,8 @@ class StepMode(OpMode):
         if recorder.is_recomputing or recorder.is_over or self.is_foreign():
             return func(*args, **kwargs)
         facts = facts_of(func)
+        if func is torch.ops.aten.detach.default and current_autograd_node() >= 0:
+            recorder.note_present(args[0])  # A gradient becomes a parameter's; compiled code has made it unseen.
         if facts.is_view or facts.is_lazy:
             return func(*args, **kwargs)
         output = self._ran(func, facts, args, kwargs)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from recollect._torch_private import current_autograd_node
+from recollect._torch_private import current_autograd_node, uncompiled
 from recollect.engine.subclasses import strided_tensors
 from recollect.plans.paths import paths_above
 from recollect.recording.repeated_layers import NOT_CALLED
@@ -75,12 +75,14 @@ class Returns:
         numbers = {caller: sorted({n for other, n in held.values() if other == caller}) for caller in self._positions}
         return {key: self._positions[caller][numbers[caller].index(n)] for key, (caller, n) in held.items()}
 
+    @uncompiled
     def _begin(self, module: nn.Module, _args: Any) -> None:
         # Backward may run a module again.
         if self._outermost is None and current_autograd_node() < 0:
             self._outermost = module
             self._recorder.begin_forward()
 
+    @uncompiled
     def _end(self, module: nn.Module, _args: Any, output: Any) -> None:
         if self._outermost is not module:
             return

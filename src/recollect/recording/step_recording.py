@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Final, Literal, TypeAlias
 
@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from recollect._torch_fsdp import freed_after_forward
 from recollect._torch_parallel import GradientBuckets
+from recollect._torch_private import uncompiled
 from recollect.applying import apply_policy
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.engine.recorded_on import device_name
@@ -158,7 +159,7 @@ class StepRecording:
         enter = self._stack.enter_context
         try:
             enter(apply_policy(self.model, self._paths, self._tape))
-            enter(self._optimizers_noted())
+            self._stack.callback(register_optimizer_step_pre_hook(self._optimizer_begins).remove)
             if self._sees_calls:
                 enter(self.returns.seen_by_hooks(self.model, self._paths))
             enter(filled_storages(recorder.note_resize))
@@ -368,15 +369,7 @@ class StepRecording:
         trackers = (tracker_of(part.untyped_storage()) for part in strided_tensors(list(tensors)))
         return {tracker.storage for tracker in trackers if isinstance(tracker, TrackedOther)}
 
-    @contextmanager
-    def _optimizers_noted(self) -> Iterator[None]:
-        """Within the block, note when optimizers step."""
-        handle = register_optimizer_step_pre_hook(self._optimizer_begins)
-        try:
-            yield
-        finally:
-            handle.remove()
-
+    @uncompiled
     def _optimizer_begins(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._ran_optimizer = True
         self.recorder.begin_phase(events.OPTIMIZER)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from recollect._torch_private import is_fake_tensor, is_opaque_subclass, is_traceable_wrapper_subclass
+from recollect._torch_private import is_fake_tensor, is_opaque_subclass, is_traceable_wrapper_subclass, untraced
 from recollect.engine.subclasses import strided_tensors
 from recollect.profile import events
 
@@ -121,6 +121,7 @@ class TrackedValue(_Tracked):
         super().__init__(log, value)
         self.call = call
 
+    @untraced
     def __del__(self) -> None:
         self.log(events.DIES, self.call, self.value)
 
@@ -144,6 +145,7 @@ class TrackedOther(_Tracked):
         number, self.storage = self.storage, -1
         return number
 
+    @untraced
     def __del__(self) -> None:
         if self.storage >= 0:
             self.log(events.FREE, self.storage)
@@ -175,6 +177,7 @@ class Filled:
             self.log(events.FREE, self.storage)
         self.storage = -1
 
+    @untraced
     def __del__(self) -> None:
         self.empty()
 
@@ -188,6 +191,7 @@ def filled_storages(note: Callable[[torch.UntypedStorage], object]) -> Iterator[
     resize = torch.UntypedStorage.resize_
     had_own = "resize_" in vars(torch.UntypedStorage)
 
+    @untraced
     def resized(storage: torch.UntypedStorage, size: int) -> object:
         result = resize(storage, size)
         note(storage)

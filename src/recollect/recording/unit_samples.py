@@ -14,10 +14,12 @@ from torch import nn
 
 from recollect._torch_fsdp import is_fully_sharded
 from recollect._torch_private import (
+    has_compiled_forward,
     is_compiled_module,
     is_traceable_wrapper_subclass,
     tree_leaves,
     tree_map,
+    without_compiler,
 )
 
 __all__ = ["Excerpt", "NoSamples", "UnitSample", "UnitSamples"]
@@ -143,6 +145,8 @@ class UnitSamples:
     def __init__(self, model: nn.Module, device: torch.device, *, in_excerpts: bool = False) -> None:
         self._in_excerpts = in_excerpts
         self._modules = dict(model.named_modules(remove_duplicate=False))
+        # Looked for now: while the step is recorded, a unit has a placed forward.
+        self._compiled = {path for path, module in self._modules.items() if has_compiled_forward(module)}
         self._device = device
         self._kinds: dict[Any, int] = {}
         self.samples: list[UnitSample] = []
@@ -150,10 +154,10 @@ class UnitSamples:
 
     def take(self, path: str, call: int, args: Any, kwargs: Any) -> None:
         """Copy a call's inputs, unless there is a sample of its kind, or it cannot run alone."""
-        module = self._modules[path]
+        module = without_compiler(self._modules[path])  # A unit runs eagerly, and so does a copy of it.
         kind = type(module), module.training, _shapes(module.parameters()), _shapes(tree_leaves((args, kwargs)))
         self.first_alike[call] = self._kinds.setdefault(kind, call)
-        if self.first_alike[call] != call or not _runs_alone(module):
+        if self.first_alike[call] != call or path in self._compiled or not _runs_alone(module):
             return
         try:
             leaves = [
@@ -187,7 +191,7 @@ def _copied(leaf: Any) -> Any:
 
 def _runs_alone(module: nn.Module) -> bool:
     """Whether a copy does what the module does: not with parameters on other processes, nor if it compiles anew."""
-    if any(is_fully_sharded(part) or is_compiled_module(part) for part in module.modules()):
+    if any(is_fully_sharded(part) or (is_compiled_module(part) and part is not module) for part in module.modules()):
         return False
     return not any(is_traceable_wrapper_subclass(p) or hasattr(p, "ds_id") for p in module.parameters())
 
