@@ -91,9 +91,7 @@ def _clashes(settings: Settings, config: RecomputeSettings, setting: TrainingSet
     """Yield the broken ones of recollect's rules; after a wrong type, values cannot be compared."""
     for rule in RULES:
         try:
-            clash = rule.alone(config) if rule.alone is not None else None
-            if clash is None and rule.within is not None:
-                clash = rule.within(config, setting)
+            clash = rule.clash(config, setting)
         except ConfigError as problem:  # the layers cannot be divided among the stages
             yield _clash("stages", settings, problem.settings, problem.reason, problem.advice, "AssertionError")
             continue

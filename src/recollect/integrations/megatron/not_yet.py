@@ -21,17 +21,15 @@ class Missing:
     """A missing feature.
 
     Attributes:
-        settings: names of the settings that ask for it.
+        settings: names of the settings that ask for it, all of `RecomputeConfig` or all of `TrainingSetting`.
         needs: what recollect would need.
         advice: what to do meanwhile.
-        is_config: whether the settings are those of `RecomputeConfig`, else of `TrainingSetting`.
         asks: whether they ask for it; by default, whether the first is not None, False or 0.
     """
 
     settings: tuple[str, ...]
     needs: str
     advice: str
-    is_config: bool = True
     asks: _Of | None = None
 
     def values(self, source: object) -> Mapping[str, object] | None:
@@ -75,26 +73,22 @@ NOT_YET = (
         settings=("fp8", "fp8_recipe"),
         needs="models that compute in 8 bits, and recipes for their kernels",
         advice="Leave it out; bf16 is there.",
-        is_config=False,
     ),
     Missing(
         settings=("fp4",),
         needs="models that compute in 4 bits, and recipes for their kernels",
         advice="Leave it out; bf16 is there.",
-        is_config=False,
     ),
     Missing(
         settings=("cuda_graph_impl", "cuda_graph_modules"),
         needs="steps that are captured as CUDA graphs with a plan on them",
         advice="Set cuda_graph_impl to 'none'.",
-        is_config=False,
         asks=lambda setting: setting.cuda_graph_impl != "none",
     ),
     Missing(
         settings=("overlap_moe_expert_parallel_comm",),
         needs="exchanges between experts that run beside other work",
         advice="Leave it out.",
-        is_config=False,
     ),
 )
 
@@ -102,6 +96,6 @@ NOT_YET = (
 def refuse_not_yet(config: RecomputeSettings, setting: TrainingSetting | None) -> None:
     """Raise NotYetError if a setting asks for a missing feature."""
     for missing in NOT_YET:
-        source = config if missing.is_config else setting
+        source = config if hasattr(config, missing.settings[0]) else setting
         if source is not None and (values := missing.values(source)) is not None:
             raise NotYetError(settings=values, needs=missing.needs, advice=missing.advice)

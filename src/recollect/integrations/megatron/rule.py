@@ -28,8 +28,11 @@ class Clash:
     advice: str
 
 
-Alone: TypeAlias = Callable[[RecomputeSettings], Clash | None]
-Within: TypeAlias = Callable[[RecomputeSettings, TrainingSetting], Clash | None]
+Broken: TypeAlias = object
+"""Whether a rule is broken: true or false; or a list, empty if not, of what the rule's reason and advice name as `{}`; or
+the clash itself, or None, where its settings or words depend on more than that."""
+Alone: TypeAlias = Callable[[RecomputeSettings], Broken]
+Within: TypeAlias = Callable[[RecomputeSettings, TrainingSetting], Broken]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,22 +45,54 @@ class Rule:
         megatron: Megatron's answer, in words.
         ours: recollect's answer.
         why: the reason for it.
-        alone: finds a clash within the configuration.
-        within: finds a clash with the rest of the training's settings.
+        alone: tells whether the configuration breaks it.
+        within: tells whether the configuration breaks it, with the rest of the training's settings.
+        settings: what an error shows, in this order; "modules" are the recomputed ones, with defaults.
+        reason: what an error gives as its reason.
+        advice: what an error says to do.
+        known: the right names, if the wrong one that breaks the rule may be a misspelling.
     """
 
     name: str
     when: str
     megatron: str
-    ours: Answer
+    ours: Answer = "error"
     why: str
     alone: Alone | None = None
     within: Within | None = None
+    settings: tuple[str, ...] = ()
+    reason: str = ""
+    advice: str = ""
+    known: tuple[str, ...] = ()
+
+    def clash(self, config: RecomputeSettings, setting: TrainingSetting | None = None) -> Clash | None:
+        """Return how settings break the rule, or None; one of `within` is not broken where the setting is None."""
+        broken: Broken = None
+        if self.alone is not None:
+            broken = self.alone(config)
+        elif self.within is not None and setting is not None:
+            broken = self.within(config, setting)
+        if isinstance(broken, Clash):
+            return broken
+        if not broken:
+            return None
+        details = broken if isinstance(broken, list) else []
+        hint = did_you_mean(details[0], self.known) if self.known else ""
+        return Clash(
+            _shown(config, setting, self.settings), self.reason.format(*details), hint + self.advice.format(*details)
+        )
 
 
 def found(source: object, *names: str) -> dict[str, object]:
     """Return settings with their values, for errors."""
     return {name: getattr(source, name) for name in names}
+
+
+def _shown(config: RecomputeSettings, setting: TrainingSetting | None, names: tuple[str, ...]) -> dict[str, object]:
+    return {
+        "recompute_modules" if name == "modules" else name: getattr(config if hasattr(config, name) else setting, name)
+        for name in names
+    }
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

@@ -32,14 +32,14 @@ RULES: tuple[Rule, ...] = (
 def check_config(config: RecomputeSettings) -> None:
     """Check the rules that need only the configuration."""
     for rule in RULES:
-        if rule.alone is not None and (clash := rule.alone(config)) is not None:
+        if rule.alone is not None and (clash := rule.clash(config)) is not None:
             _report(rule, clash)
 
 
 def check_setting(config: RecomputeSettings, setting: TrainingSetting) -> None:
     """Check the rules that compare with other settings."""
     for rule in RULES:
-        if rule.within is not None and (clash := rule.within(config, setting)) is not None:
+        if rule.within is not None and (clash := rule.clash(config, setting)) is not None:
             _report(rule, clash)
 
 

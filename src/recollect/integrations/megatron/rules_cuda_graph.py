@@ -11,13 +11,10 @@ __all__ = ["CUDA_GRAPH_RULES"]
 
 _PER_LAYER = ("local", "transformer_engine")
 _PARTIAL_MOE = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
+_GRAPH = ("cuda_graph_impl", "cuda_graph_modules")
 _NO_GRAPH = "Set cuda_graph_impl to 'none'"
-
-
-def _impl(_: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if setting.cuda_graph_impl in ("none", *_PER_LAYER, "full_iteration"):
-        return None
-    return Clash(found(setting, "cuda_graph_impl"), "unknown way to capture", f"{_NO_GRAPH}, or one of {_PER_LAYER}.")
+_RANDOM = "recomputed code in a graph must not draw random numbers"
+_AFTER_NORM = {"attn_norm": ("attn",), "mlp_norm": ("mlp", "moe", "moe_router")}
 
 
 def _captures(setting: TrainingSetting, *modules: str) -> bool:
@@ -29,92 +26,30 @@ def _captures(setting: TrainingSetting, *modules: str) -> bool:
     return any(module in setting.cuda_graph_modules for module in modules)
 
 
-def _graph(config: RecomputeSettings, setting: TrainingSetting, *others: str) -> dict[str, object]:
-    return {**found(config, *others), **found(setting, "cuda_graph_impl", "cuda_graph_modules")}
+def _is_router_captured(setting: TrainingSetting) -> bool:
+    return setting.cuda_graph_impl == "transformer_engine" and "moe_router" in setting.cuda_graph_modules
 
 
-def _modules(config: RecomputeSettings, setting: TrainingSetting, *others: str) -> dict[str, object]:
-    values = {"recompute_modules": config.modules, **found(setting, *others)}
-    return {**values, **found(setting, "cuda_graph_impl", "cuda_graph_modules")}
-
-
-def _layer_offload(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if not config.cpu_offloading or setting.cuda_graph_impl not in _PER_LAYER:
-        return None
-    return Clash(
-        _graph(config, setting, "cpu_offloading"),
-        "a layer's graph cannot hold copies to the host",
-        f"{_NO_GRAPH} or 'full_iteration'.",
-    )
-
-
-def _full(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if config.recompute_granularity != "full" or setting.cuda_graph_impl not in _PER_LAYER:
-        return None
-    return Clash(
-        _graph(config, setting, "recompute_granularity"),
-        "recompute of whole layers does not fit into graphs of single layers",
-        f"Set recompute_granularity to 'selective'. Or: {_NO_GRAPH} or 'full_iteration'.",
-    )
-
-
-def _moe_router(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    is_captured = setting.cuda_graph_impl == "transformer_engine" and "moe_router" in setting.cuda_graph_modules
-    if "moe" not in config.modules or not is_captured:
-        return None
-    return Clash(
-        _modules(config, setting),
-        "the graph of the router lies inside recomputed code",
-        "Leave out moe, or moe_router.",
-    )
-
-
-def _attention_dropout(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if "core_attn" not in config.modules or not setting.attention_dropout or not _captures(setting, "attn"):
-        return None
-    return Clash(
-        _modules(config, setting, "attention_dropout"),
-        "recomputed code in a graph must not draw random numbers",
-        "Set attention_dropout to 0, or leave core_attn or the graph of attn out.",
-    )
-
-
-def _hidden_dropout(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if not setting.hidden_dropout:
-        return None
-    for module in ("mlp", "moe"):
-        if module in config.modules and _captures(setting, module):
-            return Clash(
-                _modules(config, setting, "hidden_dropout"),
-                "recomputed code in a graph must not draw random numbers",
-                f"Set hidden_dropout to 0, or leave {module} out on one side.",
-            )
-    return None
-
-
-def _jitter(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if "moe" not in config.modules or setting.moe_input_jitter_eps is None or not _captures(setting, "moe"):
-        return None
-    return Clash(
-        _modules(config, setting, "moe_input_jitter_eps"),
-        "recomputed code in a graph must not draw random numbers",
-        "Leave out moe_input_jitter_eps, or moe on one side.",
-    )
-
-
-def _gtp(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
+def _is_gtp_in_8_bits(config: RecomputeSettings, setting: TrainingSetting) -> bool:
+    """Return whether shared experts are recomputed that a local graph captures in 8 or 4 bits."""
     is_captured = setting.cuda_graph_impl == "local" and _captures(setting, "moe", "moe_router")
     is_8_bit = setting.fp8 is not None or setting.fp4 is not None
     has_shared = setting.moe_shared_expert_intermediate_size is not None and not setting.moe_shared_expert_overlap
-    if "shared_experts" not in config.modules or setting.gtp_weight_remat_size == 1:
-        return None
-    if not (is_captured and is_8_bit and has_shared):
-        return None
-    return Clash(
-        _modules(config, setting, "gtp_weight_remat_size", "fp8", "fp4"),
-        "capture takes gradients in a way that recompute of an 8-bit module cannot",
-        "Leave out shared_experts, or set cuda_graph_impl to 'full_iteration'.",
+    is_gtp = "shared_experts" in config.modules and setting.gtp_weight_remat_size != 1
+    return is_gtp and is_captured and is_8_bit and has_shared
+
+
+def _is_norm_at_edge(config: RecomputeSettings, setting: TrainingSetting) -> bool:
+    """Return whether a recomputed norm lies between a captured router and what no graph captures."""
+    can_dispatch = setting.moe_token_dispatcher_type == "alltoall" or setting.moe_latent_size is not None
+    is_inside = (
+        "moe_preprocess" in setting.cuda_graph_modules and can_dispatch and not setting.moe_shared_expert_overlap
     )
+    return _is_router_captured(setting) and "layernorm" in config.modules and not is_inside
+
+
+def _offloads_in_layers(config: RecomputeSettings, setting: TrainingSetting) -> bool:
+    return config.fine_grained_activation_offloading and setting.cuda_graph_impl == "transformer_engine"
 
 
 def _fine_grained(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
@@ -122,7 +57,7 @@ def _fine_grained(config: RecomputeSettings, setting: TrainingSetting) -> Clash 
     if not config.fine_grained_activation_offloading or setting.cuda_graph_impl == "none":
         return None
     offloaded = frozenset(config.offload_modules)
-    settings = _graph(config, setting, "offload_modules")
+    settings = {**found(config, "offload_modules"), **found(setting, *_GRAPH)}
     if setting.cuda_graph_impl == "local":
         if others := sorted(offloaded - _PARTIAL_MOE):
             return Clash(
@@ -149,50 +84,6 @@ def _fine_grained(config: RecomputeSettings, setting: TrainingSetting) -> Clash 
     return None
 
 
-def _offload_version(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    version = setting.transformer_engine_version
-    if not config.fine_grained_activation_offloading or setting.cuda_graph_impl != "transformer_engine":
-        return None
-    if version is None or version_of(version) >= (2, 14):
-        return None
-    return Clash(
-        _graph(config, setting, "offload_modules") | {"transformer_engine_version": version},
-        "graphs can offload from Transformer Engine 2.14 on",
-        "Update it, or set cuda_graph_impl to 'none'.",
-    )
-
-
-def _norm_in_graph(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    captured = setting.cuda_graph_modules
-    if setting.cuda_graph_impl != "transformer_engine" or "moe_router" not in captured:
-        return None
-    if "layernorm" not in config.modules:
-        return None
-    can_dispatch = setting.moe_token_dispatcher_type == "alltoall" or setting.moe_latent_size is not None
-    if "moe_preprocess" in captured and can_dispatch and not setting.moe_shared_expert_overlap:
-        return None
-    return Clash(
-        _modules(config, setting, "moe_token_dispatcher_type", "moe_shared_expert_overlap"),
-        "the norm before the experts lies at the edge of the graph of the router, and would silently be kept",
-        "Leave out layernorm, or moe_router of cuda_graph_modules.",
-    )
-
-
-def _offload_norm(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    """Return the clash of a norm whose input is that of a graph."""
-    if not config.fine_grained_activation_offloading or setting.cuda_graph_impl != "transformer_engine":
-        return None
-    at_edge = {"attn_norm": ("attn",), "mlp_norm": ("mlp", "moe", "moe_router")}
-    for norm, captured in at_edge.items():
-        if norm in config.offload_modules and _captures(setting, *captured):
-            return Clash(
-                _graph(config, setting, "offload_modules"),
-                f"the input of {norm} belongs to the graph, and would silently stay on the device",
-                f"Leave out {norm}, or the graph.",
-            )
-    return None
-
-
 _LATER = "nothing here can show yet that it works"
 
 CUDA_GRAPH_RULES = (
@@ -200,72 +91,95 @@ CUDA_GRAPH_RULES = (
         name="graph-impl",
         when="`cuda_graph_impl` is not one of its four values",
         megatron="AssertionError",
-        ours="error",
         why="meaningless",
-        within=_impl,
+        within=lambda _, setting: setting.cuda_graph_impl not in ("none", *_PER_LAYER, "full_iteration"),
+        settings=("cuda_graph_impl",),
+        reason="unknown way to capture",
+        advice=f"{_NO_GRAPH}, or one of {_PER_LAYER}.",
     ),
     Rule(
         name="graph-layer-offload",
         when="`cpu_offloading` with graphs of layers",
         megatron="ValueError",
-        ours="error",
         why=_LATER,
-        within=_layer_offload,
+        within=lambda config, setting: config.cpu_offloading and setting.cuda_graph_impl in _PER_LAYER,
+        settings=("cpu_offloading", *_GRAPH),
+        reason="a layer's graph cannot hold copies to the host",
+        advice=f"{_NO_GRAPH} or 'full_iteration'.",
     ),
     Rule(
         name="graph-full",
         when="`full` with graphs of layers",
         megatron="AssertionError",
-        ours="error",
         why=_LATER,
-        within=_full,
+        within=lambda config, setting: config.recompute_granularity == "full" and setting.cuda_graph_impl in _PER_LAYER,
+        settings=("recompute_granularity", *_GRAPH),
+        reason="recompute of whole layers does not fit into graphs of single layers",
+        advice=f"Set recompute_granularity to 'selective'. Or: {_NO_GRAPH} or 'full_iteration'.",
     ),
     Rule(
         name="graph-moe-router",
         when="`moe` with a graph of `moe_router` by Transformer Engine",
         megatron="AssertionError",
-        ours="error",
         why="a graph cannot lie inside recomputed code",
-        within=_moe_router,
+        within=lambda config, setting: "moe" in config.modules and _is_router_captured(setting),
+        settings=("modules", *_GRAPH),
+        reason="the graph of the router lies inside recomputed code",
+        advice="Leave out moe, or moe_router.",
     ),
     Rule(
         name="graph-attention-dropout",
         when="`core_attn` in a graph with `attention_dropout`",
         megatron="AssertionError",
-        ours="error",
         why=_LATER,
-        within=_attention_dropout,
+        within=lambda config, setting: (
+            "core_attn" in config.modules and setting.attention_dropout and _captures(setting, "attn")
+        ),
+        settings=("modules", "attention_dropout", *_GRAPH),
+        reason=_RANDOM,
+        advice="Set attention_dropout to 0, or leave core_attn or the graph of attn out.",
     ),
     Rule(
         name="graph-hidden-dropout",
         when="`mlp` or `moe` in a graph with `hidden_dropout`",
         megatron="AssertionError",
-        ours="error",
         why=_LATER,
-        within=_hidden_dropout,
+        within=lambda config, setting: [
+            module
+            for module in ("mlp", "moe")
+            if setting.hidden_dropout and module in config.modules and _captures(setting, module)
+        ],
+        settings=("modules", "hidden_dropout", *_GRAPH),
+        reason=_RANDOM,
+        advice="Set hidden_dropout to 0, or leave {} out on one side.",
     ),
     Rule(
         name="graph-jitter",
         when="`moe` in a graph with `moe_input_jitter_eps`",
         megatron="AssertionError",
-        ours="error",
         why=_LATER,
-        within=_jitter,
+        within=lambda config, setting: (
+            "moe" in config.modules and setting.moe_input_jitter_eps is not None and _captures(setting, "moe")
+        ),
+        settings=("modules", "moe_input_jitter_eps", *_GRAPH),
+        reason=_RANDOM,
+        advice="Leave out moe_input_jitter_eps, or moe on one side.",
     ),
     Rule(
         name="graph-gtp",
         when="`shared_experts` in a local graph, in 8 or 4 bits, with `gtp_weight_remat_size` above 1",
         megatron="AssertionError",
-        ours="error",
         why=_LATER,
-        within=_gtp,
+        within=_is_gtp_in_8_bits,
+        settings=("modules", "gtp_weight_remat_size", "fp8", "fp4", *_GRAPH),
+        reason="capture takes gradients in a way that recompute of an 8-bit module cannot",
+        advice="Leave out shared_experts, or set cuda_graph_impl to 'full_iteration'.",
     ),
     Rule(
         name="graph-fine-grained",
         when="`fine_grained_activation_offloading` with graphs: other modules than the experts' in local ones, whole layers, "
         "`moe` captured, no warm-up step, a whole step without `fine_grained_offloading_max_inflight_offloads`",
         megatron="AssertionError",
-        ours="error",
         why=_LATER,
         within=_fine_grained,
     ),
@@ -273,24 +187,38 @@ CUDA_GRAPH_RULES = (
         name="graph-offload-version",
         when="`fine_grained_activation_offloading` with graphs by a Transformer Engine before 2.14",
         megatron="AssertionError when the model is built",
-        ours="error",
         why="a limit of that library",
-        within=_offload_version,
+        within=lambda config, setting: (
+            _offloads_in_layers(config, setting)
+            and setting.transformer_engine_version is not None
+            and version_of(setting.transformer_engine_version) < (2, 14)
+        ),
+        settings=("offload_modules", *_GRAPH, "transformer_engine_version"),
+        reason="graphs can offload from Transformer Engine 2.14 on",
+        advice="Update it, or set cuda_graph_impl to 'none'.",
     ),
     Rule(
         name="graph-norm",
         when="`layernorm` with a graph of `moe_router` at whose edge the norm lies",
         megatron="warning when the model is built; the norm is kept",
-        ours="error",
         why="the request would silently not be met",
-        within=_norm_in_graph,
+        within=_is_norm_at_edge,
+        settings=("modules", "moe_token_dispatcher_type", "moe_shared_expert_overlap", *_GRAPH),
+        reason="the norm before the experts lies at the edge of the graph of the router, and would silently be kept",
+        advice="Leave out layernorm, or moe_router of cuda_graph_modules.",
     ),
     Rule(
         name="graph-offload-norm",
         when="offload of `attn_norm` or `mlp_norm` with a graph that takes the same input",
         megatron="warning when the model is built; the input stays",
-        ours="error",
         why="the request would silently not be met",
-        within=_offload_norm,
+        within=lambda config, setting: [
+            norm
+            for norm, captured in _AFTER_NORM.items()
+            if _offloads_in_layers(config, setting) and norm in config.offload_modules and _captures(setting, *captured)
+        ],
+        settings=("offload_modules", *_GRAPH),
+        reason="the input of {} belongs to the graph, and would silently stay on the device",
+        advice="Leave out {}, or the graph.",
     ),
 )

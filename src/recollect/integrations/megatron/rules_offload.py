@@ -10,8 +10,8 @@ import os
 
 from recollect.integrations.megatron.modules import OFFLOAD_MODULES
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
-from recollect.integrations.megatron.rule import Clash, Rule, did_you_mean, found
-from recollect.integrations.megatron.rules_stash import offloaded_inside_moe
+from recollect.integrations.megatron.rule import Clash, Rule
+from recollect.integrations.megatron.rules_stash import EXPERT_PARTS, offloaded
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["OFFLOAD_RULES", "version_of"]
@@ -23,134 +23,14 @@ def version_of(text: str | None) -> tuple[int, int]:
     return (parts[0], parts[1]) if len(parts) == 2 else (0, 0)
 
 
-def _num_layers(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    num_layers, value = setting.num_layers, config.cpu_offloading_num_layers
-    if not config.cpu_offloading or num_layers is None or value < num_layers:
-        return None
-    return Clash(
-        {**found(config, "cpu_offloading_num_layers"), "num_layers": num_layers},
-        "all layers cannot be offloaded: the last one is needed at once",
-        f"Set cpu_offloading_num_layers to {num_layers - 1} or less.",
-    )
+def _every_layer(config: RecomputeSettings, setting: TrainingSetting) -> list[int]:
+    if not config.cpu_offloading or setting.num_layers is None:
+        return []
+    return [setting.num_layers - 1] if config.cpu_offloading_num_layers >= setting.num_layers else []
 
 
-def _num_layers_type(config: RecomputeSettings) -> Clash | None:
-    value = config.cpu_offloading_num_layers
-    if type(value) is int and value >= 0:
-        return None
-    return Clash(
-        found(config, "cpu_offloading_num_layers"), "not a number of layers", "Set it to a whole number, 0 or more."
-    )
-
-
-def _no_layers(config: RecomputeSettings) -> Clash | None:
-    if not config.cpu_offloading or config.cpu_offloading_num_layers != 0:
-        return None
-    return Clash(
-        found(config, "cpu_offloading", "cpu_offloading_num_layers"),
-        "no layer is offloaded",
-        "Set cpu_offloading_num_layers, or leave out cpu_offloading.",
-    )
-
-
-def _layers_without_switch(config: RecomputeSettings) -> Clash | None:
-    if config.cpu_offloading or config.cpu_offloading_num_layers == 0:
-        return None
-    return Clash(
-        found(config, "cpu_offloading", "cpu_offloading_num_layers"),
-        "nothing is offloaded",
-        "Set cpu_offloading, or leave out cpu_offloading_num_layers.",
-    )
-
-
-def _pipeline(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if not config.cpu_offloading or setting.pipeline_model_parallel_size == 1:
-        return None
-    return Clash(
-        {**found(config, "cpu_offloading"), **found(setting, "pipeline_model_parallel_size")},
-        "whole layers are offloaded in the order of one forward and one backward",
-        "Leave out cpu_offloading, or set pipeline_model_parallel_size to 1.",
-    )
-
-
-def _layers_and_recompute(config: RecomputeSettings) -> Clash | None:
-    if not config.cpu_offloading or not (config.recompute_granularity or config.is_selective):
-        return None
-    return Clash(
-        found(config, "cpu_offloading", "recompute_granularity", "moe_layer_recompute"),
-        "one brings back what the other drops",
-        "Leave out one of them.",
-    )
-
-
-def _fine_and_layers(config: RecomputeSettings) -> Clash | None:
-    if not (config.fine_grained_activation_offloading and config.cpu_offloading):
-        return None
-    return Clash(
-        found(config, "fine_grained_activation_offloading", "cpu_offloading"),
-        "both would offload the same values",
-        "Leave out one of them.",
-    )
-
-
-def _names_no_module(config: RecomputeSettings) -> Clash | None:
-    if not config.fine_grained_activation_offloading or config.offload_modules:
-        return None
-    return Clash(
-        found(config, "fine_grained_activation_offloading", "offload_modules"),
-        "nothing to offload is named",
-        f"Set offload_modules to some of {', '.join(OFFLOAD_MODULES)}.",
-    )
-
-
-def _known(config: RecomputeSettings) -> Clash | None:
-    unknown = [name for name in config.offload_modules if name not in OFFLOAD_MODULES]
-    if not unknown:
-        return None
-    advice = f"{did_you_mean(unknown[0], OFFLOAD_MODULES)}Choose from {', '.join(OFFLOAD_MODULES)}."
-    return Clash(found(config, "offload_modules"), f"nothing is called {unknown[0]!r}", advice)
-
-
-def _not_on(config: RecomputeSettings) -> Clash | None:
-    if config.fine_grained_activation_offloading or not config.offload_modules:
-        return None
-    return Clash(
-        found(config, "fine_grained_activation_offloading", "offload_modules"),
-        "nothing is offloaded",
-        "Set fine_grained_activation_offloading, or leave out offload_modules.",
-    )
-
-
-def _attn_proj(config: RecomputeSettings) -> Clash | None:
-    modules = config.offload_modules
-    if not config.fine_grained_activation_offloading or "attn_proj" not in modules or "core_attn" in modules:
-        return None
-    return Clash(
-        found(config, "offload_modules"),
-        "the input of attn_proj is the output of core_attn, which core_attn's backward holds",
-        "Add core_attn.",
-    )
-
-
-def _gdp(config: RecomputeSettings) -> Clash | None:
-    if "gdp_qkv" not in config.offload_modules or "gdp_in_proj" not in config.modules:
-        return None
-    return Clash(
-        {**found(config, "offload_modules"), "recompute_modules": config.modules},
-        "recompute of gdp_in_proj drops what gdp_qkv would offload",
-        "Leave out one of them.",
-    )
-
-
-def _inside_moe(config: RecomputeSettings) -> Clash | None:
-    inside = offloaded_inside_moe(config)
-    if not config.fine_grained_activation_offloading or "moe" not in config.modules or not inside:
-        return None
-    return Clash(
-        {**found(config, "offload_modules"), "recompute_modules": config.modules},
-        f"recompute of moe drops what {' and '.join(inside)} would offload",
-        "Leave out one of them.",
-    )
+def _offloads(config: RecomputeSettings, module: str) -> bool:
+    return config.fine_grained_activation_offloading and module in config.offload_modules
 
 
 def _numbers(config: RecomputeSettings) -> Clash | None:
@@ -166,52 +46,7 @@ def _numbers(config: RecomputeSettings) -> Clash | None:
     return None
 
 
-def _fused_needs_fuser(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if not config.fine_grained_activation_offloading or "fused_group_mlp" not in config.offload_modules:
-        return None
-    if setting.use_transformer_engine_op_fuser:
-        return None
-    return Clash(
-        {**found(config, "offload_modules"), **found(setting, "use_transformer_engine_op_fuser")},
-        "there is no fused MLP of experts",
-        "Set use_transformer_engine_op_fuser, or offload expert_fc1 and moe_act instead.",
-    )
-
-
-def _fused_or_parts(config: RecomputeSettings) -> Clash | None:
-    parts = [name for name in ("expert_fc1", "moe_act") if name in config.offload_modules]
-    if not config.fine_grained_activation_offloading or "fused_group_mlp" not in config.offload_modules or not parts:
-        return None
-    return Clash(
-        found(config, "offload_modules"),
-        "fused_group_mlp includes the others",
-        f"Leave out {' and '.join(parts)}, or fused_group_mlp.",
-    )
-
-
-def _transformer_engine(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if not config.fine_grained_activation_offloading or setting.transformer_impl == "transformer_engine":
-        return None
-    return Clash(
-        {**found(config, "fine_grained_activation_offloading"), **found(setting, "transformer_impl")},
-        "modules are offloaded only in Transformer Engine's layers",
-        "Set transformer_impl to 'transformer_engine'.",
-    )
-
-
-def _version_1(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    version = setting.transformer_engine_version
-    if not config.fine_grained_activation_offloading or version_of(version) < (2, 10):
-        return None
-    if os.environ.get("NVTE_CPU_OFFLOAD_V1") == "1":
-        return None
-    return Clash(
-        {**found(config, "fine_grained_activation_offloading"), "transformer_engine_version": version},
-        "from 2.10 on, this needs the older of its two offload paths",
-        "Set the environment variable NVTE_CPU_OFFLOAD_V1 to 1.",
-    )
-
-
+_LAYERS = ("cpu_offloading", "cpu_offloading_num_layers")
 _LATER = "nothing here can show yet that it works; the tape has no such limit"
 
 OFFLOAD_RULES = (
@@ -219,17 +54,21 @@ OFFLOAD_RULES = (
         name="offload-num-layers",
         when="`cpu_offloading` with `cpu_offloading_num_layers` not below `num_layers`",
         megatron="ValueError",
-        ours="error",
         why="the last layer's values are needed at once",
-        within=_num_layers,
+        within=_every_layer,
+        settings=("cpu_offloading_num_layers", "num_layers"),
+        reason="all layers cannot be offloaded: the last one is needed at once",
+        advice="Set cpu_offloading_num_layers to {} or less.",
     ),
     Rule(
         name="offload-num-layers-type",
         when="`cpu_offloading_num_layers` negative or not a whole number",
         megatron="ValueError for negative numbers if `cpu_offloading`, else nothing",
-        ours="error",
         why="meaningless",
-        alone=_num_layers_type,
+        alone=lambda config: type(config.cpu_offloading_num_layers) is not int or config.cpu_offloading_num_layers < 0,
+        settings=("cpu_offloading_num_layers",),
+        reason="not a number of layers",
+        advice="Set it to a whole number, 0 or more.",
     ),
     Rule(
         name="offload-no-layers",
@@ -237,7 +76,10 @@ OFFLOAD_RULES = (
         megatron="nothing; Bridge's harness did so by accident (issue 2992)",
         ours="warning",
         why="it has no effect",
-        alone=_no_layers,
+        alone=lambda config: config.cpu_offloading and config.cpu_offloading_num_layers == 0,
+        settings=_LAYERS,
+        reason="no layer is offloaded",
+        advice="Set cpu_offloading_num_layers, or leave out cpu_offloading.",
     ),
     Rule(
         name="offload-layers-without-switch",
@@ -245,47 +87,61 @@ OFFLOAD_RULES = (
         megatron="nothing in the configuration object; its command line sets `cpu_offloading`",
         ours="warning",
         why="it has no effect; `recollect train` sets it too",
-        alone=_layers_without_switch,
+        alone=lambda config: not config.cpu_offloading and config.cpu_offloading_num_layers != 0,
+        settings=_LAYERS,
+        reason="nothing is offloaded",
+        advice="Set cpu_offloading, or leave out cpu_offloading_num_layers.",
     ),
     Rule(
         name="offload-pipeline",
         when="`cpu_offloading` with `pipeline_model_parallel_size` above 1",
         megatron="ValueError",
-        ours="error",
         why=_LATER,
-        within=_pipeline,
+        within=lambda config, setting: config.cpu_offloading and setting.pipeline_model_parallel_size != 1,
+        settings=("cpu_offloading", "pipeline_model_parallel_size"),
+        reason="whole layers are offloaded in the order of one forward and one backward",
+        advice="Leave out cpu_offloading, or set pipeline_model_parallel_size to 1.",
     ),
     Rule(
         name="offload-and-recompute",
         when="`cpu_offloading` with any recompute",
         megatron="ValueError",
-        ours="error",
         why=_LATER,
-        alone=_layers_and_recompute,
+        alone=lambda config: config.cpu_offloading and (config.recompute_granularity or config.is_selective),
+        settings=("cpu_offloading", "recompute_granularity", "moe_layer_recompute"),
+        reason="one brings back what the other drops",
+        advice="Leave out one of them.",
     ),
     Rule(
         name="fine-grained-and-layers",
         when="`fine_grained_activation_offloading` with `cpu_offloading`",
         megatron="AssertionError",
-        ours="error",
         why="both would take the same values",
-        alone=_fine_and_layers,
+        alone=lambda config: config.fine_grained_activation_offloading and config.cpu_offloading,
+        settings=("fine_grained_activation_offloading", "cpu_offloading"),
+        reason="both would offload the same values",
+        advice="Leave out one of them.",
     ),
     Rule(
         name="offload-modules-empty",
         when="`fine_grained_activation_offloading` without `offload_modules`",
         megatron="AssertionError without a message",
-        ours="error",
         why="it would have no effect",
-        alone=_names_no_module,
+        alone=lambda config: config.fine_grained_activation_offloading and not config.offload_modules,
+        settings=("fine_grained_activation_offloading", "offload_modules"),
+        reason="nothing to offload is named",
+        advice=f"Set offload_modules to some of {', '.join(OFFLOAD_MODULES)}.",
     ),
     Rule(
         name="offload-modules-known",
         when="an unknown name in `offload_modules`",
         megatron="AssertionError if `fine_grained_activation_offloading`, else nothing",
-        ours="error",
         why="recollect suggests the closest name",
-        alone=_known,
+        alone=lambda config: [name for name in config.offload_modules if name not in OFFLOAD_MODULES],
+        settings=("offload_modules",),
+        reason="nothing is called {!r}",
+        advice=f"Choose from {', '.join(OFFLOAD_MODULES)}.",
+        known=OFFLOAD_MODULES,
     ),
     Rule(
         name="offload-modules-without-switch",
@@ -293,37 +149,47 @@ OFFLOAD_RULES = (
         megatron="nothing; they are ignored",
         ours="warning",
         why="it has no effect",
-        alone=_not_on,
+        alone=lambda config: not config.fine_grained_activation_offloading and config.offload_modules,
+        settings=("fine_grained_activation_offloading", "offload_modules"),
+        reason="nothing is offloaded",
+        advice="Set fine_grained_activation_offloading, or leave out offload_modules.",
     ),
     Rule(
         name="offload-attn-proj",
         when="offload of `attn_proj` without `core_attn`",
         megatron="ValueError",
-        ours="error",
         why="its input would stay on the device anyway",
-        alone=_attn_proj,
+        alone=lambda config: _offloads(config, "attn_proj") and "core_attn" not in config.offload_modules,
+        settings=("offload_modules",),
+        reason="the input of attn_proj is the output of core_attn, which core_attn's backward holds",
+        advice="Add core_attn.",
     ),
     Rule(
         name="offload-gdp-qkv",
         when="offload of `gdp_qkv` with recompute of `gdp_in_proj`",
         megatron="ValueError",
-        ours="error",
         why="nothing is left to offload",
-        alone=_gdp,
+        alone=lambda config: "gdp_qkv" in config.offload_modules and "gdp_in_proj" in config.modules,
+        settings=("offload_modules", "modules"),
+        reason="recompute of gdp_in_proj drops what gdp_qkv would offload",
+        advice="Leave out one of them.",
     ),
     Rule(
         name="offload-inside-moe",
         when="offload of `moe_act`, `expert_fc1` or `fused_group_mlp` with recompute of `moe`",
         megatron="AssertionError",
-        ours="error",
         why="nothing is left to offload",
-        alone=_inside_moe,
+        alone=lambda config: (
+            config.fine_grained_activation_offloading and "moe" in config.modules and offloaded(config, *EXPERT_PARTS)
+        ),
+        settings=("offload_modules", "modules"),
+        reason="recompute of moe drops what {} would offload",
+        advice="Leave out one of them.",
     ),
     Rule(
         name="offload-numbers",
         when="a negative size, or a fraction outside 0 to 1, among the companions of `offload_modules`",
         megatron="AssertionError if `fine_grained_activation_offloading`; `..._max_inflight_offloads` with graphs only",
-        ours="error",
         why="meaningless",
         alone=_numbers,
     ),
@@ -331,32 +197,48 @@ OFFLOAD_RULES = (
         name="offload-fused-needs-fuser",
         when="offload of `fused_group_mlp` without `use_transformer_engine_op_fuser`",
         megatron="ValueError",
-        ours="error",
         why="the model has no such module",
-        within=_fused_needs_fuser,
+        within=lambda config, setting: (
+            _offloads(config, "fused_group_mlp") and not setting.use_transformer_engine_op_fuser
+        ),
+        settings=("offload_modules", "use_transformer_engine_op_fuser"),
+        reason="there is no fused MLP of experts",
+        advice="Set use_transformer_engine_op_fuser, or offload expert_fc1 and moe_act instead.",
     ),
     Rule(
         name="offload-fused-or-parts",
         when="offload of `fused_group_mlp` with `expert_fc1` or `moe_act`",
         megatron="ValueError",
-        ours="error",
         why="they name the same values",
-        alone=_fused_or_parts,
+        alone=lambda config: _offloads(config, "fused_group_mlp") and offloaded(config, "expert_fc1", "moe_act"),
+        settings=("offload_modules",),
+        reason="fused_group_mlp includes the others",
+        advice="Leave out {}, or fused_group_mlp.",
     ),
     Rule(
         name="offload-transformer-engine",
         when="`fine_grained_activation_offloading` with another `transformer_impl`",
         megatron="AssertionError on the command line",
-        ours="error",
         why=_LATER,
-        within=_transformer_engine,
+        within=lambda config, setting: (
+            config.fine_grained_activation_offloading and setting.transformer_impl != "transformer_engine"
+        ),
+        settings=("fine_grained_activation_offloading", "transformer_impl"),
+        reason="modules are offloaded only in Transformer Engine's layers",
+        advice="Set transformer_impl to 'transformer_engine'.",
     ),
     Rule(
         name="offload-v1",
         when="`fine_grained_activation_offloading` on Transformer Engine 2.10 without NVTE_CPU_OFFLOAD_V1=1",
         megatron="AssertionError on the command line",
-        ours="error",
         why="a limit of that library",
-        within=_version_1,
+        within=lambda config, setting: (
+            config.fine_grained_activation_offloading
+            and version_of(setting.transformer_engine_version) >= (2, 10)
+            and os.environ.get("NVTE_CPU_OFFLOAD_V1") != "1"
+        ),
+        settings=("fine_grained_activation_offloading", "transformer_engine_version"),
+        reason="from 2.10 on, this needs the older of its two offload paths",
+        advice="Set the environment variable NVTE_CPU_OFFLOAD_V1 to 1.",
     ),
 )

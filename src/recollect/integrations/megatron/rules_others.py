@@ -12,114 +12,8 @@ __all__ = ["OTHER_RULES", "mtp_block_clash"]
 _8_BIT_SENSITIVE = ("moe_act", "layernorm")
 
 
-def _modules(config: RecomputeSettings, setting: TrainingSetting, *others: str) -> dict[str, object]:
-    return {"recompute_modules": config.modules, **found(setting, *others)}
-
-
 def _is_8_bit_sensitive(config: RecomputeSettings, setting: TrainingSetting) -> bool:
     return setting.fp8 is not None and any(name in config.modules for name in _8_BIT_SENSITIVE)
-
-
-def _fp8_delayed(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if not _is_8_bit_sensitive(config, setting) or setting.fp8_recipe != "delayed":
-        return None
-    return Clash(
-        _modules(config, setting, "fp8", "fp8_recipe"),
-        "delayed scaling records what it sees, and recompute would show it everything twice",
-        "Choose another fp8_recipe, or leave out moe_act and layernorm.",
-    )
-
-
-def _fp8_version(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    version = setting.transformer_engine_version
-    if not _is_8_bit_sensitive(config, setting) or version_of(version) >= (2, 6):
-        return None
-    return Clash(
-        _modules(config, setting, "fp8", "transformer_engine_version"),
-        "the layer after them has to keep its input in 16 bits, which Transformer Engine supports from 2.6 on",
-        "Update it, or leave out moe_act and layernorm.",
-    )
-
-
-def _mhc_enabled(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if "mhc" not in config.modules or setting.enable_mhc_connections:
-        return None
-    return Clash(
-        _modules(config, setting, "enable_mhc_connections"),
-        "there are no hyper-connections",
-        "Leave out mhc, or set enable_mhc_connections.",
-    )
-
-
-def _mhc_and_mlp(config: RecomputeSettings) -> Clash | None:
-    if not {"mhc", "mlp"} <= set(config.modules):
-        return None
-    return Clash({"recompute_modules": config.modules}, "mhc recomputes around the mlp", "Leave out one of them.")
-
-
-def _mhc_num_layers(config: RecomputeSettings) -> Clash | None:
-    value = config.mhc_recompute_layer_num
-    if "mhc" not in config.modules or value is None or value >= 1:
-        return None
-    return Clash(
-        found(config, "mhc_recompute_layer_num"), "not a number of layers", "Set it to 1 or more, or None for all."
-    )
-
-
-def _mhc_and_offload(config: RecomputeSettings) -> Clash | None:
-    if "mhc" not in config.modules or not config.fine_grained_activation_offloading:
-        return None
-    return Clash(
-        {"recompute_modules": config.modules, **found(config, "fine_grained_activation_offloading")},
-        "mhc would be recomputed before its inputs are back",
-        "Leave out one of them.",
-    )
-
-
-def _mhc_without_recompute(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if not setting.enable_mhc_connections or "mhc" in config.modules or config.recompute_granularity == "full":
-        return None
-    return Clash(
-        {**found(setting, "enable_mhc_connections"), "recompute_modules": config.modules},
-        "hyper-connections keep several residual streams per layer",
-        "Consider recompute_modules with mhc.",
-    )
-
-
-def _mhc_and_full(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if not setting.enable_mhc_connections or config.recompute_granularity != "full":
-        return None
-    return Clash(
-        {**found(setting, "enable_mhc_connections"), **found(config, "recompute_granularity")},
-        "no model here has hyper-connections to try it on",
-        "Set recompute_granularity to 'selective' with mhc.",
-    )
-
-
-def _mhc_and_pipeline(_: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if not setting.enable_mhc_connections or setting.pipeline_model_parallel_size == 1:
-        return None
-    return Clash(
-        found(setting, "enable_mhc_connections", "pipeline_model_parallel_size"),
-        "stages would pass on several residual streams",
-        "Set pipeline_model_parallel_size to 1.",
-    )
-
-
-def _mhc_and_mtp(_: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if not setting.enable_mhc_connections or setting.mtp_num_layers is None:
-        return None
-    return Clash(
-        found(setting, "enable_mhc_connections", "mtp_num_layers"),
-        "multi-token prediction layers expect one residual stream",
-        "Leave out one of them.",
-    )
-
-
-def _gdp_range(config: RecomputeSettings) -> Clash | None:
-    if 0 <= config.gdp_num_chunk_states_to_recompute <= 64:
-        return None
-    return Clash(found(config, "gdp_num_chunk_states_to_recompute"), "out of range", "Set it to 0 to 64.")
 
 
 def _overlap(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
@@ -134,17 +28,6 @@ def _overlap(config: RecomputeSettings, setting: TrainingSetting) -> Clash | Non
         {**concerned, **found(setting, "overlap_moe_expert_parallel_comm")},
         "a micro-batch's forward runs between parts of another's layer, which recompute would run in one piece",
         "Recompute other modules than moe, or leave out overlap_moe_expert_parallel_comm.",
-    )
-
-
-def _overlap_offload(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    is_nccl = setting.moe_token_dispatcher_type == "flex" and setting.moe_flex_dispatcher_backend == "ncclep"
-    if not setting.overlap_moe_expert_parallel_comm or not is_nccl or "expert_fc1" not in config.offload_modules:
-        return None
-    return Clash(
-        {**found(config, "offload_modules"), **found(setting, "moe_flex_dispatcher_backend")},
-        "the input of expert_fc1 is freed early on this path",
-        "Leave out expert_fc1.",
     )
 
 
@@ -168,17 +51,23 @@ OTHER_RULES = (
         name="fp8-delayed",
         when="`fp8` by the recipe `delayed` with `moe_act` or `layernorm`",
         megatron="ValueError",
-        ours="error",
         why="a limit of the recipe",
-        within=_fp8_delayed,
+        within=lambda config, setting: _is_8_bit_sensitive(config, setting) and setting.fp8_recipe == "delayed",
+        settings=("modules", "fp8", "fp8_recipe"),
+        reason="delayed scaling records what it sees, and recompute would show it everything twice",
+        advice="Choose another fp8_recipe, or leave out moe_act and layernorm.",
     ),
     Rule(
         name="fp8-version",
         when="`fp8` with `moe_act` or `layernorm` on a Transformer Engine before 2.6",
         megatron="ValueError",
-        ours="error",
         why="a limit of that library",
-        within=_fp8_version,
+        within=lambda config, setting: (
+            _is_8_bit_sensitive(config, setting) and version_of(setting.transformer_engine_version) < (2, 6)
+        ),
+        settings=("modules", "fp8", "transformer_engine_version"),
+        reason="the layer after them has to keep its input in 16 bits, which Transformer Engine supports from 2.6 on",
+        advice="Update it, or leave out moe_act and layernorm.",
     ),
     Rule(
         name="fp8-absorbed-mla",
@@ -191,33 +80,45 @@ OTHER_RULES = (
         name="mhc-needs-mhc",
         when="`mhc` without `enable_mhc_connections`",
         megatron="ValueError",
-        ours="error",
         why="the model has no such module",
-        within=_mhc_enabled,
+        within=lambda config, setting: "mhc" in config.modules and not setting.enable_mhc_connections,
+        settings=("modules", "enable_mhc_connections"),
+        reason="there are no hyper-connections",
+        advice="Leave out mhc, or set enable_mhc_connections.",
     ),
     Rule(
         name="mhc-and-mlp",
         when="`mhc` with `mlp`",
         megatron="ValueError",
-        ours="error",
         why="no model here has hyper-connections to try it on",
-        alone=_mhc_and_mlp,
+        alone=lambda config: "mhc" in config.modules and "mlp" in config.modules,
+        settings=("modules",),
+        reason="mhc recomputes around the mlp",
+        advice="Leave out one of them.",
     ),
     Rule(
         name="mhc-num-layers",
         when="`mhc` with `mhc_recompute_layer_num` below 1",
         megatron="ValueError",
-        ours="error",
         why="meaningless",
-        alone=_mhc_num_layers,
+        alone=lambda config: (
+            "mhc" in config.modules
+            and config.mhc_recompute_layer_num is not None
+            and config.mhc_recompute_layer_num < 1
+        ),
+        settings=("mhc_recompute_layer_num",),
+        reason="not a number of layers",
+        advice="Set it to 1 or more, or None for all.",
     ),
     Rule(
         name="mhc-and-offload",
         when="`mhc` with `fine_grained_activation_offloading`",
         megatron="NotImplementedError",
-        ours="error",
         why="no model here has hyper-connections to try it on",
-        alone=_mhc_and_offload,
+        alone=lambda config: "mhc" in config.modules and config.fine_grained_activation_offloading,
+        settings=("modules", "fine_grained_activation_offloading"),
+        reason="mhc would be recomputed before its inputs are back",
+        advice="Leave out one of them.",
     ),
     Rule(
         name="mhc-without-recompute",
@@ -225,31 +126,42 @@ OTHER_RULES = (
         megatron="warning",
         ours="warning",
         why="hyper-connections keep many values",
-        within=_mhc_without_recompute,
+        within=lambda config, setting: (
+            setting.enable_mhc_connections and "mhc" not in config.modules and config.recompute_granularity != "full"
+        ),
+        settings=("enable_mhc_connections", "modules"),
+        reason="hyper-connections keep several residual streams per layer",
+        advice="Consider recompute_modules with mhc.",
     ),
     Rule(
         name="mhc-and-full",
         when="`enable_mhc_connections` with `full`",
         megatron="NotImplementedError",
-        ours="error",
         why="no model here has hyper-connections to try it on",
-        within=_mhc_and_full,
+        within=lambda config, setting: setting.enable_mhc_connections and config.recompute_granularity == "full",
+        settings=("enable_mhc_connections", "recompute_granularity"),
+        reason="no model here has hyper-connections to try it on",
+        advice="Set recompute_granularity to 'selective' with mhc.",
     ),
     Rule(
         name="mhc-and-pipeline",
         when="`enable_mhc_connections` with `pipeline_model_parallel_size` above 1",
         megatron="NotImplementedError",
-        ours="error",
         why="as above",
-        within=_mhc_and_pipeline,
+        within=lambda _, setting: setting.enable_mhc_connections and setting.pipeline_model_parallel_size != 1,
+        settings=("enable_mhc_connections", "pipeline_model_parallel_size"),
+        reason="stages would pass on several residual streams",
+        advice="Set pipeline_model_parallel_size to 1.",
     ),
     Rule(
         name="mhc-and-mtp",
         when="`enable_mhc_connections` with `mtp_num_layers`",
         megatron="ValueError",
-        ours="error",
         why="as above",
-        within=_mhc_and_mtp,
+        within=lambda _, setting: setting.enable_mhc_connections and setting.mtp_num_layers is not None,
+        settings=("enable_mhc_connections", "mtp_num_layers"),
+        reason="multi-token prediction layers expect one residual stream",
+        advice="Leave out one of them.",
     ),
     Rule(
         name="mhc-layer-indices",
@@ -262,15 +174,16 @@ OTHER_RULES = (
         name="gdp-range",
         when="`gdp_num_chunk_states_to_recompute` outside 0 to 64",
         megatron="AssertionError if `gdp_cutedsl_kernel`, else nothing",
-        ours="error",
         why="meaningless",
-        alone=_gdp_range,
+        alone=lambda config: not 0 <= config.gdp_num_chunk_states_to_recompute <= 64,
+        settings=("gdp_num_chunk_states_to_recompute",),
+        reason="out of range",
+        advice="Set it to 0 to 64.",
     ),
     Rule(
         name="expert-overlap",
         when="`overlap_moe_expert_parallel_comm` with `full`, a method, a number of layers, or `moe`",
         megatron="AssertionError",
-        ours="error",
         why="nothing here can show yet that it works",
         within=_overlap,
     ),
@@ -278,9 +191,15 @@ OTHER_RULES = (
         name="expert-overlap-offload",
         when="`overlap_moe_expert_parallel_comm` on `ncclep` with offload of `expert_fc1`",
         megatron="AssertionError",
-        ours="error",
         why="what would be offloaded is freed",
-        within=_overlap_offload,
+        within=lambda config, setting: (
+            setting.overlap_moe_expert_parallel_comm
+            and (setting.moe_token_dispatcher_type, setting.moe_flex_dispatcher_backend) == ("flex", "ncclep")
+            and "expert_fc1" in config.offload_modules
+        ),
+        settings=("offload_modules", "moe_flex_dispatcher_backend"),
+        reason="the input of expert_fc1 is freed early on this path",
+        advice="Leave out expert_fc1.",
     ),
     Rule(
         name="mtp-uniform",

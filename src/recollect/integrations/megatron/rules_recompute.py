@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recollect.integrations.megatron.pipeline import chunk_sizes
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
-from recollect.integrations.megatron.rule import Clash, Rule, did_you_mean, found
+from recollect.integrations.megatron.rule import Clash, Rule, found
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["RECOMPUTE_RULES", "num_layers_clash"]
@@ -12,71 +12,12 @@ __all__ = ["RECOMPUTE_RULES", "num_layers_clash"]
 _WHAT = ("recompute_granularity", "recompute_method")
 
 
-def _granularity(config: RecomputeSettings) -> Clash | None:
-    value = config.recompute_granularity
-    if value in (None, "full", "selective"):
-        return None
-    advice = f"{did_you_mean(value, ['full', 'selective'])}Set it to 'full', 'selective' or None."
-    return Clash(found(config, "recompute_granularity"), "no such granularity", advice)
+def _other(value: object, *known: object) -> list[object]:
+    return [] if value in known else [value]
 
 
-def _method(config: RecomputeSettings) -> Clash | None:
-    value = config.recompute_method
-    if value in (None, "uniform", "block"):
-        return None
-    advice = f"{did_you_mean(value, ['uniform', 'block'])}Set it to 'uniform' or 'block'."
-    return Clash(found(config, "recompute_method"), "no such method", advice)
-
-
-def _full_needs_method(config: RecomputeSettings) -> Clash | None:
-    if config.recompute_granularity != "full" or config.recompute_method is not None:
-        return None
-    return Clash(
-        found(config, "recompute_granularity", "recompute_method"),
-        "full recompute needs a method",
-        "Set recompute_method to 'uniform' or 'block'.",
-    )
-
-
-def _full_needs_num_layers(config: RecomputeSettings) -> Clash | None:
-    if config.recompute_granularity != "full" or config.recompute_num_layers is not None:
-        return None
-    return Clash(
-        found(config, "recompute_granularity", "recompute_num_layers"),
-        "full recompute needs a number of layers",
-        "Set recompute_num_layers, for example to 1",
-    )
-
-
-def _selective_has_no_num_layers(config: RecomputeSettings) -> Clash | None:
-    if config.recompute_granularity != "selective" or config.recompute_num_layers is None:
-        return None
-    return Clash(
-        found(config, "recompute_granularity", "recompute_num_layers"),
-        "selective recompute is the same in every layer",
-        "Leave recompute_num_layers out, or set recompute_granularity to 'full'.",
-    )
-
-
-def _selective_has_no_method(config: RecomputeSettings) -> Clash | None:
-    if config.recompute_granularity != "selective" or config.recompute_method is None:
-        return None
-    return Clash(
-        found(config, "recompute_granularity", "recompute_method"),
-        "a method says which whole layers to recompute, and selective recomputes modules of all",
-        "Leave recompute_method out, or set recompute_granularity to 'full'.",
-    )
-
-
-def _num_layers_positive(config: RecomputeSettings) -> Clash | None:
-    value = config.recompute_num_layers
-    if value is None or (type(value) is int and value >= 1):
-        return None
-    return Clash(
-        found(config, "recompute_num_layers"),
-        "not a number of layers",
-        "Set it to a whole number, 1 or more; to recompute nothing, leave out recompute_granularity.",
-    )
+def _is_number_of_layers(value: object) -> bool:
+    return value is None or (type(value) is int and value >= 1)
 
 
 def _num_layers_in_range(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
@@ -110,16 +51,6 @@ def _without_granularity(config: RecomputeSettings) -> Clash | None:
     )
 
 
-def _modules_with_full(config: RecomputeSettings) -> Clash | None:
-    if config.recompute_granularity != "full" or not config.recompute_modules or config.moe_layer_recompute:
-        return None
-    return Clash(
-        found(config, "recompute_granularity", "recompute_modules"),
-        "full recompute takes whole layers, whatever recompute_modules says",
-        "Leave it out.",
-    )
-
-
 def _moe_layer_recompute(config: RecomputeSettings) -> Clash | None:
     if not config.moe_layer_recompute or config.recompute_granularity == "full":
         return None
@@ -131,117 +62,63 @@ def _moe_layer_recompute(config: RecomputeSettings) -> Clash | None:
     )
 
 
-def _moe_layer_recompute_with_full(config: RecomputeSettings) -> Clash | None:
-    if not config.moe_layer_recompute or config.recompute_granularity != "full":
-        return None
-    return Clash(
-        found(config, "recompute_granularity", "moe_layer_recompute"),
-        "one asks for whole layers, the other for modules",
-        "Leave out moe_layer_recompute: full recompute takes the experts with the rest of the layer.",
-    )
-
-
-def _distribute_with_sequence_parallel(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if not (config.distribute_saved_activations and setting.sequence_parallel):
-        return None
-    return Clash(
-        {**found(config, "distribute_saved_activations"), **found(setting, "sequence_parallel")},
-        "sequence parallelism has already split the kept values",
-        "Leave out distribute_saved_activations.",
-    )
-
-
-def _distribute_needs_full(config: RecomputeSettings) -> Clash | None:
-    if not config.distribute_saved_activations or config.recompute_granularity == "full":
-        return None
-    return Clash(
-        found(config, "recompute_granularity", "distribute_saved_activations"),
-        "only the kept inputs of whole layers are ever distributed",
-        "Leave it out, or set recompute_granularity to 'full'.",
-    )
-
-
-def _distribute_needs_tensor_parallel(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if not config.distribute_saved_activations or setting.tensor_model_parallel_size > 1:
-        return None
-    return Clash(
-        {**found(config, "distribute_saved_activations"), **found(setting, "tensor_model_parallel_size")},
-        "there are no ranks to distribute to",
-        "Leave it out, or set tensor_model_parallel_size to 2 or more.",
-    )
-
-
-def _alike_micro_batches(config: RecomputeSettings) -> Clash | None:
-    is_block = config.recompute_granularity == "full" and config.recompute_method == "block"
-    if config.num_microbatches_with_partial_activation_checkpoints is None or is_block:
-        return None
-    return Clash(
-        found(config, *_WHAT, "num_microbatches_with_partial_activation_checkpoints"),
-        "all micro-batches recompute the same",
-        "Leave it out, or set recompute_granularity to 'full' and recompute_method to 'block'.",
-    )
-
-
-def _micro_batches_need_pipeline(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    number = config.num_microbatches_with_partial_activation_checkpoints
-    if number is None or setting.pipeline_model_parallel_size > 1:
-        return None
-    return Clash(
-        {
-            **found(config, "num_microbatches_with_partial_activation_checkpoints"),
-            **found(setting, "pipeline_model_parallel_size"),
-        },
-        "several micro-batches are in flight in a pipeline only",
-        "Leave it out, or set pipeline_model_parallel_size to 2 or more.",
-    )
-
-
 RECOMPUTE_RULES = (
     Rule(
         name="granularity",
         when="`recompute_granularity` is not None, `full` or `selective`",
         megatron="ValueError",
-        ours="error",
         why="meaningless; recollect suggests the closest word",
-        alone=_granularity,
+        alone=lambda config: _other(config.recompute_granularity, None, "full", "selective"),
+        settings=("recompute_granularity",),
+        reason="no such granularity",
+        advice="Set it to 'full', 'selective' or None.",
+        known=("full", "selective"),
     ),
     Rule(
         name="method",
         when="`recompute_method` is not None, `uniform` or `block`",
         megatron="ValueError if there is a granularity, else nothing",
-        ours="error",
         why="meaningless",
-        alone=_method,
+        alone=lambda config: _other(config.recompute_method, None, "uniform", "block"),
+        settings=("recompute_method",),
+        reason="no such method",
+        advice="Set it to 'uniform' or 'block'.",
+        known=("uniform", "block"),
     ),
     Rule(
         name="num-layers-positive",
         when="`recompute_num_layers` is 0, negative, a bool or not a whole number",
         megatron="nothing; `uniform` with 0 never ends",
-        ours="error",
         why="meaningless",
-        alone=_num_layers_positive,
+        alone=lambda config: not _is_number_of_layers(config.recompute_num_layers),
+        settings=("recompute_num_layers",),
+        reason="not a number of layers",
+        advice="Set it to a whole number, 1 or more; to recompute nothing, leave out recompute_granularity.",
     ),
     Rule(
         name="full-needs-method",
         when="`full` without `recompute_method`",
         megatron="ValueError",
-        ours="error",
         why="`uniform` and `block` differ; nobody can guess which. ROLL's default is in `recollect.integrations.megatron.roll`",
-        alone=_full_needs_method,
+        alone=lambda config: config.recompute_granularity == "full" and config.recompute_method is None,
+        settings=_WHAT,
+        reason="full recompute needs a method",
+        advice="Set recompute_method to 'uniform' or 'block'.",
     ),
     Rule(
         name="full-needs-num-layers",
         when="`full` without `recompute_num_layers`",
         megatron="ValueError, which names a range that it never checks",
-        ours="error",
         why="as above",
-        alone=_full_needs_num_layers,
+        alone=lambda config: config.recompute_granularity == "full" and config.recompute_num_layers is None,
+        settings=("recompute_granularity", "recompute_num_layers"),
+        reason="full recompute needs a number of layers",
+        advice="Set recompute_num_layers, for example to 1",
     ),
     Rule(
         name="num-layers-range",
         when="`recompute_num_layers` above the layers of the largest (virtual) pipeline stage",
         megatron="nothing; the number is clamped",
-        ours="error",
         why="the number was meant for another model or another layout; checked against the model itself too",
         within=_num_layers_in_range,
     ),
@@ -256,17 +133,21 @@ RECOMPUTE_RULES = (
         name="selective-has-no-num-layers",
         when="`selective` with `recompute_num_layers`",
         megatron="ValueError",
-        ours="error",
         why="it would have no effect; Megatron-Bridge's `-rl` beside `--recompute_modules` ends here",
-        alone=_selective_has_no_num_layers,
+        alone=lambda config: config.recompute_granularity == "selective" and config.recompute_num_layers is not None,
+        settings=("recompute_granularity", "recompute_num_layers"),
+        reason="selective recompute is the same in every layer",
+        advice="Leave recompute_num_layers out, or set recompute_granularity to 'full'.",
     ),
     Rule(
         name="selective-has-no-method",
         when="`selective` with `recompute_method`",
         megatron="AssertionError on the command line; the configuration object ignores it",
-        ours="error",
         why="it would have no effect",
-        alone=_selective_has_no_method,
+        alone=lambda config: config.recompute_granularity == "selective" and config.recompute_method is not None,
+        settings=_WHAT,
+        reason="a method says which whole layers to recompute, and selective recomputes modules of all",
+        advice="Leave recompute_method out, or set recompute_granularity to 'full'.",
     ),
     Rule(
         name="needs-granularity",
@@ -282,7 +163,12 @@ RECOMPUTE_RULES = (
         megatron="nothing; they are ignored",
         ours="warning",
         why="as above",
-        alone=_modules_with_full,
+        alone=lambda config: (
+            config.recompute_granularity == "full" and config.recompute_modules and not config.moe_layer_recompute
+        ),
+        settings=("recompute_granularity", "recompute_modules"),
+        reason="full recompute takes whole layers, whatever recompute_modules says",
+        advice="Leave it out.",
     ),
     Rule(
         name="moe-layer-recompute",
@@ -296,33 +182,41 @@ RECOMPUTE_RULES = (
         name="moe-layer-recompute-with-full",
         when="`moe_layer_recompute` with `full`",
         megatron="ValueError",
-        ours="error",
         why="they contradict each other",
-        alone=_moe_layer_recompute_with_full,
+        alone=lambda config: config.moe_layer_recompute and config.recompute_granularity == "full",
+        settings=("recompute_granularity", "moe_layer_recompute"),
+        reason="one asks for whole layers, the other for modules",
+        advice="Leave out moe_layer_recompute: full recompute takes the experts with the rest of the layer.",
     ),
     Rule(
         name="distribute-needs-full",
         when="`distribute_saved_activations` without `full`",
         megatron="AssertionError on the command line; ignored by the configuration object, though its guide shows it",
-        ours="error",
         why="it would have no effect",
-        alone=_distribute_needs_full,
+        alone=lambda config: config.distribute_saved_activations and config.recompute_granularity != "full",
+        settings=("recompute_granularity", "distribute_saved_activations"),
+        reason="only the kept inputs of whole layers are ever distributed",
+        advice="Leave it out, or set recompute_granularity to 'full'.",
     ),
     Rule(
         name="distribute-without-tensor-parallel",
         when="`distribute_saved_activations` with `tensor_model_parallel_size` 1",
         megatron="AssertionError on the command line; nothing in the configuration object",
-        ours="error",
         why="it would have no effect",
-        within=_distribute_needs_tensor_parallel,
+        within=lambda config, setting: config.distribute_saved_activations and setting.tensor_model_parallel_size <= 1,
+        settings=("distribute_saved_activations", "tensor_model_parallel_size"),
+        reason="there are no ranks to distribute to",
+        advice="Leave it out, or set tensor_model_parallel_size to 2 or more.",
     ),
     Rule(
         name="distribute-with-sequence-parallel",
         when="`distribute_saved_activations` with `sequence_parallel`",
         megatron="ValueError",
-        ours="error",
         why="the kept values are already split",
-        within=_distribute_with_sequence_parallel,
+        within=lambda config, setting: config.distribute_saved_activations and setting.sequence_parallel,
+        settings=("distribute_saved_activations", "sequence_parallel"),
+        reason="sequence parallelism has already split the kept values",
+        advice="Leave out distribute_saved_activations.",
     ),
     Rule(
         name="micro-batches-alike",
@@ -330,14 +224,25 @@ RECOMPUTE_RULES = (
         megatron="nothing",
         ours="warning",
         why="it has no effect",
-        alone=_alike_micro_batches,
+        alone=lambda config: (
+            config.num_microbatches_with_partial_activation_checkpoints is not None
+            and (config.recompute_granularity, config.recompute_method) != ("full", "block")
+        ),
+        settings=(*_WHAT, "num_microbatches_with_partial_activation_checkpoints"),
+        reason="all micro-batches recompute the same",
+        advice="Leave it out, or set recompute_granularity to 'full' and recompute_method to 'block'.",
     ),
     Rule(
         name="micro-batches-without-pipeline",
         when="`num_microbatches_with_partial_activation_checkpoints` with `pipeline_model_parallel_size` 1",
         megatron="nothing; it is ignored",
-        ours="error",
         why="it would have no effect",
-        within=_micro_batches_need_pipeline,
+        within=lambda config, setting: (
+            config.num_microbatches_with_partial_activation_checkpoints is not None
+            and setting.pipeline_model_parallel_size <= 1
+        ),
+        settings=("num_microbatches_with_partial_activation_checkpoints", "pipeline_model_parallel_size"),
+        reason="several micro-batches are in flight in a pipeline only",
+        advice="Leave it out, or set pipeline_model_parallel_size to 2 or more.",
     ),
 )

@@ -3,44 +3,18 @@
 from __future__ import annotations
 
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
-from recollect.integrations.megatron.rule import Clash, Rule, found
-from recollect.integrations.megatron.training_setting import TrainingSetting
+from recollect.integrations.megatron.rule import Rule
 
-__all__ = ["STASH_RULES", "offloaded_inside_moe"]
-
-
-def offloaded_inside_moe(config: RecomputeSettings) -> tuple[str, ...]:
-    """Return the offloaded modules of the experts."""
-    return tuple(name for name in ("moe_act", "expert_fc1", "fused_group_mlp") if name in config.offload_modules)
+__all__ = ["EXPERT_PARTS", "STASH_RULES", "offloaded"]
 
 
-def _stash_and_layers(config: RecomputeSettings) -> Clash | None:
-    if not (config.moe_paged_stash and config.cpu_offloading):
-        return None
-    return Clash(
-        found(config, "moe_paged_stash", "cpu_offloading"), "both would take the same values", "Leave out one of them."
-    )
+EXPERT_PARTS = ("moe_act", "expert_fc1", "fused_group_mlp")
 
 
-def _stash_needs_capacity(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
-    if not config.moe_paged_stash or setting.moe_expert_rank_capacity_factor is not None:
-        return None
-    return Clash(
-        {**found(config, "moe_paged_stash"), **found(setting, "moe_expert_rank_capacity_factor")},
-        "without a capacity there is nothing to page",
-        "Set moe_expert_rank_capacity_factor, or leave out moe_paged_stash.",
-    )
-
-
-def _stash_or_offload(config: RecomputeSettings) -> Clash | None:
-    inside = offloaded_inside_moe(config)
-    if not config.moe_paged_stash or not inside:
-        return None
-    return Clash(
-        found(config, "moe_paged_stash", "offload_modules"),
-        "the stash holds these activations already",
-        f"Leave out {' and '.join(inside)}.",
-    )
+def offloaded(config: RecomputeSettings, *modules: str) -> list[str]:
+    """Return those of the modules that are offloaded, in one phrase; [] if none is."""
+    names = [name for name in modules if name in config.offload_modules]
+    return [" and ".join(names)] if names else []
 
 
 STASH_RULES = (
@@ -48,24 +22,30 @@ STASH_RULES = (
         name="stash-and-layers",
         when="`moe_paged_stash` with `cpu_offloading`",
         megatron="ValueError",
-        ours="error",
         why="both would take the same values",
-        alone=_stash_and_layers,
+        alone=lambda config: config.moe_paged_stash and config.cpu_offloading,
+        settings=("moe_paged_stash", "cpu_offloading"),
+        reason="both would take the same values",
+        advice="Leave out one of them.",
     ),
     Rule(
         name="stash-needs-capacity",
         when="`moe_paged_stash` without `moe_expert_rank_capacity_factor`",
         megatron="ValueError",
-        ours="error",
         why="it would have no effect",
-        within=_stash_needs_capacity,
+        within=lambda config, setting: config.moe_paged_stash and setting.moe_expert_rank_capacity_factor is None,
+        settings=("moe_paged_stash", "moe_expert_rank_capacity_factor"),
+        reason="without a capacity there is nothing to page",
+        advice="Set moe_expert_rank_capacity_factor, or leave out moe_paged_stash.",
     ),
     Rule(
         name="stash-or-offload",
         when="`moe_paged_stash` with offload of `expert_fc1`, `moe_act` or `fused_group_mlp`",
         megatron="ValueError",
-        ours="error",
         why="both would take the same values",
-        alone=_stash_or_offload,
+        alone=lambda config: config.moe_paged_stash and offloaded(config, *EXPERT_PARTS),
+        settings=("moe_paged_stash", "offload_modules"),
+        reason="the stash holds these activations already",
+        advice="Leave out {}.",
     ),
 )
