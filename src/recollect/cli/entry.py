@@ -26,7 +26,7 @@ from recollect.cli.commands import Bench, Calibrate, Doctor, DrawFrontier, Expla
 from recollect.errors import RecollectError
 from recollect.integrations.megatron.arguments import describes_model, read_arguments
 from recollect.lab.train.config import demo_config, pretrain_gpt_config
-from recollect.lab.train.rank_warnings import is_shown_here, shared_warnings
+from recollect.lab.train.launched import is_shown_here, shared_warnings
 from recollect.printing import print_line
 from recollect.warning import warn_user
 
@@ -211,7 +211,7 @@ def _run(command: Command) -> int:
 
 @REGISTRY.primitive_rule
 def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | UnsupportedTypeAnnotationError | None:
-    """Return how to read and show a type or None."""
+    """Return how to read and show a type or None: `--num-layers INT`, not `{None}|INT`; "None" is still understood."""
     kinds = get_args(info.type)
     if info.type_origin not in (Union, types.UnionType) or types.NoneType not in kinds:
         return None

@@ -12,9 +12,8 @@ from recollect.byte_format import format_bytes
 from recollect.cli.commands import Train
 from recollect.integrations.megatron import RecomputeConfig
 from recollect.lab.train.config import TrainConfig
-from recollect.lab.train.launched import is_first_launched, num_launched
+from recollect.lab.train.launched import is_first_launched, num_launched, shared_warnings
 from recollect.lab.train.loop import train
-from recollect.lab.train.rank_warnings import shared_warnings
 from recollect.lab.train.records import Outcome
 from recollect.printing import print_line
 from recollect.quantities import format_seconds
