@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from recollect.lab.models.experts import Experts
 from recollect.lab.models.moe import MoELayer
 from recollect.lab.models.router import RouterStatistics
+from recollect.lab.parallel.expert import SharedGroups
 from recollect.lab.parallel.fused_rows import interleaved
 from recollect.lab.parallel.sequence_linear import with_partial_gradient
-from recollect.lab.parallel.shared_groups import SharedGroups
 
 __all__ = ["OwnPartMoELayer", "SplitMoELayer"]
 
