@@ -20,7 +20,7 @@ import recollect
 from gpu.part import Context
 from models import ModelName
 from recollect.byte_format import format_bytes
-from recollect.lab.bench.out_of_memory import is_out_of_memory
+from recollect.lab.bench.measure import is_out_of_memory
 from recollect.measuring.device_memory import empty_cache
 from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
 from recollect.measuring.timing import timed

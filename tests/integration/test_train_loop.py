@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from recollect.cli.train import report_lines, report_table
 from recollect.errors import CheckpointError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.checkpoint import list_checkpoints
@@ -25,7 +26,6 @@ from recollect.lab.train.optim import build_optimizer, learning_rate_at
 from recollect.lab.train.optimizer_step import train_step
 from recollect.lab.train.processes import ONE_PROCESS
 from recollect.lab.train.records import Baseline, Outcome, StepRecord
-from recollect.lab.train.report import report_lines, report_table
 from recollect.lab.train.session import open_session
 from recollect.lab.train.trained import build_trained
 from training_runs import config, losses, run

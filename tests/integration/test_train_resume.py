@@ -18,7 +18,7 @@ from rich.console import Console
 
 from recollect.errors import CheckpointError
 from recollect.lab.train.checkpoint import list_checkpoints
-from recollect.lab.train.folder_lock import only_run_in
+from recollect.lab.train.files import only_run_in
 from recollect.lab.train.loop import train
 from recollect.lab.train.records import Outcome
 from recollect.lab.train.session import open_session

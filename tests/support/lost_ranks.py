@@ -16,8 +16,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from recollect._torch_parallel import meeting_place
-from recollect.lab.train.last_words import LastWords
-from recollect.lab.train.lost_processes import named_errors
+from recollect.lab.train.lost_processes import LastWords, named_errors
 from recollect.ranks.group import Ranks, group_of
 
 FIRST_ENDS = ("first fails", "first gone", "first done")

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from recollect import __version__
-from recollect.cli.bench_flags import Bench
+from recollect.cli.commands import Bench
 from recollect.cli.output import check_folder, wide_console, write_file
 from recollect.cli.recorded_step import build_step
 from recollect.lab.bench.golden import check_comparable, compared, warn_of_versions

@@ -2,20 +2,84 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import OmitArgPrefixes, arg
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, UseAppendAction, arg
 
-from recollect.cli.cluster_flags import ClusterFlags
 from recollect.cli.recompute_flags import RecomputeFlags
+from recollect.lab.parallel.flags import ParallelFlags
+from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.pipeline_layout import ScheduleName
 from recollect.lab.train.checks import at_least
 from recollect.lab.train.config import ModelFlags, OptimFlags, TrainConfig
 
+_SUFFIXES = (".csv", ".json", ".md")
 # The names are headings of --help.
 _Recompute = Annotated[OmitArgPrefixes[RecomputeFlags], arg(name="recompute", prefix_name=False)]
 _Model = Annotated[OmitArgPrefixes[ModelFlags], arg(name="model", prefix_name=False)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFlags:
+    """How devices are connected."""
+
+    devices_per_node: int | None = None
+    """Devices in a node; default: 8."""
+    node_link: str | None = None
+    """Link between devices of a node, such as "NVLink 4" or "PCIe 5"; default: the usual one of the hardware."""
+    network_link: str | None = None
+    """Link between nodes, such as "InfiniBand NDR"; default: likewise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterFlags(ParallelFlags):
+    """With --fake: plan for many devices, none of which is needed.
+
+    Example:
+        >>> ClusterFlags(tensor_model_parallel_size=4).is_given, ClusterFlags().is_given
+        (True, False)
+    """
+
+    pipeline_parallel_schedule: ScheduleName | None = None
+    """In which order ranks run their stages, with the names of torchtitan; default: 1F1B, or Interleaved1F1B where a rank has
+    several. ZBVZeroBubble and DualPipeV run two on each rank."""
+    pipeline_split: Literal["auto"] | tuple[int, ...] | None = None
+    """Layers of each stage, such as 19 20 20 21; auto chooses them together with the plans; default: as many in each."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first rank of the pipeline; default: as many as the others."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last rank of the pipeline, likewise."""
+    data_parallel_size: int = 1
+    """Ranks with micro-batches of their own; in Megatron what is left of the devices."""
+    global_batch_size: int | None = None
+    """Sequences of a step on all devices; default: four micro-batches a rank of the pipeline, or one without a pipeline."""
+    distribute_saved_activations: FlagCreatePairsOff[bool] = False
+    """Let plans have each rank of tensor parallelism hold a part of what is the same on all of them."""
+    pipeline_engine: Literal["torch", "megatron"] = "torch"
+    """Whose pipelines: torch's hold receive buffers for all micro-batches, Megatron's free what they received and sent."""
+    node: Annotated[OmitArgPrefixes[NodeFlags], arg(name="node", prefix_name=False)] = field(default_factory=NodeFlags)
+    """How devices are connected."""
+
+    def layout(self, data_parallel_size: int = 1) -> DeviceLayout:
+        """Return the layout with some number of ranks of data parallelism.
+
+        Raises:
+            ConfigError: a size is below 1, or sizes clash.
+        """
+        return replace(
+            super().layout(data_parallel_size),
+            decoder_first_pipeline_num_layers=self.decoder_first_pipeline_num_layers,
+            decoder_last_pipeline_num_layers=self.decoder_last_pipeline_num_layers,
+            pipeline_split=None if self.pipeline_split == "auto" else self.pipeline_split,
+            pipeline_parallel_schedule=self.pipeline_parallel_schedule,
+        )
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is more than one device, or a flag that asks for it."""
+        return self != ClusterFlags(node=self.node)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,5 +232,86 @@ class Tokenize:
     """A `tokenizer.json` of the `tokenizers` library; none: one token per byte."""
     output_prefix: Path
     """Path of the dataset, without .bin and .idx."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure recompute settings side by side: TFLOP/s, step time, tokens/s and peak memory; compare with stored results.
+
+    The exit status is 1 if a setting is slower or larger than its golden result allows, or no longer fits.
+    """
+
+    step: OmitArgPrefixes[ModelStep] = field(default_factory=ModelStep)
+    """The training step."""
+    recompute: OmitArgPrefixes[RecomputeFlags] = field(default_factory=RecomputeFlags)
+    """One setting, as Megatron's flags."""
+    setting: UseAppendAction[tuple[str, ...]] = ()
+    """A setting in a few words, such as "selective core_attn,layernorm", "full uniform 4", "memory_budget 60%"; may be
+    repeated."""
+    settings: Path | None = None
+    """A YAML file with a list of settings, each in a few words or as a mapping of Megatron's names."""
+    num_microbatches: int = 1
+    """Micro-batches per step, with accumulated gradients."""
+    rounds: int = 8
+    """Rounds in which all settings take turns."""
+    memory_limit: str | None = None
+    """A peak above this, such as 16GiB, counts as out of memory; settings predicted to exceed it do not run."""
+    threads: int | None = None
+    """Threads of PyTorch on a CPU; default: PyTorch's choice."""
+    golden: Path | None = None
+    """Stored results to compare with."""
+    threshold: float = 0.05
+    """Relative loss of TFLOP/s, or growth of a peak, that counts as a regression."""
+    save_golden: Path | None = None
+    """Store the results in this file, for --golden."""
+    out: tuple[Path, ...] = ()
+    """Files for the results, by suffix: .md (the table), .csv and .json (all numbers)."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_microbatches", "rounds", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: got {value}, expected at least 1.")
+        if not 0 < self.threshold < 1:
+            raise ValueError(f"threshold: got {self.threshold:g}, expected a fraction between 0 and 1.")
+        for path in self.out:
+            if path.suffix not in _SUFFIXES:
+                raise ValueError(f"out: got {path}, expected a name that ends in {', '.join(_SUFFIXES)}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explain:
+    """Show what a Megatron configuration keeps and recomputes, layer by layer, and what a budget of the same peak would."""
+
+    step: OmitArgPrefixes[RecordedStep] = field(default_factory=RecordedStep)
+    """The training step."""
+    recompute: OmitArgPrefixes[RecomputeFlags] = field(default_factory=RecomputeFlags)
+    """What to recompute, as Megatron's flags."""
+    yaml: Path | None = None
+    """A YAML configuration with Megatron's names, also under `model` as in Megatron-Bridge; flags override it."""
+    json: Path | None = None
+    """Write all numbers to this file."""
+    new_gradients: bool = False
+    """Allocate gradients in backward, as PyTorch does with one micro-batch per step. By default they exist all the time, like
+    Megatron's gradient buffer."""
+    names: bool = False
+    """Also list what is kept and recomputed by name."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Name what went wrong in a training run, why, and what to do, from its log, its settings, or a memory snapshot."""
+
+    files: Positional[tuple[Path, ...]] = ()
+    """Logs or tracebacks, configurations (YAML, JSON, TOML, scripts with flags), snapshots of torch.cuda.memory._dump_snapshot;
+    files of one run are judged together. - or nothing: standard input."""
+    json: bool = False
+    """Print JSON instead of text."""
     debug: bool = False
     """Show the traceback of an error."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from recollect.cli.doctor_flags import Doctor
+from recollect.cli.commands import Doctor
 from recollect.doctor.diagnose import Case
 from recollect.doctor.finding import Finding
 from recollect.doctor.table import NUM_RULES

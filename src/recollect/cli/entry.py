@@ -1,4 +1,4 @@
-"""Entry point: parse the command, run it, and report errors in one line."""
+"""Entry point: parse the command, show its help, run it, and report errors in one line."""
 
 from __future__ import annotations
 
@@ -7,27 +7,57 @@ import functools
 import operator
 import signal
 import sys
+import types
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Union, get_args
 
 import tyro
 from rich.console import Console
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    UnsupportedTypeAnnotationError,
+)
 
 from recollect import __version__
-from recollect.cli.bench_flags import Bench
-from recollect.cli.commands import Calibrate, DrawFrontier, MakePlan, Tokenize, Train
-from recollect.cli.doctor_flags import Doctor
-from recollect.cli.explain_flags import Explain
-from recollect.cli.optional_values import REGISTRY
-from recollect.cli.train_help import TRAIN_HELP
+from recollect.cli.commands import Bench, Calibrate, Doctor, DrawFrontier, Explain, MakePlan, Tokenize, Train
 from recollect.errors import RecollectError
 from recollect.integrations.megatron.arguments import describes_model, read_arguments
 from recollect.lab.train.config import demo_config, pretrain_gpt_config
-from recollect.lab.train.rank_warnings import is_shown_here, shared_warnings
+from recollect.lab.train.launched import is_shown_here, shared_warnings
 from recollect.printing import print_line
 from recollect.warning import warn_user
 
+TRAIN_HELP = """\
+Train a language model within a memory budget.
+
+examples:
+  recollect train --demo
+  recollect train --data notes/ --memory-budget 60% --run-dir runs/notes
+  recollect train --data notes/ --memory-budget 50% --run-dir runs/notes \\
+      --resume --steps 400
+  recollect train --num-layers 12 --hidden-size 768 --num-attention-heads 12 \\
+      --recompute-granularity full --recompute-method uniform \\
+      --recompute-num-layers 1     (Megatron's flags: docs/megatron_flags.md)
+
+the ten flags that matter most:
+  --demo                train the demo, about three minutes on two CPU cores
+  --data PATH ...       text files, JSONL files or folders of them
+  --size NAME           the model, such as tiny, demo, 160m or 1b
+  --seq-length N        tokens per sequence
+  --batch-size N        sequences per micro-batch
+  --steps N             optimizer steps
+  --learning-rate X     its highest value
+  --memory-budget B     bound on the peak of the step, such as 16GiB or 60%
+  --run-dir FOLDER      for checkpoints, plan and metrics
+  --resume              go on from the newest checkpoint there
+
+All flags, in groups:
+"""
+REGISTRY = ConstructorRegistry()
+_NONE = "None"
 Command = Train | MakePlan | DrawFrontier | Calibrate | Tokenize | Bench | Explain | Doctor
 _COMMANDS: dict[str, Any] = {
     "train": Train,
@@ -177,3 +207,23 @@ def _run(command: Command) -> int:
 
         run_calibrate(command, console)
     return 0
+
+
+@REGISTRY.primitive_rule
+def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | UnsupportedTypeAnnotationError | None:
+    """Return how to read and show a type or None: `--num-layers INT`, not `{None}|INT`; "None" is still understood."""
+    kinds = get_args(info.type)
+    if info.type_origin not in (Union, types.UnionType) or types.NoneType not in kinds:
+        return None
+    rest = functools.reduce(operator.or_, (kind for kind in kinds if kind is not types.NoneType))
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(rest, info.markers))
+    if isinstance(spec, UnsupportedTypeAnnotationError):
+        return spec
+    return PrimitiveConstructorSpec(
+        nargs=spec.nargs,
+        metavar=spec.metavar,
+        instance_from_str=lambda words: None if words == [_NONE] else spec.instance_from_str(words),
+        is_instance=lambda value: value is None or spec.is_instance(value),
+        str_from_instance=lambda value: [_NONE] if value is None else spec.str_from_instance(value),
+        choices=None if spec.choices is None else (*spec.choices, _NONE),
+    )

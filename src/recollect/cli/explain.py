@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recollect.byte_format import format_bytes
-from recollect.cli.explain_flags import Explain
+from recollect.cli.commands import Explain
 from recollect.cli.megatron_yaml import MegatronFile, read_megatron_file
 from recollect.cli.output import check_folder, describe_step, wide_console, write_file
 from recollect.cli.recorded_step import step_recorder

@@ -13,8 +13,7 @@ from rich.table import Table
 import recollect
 from recollect.byte_format import format_bytes
 from recollect.cli.commands import DrawFrontier
-from recollect.cli.output import describe_step
-from recollect.cli.pictures import check_pictures
+from recollect.cli.output import check_pictures, describe_step
 from recollect.cli.recorded_step import step_recorder
 from recollect.pictures.next_steps import name_points
 from recollect.pictures.page import write_frontier_page

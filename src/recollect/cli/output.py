@@ -1,4 +1,4 @@
-"""Output of the commands: tables on the console, and files that are checked before the work begins."""
+"""Output of the commands: tables on the console, and files and pictures that are checked before the work begins."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from rich.console import Console
 
 from recollect.errors import RecollectError
 from recollect.lab.train.files import write_text
+from recollect.pictures.page import require_plotly
+from recollect.pictures.style import require_matplotlib
 from recollect.printing import print_line
 from recollect.profile.profile import Profile
 
-__all__ = ["check_folder", "describe_step", "wide_console", "write_file"]
+__all__ = ["check_folder", "check_pictures", "describe_step", "wide_console", "write_file"]
 
 
 def wide_console(console: Console, width: int) -> Console:
@@ -58,3 +60,18 @@ def write_file(path: Path, text: str, console: Console, *, flag: str = "", note:
             f"{flag} {path}: cannot be written ({problem.strerror}), expected a file in a writable folder.".lstrip()
         ) from None
     print_line(console, f"Written to {path}{note}.")
+
+
+def check_pictures(png: Path | None, html: Path | None) -> None:
+    """Check that the requested pictures can be made.
+
+    Raises:
+        RecollectError: a package or the file's folder is missing.
+    """
+    if png is not None:
+        require_matplotlib()
+    if html is not None:
+        require_plotly()
+    for flag, path in (("--png", png), ("--html", html)):
+        if path is not None:
+            check_folder(path, flag)

@@ -10,8 +10,7 @@ from recollect.byte_format import format_bytes
 from recollect.cli.cluster import run_cluster
 from recollect.cli.commands import MakePlan
 from recollect.cli.largest import run_largest
-from recollect.cli.output import check_folder, write_file
-from recollect.cli.pictures import check_pictures
+from recollect.cli.output import check_folder, check_pictures, write_file
 from recollect.cli.recorded_step import check_step_budget, step_recorder
 from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags, nearest_settings
 from recollect.integrations.torchtitan_settings import nearest_policy, torchtitan_flags

@@ -1,4 +1,4 @@
-"""`recollect train`: train a language model within a memory budget."""
+"""`recollect train`: train a language model within a memory budget, and report planned, predicted and measured numbers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import dataclasses
 import signal
 
 from rich.console import Console
+from rich.table import Table
 
+from recollect.byte_format import format_bytes
 from recollect.cli.commands import Train
 from recollect.integrations.megatron import RecomputeConfig
 from recollect.lab.train.config import TrainConfig
-from recollect.lab.train.launched import is_first_launched, num_launched
+from recollect.lab.train.launched import is_first_launched, num_launched, shared_warnings
 from recollect.lab.train.loop import train
-from recollect.lab.train.rank_warnings import shared_warnings
-from recollect.lab.train.report import report_lines, report_table
+from recollect.lab.train.records import Outcome
 from recollect.printing import print_line
+from recollect.quantities import format_seconds
 
 
 def run_train(command: Train, console: Console) -> None:
@@ -50,3 +52,67 @@ def training_config(command: Train) -> TrainConfig:
     recompute = RecomputeConfig(**fields)
     recompute.check(command.config.training_setting(command.config.model.dimensions()))
     return dataclasses.replace(command.config, step=dataclasses.replace(command.config.step, recompute=recompute))
+
+
+def report_table(outcome: Outcome) -> Table:
+    """Return a table of peak and time of a step, with and without recompute, predicted and measured."""
+    table = Table(title="Planned, predicted, measured", title_justify="left")
+    for heading in ("", "predicted", "measured"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    baseline = outcome.baseline
+    table.add_row("peak without recompute", _bytes(baseline.predicted_peak_bytes), _bytes(baseline.measured_peak_bytes))
+    if outcome.budget_bytes is not None:
+        table.add_row("budget", format_bytes(outcome.budget_bytes), "", style="bold")
+    table.add_row(
+        "peak of this run", _bytes(outcome.predicted_peak_bytes), _bytes(outcome.measured_peak_bytes), style="bold"
+    )
+    table.add_row("fastest step without recompute", "", _seconds(baseline.measured_step_s))
+    table.add_row("fastest step of this run", "", _seconds(outcome.step_s))
+    table.add_row("added time", _percent(outcome.predicted_slowdown), _percent(_measured_slowdown(outcome)))
+    return table
+
+
+def report_lines(outcome: Outcome) -> list[str]:
+    """Describe the course of the loss, whether the budget held, and where the results are."""
+    lines = []
+    if outcome.records:
+        first, last = outcome.records[0], outcome.records[-1]
+        lines.append(
+            f"Loss {first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step} of {outcome.total_steps}."
+        )
+        validations = [record for record in outcome.records if record.validation_loss is not None]
+        if validations:
+            first, last = validations[0], validations[-1]
+            lines.append(
+                f"Validation loss {first.validation_loss:.4f} after step {first.step}, "
+                f"{last.validation_loss:.4f} after step {last.step}."
+            )
+    else:
+        lines.append(f"The run was complete: all {outcome.total_steps} steps had been done before.")
+    budget_bytes, peak_bytes = outcome.budget_bytes, outcome.measured_peak_bytes
+    if budget_bytes is not None and peak_bytes is not None:
+        difference = format_bytes(abs(budget_bytes - peak_bytes))
+        lines.append(
+            f"The budget held, with {difference} to spare."
+            if peak_bytes <= budget_bytes
+            else f"The budget was EXCEEDED by {difference}: {outcome.excess_reason or 'please report this with plan.json'}."
+        )
+    lines.append(f"Metrics, plan and checkpoints are in {outcome.folder}.")
+    return lines
+
+
+def _measured_slowdown(outcome: Outcome) -> float | None:
+    plain_s = outcome.baseline.measured_step_s
+    return None if plain_s is None or outcome.step_s is None else outcome.step_s / plain_s - 1
+
+
+def _bytes(number: int | None) -> str:
+    return "-" if number is None else format_bytes(number)
+
+
+def _seconds(number: float | None) -> str:
+    return "-" if number is None else format_seconds(number)
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:+.1f} %"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recollect.doctor.text_rule import TextRule
+from recollect.doctor.passage import TextRule
 
 __all__ = ["CHECKPOINT_RULES"]
 

@@ -8,13 +8,12 @@ from typing import Any
 
 from recollect.doctor import metadata_mismatch, out_of_memory
 from recollect.doctor.finding import Finding
-from recollect.doctor.passage import Passage, passages
+from recollect.doctor.passage import Passage, TextRule, passages
 from recollect.doctor.rules_checkpoint import CHECKPOINT_RULES
 from recollect.doctor.rules_libraries import LIBRARY_RULES
 from recollect.doctor.rules_megatron import MEGATRON_TEXT_RULES
 from recollect.doctor.settings import Settings
 from recollect.doctor.settings_in_text import SettingsInText
-from recollect.doctor.text_rule import TextRule
 from recollect.doctor.training_log import LogNumbers
 
 __all__ = ["TEXT_RULES", "TextScan"]

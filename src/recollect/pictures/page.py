@@ -25,11 +25,10 @@ import numpy as np
 from recollect.byte_format import format_bytes
 from recollect.errors import RecollectError
 from recollect.extras import needed
-from recollect.pictures.bounds import bound_corners
 from recollect.pictures.curves import memory_curve
 from recollect.pictures.next_steps import CATEGORY_MEANINGS, meaning_of, name_points, next_steps, slug_of
 from recollect.pictures.style import CATEGORY_COLORS
-from recollect.pictures.words import byte_unit, classics_of, describe_profile, percent, time_unit_of
+from recollect.pictures.words import bound_corners, byte_unit, classics_of, describe_profile, percent, time_unit_of
 from recollect.planning.classic import classic_plan
 from recollect.planning.frontier import Frontier, FrontierPoint
 from recollect.plans.plan import Plan

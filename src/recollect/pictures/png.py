@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from recollect.byte_format import format_bytes
-from recollect.pictures.bounds import bound_corners
 from recollect.pictures.curves import MemoryCurve, Span, TimeUnit, memory_curve
 from recollect.pictures.labels import Mark, place_labels
 from recollect.pictures.style import (
@@ -24,7 +23,7 @@ from recollect.pictures.style import (
     save_png,
     set_title,
 )
-from recollect.pictures.words import byte_unit, classics_of, describe_profile, percent, time_unit_of
+from recollect.pictures.words import bound_corners, byte_unit, classics_of, describe_profile, percent, time_unit_of
 from recollect.planning.classic import classic_plan
 from recollect.planning.frontier import Frontier
 from recollect.plans.plan import Plan

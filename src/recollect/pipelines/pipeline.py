@@ -8,10 +8,9 @@ from functools import cached_property
 from itertools import accumulate
 
 from recollect.errors import ScheduleError
-from recollect.pipelines.first_actions import first_actions, left_out
 from recollect.pipelines.pipeline_plan import PipelinePlan, StagePlans
 from recollect.pipelines.playback import StageTimes, played_s
-from recollect.pipelines.rank import Rank, RankStage
+from recollect.pipelines.rank import Rank, RankStage, first_actions, left_out
 from recollect.pipelines.rank_profile import RankStep, rank_step, unit_path
 from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineAction, PipelineSchedule
 from recollect.pipelines.stage_parts import RecordedStage, StageParts

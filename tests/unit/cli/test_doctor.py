@@ -15,9 +15,8 @@ import tyro
 
 import recollect
 from recollect.cli import main
-from recollect.cli.commands import DrawFrontier, MakePlan
+from recollect.cli.commands import DrawFrontier, Explain, MakePlan
 from recollect.cli.doctor import report
-from recollect.cli.explain_flags import Explain
 from recollect.doctor.finding import Rule
 from recollect.doctor.table import TOPICS
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import tyro
 
-from recollect.cli.entry import parse_train
-from recollect.cli.optional_values import REGISTRY
+from recollect.cli.entry import REGISTRY, parse_train
 from recollect.cli.recompute_flags import RecomputeFlags
 from recollect.cli.train import training_config
 from recollect.errors import ConfigError

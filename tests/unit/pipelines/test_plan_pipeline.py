@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.errors import BudgetTooSmallError, ProfileFormatError, ScheduleError
-from recollect.pipelines.first_actions import first_actions
+from recollect.pipelines.rank import first_actions
 from recollect.pipelines.schedule import PipelineAction, PipelineSchedule
 from recollect.planning.bound import LowerBound
 from recollect.planning.choose import Planner

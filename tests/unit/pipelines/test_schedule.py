@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from recollect.errors import ConfigError, ScheduleError
-from recollect.pipelines.first_actions import first_actions
 from recollect.pipelines.playback import StageTimes, step_s
+from recollect.pipelines.rank import first_actions
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 
 

@@ -2,27 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 import recollect
 from recollect.byte_format import format_bytes
+from recollect.engine.placed_forward import Applied
 from recollect.errors import BenchError, BudgetTooSmallError
 from recollect.integrations.megatron import megatron_plan
-from recollect.lab.bench.out_of_memory import is_out_of_memory
 from recollect.lab.bench.race import Contestant, Race, percentile
 from recollect.lab.bench.results import Row
 from recollect.lab.bench.settings import KeepAll, MemoryBudget, Setting
 from recollect.lab.bench.subject import Subject
-from recollect.lab.bench.switchable_plan import SwitchablePlan
 from recollect.planning.choose import Planner
 
 if TYPE_CHECKING:
     from recollect.plans.plan import Plan
 
-__all__ = ["Measured", "measure"]
+__all__ = ["Measured", "SwitchablePlan", "is_out_of_memory", "measure"]
+
+# PyTorch's CPU allocator raises a plain RuntimeError with this text.
+_CPU_ALLOCATOR = "can't allocate memory"
+
+
+class SwitchablePlan:
+    """An applied plan or policy that is active only in `on()`; it keeps what it learnt in earlier steps, as in training.
+
+    Args:
+        applied: the plan now on the model; it is suspended immediately.
+
+    Example:
+        >>> import recollect
+        >>> from recollect.lab.models.architectures import llama_config
+        >>> from recollect.lab.models.gpt import GPTModel
+        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
+        >>> plan = recollect.Plan({"decoder.layers.0": recollect.UnitPlan({"mlp.activation_func.silu": "recompute"})})
+        >>> plans = [SwitchablePlan(recollect.apply(model, plan)) for _ in range(2)]
+        >>> with plans[0].on():
+        ...     pass
+    """
+
+    def __init__(self, applied: Applied) -> None:
+        self._applied = applied
+        self._suspension = ExitStack()
+        self._suspension.enter_context(applied.suspended())
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Activate the plan for a with-block."""
+        self._suspension.close()
+        try:
+            yield
+        finally:
+            self._suspension.enter_context(self._applied.suspended())
 
 
 @dataclass(frozen=True)
@@ -214,3 +250,17 @@ def _timed(entry: _Entry) -> Row:
         slowdown_p20=low,
         slowdown_p80=high,
     )
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether an error, or one of its causes, reports a lack of memory.
+
+    Example:
+        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes do not match"))
+        (True, False)
+    """
+    while error is not None:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _CPU_ALLOCATOR in str(error):
+            return True
+        error = error.__cause__
+    return False

@@ -1,8 +1,9 @@
-"""The training step to measure: forward, loss and backward of each micro-batch, then the optimizer step."""
+"""The training step to measure: forward, loss and backward of each micro-batch, then the optimizer step; and its FLOPs."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import recollect
-from recollect.lab.bench.flop_count import FlopCount
+from recollect.costs.op_work import flops_of
+from recollect.engine.op_mode import OpMode
 from recollect.lab.train.memory import resident_bytes
 from recollect.measuring.device_memory import empty_cache
 from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
@@ -18,7 +20,36 @@ from recollect.measuring.timing import timed
 from recollect.profile.profile import Profile
 from recollect.recording.model_step import run_forward
 
-__all__ = ["Subject"]
+__all__ = ["FlopCount", "Subject"]
+
+
+class FlopCount(OpMode):
+    """Count FLOPs while active; PyTorch's `FlopCounterMode` misses attention on the CPU and counts causal attention as full.
+
+    The FLOPs of compiled parts are not counted: they run compiled, as in training.
+
+    Attributes:
+        flops: FLOPs of all ops so far.
+
+    Example:
+        >>> import torch
+        >>> with FlopCount() as count:
+        ...     product = torch.ones(2, 3) @ torch.ones(3, 5)
+        >>> count.flops
+        60.0
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an op and count it."""
+        output = func(*args, **(kwargs or {}))
+        self.flops += flops_of(func, args, kwargs or {}, output)
+        return output
 
 
 @dataclass(eq=False, kw_only=True)

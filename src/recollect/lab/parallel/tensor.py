@@ -32,9 +32,8 @@ from recollect.lab.models.mlp import MLP
 from recollect.lab.models.moe import MoELayer
 from recollect.lab.parallel.fused_rows import fused_again, interleaved, shares
 from recollect.lab.parallel.layout import DeviceLayout
-from recollect.lab.parallel.sequence_experts import OwnPartMoELayer
 from recollect.lab.parallel.sequence_linear import SequenceLinear, with_partial_gradient
-from recollect.lab.parallel.tensor_experts import SplitMoELayer
+from recollect.lab.parallel.tensor_experts import OwnPartMoELayer, SplitMoELayer
 from recollect.lab.parallel.vocabulary import VocabularyParallelLoss
 
 __all__ = ["fused_parameters", "tensor_parallel", "whole_gradients", "whole_parameters"]

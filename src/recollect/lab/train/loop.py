@@ -1,4 +1,4 @@
-"""The training loop: plan once, then step, log, validate and save until the end.
+"""The training loop: plan once, then step, log, validate and save until the end, or until it is interrupted.
 
 On one machine, with one thread count and one version of torch, equal runs give equal bits: weights depend on the seed, batches
 on (seed, step), and a plan changes no gradient. A resumed run reuses the plan in the run folder.
@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
 
+import torch
 from rich.console import Console
+from torch.profiler import ProfilerActivity
 
 import recollect
-from recollect.lab.train.config import TrainConfig
-from recollect.lab.train.determinism import deterministic_kernels
+from recollect.lab.train.config import ProfileFlags, TrainConfig
 from recollect.lab.train.display import LiveDisplay, PlainDisplay
-from recollect.lab.train.folder_lock import only_run_in
-from recollect.lab.train.interrupt import StopRequest
+from recollect.lab.train.files import only_run_in
 from recollect.lab.train.memory import measure_step
 from recollect.lab.train.metrics import MetricsFile, TensorBoardLog
 from recollect.lab.train.optim import learning_rate_at, set_learning_rate
@@ -28,7 +34,6 @@ from recollect.lab.train.prepare import prepare
 from recollect.lab.train.processes import Processes, joined_processes, num_processes
 from recollect.lab.train.records import Log, Outcome, StepRecord
 from recollect.lab.train.session import Session, open_session
-from recollect.lab.train.trace import StepTrace
 from recollect.measuring.device_memory import memory_bytes
 from recollect.plans.plan import Plan
 from recollect.printing import print_line
@@ -270,3 +275,89 @@ def _describe(session: Session) -> str:
         f"Data: {corpus.training.num_tokens:,} tokens, {held_out:,} held out.\n"
         f"Run folder: {session.folder}{start}"
     )
+
+
+class StepTrace:
+    """Trace each of the steps chosen by `flags` into a separate file.
+
+    Args:
+        flags: which steps, if any.
+        folder: folder of `step_00000010.json` and so on; created with the first one. None: in another process, which traces.
+    """
+
+    def __init__(self, flags: ProfileFlags, folder: Path | None) -> None:
+        self._flags = flags
+        self._folder = folder
+
+    def covers(self, step: int) -> bool:
+        """Return whether `step` (from 1) is traced, here or in another process."""
+        return self._flags.profile and self._flags.profile_step_start <= step < self._flags.profile_step_end
+
+    @contextlib.contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """Trace a with-block, if `step` is to be traced."""
+        if not self.covers(step) or self._folder is None:
+            yield
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True) as profiler:
+            yield
+        self._folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self._folder / f"step_{step:08d}.json"))
+
+
+class StopRequest:
+    """In a with-block, the first SIGINT or SIGTERM only sets `is_set`; the second one ends the process.
+
+    Outside of the main thread signals cannot be caught, and `is_set` stays False.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.is_set = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+
+@contextlib.contextmanager
+def deterministic_kernels(*, wanted: bool) -> Iterator[None]:
+    """Use CUDA's deterministic kernels in a with-block, if `wanted` and if CUDA is available; a CPU always gives the same bits.
+
+    Raises:
+        RuntimeError: from an op in the block that has no deterministic kernel; `--no-deterministic` allows any.
+    """
+    if not (wanted and torch.cuda.is_available()):
+        yield
+        return
+    # cuBLAS reads this once, at its start; without it, matrix products raise in deterministic mode.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    module: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), module.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    # Filling would write every new tensor twice, and no op here reads uninitialised memory.
+    module.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        module.fill_uninitialized_memory = before[1]

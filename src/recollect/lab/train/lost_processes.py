@@ -8,22 +8,36 @@ by itself is the cause, and who leaves no note has ended without a word.
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
 from recollect._torch_parallel import meeting_place
 from recollect.errors import RecollectError, RecordError
-from recollect.lab.train.last_words import LastWords
-from recollect.lab.train.peer_watch import PeerWatch
 from recollect.ranks.group import Ranks
 
-__all__ = ["named_errors"]
+__all__ = ["LastWords", "PeerWatch", "named_errors"]
 
+_EVERY_S = 1.0
+# What waits for an exchange over gloo raises within a moment, and says more.
+_PATIENCE_S = 5.0
+# All have met just before; only a machine that is very busy, or an end in between, makes one of them late.
+_LATEST_S = 20.0
+_EXIT_ERROR = 2  # as the command line's
+_PROC = Path("/proc")
+# The others notice within a moment, unless they are in the middle of a long computation.
+_ANSWER_S = 5.0
 # Of an exchange that fails, in the words of gloo, NCCL and `recollect.ranks`.
 _LOST = ("gloo", "NCCL", "onnection closed", "onnection reset", "got no answer from the others")
-
 _runs = itertools.count()
 
 
@@ -64,3 +78,181 @@ def _is_lost(error: BaseException) -> bool:
 
 def _text(error: BaseException) -> str:
     return str(error) if isinstance(error, RecollectError) else f"{type(error).__name__}: {error}"
+
+
+class LastWords:
+    """Notes that processes leave for each other, at the store at which all met, when one of them fails.
+
+    Args:
+        key: under which they meet.
+        ranks: the processes.
+    """
+
+    def __init__(self, key: str, ranks: Ranks) -> None:
+        self._keys = {rank: f"{key}/last words/{rank}" for rank in ranks.ranks}
+        self._heard_keys = {rank: f"{key}/heard/{rank}" for rank in ranks.ranks}
+        self._alarm_key = f"{key}/alarm"
+        self._rank = dist.get_rank()
+
+    def exchange(self, store: Any, text: str, *, is_lost: bool) -> str | None:
+        """Leave a note, have the others look, and return who failed or ended first, in words; None if that is not known.
+
+        Args:
+            store: where all met.
+            text: why this process ends.
+            is_lost: it ends because another one has.
+        """
+        cause = None
+        # The process that holds the store may have ended, or one of the others.
+        with suppress(dist.DistError):
+            store.set(self._keys[self._rank], _note(text, is_lost=is_lost))
+            cause = self._hear(store)
+            # The store ends with the process that holds it, the first one unless torchrun has it.
+            if self._rank == 0:
+                there = [key for rank, key in self._heard_keys.items() if store.check([self._keys[rank]])]
+                store.wait(there, timedelta(seconds=_ANSWER_S))
+        return cause
+
+    def hear(self, store: Any) -> str | None:
+        """Leave a note that this process is still there, unless it has left one, and return what `exchange` does."""
+        store.compare_set(self._keys[self._rank], "", _note("waits for the others", is_lost=True))
+        return self._hear(store)
+
+    def _hear(self, store: Any) -> str | None:
+        store.set(self._alarm_key, "")
+        cause = self._cause(store)
+        store.set(self._heard_keys[self._rank], "")
+        return cause
+
+    def is_alarm(self, store: Any) -> bool:
+        """Whether some process has left a note."""
+        return bool(store.check([self._alarm_key]))
+
+    def _cause(self, store: Any) -> str | None:
+        """Wait a little for the notes of all, and read them."""
+        keys = dict(self._keys)
+        try:
+            store.wait(list(keys.values()), timedelta(seconds=_ANSWER_S))
+        except dist.DistStoreError:
+            keys = {rank: key if store.check([key]) else "" for rank, key in keys.items()}
+        notes = {rank: json.loads(store.get(key)) if key else None for rank, key in keys.items()}
+        for rank, note in notes.items():
+            if note is not None and not note["is_lost"]:
+                return f"rank {rank} of {len(notes)} failed, so that none goes on: {note['text']}"
+        for rank, note in notes.items():
+            if note is None:
+                return (
+                    f"rank {rank} of {len(notes)} has ended without a word, so that none goes on: it was killed, or crashed. "
+                    "Look at the last lines of its output, and at what the system says (out of memory?)."
+                )
+        return None
+
+
+def _note(text: str, *, is_lost: bool) -> str:
+    return json.dumps({"is_lost": is_lost, "text": text})
+
+
+class PeerWatch:
+    """In a with-block, ends this process soon after another one of the block has failed or ended, unless it leaves the block.
+
+    Over gloo a wait for a process that has failed or ended fails within a moment. On CUDA it does not: the device waits in a
+    kernel of NCCL, and Python waits for the device, where it hears neither of the others nor of signals. So a thread listens
+    beside it.
+
+    Args:
+        key: under which all processes of the block meet at their store.
+        last_words: theirs.
+        ranks: the processes.
+    """
+
+    def __init__(self, key: str, last_words: LastWords, ranks: Ranks) -> None:
+        self._key, self._last_words = key, last_words
+        self._rank = dist.get_rank()
+        self._entered_keys = {rank: f"{key}/entered/{rank}" for rank in ranks.ranks}
+        # The other one may be waiting, too.
+        self._store = _own_connection()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="PeerWatch", daemon=True)
+
+    def __enter__(self) -> PeerWatch:
+        if (place := _host()) is not None and self._store.has_extended_api():
+            self._store.append(f"{self._key}/processes/{place}", f"{self._rank} {os.getpid()} {_begin(os.getpid())}\n")
+        self._store.set(self._entered_keys[self._rank], "")
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        self._thread.join(_EVERY_S)
+        # The process that holds the store may have ended; then none asks.
+        with suppress(dist.DistError):
+            if kind is None:
+                meeting_place().set(f"{self._key}/done/{self._rank}", "")
+            # It ends with the first one, unless torchrun has it: not before the last one has come to it.
+            if self._rank == 0:
+                meeting_place().wait(list(self._entered_keys.values()), timedelta(seconds=_LATEST_S))
+
+    def _watch(self) -> None:
+        text = None
+        try:
+            while text is None:
+                if self._is_over.wait(_EVERY_S):
+                    return
+                if self._last_words.is_alarm(self._store) or self._has_lost_one():
+                    # Those that ended because they lost another may be heard before that one.
+                    text = self._last_words.hear(self._store)
+        except RuntimeError:
+            # The store is gone: with the process that held it, or at the end.
+            return
+        if not self._is_over.wait(_PATIENCE_S):
+            sys.stderr.write(f"Error: {text}\n")
+            sys.stderr.flush()
+            os._exit(_EXIT_ERROR)
+
+    def _has_lost_one(self) -> bool:
+        """Whether a process of the block on this machine has ended within it."""
+        here = f"{self._key}/processes/{_host()}"
+        if not self._store.check([here]):
+            return False
+        for line in self._store.get(here).decode().splitlines():
+            rank, pid, begin = line.split()
+            if _begin(int(pid)) != begin and not self._store.check([f"{self._key}/done/{rank}"]):
+                return True
+        return False
+
+
+def _own_connection() -> Any:
+    """Return another connection to the store, or fail soon.
+
+    Where the store is gone, PyTorch tries twice for as long as an exchange may take, which is 30 minutes unless told.
+    """
+    store = meeting_place()
+    usual = store.timeout
+    store.set_timeout(timedelta(seconds=_LATEST_S))
+    try:
+        own = store.clone()
+    finally:
+        store.set_timeout(usual)
+    own.set_timeout(usual)
+    return own
+
+
+def _host() -> str | None:
+    """Return a name for what has process ids of its own; None where they cannot be looked up."""
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {(_PROC / 'self/ns/pid').readlink()}"
+    except OSError:
+        return None
+
+
+def _begin(pid: int) -> str:
+    """Return when a process began, which tells it from a later one of its number; "" if it has ended."""
+    try:
+        # The name, in parentheses, may have spaces.
+        state, *fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]

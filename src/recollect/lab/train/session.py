@@ -18,7 +18,6 @@ from torch import Tensor
 from recollect.errors import CheckpointError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.train.batches import BatchSampler
 from recollect.lab.train.checkpoint import (
     CHANGEABLE,
     Checkpoint,
@@ -41,6 +40,7 @@ from recollect.lab.train.processes import ONE_PROCESS, Processes
 from recollect.lab.train.sharded_checkpoint import ShardedCheckpoints, read_random_states, read_tensors
 from recollect.lab.train.stored_state import StoredState
 from recollect.lab.train.trained import Trained, build_trained
+from recollect.lab.train.windows import BatchSampler
 from recollect.ranks.group import Place
 from recollect.warning import warn_user
 

@@ -17,10 +17,9 @@ from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.exchange import Exchange, exchange_of
 from recollect.lab.train.optim import build_optimizer
 from recollect.lab.train.optimizer_step import resolve_device
-from recollect.lab.train.own_weights import OwnWeights
 from recollect.lab.train.pipeline_exchange import PipelineExchange
 from recollect.lab.train.processes import Processes
-from recollect.lab.train.spread import shard, share, spread
+from recollect.lab.train.spread import OwnWeights, shard, share, spread
 
 __all__ = ["Trained", "build_trained"]
 

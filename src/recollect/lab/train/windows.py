@@ -1,6 +1,6 @@
-"""Windows of `seq_length + 1` tokens: from one stream of ids, from packed documents, or from several sources.
+"""Windows of `seq_length + 1` tokens, from one stream of ids, packed documents or several sources; and batches of them.
 
-Each window is a function of (seed, index) alone, so a resumed run needs no stored state.
+Each is a function of data, seed and position alone, so a resumed run needs no stored state.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from recollect.errors import DataError
 from recollect.lab.train.indexed_dataset import IndexedDataset
 from recollect.lab.train.tokens import Tokens
 
-__all__ = ["BlendedWindows", "PackedDocuments", "TokenWindows", "Windows"]
+__all__ = ["BatchSampler", "BlendedWindows", "PackedDocuments", "TokenWindows", "Windows"]
 
 
 class Windows(Protocol):
@@ -186,3 +188,32 @@ def _permutation(count: int, seed: int | None, epoch: int, stream: int) -> NDArr
         return np.arange(count)
     key = (seed, epoch, stream) if stream else (seed, epoch)
     return np.random.default_rng(key).permutation(count)
+
+
+class BatchSampler:
+    """Group windows into batches.
+
+    Args:
+        windows: the windows.
+        batch_size: windows per batch; a batch may span two epochs.
+
+    Example:
+        >>> from recollect.lab.train.windows import TokenWindows
+        >>> windows = TokenWindows(np.arange(9, dtype=np.uint16), seq_length=4, seed=None)
+        >>> sampler = BatchSampler(windows, batch_size=1)
+        >>> sampler.batch(1)
+        (tensor([[4, 5, 6, 7]]), tensor([[5, 6, 7, 8]]))
+        >>> sampler.batch(3)  # the second epoch
+        (tensor([[4, 5, 6, 7]]), tensor([[5, 6, 7, 8]]))
+    """
+
+    def __init__(self, windows: Windows, *, batch_size: int) -> None:
+        self._windows = windows
+        self._batch_size = batch_size
+
+    def batch(self, position: int) -> tuple[Tensor, Tensor]:
+        """Return (tokens, labels), each int64 [batch_size, seq_length]; labels are the tokens shifted by one."""
+        first = position * self._batch_size
+        rows = np.stack([self._windows.window(first + row) for row in range(self._batch_size)]).astype(np.int64)
+        both = torch.from_numpy(rows)
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()

@@ -10,8 +10,7 @@ from recollect.costs.hardware_table import find_hardware
 from recollect.costs.links import cluster_of
 from recollect.errors import BudgetTooSmallError
 from recollect.lab.models.architectures import llama_config
-from recollect.lab.parallel.cluster_chunks import plan_cluster_with_chunks
-from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster
+from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster, plan_cluster_with_chunks
 from recollect.lab.parallel.cluster_step import ClusterStep
 from recollect.lab.parallel.layout import DeviceLayout
 

@@ -12,8 +12,7 @@ from recollect.costs.links import cluster_of
 from recollect.errors import ConfigError
 from recollect.integrations.megatron.pipeline_split import split_flags
 from recollect.lab.models.architectures import llama_config
-from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster
-from recollect.lab.parallel.cluster_split import choose_split
+from recollect.lab.parallel.cluster_plan import ClusterPlan, choose_split, plan_cluster
 from recollect.lab.parallel.cluster_step import ClusterStep
 from recollect.lab.parallel.layout import DeviceLayout
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from recollect.errors import DataError
-from recollect.lab.train.batches import BatchSampler
 from recollect.lab.train.config import DataFlags
 from recollect.lab.train.corpus import Corpus, load_corpus
 from recollect.lab.train.documents import read_documents
-from recollect.lab.train.windows import TokenWindows, Windows
+from recollect.lab.train.windows import BatchSampler, TokenWindows, Windows
 
 
 def write(path: Path, content: str | bytes) -> Path:

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch.distributed as dist
 
-from recollect.lab.train.rank_warnings import is_first_in, is_shown_here, shared_warnings
+from recollect.lab.train.launched import is_first_in, is_shown_here, shared_warnings
 
 needs_stores = pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed")
 
