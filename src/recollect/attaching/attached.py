@@ -373,21 +373,16 @@ class Attached:
             if step.departure is None and step.had_more_backwards():
                 step.departure = Departure("ran backward more often than the plan foresees, or for a graph of its own")
             if step.departure is not None:
-                self._see_to(step, step.departure, number)
+                self._planner.see_to(step, step.departure, number, self._placement)
             if excess := self._device_peak.excess(self.planned):
                 self._planner.missed.note(step.calls, attempts=1)
                 self._planner.warn_once(excess, key="drift")
         elif state is State.LEAN:
             attempts = self._planner.missed.attempts_left
-            self._see_to(step, Departure("called the model otherwise than the plan foresees"), number)
+            departure = Departure("called the model otherwise than the plan foresees")
+            self._planner.see_to(step, departure, number, self._placement)
             self._planner.missed.note(step.calls, step.courses(), attempts=attempts)
             self._planner.steps.note(step.calls, step.courses())
-
-    def _see_to(self, step: StepUnderWay, departure: Departure, number: int) -> None:
-        active = self._placement.active
-        self._planner.see_to(step, departure, number, self._placement)
-        if active is not None and active not in self.planned:
-            self._placement.put(None)  # Planned anew: the next call chooses.
 
     def _refuse(self, call: Call) -> None:
         """Raise, or warn, at a step that no plan was made for."""

@@ -146,7 +146,7 @@ class StepPlanner:
             and is_little(active.courses, self.steps.spare(active.calls, active.courses))
             and not step.had_more_backwards()
         ):
-            self.plan_again(active, placement, departure.more_bytes or 0)
+            placement.put(self.plan_again(active, placement, departure.more_bytes or 0))
         else:
             self.missed.note(step.calls, courses, did_more=any(beyond))
 
