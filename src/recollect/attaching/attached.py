@@ -288,8 +288,8 @@ class Attached:
 
     def _lean_units(self, call: Call, planned: Sequence[PlannedStep]) -> Mapping[str, UnitPlan] | None:
         """Return the leanest plan that is foreseen; None for a step that may do other things than the planned ones."""
-        is_new = not any(call.is_alike(step.calls[0]) for step in planned) and self._lockstep.is_alone
-        if is_new or self._planner.missed.did_more:
+        is_new = self._planner.missed.did_more or not any(call.is_alike(step.calls[0]) for step in planned)
+        if is_new and self._lockstep.is_alone:  # Others may know of nothing new, and would wait for an answer.
             return None
         return self._lean_start.units(planned, call, self._structure.parameters, self.unit_paths)
 
