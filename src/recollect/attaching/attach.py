@@ -39,8 +39,8 @@ def attach(
     The first step, up to the optimizer's, is recorded while it runs: it is a step of the training like any other, with the
     same gradients bit for bit, but slower, and as lean as possible. Then the plan is made and applied, and one line is logged.
     A later step that is larger, by batch, length, micro-batches, or anything else that the plan was not made for, is
-    recorded, under the leanest plan that is foreseen for it, and planned; plans are kept by shape, and swapped. A step that does
-    more at equal shapes (layers that are skipped by chance, another head, a flag) runs at its leanest from there on.
+    recorded, under the leanest plan that is foreseen for it, and planned; plans are kept by shape, and swapped. A step that
+    does more at equal shapes (layers that are skipped by chance, another head, a flag) runs at its leanest from there on.
 
     Args:
         model: the model that is trained; several as a list or dict, planned together. It is not edited; only the `forward` of
@@ -72,8 +72,9 @@ def attach(
 
     Warns:
         BudgetWarning: a later step fits under no plan, or is larger and `on_larger` is "warn"; a step needed more than the
-            budget while it was recorded, or may have, since it did what no plan foresees; the model is in eval mode; it recomputes by another mechanism, too; the optimizer
-            stepped, and the model was not called.
+            budget while it was recorded, or may have, since it did what no plan foresees; so many steps differ that no more are
+            recorded; the model is in eval mode; it recomputes by another mechanism, too; the optimizer stepped, and the model
+            was not called.
         TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
 
     Example:
