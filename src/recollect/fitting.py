@@ -128,13 +128,16 @@ def fit(
     chosen = _common(made, ranks)
     for applied in before:
         applied.remove()
-    has_optimizer = optimizer is not None or step is not None
-    chosen = replace(
-        chosen, note="; ".join([*([chosen.note] if chosen.note else []), *left_out(model, has_optimizer=has_optimizer)])
-    )
+    return _put(model, chosen, batch, has_optimizer=optimizer is not None or step is not None)
+
+
+def _put(model: nn.Module, chosen: Plan, batch: Any, *, has_optimizer: bool) -> Plan:
+    """Apply a plan, and watch for what it does not count; return it with a note of that."""
+    notes = [note for note in (chosen.note, *left_out(model, has_optimizer=has_optimizer)) if note]
+    noted = replace(chosen, note="; ".join(notes))
     watch = FittedForward(model, batch, has_optimizer=has_optimizer, device=device_of(model, batch))
-    apply_own(model, chosen, watch)
-    return chosen
+    apply_own(model, noted, watch)
+    return noted
 
 
 def _common(made: Planned, ranks: Ranks) -> Plan:

@@ -39,6 +39,7 @@ LAYERS = (
     "costs",
     "recording",
     "verification",
+    "fitted",
     "fitting",
     "checkpointing",
     "sizing",

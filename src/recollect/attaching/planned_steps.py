@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from recollect.attaching.course import Course, largest
+from recollect.attaching.course import Course, Runs, largest
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.step_shape import Call, covering, groups_of
 
@@ -112,7 +112,9 @@ class PlannedSteps:
         """Note what happened in the calls of a step."""
         for call, course in zip(calls, courses, strict=True):
             key = call.entry, call.context
-            self._seen[key] = largest([self._seen.get(key, Course()), course])
+            # On how much they ran is for the shapes to say, which differ from step to step and from process to process.
+            runs = Course({path: Runs(its.number, 0) for path, its in course.units.items()})
+            self._seen[key] = largest([self._seen.get(key, Course()), runs])
 
     def seen(self) -> Mapping[_Key, Course]:
         """Return what was seen in the calls of each module, each unit as often as in any."""
