@@ -36,7 +36,7 @@ class Missed:
         calls: Sequence[Call],
         courses: Sequence[Course] = (),
         *,
-        attempts: int = _MOST_ATTEMPTS,
+        attempts: int | None = None,
         did_more: bool = False,
     ) -> None:
         """Note one.
@@ -44,10 +44,11 @@ class Missed:
         Args:
             calls: of the model, so far.
             courses: what happened in them, where that is known.
-            attempts: how many steps to record for it.
+            attempts: how many steps to record for it, if not the usual number.
             did_more: see the class.
         """
-        self._calls, self._courses, self.attempts_left = list(calls), list(courses), attempts
+        self._calls, self._courses = list(calls), list(courses)
+        self.attempts_left = _MOST_ATTEMPTS if attempts is None else attempts
         self.did_more = did_more
 
     def is_met_by(self, planned: PlannedStep) -> bool:
