@@ -52,7 +52,7 @@ class FittedForward(PlacedForward):
         if not has_optimizer:
             # PyTorch holds it as long as the process lives: it holds no model.
             stepped = weakref.WeakMethod(self._stepped)
-            handle = register_optimizer_step_post_hook(lambda *step: (call := stepped()) and call(*step))
+            handle = register_optimizer_step_post_hook(uncompiled(lambda *step: (call := stepped()) and call(*step)))
             weakref.finalize(self, handle.remove)
 
     @uncompiled

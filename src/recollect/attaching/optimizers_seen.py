@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from recollect._torch_private import uncompiled
+
 __all__ = ["OptimizersSeen"]
 
 
@@ -36,8 +38,8 @@ class OptimizersSeen:
         # PyTorch holds these as long as the process lives: they hold no optimizer, and so no model.
         before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
         self._handles = [
-            register_optimizer_step_pre_hook(lambda *step: (call := before()) and call(*step)),
-            register_optimizer_step_post_hook(lambda *step: (call := after()) and call(*step)),
+            register_optimizer_step_pre_hook(uncompiled(lambda *step: (call := before()) and call(*step))),
+            register_optimizer_step_post_hook(uncompiled(lambda *step: (call := after()) and call(*step))),
         ]
         for handle in self._handles:
             weakref.finalize(self, handle.remove)
