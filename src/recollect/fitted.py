@@ -70,6 +70,7 @@ class FittedForward(PlacedForward):
         if self.module.training and not self.is_training:
             self._say("trains, and its plan was made in eval mode, in which dropout and batch norm hold less")
 
+    @uncompiled
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if not self.is_on:
             return

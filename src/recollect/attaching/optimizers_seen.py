@@ -53,6 +53,7 @@ class OptimizersSeen:
         """Note that the model is about to be called."""
         self._has_stepped = self._is_stepping = False
 
+    @uncompiled
     def _before(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         index = self._place_of(optimizer)
         if index is None:
@@ -69,6 +70,7 @@ class OptimizersSeen:
         else:
             self._took_over(optimizer, False)
 
+    @uncompiled
     def _after(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         index = self._place_of(optimizer)
         if index is None:

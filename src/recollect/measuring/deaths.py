@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 import torch
 
+from recollect._torch_private import untraced
+
 __all__ = ["Deaths", "added_up"]
 
 
@@ -42,6 +44,7 @@ class Deaths:
             self._references.append(reference)
         self.start_bytes = sum(reference.num_bytes for reference in self._references)
 
+    @untraced
     def _note_death(self, reference: _StorageReference) -> None:
         # Made directly, not by an op, so that dispatch modes of the measured program do not see it.
         mark = torch.UntypedStorage(1, device="cpu")
