@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from recollect.errors import BudgetWarning
 from recollect.recording.optimizers import present_state_bytes
 from recollect.tensors import tensors_in
 from recollect.warning import warn_user
+from recollect.weak_hooks import register_weakly
 
 __all__ = ["FittedForward", "left_out"]
 
@@ -50,10 +50,7 @@ class FittedForward(PlacedForward):
         self.is_training = any(module.training for module in model.modules())
         self.said: set[str] = set()
         if not has_optimizer:
-            # PyTorch holds it as long as the process lives: it holds no model.
-            stepped = weakref.WeakMethod(self._stepped)
-            handle = register_optimizer_step_post_hook(uncompiled(lambda *step: (call := stepped()) and call(*step)))
-            weakref.finalize(self, handle.remove)
+            register_weakly(register_optimizer_step_post_hook, self._stepped)
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +67,6 @@ class FittedForward(PlacedForward):
         if self.module.training and not self.is_training:
             self._say("trains, and its plan was made in eval mode, in which dropout and batch norm hold less")
 
-    @uncompiled
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if not self.is_on:
             return

@@ -23,6 +23,7 @@ LAYERS = (
     "_torch_functions",
     "_torch_fsdp",
     "_torch_parallel",
+    "weak_hooks",
     "tensors",
     "replay",
     "plans",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from recollect._torch_private import uncompiled
+from recollect.weak_hooks import register_weakly
 
 __all__ = ["OptimizersSeen"]
 
@@ -35,14 +35,10 @@ class OptimizersSeen:
         self._has_stepped = self._is_stepping = False
         # Before it has stepped once, it is the wrong one, rather than an old one.
         self._stepped_once: set[int] = set()
-        # PyTorch holds these as long as the process lives: they hold no optimizer, and so no model.
-        before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
         self._handles = [
-            register_optimizer_step_pre_hook(uncompiled(lambda *step: (call := before()) and call(*step))),
-            register_optimizer_step_post_hook(uncompiled(lambda *step: (call := after()) and call(*step))),
+            register_weakly(register_optimizer_step_pre_hook, self._before),
+            register_weakly(register_optimizer_step_post_hook, self._after),
         ]
-        for handle in self._handles:
-            weakref.finalize(self, handle.remove)
 
     def remove(self) -> None:
         """Stop listening."""
@@ -53,7 +49,6 @@ class OptimizersSeen:
         """Note that the model is about to be called."""
         self._has_stepped = self._is_stepping = False
 
-    @uncompiled
     def _before(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         index = self._place_of(optimizer)
         if index is None:
@@ -70,7 +65,6 @@ class OptimizersSeen:
         else:
             self._took_over(optimizer, False)
 
-    @uncompiled
     def _after(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         index = self._place_of(optimizer)
         if index is None:

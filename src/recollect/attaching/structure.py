@@ -6,7 +6,6 @@ the lengths of dictionaries and tensors.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.nn.modules.module import (
 
 from recollect._torch_parallel import is_checkpoint_wrapper
 from recollect.engine.partitioned import is_partitioned
+from recollect.weak_hooks import register_weakly
 
 __all__ = ["Structure"]
 
@@ -41,14 +41,10 @@ class Structure:
         self._model = model
         self.version = 0
         self._is_stale = False
-        # PyTorch holds this as long as the process lives: it holds no model.
-        note = weakref.WeakMethod(self._note)
         self._handles = [
-            register(lambda *registered: (call := note()) and call(*registered))
+            register_weakly(register, self._note)
             for register in (register_module_module_registration_hook, register_module_parameter_registration_hook)
         ]
-        for handle in self._handles:
-            weakref.finalize(self, handle.remove)
         self._read()
 
     def remove(self) -> None:

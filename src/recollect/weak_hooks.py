@@ -1,0 +1,26 @@
+"""Register methods as hooks that PyTorch holds as long as the process lives, without holding what they belong to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from recollect._torch_private import uncompiled
+
+__all__ = ["register_weakly"]
+
+
+def register_weakly(register: Callable[[Any], RemovableHandle], method: Callable[..., Any]) -> RemovableHandle:
+    """Register a bound method; the hook goes when its object goes, and `torch.compile` does not trace it.
+
+    Args:
+        register: takes a hook, and returns its handle.
+        method: what the hook calls.
+    """
+    reference = weakref.WeakMethod(method)
+    handle = register(uncompiled(lambda *given: (call := reference()) and call(*given)))
+    weakref.finalize(method.__self__, handle.remove)  # type: ignore[attr-defined]
+    return handle
