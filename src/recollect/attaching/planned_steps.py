@@ -114,14 +114,14 @@ class PlannedSteps:
             key = call.entry, call.context
             # On how much they ran is for the shapes to say, which differ from step to step and from process to process.
             runs = Course({path: Runs(its.number, 0) for path, its in course.units.items()})
-            self._seen[key] = largest([self._seen.get(key, Course()), runs])
+            self.note_seen({key: runs})
 
     def seen(self) -> Mapping[_Key, Course]:
         """Return what was seen in the calls of each module, each unit as often as in any."""
         return self._seen
 
     def note_seen(self, others: Mapping[_Key, Course]) -> None:
-        """Note what other processes have seen."""
+        """Note what was seen in the calls of each module, here or in other processes."""
         for key, course in others.items():
             self._seen[key] = largest([self._seen.get(key, Course()), course])
 

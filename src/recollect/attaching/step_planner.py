@@ -79,7 +79,7 @@ class StepPlanner:
         # Numbers of planned steps after which one was recorded, since the allocator showed more than was planned.
         self._tried: set[int] = set()
 
-    def plan(self, recording: StepRecording, step: StepUnderWay, number: int, placement: Placement) -> PlannedStep:
+    def plan(self, recording: StepRecording, step: StepUnderWay, number: int, placement: Placement) -> None:
         """Plan a step that was recorded, and put the plan in place.
 
         Args:
@@ -109,10 +109,9 @@ class StepPlanner:
         self.missed.end_attempt(is_met=self._lockstep.all_end(self.missed.is_met_by(planned)))
         self.steps.add(planned)
         self._lockstep.note_plan(planned)
-        self._renew(placement)
+        self._renew(reserve)
         placement.put(planned)
         self._log(line_of(planned, time.perf_counter() - begin))
-        return planned
 
     def see_to(self, step: StepUnderWay, departure: Departure, number: int, placement: Placement) -> None:
         """Say what a step needed that did what its plan does not foresee, and have the next ones planned.
@@ -146,7 +145,7 @@ class StepPlanner:
             and is_little(active.courses, self.steps.spare(active.calls, active.courses))
             and not step.had_more_backwards()
         ):
-            placement.put(self.plan_again(active, placement, departure.more_bytes or 0))
+            placement.put(self._plan_again(active, reserve, departure.more_bytes or 0))
         else:
             self.missed.note(step.calls, courses, did_more=any(beyond))
 
@@ -156,11 +155,12 @@ class StepPlanner:
         if active is None or not active.fits:
             return
         # What the optimizers came to hold meanwhile is foreseen.
-        more_bytes -= self._reserve(placement).optimizer_bytes() - active.state_bytes
+        reserve = self._reserve(placement)
+        more_bytes -= reserve.optimizer_bytes() - active.state_bytes
         if beyond_noise(more_bytes, active):
-            placement.put(self.plan_again(active, placement, more_bytes))
+            placement.put(self._plan_again(active, reserve, more_bytes))
 
-    def plan_again(self, step: PlannedStep, placement: Placement, more_bytes: int) -> PlannedStep:
+    def _plan_again(self, step: PlannedStep, reserve: Reserve, more_bytes: int) -> PlannedStep:
         """Plan a step again with what is known now, and with room for more bytes than so far; return the new plan."""
         begin = time.perf_counter()
         again = self._planned(
@@ -169,7 +169,7 @@ class StepPlanner:
             step.courses,
             step.budget_bytes,
             step.number,
-            self._reserve(placement),
+            reserve,
             step.more_bytes + int(_MARGIN * more_bytes),
         )
         if step.held_before:
@@ -178,16 +178,16 @@ class StepPlanner:
         self._log(line_of(again, time.perf_counter() - begin))
         return again
 
-    def _renew(self, placement: Placement) -> None:
+    def _renew(self, reserve: Reserve) -> None:
         """Plan steps again that were planned before the optimizers had all of the state that they have now."""
         own = {step.number: step for step in self.steps.steps}
-        state_bytes = self._reserve(placement).optimizer_bytes()
+        state_bytes = reserve.optimizer_bytes()
         stale = {n: step.profile.persistent.get("optimizer_state", 0) < state_bytes for n, step in own.items()}
         offered = self._lockstep.ranks.gather(stale, Place.STEP_END)
         # Processes may have forgotten different ones.
         for number in sorted(set(own).intersection(*offered)):
             if any(its[number] for its in offered):
-                self.plan_again(own[number], placement, 0)
+                self._plan_again(own[number], reserve, 0)
 
     def _reserve(self, placement: Placement) -> Reserve:
         return Reserve(self._model, placement.unit_paths, self._optimizers, self._device)
