@@ -139,6 +139,17 @@ def test_what_cannot_fit_later_says_so_and_runs_at_its_leanest() -> None:
     assert not attached.planned[-1].fits
 
 
+def test_what_is_held_beside_the_step_is_named_where_nothing_fits_any_more() -> None:
+    model, optimizer, _ = attached_to_llama("75%")
+    loop = commonest_loop(32, 32, 32)
+    loop(model, optimizer)
+    copies = [copy.deepcopy(model) for _ in range(8)]
+    beside = r"at its leanest, [0-9.]+ MiB of it for what came to be held beside the step since, which"
+    with pytest.warns(BudgetWarning, match=beside):
+        loop(model, optimizer)
+    assert copies
+
+
 def test_what_cannot_fit_at_first_is_an_error_of_the_optimizers_step() -> None:
     model, optimizer, _ = attached_to_llama("10KiB")
     with pytest.raises(BudgetTooSmallError):

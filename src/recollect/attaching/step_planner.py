@@ -238,9 +238,10 @@ class StepPlanner:
         planned.more_bytes, planned.state_bytes = more_bytes, reserve.optimizer_bytes()
         expect(planned)
         if not planned.fits:
+            beside = f", {format_bytes(more_bytes)} of it for what came to be held beside the step since"
             self.warn_once(
                 f"no plan fits a step of {calls[0]} into {format_bytes(planned.budget_bytes)}: it needs "
-                f"{format_bytes(planned.peak_bytes)} at its leanest, which is how it will run",
+                f"{format_bytes(planned.peak_bytes)} at its leanest{beside if more_bytes else ''}, which is how it will run",
                 key=str(calls[0]),
             )
         return planned
