@@ -13,6 +13,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 from forked_processes import HAS_METER, run_forked  # noqa: E402
+from metered_processes import metered_ranks  # noqa: E402
 
 # Each by the cheapest model that shows it; `python benchmarks/real_loops.py` runs them all, at all budgets.
 _LOOPS = [
@@ -63,3 +64,27 @@ def test_a_course_that_changes_is_followed_or_said(rows: dict[str, dict[str, Any
     assert len(row["silent_overruns"]) <= unseen
     assert len(row["overruns"]) <= _MOST_OVER + unseen
     assert row["num_recorded"] <= _MOST_RECORDED
+
+
+@pytest.fixture(scope="module")
+def processes() -> list[dict[str, dict[str, Any]]]:
+    """The rows of two processes, which assert that they recorded the same steps."""
+    return metered_ranks("course_ranks", num_ranks=2)
+
+
+@pytest.mark.parametrize(("name", "ranks_over"), [("deeper in one, DDP", {1}), ("deeper in both, FSDP2", {0, 1})])
+def test_a_departure_in_one_process_is_planned_for_in_all(
+    processes: list[dict[str, dict[str, Any]]], name: str, ranks_over: set[int]
+) -> None:
+    for rank, rows in enumerate(processes):
+        row = rows[name]
+        print(row)
+        assert row["weights_equal"]
+        # The steps that the first plan was made for, and one at the next exchange after the course has changed.
+        assert row["recorded_steps"] == 2
+        over = [number for number, peak in enumerate(row["peaks_bytes"]) if peak > row["budget_bytes"]]
+        assert over == ([12] if rank in ranks_over else []), (
+            "from its first departure on, a process is lean until all ask"
+        )
+        assert len(row["warnings"]) == len(over)
+        assert all(text.startswith("recollect: step 12 ran unit") for text in row["warnings"])

@@ -80,19 +80,9 @@ def _accelerated(*, shards: bool) -> Case:
         assert isinstance(model, FSDPModule if shards else DistributedDataParallel)
         steps = SHARDED_STEPS if shards else NUM_STEPS
         recorded = _train(model, optimizer, budget, peaks, accelerator.backward, steps)
-        return _gathered(model), recorded
+        return model.module if isinstance(model, DistributedDataParallel) else model, recorded
 
     return run
-
-
-def _gathered(model: nn.Module) -> nn.Module:
-    """A model with the trained weights, of this process's shards if there are some."""
-    whole = llama()
-    trained = model.module if isinstance(model, DistributedDataParallel) else model
-    with torch.no_grad():
-        for own, its in zip(whole.parameters(), trained.parameters(), strict=True):
-            own.copy_(its.full_tensor() if hasattr(its, "full_tensor") else its)
-    return whole
 
 
 def _replicated(**options: Any) -> Case:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from recollect.errors import BudgetTooSmallError, BudgetWarning
 
@@ -111,11 +112,12 @@ def _largest(nbytes: int) -> int:
 
 
 def digest_of(model: nn.Module) -> str:
-    """Return a digest of all weights and buffers, and of the state of the random generator."""
+    """Return a digest of all weights and buffers, whole ones of what is sharded, and of the state of the random generator."""
     found = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         found.update(name.encode())
-        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        found.update(whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     found.update(torch.get_rng_state().numpy().tobytes())
     return found.hexdigest()
 

@@ -229,7 +229,7 @@ class Attached:
         records = wants_recording and self._lockstep.all_can(self._can_record())
         if records:
             self._start_recording(call)
-        elif chosen is not None:
+        elif chosen is not None and not (self._planner.missed.was_over and self._lockstep.decides_alone):
             self._placement.put(chosen)
             self._state = State.PLANNED
             more_bytes = self._watch.missing_room(self._placement) if is_first else 0
@@ -238,7 +238,8 @@ class Attached:
         elif is_refused:
             self._refuse(call)
         else:
-            self._planner.missed.note(self._now.calls)
+            if chosen is None:
+                self._planner.missed.note(self._now.calls)
             # The others may not be here, to be asked for theirs.
             self._placement.put_leanest(self._lean_units(call, self.planned if self._lockstep.is_alone else []))
             self._state = State.LEAN
@@ -378,11 +379,12 @@ class Attached:
                 self._planner.missed.note(step.calls, attempts=1)
                 self._planner.warn_once(excess, key="drift")
         elif state is State.LEAN:
-            attempts = self._planner.missed.attempts_left
+            missed, courses = self._planner.missed, step.courses()
             departure = Departure("called the model otherwise than the plan foresees")
             self._planner.see_to(step, departure, number, self._placement)
-            self._planner.missed.note(step.calls, step.courses(), attempts=attempts)
-            self._planner.steps.note(step.calls, step.courses())
+            if not missed.was_over:  # Else an earlier step was missed, and this one may do less.
+                missed.note(step.calls, courses, attempts=missed.attempts_left)
+            self._planner.steps.note(step.calls, courses)
 
     def _refuse(self, call: Call) -> None:
         """Raise, or warn, at a step that no plan was made for."""

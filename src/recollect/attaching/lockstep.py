@@ -10,8 +10,9 @@ come up for some steps, they ask in every 16th step only. What makes that safe:
   where no plan does anything in backward that the others have to join: run a collective again, gather parts of a value or of a
   parameter, or run a module again as a whole. If one does, they ask in every call.
 * **A process that no plan covers, between, does not record**, since the others would have to come to the end of the recording.
-  It runs that step at its leanest, which needs no other process, and says so when all ask next. Then all record, and ask in
-  each step again until some were covered in all of them.
+  It runs that step at its leanest, which needs no other process, and says so when all ask next; until then, if the step may
+  have been over the budget, all that follow are lean, too. Then all record, and ask in each step again until some were
+  covered in all of them.
 * **None raises alone, between.** With `on_larger` "warn" or "raise" they ask in every call.
 """
 
@@ -77,6 +78,11 @@ class Lockstep:
     def is_alone(self) -> bool:
         """Whether there is one process only."""
         return self.ranks.is_alone
+
+    @property
+    def decides_alone(self) -> bool:
+        """Whether this process does not ask the others in the step under way."""
+        return not self._asks
 
     def at_call(
         self, covering: Sequence[PlannedStep], step: int, *, is_first: bool, is_calm: bool, missed: bool

@@ -23,11 +23,12 @@ class Missed:
     Attributes:
         attempts_left: how many more steps are recorded at most.
         did_more: at equal shapes, so that what is lean for the recorded steps may not be lean for it.
+        was_over: it may have been over the budget.
     """
 
     def __init__(self) -> None:
         self.attempts_left = 0
-        self.did_more = False
+        self.did_more = self.was_over = False
         self._calls: list[Call] = []
         self._courses: list[Course] = []
 
@@ -38,6 +39,7 @@ class Missed:
         *,
         attempts: int | None = None,
         did_more: bool = False,
+        was_over: bool = False,
     ) -> None:
         """Note one.
 
@@ -46,10 +48,11 @@ class Missed:
             courses: what happened in them, where that is known.
             attempts: how many steps to record for it, if not the usual number.
             did_more: see the class.
+            was_over: see the class.
         """
         self._calls, self._courses = list(calls), list(courses)
         self.attempts_left = _MOST_ATTEMPTS if attempts is None else attempts
-        self.did_more = did_more
+        self.did_more, self.was_over = did_more, was_over
 
     def is_met_by(self, planned: PlannedStep) -> bool:
         """Return whether a step that was recorded since covers it, without running much of it at its leanest."""
@@ -67,6 +70,7 @@ class Missed:
         """Note that a step was recorded for it."""
         self.attempts_left = 0 if is_met else max(0, self.attempts_left - 1)
         self.did_more &= self.attempts_left > 0
+        self.was_over &= self.attempts_left > 0
 
 
 def is_little(courses: Sequence[Course], spare: Sequence[Mapping[str, int]]) -> bool:

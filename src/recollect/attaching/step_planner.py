@@ -139,7 +139,7 @@ class StepPlanner:
         # What the allocator showed once may be in the next step, too, where it can be recorded.
         if not self._lockstep.is_alone or (is_read and active.number not in self._tried):
             self._tried.add(active.number)
-            self.missed.note(step.calls, courses, attempts=1, did_more=any(beyond))
+            self.missed.note(step.calls, courses, attempts=1, did_more=any(beyond), was_over=bool(said))
         elif is_read or (
             more_bytes is not None
             and is_little(active.courses, self.steps.spare(active.calls, active.courses))
