@@ -22,13 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from recollect.doctor import (
-    hugging_face_settings,
-    megatron_settings,
-    out_of_memory,
-    snapshot_findings,
-    torchtitan_settings,
-)
+from recollect.doctor import library_settings, megatron_settings, out_of_memory, snapshot_findings
 from recollect.doctor.finding import CERTAINTIES, Finding
 from recollect.doctor.scan import TextScan
 from recollect.doctor.settings import KNOWN, Settings, settings_in_data
@@ -213,7 +207,7 @@ class Case:
         scopes = [*self.scopes, *(scope for text in self.texts for scope in text.settings())]
         together = _merged(scopes)
         length = together.get("seq_length", "max_length", "max_seq_length", "cutoff_len", "sequence_len")
-        is_checkpointing = hugging_face_settings.is_checkpointing(together)
+        is_checkpointing = library_settings.is_checkpointing(together)
         expandable = next((text.numbers.expandable for text in self.texts if text.numbers.expandable), "")
         for text in self.texts:
             yield from text.findings()
@@ -228,8 +222,7 @@ class Case:
         for scope in scopes:
             if megatron_settings.is_megatron(scope):
                 yield from megatron_settings.findings(scope, log)
-        yield from hugging_face_settings.findings(together)
-        yield from torchtitan_settings.findings(together)
+        yield from library_settings.findings(together)
         for snapshot in self.snapshots:
             yield from snapshot_findings.findings(snapshot)
 
