@@ -198,10 +198,10 @@ class Case:
         """Return what was recognised, the most certain first, each rule once."""
         merged: dict[tuple[str, str], Finding] = {}
         for found in self._all():
-            key = (found.rule, found.problem)
-            before = merged.get(key)
-            merged[key] = found if before is None else _together(before, found)
-        return sorted(_one_each(merged.values()), key=lambda found: CERTAINTIES.index(found.certainty))
+            # Those of several ranks or scopes differ in numbers; those of several devices' snapshots each count.
+            key = (found.rule, found.problem if found.rule.startswith("snapshot-") else "")
+            merged[key] = _together(merged[key], found) if key in merged else found
+        return sorted(merged.values(), key=lambda found: CERTAINTIES.index(found.certainty))
 
     def _all(self) -> Iterator[Finding]:
         scopes = [*self.scopes, *(scope for text in self.texts for scope in text.settings())]
@@ -275,14 +275,3 @@ def _together(first: Finding, second: Finding) -> Finding:
     evidence = tuple(dict.fromkeys((*first.evidence, *second.evidence)))[:_MOST_EVIDENCE]
     best = min(first, second, key=lambda found: CERTAINTIES.index(found.certainty))
     return dataclasses.replace(best, evidence=evidence)
-
-
-def _one_each(found: Iterable[Finding]) -> list[Finding]:
-    """Return the findings without later ones of the same rule, whose numbers differ by rank or scope."""
-    kept: dict[str, Finding] = {}
-    for finding in found:
-        if finding.rule.startswith("snapshot-"):  # of several devices
-            kept[f"{finding.rule} {finding.problem}"] = finding
-        else:
-            kept[finding.rule] = _together(kept[finding.rule], finding) if finding.rule in kept else finding
-    return list(kept.values())
