@@ -144,6 +144,11 @@ class Field:
             self.fail("an array")
         return [Field(item, self._child(index), self.error) for index, item in enumerate(self.data)]
 
+    def items(self, key: str) -> list[Field]:
+        """Return the places of the array under `key`; none if it is missing or null."""
+        found = self.find(key)
+        return [] if found is None else found.array()
+
     def text(self) -> str:
         """Return the string here."""
         if not isinstance(self.data, str):

@@ -14,8 +14,8 @@ from recollect.doctor.snapshot import Block, Snapshot
 __all__ = ["findings"]
 
 _GAPS_MATTER = 0.15  # of what is reserved
-_SHARE_MATTERS = 0.3  # of the peak
-_SHARES_MATTER = {"snapshot-logits": 0.2, "snapshot-without-stacks": 0.5}  # where it is another
+_SHARE_MATTERS = 0.3  # of the peak, but for these:
+_OTHER_SHARES = {"snapshot-logits": 0.2, "snapshot-without-stacks": 0.5}
 _PLACES = {
     "snapshot-optimizer": re.compile(
         r"torch/optim/(?!lr_scheduler)|_init_group|initialize_optimizer_states|bitsandbytes/optim|deepspeed/ops/adam"
@@ -45,7 +45,7 @@ def findings(snapshot: Snapshot) -> Iterator[Finding]:
             groups.setdefault(name, []).append(block)
     sizes = {name: sum(block.size_bytes for block in blocks) for name, blocks in groups.items()}
     for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
-        if size < _SHARES_MATTER.get(name, _SHARE_MATTERS) * total:
+        if size < _OTHER_SHARES.get(name, _SHARE_MATTERS) * total:
             continue
         largest = max(groups[name], key=lambda block: block.size_bytes)
         where = _caller(largest) or "no stack"

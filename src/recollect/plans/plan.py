@@ -232,8 +232,7 @@ def _decode_paths(entry: Field) -> list[tuple[str, str]]:
             if isinstance(error, PlanFormatError):
                 raise
             raise PlanFormatError(f"{pattern.where}: {error}") from None
-    exact = entry.find("exact_paths")
-    return result + [(path.where, path.text()) for path in ([] if exact is None else exact.array())]
+    return result + [(path.where, path.text()) for path in entry.items("exact_paths")]
 
 
 def _word(place: Field, allowed: tuple[str, ...]) -> str:

@@ -10,7 +10,7 @@ from recollect.fields import Field
 from recollect.profile.events import StepLog
 from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
 
-__all__ = ["construct", "decode_call", "decode_graph", "decode_log", "encode_call", "encode_graph", "encode_log"]
+__all__ = ["construct", "decode_call", "decode_graph", "decode_log", "encode", "encode_graph"]
 
 _Built = TypeVar("_Built")
 
@@ -23,65 +23,51 @@ def construct(kind: Callable[..., _Built], place: Field, **arguments: Any) -> _B
         raise place.error(f"{place.where}: {problem}") from None
 
 
+def encode(record: UnitGraph | ValueRecord | OpRecord | PartRecord | UnitCall) -> dict[str, Any]:
+    """Return a record of plain numbers, texts and tuples as JSON data."""
+    return {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}
+
+
 def encode_graph(graph: UnitGraph) -> dict[str, Any]:
     """Return a unit's graph as JSON data."""
-    data = _encode(graph)
+    data = encode(graph)
     for name in ("values", "ops", "parts"):
         if name in data:
-            data[name] = [_encode(record) for record in data[name]]
-    return {**data, "module_tape_s": dict(graph.module_tape_s)} if graph.module_tape_s else data
-
-
-def encode_call(call: UnitCall) -> dict[str, Any]:
-    """Return a call as JSON data."""
-    return _encode(call)
-
-
-def encode_log(log: StepLog) -> dict[str, Any]:
-    """Return the events as JSON data."""
-    return {"blocks": log.blocks, "sequence": log.sequence}
-
-
-def _encode(record: UnitGraph | ValueRecord | OpRecord | PartRecord | UnitCall) -> dict[str, Any]:
-    return {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}
+            data[name] = [encode(record) for record in data[name]]
+    if graph.module_tape_s:
+        data["module_tape_s"] = dict(graph.module_tape_s)
+    return data
 
 
 def decode_graph(graph: Field) -> UnitGraph:
     """Read a unit's graph; raise the document's error at what cannot be."""
-    modules, parts = graph.find("module_tape_s"), graph.find("parts")
+    modules = graph.find("module_tape_s")
     return construct(
         UnitGraph,
         graph,
         values=tuple(ValueRecord(**value.arguments(ValueRecord)) for value in graph.get("values").array()),
         ops=tuple(OpRecord(**op.arguments(OpRecord)) for op in graph.get("ops").array()),
         module_tape_s=() if modules is None else tuple((m, modules.get(m).number()) for m in modules.keys()),
-        parts=() if parts is None else tuple(PartRecord(**part.arguments(PartRecord)) for part in parts.array()),
+        parts=tuple(PartRecord(**part.arguments(PartRecord)) for part in graph.items("parts")),
         **graph.arguments(UnitGraph),
     )
 
 
 def decode_call(call: Field) -> UnitCall:
     """Read a call; raise the document's error at what cannot be."""
-    origins, outside = call.find("origins"), call.find("outside")
     return UnitCall(
         **call.arguments(UnitCall, least={"num_runs": 1}),
-        origins=() if origins is None else tuple(_decode_origin(origin) for origin in origins.array()),
-        outside=() if outside is None else tuple(_decode_outside(entry) for entry in outside.array()),
+        origins=tuple(_numbers(entry, "value", "call", "value of that call") for entry in call.items("origins")),
+        outside=tuple(_numbers(entry, "value", "storage") for entry in call.items("outside")),
     )
 
 
-def _decode_origin(origin: Field) -> tuple[int, int, int]:
-    numbers = origin.integers()
-    if len(numbers) != 3:
-        raise origin.error(f"{origin.where}: got {list(numbers)}, expected [value, call, value of that call]")
-    return numbers[0], numbers[1], numbers[2]
-
-
-def _decode_outside(entry: Field) -> tuple[int, int]:
-    numbers = entry.integers()
-    if len(numbers) != 2:
-        raise entry.error(f"{entry.where}: got {list(numbers)}, expected [value, storage]")
-    return numbers[0], numbers[1]
+def _numbers(place: Field, *expected: str) -> tuple[Any, ...]:
+    """Return as many integers as are expected."""
+    numbers = place.integers()
+    if len(numbers) != len(expected):
+        raise place.error(f"{place.where}: got {list(numbers)}, expected [{', '.join(expected)}]")
+    return numbers
 
 
 def decode_log(log: Field) -> StepLog:

@@ -19,15 +19,7 @@ from typing import Any
 from recollect.errors import ProfileFormatError
 from recollect.fields import read_document, read_file
 from recollect.profile.check_log import check_log
-from recollect.profile.codec import (
-    construct,
-    decode_call,
-    decode_graph,
-    decode_log,
-    encode_call,
-    encode_graph,
-    encode_log,
-)
+from recollect.profile.codec import construct, decode_call, decode_graph, decode_log, encode, encode_graph
 from recollect.profile.events import StepLog
 from recollect.profile.graph import UnitCall, UnitGraph
 
@@ -151,9 +143,9 @@ class Profile:
             "version": _VERSION,
             **{f.name: getattr(self, f.name) for f in fields(self)[3:]},
             "persistent": dict(self.persistent),
-            "calls": [encode_call(call) for call in self.calls],
+            "calls": [encode(call) for call in self.calls],
             "graphs": [encode_graph(graph) for graph in self.graphs],
-            "log": encode_log(self.log),
+            "log": {"blocks": self.log.blocks, "sequence": self.log.sequence},
         }
         return json.dumps(document, separators=(",", ":"), allow_nan=False)
 
