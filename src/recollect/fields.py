@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from types import MappingProxyType, NoneType
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from recollect.errors import MissingFileError
 
 __all__ = ["Field", "read_document", "read_file"]
+
+_ZERO_OR_MORE: Mapping[str, int | None] = MappingProxyType({})
 
 
 class _JsonError(ValueError):
@@ -140,6 +144,11 @@ class Field:
             self.fail("an array")
         return [Field(item, self._child(index), self.error) for index, item in enumerate(self.data)]
 
+    def items(self, key: str) -> list[Field]:
+        """Return the places of the array under `key`; none if it is missing or null."""
+        found = self.find(key)
+        return [] if found is None else found.array()
+
     def text(self) -> str:
         """Return the string here."""
         if not isinstance(self.data, str):
@@ -170,3 +179,50 @@ class Field:
         if not isinstance(self.data, bool):
             self.fail("true or false")
         return self.data
+
+    def arguments(
+        self, kind: type, *, least: Mapping[str, int | None] = _ZERO_OR_MORE, is_whole: bool = False
+    ) -> dict[str, Any]:
+        """Return what the object here has for the fields of a dataclass; what is missing or null has its default.
+
+        Args:
+            kind: the dataclass. Its fields that are no text, number, bool or tuple of ints, nor one of these or None, are left
+                out. The default of what may be None is None.
+            least: the smallest ints of some fields, or None for any; default: 0.
+            is_whole: whether all is there but for what may be None; raise for what is missing in spite of its default.
+        """
+        found = {}
+        for name, plain, default in _plain_fields(kind):
+            is_needed = default is MISSING or (is_whole and default is not None)
+            place = self.get(name) if is_needed else self.find(name)
+            if place is None:
+                found[name] = default
+            elif plain is int:
+                found[name] = place.integer(least=least.get(name, 0))
+            else:
+                found[name] = _READERS[plain](place)
+        return found
+
+
+_READERS: dict[Any, Callable[[Field], Any]] = {
+    str: Field.text,
+    int: Field.integer,
+    float: Field.number,
+    bool: Field.flag,
+    tuple[int, ...]: Field.integers,
+}
+
+
+@cache
+def _plain_fields(kind: type) -> list[tuple[str, Any, Any]]:
+    """Return the name, type without None, and default of the fields that a document has as they are."""
+    found: list[tuple[str, Any, Any]] = []
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        plain, default = hints[field.name], field.default
+        if NoneType in get_args(plain):
+            (plain,) = {*get_args(plain)} - {NoneType}
+            default = None if default is MISSING else default
+        if plain in _READERS:
+            found.append((field.name, plain, default))
+    return found

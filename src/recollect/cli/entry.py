@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import operator
 import signal
 import sys
@@ -171,42 +172,12 @@ def parse_train(args: list[str]) -> Train:
 
 
 def _run(command: Command) -> int:
-    """Run a command and return the exit status."""
-    # Imports stand here because torch takes seconds to import, and `--help` should not.
-    console = Console()
-    if isinstance(command, Train):
-        from recollect.cli.train import run_train
-
-        run_train(command, console)
-    elif isinstance(command, MakePlan):
-        from recollect.cli.plan import run_plan
-
-        run_plan(command, console)
-    elif isinstance(command, DrawFrontier):
-        from recollect.cli.frontier import run_frontier
-
-        run_frontier(command, console)
-    elif isinstance(command, Tokenize):
-        from recollect.cli.tokenize import run_tokenize
-
-        run_tokenize(command, console)
-    elif isinstance(command, Bench):
-        from recollect.cli.bench import run_bench
-
-        return run_bench(command, console)
-    elif isinstance(command, Explain):
-        from recollect.cli.explain import run_explain
-
-        run_explain(command, console)
-    elif isinstance(command, Doctor):
-        from recollect.cli.doctor import run_doctor
-
-        return run_doctor(command, console)
-    else:
-        from recollect.cli.calibrate import run_calibrate
-
-        run_calibrate(command, console)
-    return 0
+    """Run a command, by the function `run_NAME` of the module of its name, and return the exit status."""
+    (name,) = (name for name, kind in _COMMANDS.items() if kind is type(command))
+    # Imported only now, because torch takes seconds to import, and `--help` should not.
+    module = importlib.import_module(f"recollect.cli.{name}")
+    status: int | None = getattr(module, f"run_{name}")(command, Console())
+    return status or 0
 
 
 @REGISTRY.primitive_rule

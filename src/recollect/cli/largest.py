@@ -75,15 +75,10 @@ def answers_table(found: LargestBatch) -> Table:
     for name in (found.along, "peak", "slowdown", "tokens/s"):
         table.add_column(name, justify="right")
     plain, full, planned, fastest = found.without_recompute, found.full_recompute, found.planned, found.fastest
+    of_full = (full.full_peak_bytes, full.full_slowdown) if full else (0, 0.0)
     rows: list[tuple[str, str, TriedSize | None, int, float]] = [
         ("without recompute", found.size_text(plain), plain, plain.plain_peak_bytes if plain else 0, 0.0),
-        (
-            "full recompute",
-            found.size_text(full),
-            full,
-            full.full_peak_bytes if full else 0,
-            full.full_slowdown if full else 0.0,
-        ),
+        ("full recompute", found.size_text(full), full, *of_full),
         ("with a plan", found.size_text(planned), planned, planned.peak_bytes or 0, planned.slowdown or 0.0),
         ("most tokens/s", f"{fastest.size:,}", fastest, fastest.peak_bytes or 0, fastest.slowdown or 0.0),
     ]

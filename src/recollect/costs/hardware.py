@@ -174,22 +174,15 @@ class Hardware:
             HardwareError: no JSON, not of this format, a later version, or a number that cannot be; says where.
         """
         root = read_document(text, format=_FORMAT, version=_VERSION, error=HardwareError)
-        numbers = [f.name for f in fields(cls) if f.name not in ("name", "device", "rates", "elements")]
-        root.keys(allowed=["format", "version", "name", "device", *numbers, "rates", "elements_per_s"])
-        found = {name: root.get(name).number() for name in numbers}
+        names = [f.name for f in fields(cls) if f.name != "elements"]
+        root.keys(allowed=["format", "version", *names, "elements_per_s"])
+        given = root.arguments(cls, least={"memory_bytes": None, "cache_bytes": None}, is_whole=True)
         rates, elements = root.get("rates"), root.get("elements_per_s")
         try:
             return cls(
-                name=root.get("name").text(),
-                device=root.get("device").text(),
-                memory_bytes=root.get("memory_bytes").integer(),
-                bandwidth_bytes_per_s=found["bandwidth_bytes_per_s"],
-                launch_s=found["launch_s"],
-                traffic_efficiency=found["traffic_efficiency"],
-                cache_bytes=root.get("cache_bytes").integer(),
-                cache_bytes_per_s=found["cache_bytes_per_s"],
                 rates=tuple(_decode_rate(dtype, rates.get(dtype)) for dtype in rates.keys()),
                 elements=tuple(ElementRate(kind, elements.get(kind).number()) for kind in elements.keys()),
+                **given,
             )
         except ValueError as problem:
             if isinstance(problem, HardwareError):

@@ -51,33 +51,25 @@ _LAUNCH_S = 5e-6
 
 def _gpu(
     name: str,
-    *,
     memory_gib: int,
     bandwidth_bytes_per_s: float,
     num_multiprocessors: int,
     tflops_per_s: dict[str, float],
-    matmul: float = 0.8,
-    attention: tuple[float, float] = (0.35, 0.3),
+    matmul_efficiency: float = 0.8,
+    attention_efficiencies: tuple[float, float] = (0.35, 0.3),
 ) -> Hardware:
-    rates = tuple(
-        ArithmeticRate(
-            dtype,
-            1e12 * peak,
-            matmul_efficiency=matmul,
-            attention_efficiency=attention[0],
-            attention_backward_efficiency=attention[1],
-            half_rate_outputs=num_multiprocessors * _TILE * _TILE / 2,
-            half_rate_depth=_DEPTH,
-        )
-        for dtype, peak in tflops_per_s.items()
-    )
+    forward, backward = attention_efficiencies
+    half_rate_outputs = num_multiprocessors * _TILE * _TILE / 2
     return Hardware(
         name=name,
         device="cuda",
         memory_bytes=memory_gib * _GIB,
         bandwidth_bytes_per_s=bandwidth_bytes_per_s,
         launch_s=_LAUNCH_S,
-        rates=rates,
+        rates=tuple(
+            ArithmeticRate(dtype, 1e12 * peak, matmul_efficiency, forward, backward, half_rate_outputs, _DEPTH)
+            for dtype, peak in tflops_per_s.items()
+        ),
     )
 
 
@@ -88,90 +80,24 @@ def _tensor_cores(fp32: float, tf32: float, half: float, fp8: float | None = Non
 
 _HOPPER = _tensor_cores(67, 494.7, 989.4, 1979)
 _AMPERE = _tensor_cores(19.5, 156, 312)
+_FLASH_2 = (0.7, 0.6)  # where FlashAttention-2 does as well as on the A100
 
+# A GPU's memory in GiB, bytes/s of it, multiprocessors, TFLOP/s; fractions of these in matrix products and attention.
 HARDWARE: dict[str, Hardware] = {
-    "H100": _gpu(
-        "NVIDIA H100 SXM", memory_gib=80, bandwidth_bytes_per_s=3.35e12, num_multiprocessors=132, tflops_per_s=_HOPPER
-    ),
-    "H100 PCIe": _gpu(
-        "NVIDIA H100 PCIe",
-        memory_gib=80,
-        bandwidth_bytes_per_s=2.0e12,
-        num_multiprocessors=114,
-        tflops_per_s=_tensor_cores(51, 378, 756, 1513),
-    ),
-    "H100 NVL": _gpu(
-        "NVIDIA H100 NVL",
-        memory_gib=94,
-        bandwidth_bytes_per_s=3.9e12,
-        num_multiprocessors=132,
-        tflops_per_s=_tensor_cores(60, 417.5, 835.5, 1671),
-    ),
-    "H200": _gpu(
-        "NVIDIA H200", memory_gib=141, bandwidth_bytes_per_s=4.8e12, num_multiprocessors=132, tflops_per_s=_HOPPER
-    ),
-    "H800": _gpu(
-        "NVIDIA H800 SXM", memory_gib=80, bandwidth_bytes_per_s=3.35e12, num_multiprocessors=132, tflops_per_s=_HOPPER
-    ),
-    "A100 40GB": _gpu(
-        "NVIDIA A100 40GB",
-        memory_gib=40,
-        bandwidth_bytes_per_s=1.555e12,
-        num_multiprocessors=108,
-        tflops_per_s=_AMPERE,
-        matmul=0.86,
-        attention=(0.7, 0.6),
-    ),
-    "A100": _gpu(
-        "NVIDIA A100 80GB SXM",
-        memory_gib=80,
-        bandwidth_bytes_per_s=2.039e12,
-        num_multiprocessors=108,
-        tflops_per_s=_AMPERE,
-        matmul=0.86,
-        attention=(0.7, 0.6),
-    ),
-    "A100 80GB PCIe": _gpu(
-        "NVIDIA A100 80GB PCIe",
-        memory_gib=80,
-        bandwidth_bytes_per_s=1.935e12,
-        num_multiprocessors=108,
-        tflops_per_s=_AMPERE,
-        matmul=0.82,
-        attention=(0.7, 0.6),
-    ),
-    "B200": _gpu(
-        "NVIDIA B200",
-        memory_gib=180,
-        bandwidth_bytes_per_s=7.7e12,
-        num_multiprocessors=148,
-        tflops_per_s=_tensor_cores(75, 1100, 2250, 4500),
-        matmul=0.78,
-    ),
-    "L40S": _gpu(
-        "NVIDIA L40S",
-        memory_gib=48,
-        bandwidth_bytes_per_s=0.864e12,
-        num_multiprocessors=142,
-        tflops_per_s=_tensor_cores(91.6, 183, 362, 733),
-        attention=(0.6, 0.5),
-    ),
+    "H100": _gpu("NVIDIA H100 SXM", 80, 3.35e12, 132, _HOPPER),
+    "H100 PCIe": _gpu("NVIDIA H100 PCIe", 80, 2.0e12, 114, _tensor_cores(51, 378, 756, 1513)),
+    "H100 NVL": _gpu("NVIDIA H100 NVL", 94, 3.9e12, 132, _tensor_cores(60, 417.5, 835.5, 1671)),
+    "H200": _gpu("NVIDIA H200", 141, 4.8e12, 132, _HOPPER),
+    "H800": _gpu("NVIDIA H800 SXM", 80, 3.35e12, 132, _HOPPER),
+    "A100 40GB": _gpu("NVIDIA A100 40GB", 40, 1.555e12, 108, _AMPERE, 0.86, _FLASH_2),
+    "A100": _gpu("NVIDIA A100 80GB SXM", 80, 2.039e12, 108, _AMPERE, 0.86, _FLASH_2),
+    "A100 80GB PCIe": _gpu("NVIDIA A100 80GB PCIe", 80, 1.935e12, 108, _AMPERE, 0.82, _FLASH_2),
+    "B200": _gpu("NVIDIA B200", 180, 7.7e12, 148, _tensor_cores(75, 1100, 2250, 4500), 0.78),
+    "L40S": _gpu("NVIDIA L40S", 48, 0.864e12, 142, _tensor_cores(91.6, 183, 362, 733), 0.8, (0.6, 0.5)),
     "RTX 4090": _gpu(
-        "NVIDIA GeForce RTX 4090",
-        memory_gib=24,
-        bandwidth_bytes_per_s=1.008e12,
-        num_multiprocessors=128,
-        tflops_per_s=_tensor_cores(82.6, 82.6, 165.2, 330.3),
-        attention=(0.7, 0.6),
+        "NVIDIA GeForce RTX 4090", 24, 1.008e12, 128, _tensor_cores(82.6, 82.6, 165.2, 330.3), 0.8, _FLASH_2
     ),
-    "MI300X": _gpu(
-        "AMD Instinct MI300X",
-        memory_gib=192,
-        bandwidth_bytes_per_s=5.3e12,
-        num_multiprocessors=304,
-        tflops_per_s=_tensor_cores(163.4, 653.7, 1307.4, 2614.9),
-        matmul=0.6,
-    ),
+    "MI300X": _gpu("AMD Instinct MI300X", 192, 5.3e12, 304, _tensor_cores(163.4, 653.7, 1307.4, 2614.9), 0.6),
     "cpu": Hardware(
         name="AMD EPYC (Zen 5), 1 thread",
         device="cpu",

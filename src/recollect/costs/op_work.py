@@ -30,26 +30,28 @@ DTYPES = {
     torch.float8_e5m2fnuz: "fp8",
 }
 
-# Ops that read only some rows of their first argument: as many elements as they return or are told to look up.
-_LOOKUPS = frozenset({"embedding", "index", "_unsafe_index", "index_select", "gather", "take", "nll_loss_forward"})
-# Ops that write only some rows of their first argument.
-_SCATTERS = frozenset(
-    {"index_put", "_index_put_impl", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce", "put"}
-    | {"embedding_dense_backward", "bincount", "histc"}
-)
-_SORTS = frozenset({"topk", "sort", "argsort", "msort", "kthvalue", "median", "nanmedian", "_unique2"})
-_COPIES = frozenset(
-    {"clone", "_to_copy", "copy", "cat", "stack", "repeat", "contiguous", "constant_pad_nd", "fill", "zero", "flip"}
-    | {"slice_backward", "select_backward", "roll", "tril", "triu", "arange", "split_with_sizes_copy"}
-)
-_TRANSCENDENTAL = frozenset(
-    {"exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan", "tanh", "sigmoid", "silu", "gelu", "erf"}
-    | {"softplus", "mish", "elu", "logit", "acos", "asin", "atan", "atan2", "sinh", "cosh", "log_sigmoid_forward"}
-    | {"silu_backward", "gelu_backward", "mish_backward", "softplus_backward", "log_sigmoid_backward"}
-)
-_SOFTMAXES = frozenset(
-    {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "logsumexp"}
-)
+_OPS: dict[Kind, frozenset[str]] = {
+    # Ops that read only some rows of their first argument: as many elements as they return or are told to look up.
+    "gather": frozenset({"embedding", "index", "_unsafe_index", "index_select", "gather", "take", "nll_loss_forward"}),
+    # Ops that write only some rows of their first argument.
+    "scatter": frozenset(
+        {"index_put", "_index_put_impl", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce", "put"}
+        | {"embedding_dense_backward", "bincount", "histc"}
+    ),
+    "sort": frozenset({"topk", "sort", "argsort", "msort", "kthvalue", "median", "nanmedian", "_unique2"}),
+    "copy": frozenset(
+        {"clone", "_to_copy", "copy", "cat", "stack", "repeat", "contiguous", "constant_pad_nd", "fill", "zero", "flip"}
+        | {"slice_backward", "select_backward", "roll", "tril", "triu", "arange", "split_with_sizes_copy"}
+    ),
+    "transcendental": frozenset(
+        {"exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan", "tanh", "sigmoid", "silu", "gelu", "erf"}
+        | {"softplus", "mish", "elu", "logit", "acos", "asin", "atan", "atan2", "sinh", "cosh", "log_sigmoid_forward"}
+        | {"silu_backward", "gelu_backward", "mish_backward", "softplus_backward", "log_sigmoid_backward"}
+    ),
+    "softmax": frozenset(
+        {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "logsumexp"}
+    ),
+}
 
 
 def work_of(func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> Work:
@@ -96,15 +98,7 @@ def _distinct(values: Any) -> list[torch.Tensor]:
 
 def _kind(func: Any, name: str) -> Kind:
     tags = getattr(func, "tags", ())
-    tables: tuple[tuple[Kind, frozenset[str]], ...] = (
-        ("gather", _LOOKUPS),
-        ("scatter", _SCATTERS),
-        ("sort", _SORTS),
-        ("copy", _COPIES),
-        ("transcendental", _TRANSCENDENTAL),
-        ("softmax", _SOFTMAXES),
-    )
-    for kind, names in tables:
+    for kind, names in _OPS.items():
         if name in names:
             return kind
     if torch.Tag.nondeterministic_seeded in tags:
@@ -137,10 +131,10 @@ def _traffic_bytes(
     read_bytes = sum(touched_bytes(t) for t in tensors if t is not first)
     if first is None:
         return read_bytes + written_bytes
-    if name in _LOOKUPS:
+    if name in _OPS["gather"]:
         looked_up = max((t.numel() for t in (*results, *tensors) if t is not first), default=0)
         return read_bytes + written_bytes + min(touched_bytes(first), looked_up * first.element_size())
-    if name in _SCATTERS and facts.writes:
+    if name in _OPS["scatter"] and facts.writes:
         # Rows are read, added to, and written.
         return read_bytes + 2 * min(touched_bytes(first), _source_bytes(tensors, first))
     if facts.writes:

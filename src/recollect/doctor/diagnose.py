@@ -22,13 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from recollect.doctor import (
-    hugging_face_settings,
-    megatron_settings,
-    out_of_memory,
-    snapshot_findings,
-    torchtitan_settings,
-)
+from recollect.doctor import library_settings, megatron_settings, out_of_memory, snapshot_findings
 from recollect.doctor.finding import CERTAINTIES, Finding
 from recollect.doctor.scan import TextScan
 from recollect.doctor.settings import KNOWN, Settings, settings_in_data
@@ -204,16 +198,16 @@ class Case:
         """Return what was recognised, the most certain first, each rule once."""
         merged: dict[tuple[str, str], Finding] = {}
         for found in self._all():
-            key = (found.rule, found.problem)
-            before = merged.get(key)
-            merged[key] = found if before is None else _together(before, found)
-        return sorted(_one_each(merged.values()), key=lambda found: CERTAINTIES.index(found.certainty))
+            # Those of several ranks or scopes differ in numbers; those of several devices' snapshots each count.
+            key = (found.rule, found.problem if found.rule.startswith("snapshot-") else "")
+            merged[key] = _together(merged[key], found) if key in merged else found
+        return sorted(merged.values(), key=lambda found: CERTAINTIES.index(found.certainty))
 
     def _all(self) -> Iterator[Finding]:
         scopes = [*self.scopes, *(scope for text in self.texts for scope in text.settings())]
         together = _merged(scopes)
         length = together.get("seq_length", "max_length", "max_seq_length", "cutoff_len", "sequence_len")
-        is_checkpointing = hugging_face_settings.is_checkpointing(together)
+        is_checkpointing = library_settings.is_checkpointing(together)
         expandable = next((text.numbers.expandable for text in self.texts if text.numbers.expandable), "")
         for text in self.texts:
             yield from text.findings()
@@ -228,8 +222,7 @@ class Case:
         for scope in scopes:
             if megatron_settings.is_megatron(scope):
                 yield from megatron_settings.findings(scope, log)
-        yield from hugging_face_settings.findings(together)
-        yield from torchtitan_settings.findings(together)
+        yield from library_settings.findings(together)
         for snapshot in self.snapshots:
             yield from snapshot_findings.findings(snapshot)
 
@@ -282,14 +275,3 @@ def _together(first: Finding, second: Finding) -> Finding:
     evidence = tuple(dict.fromkeys((*first.evidence, *second.evidence)))[:_MOST_EVIDENCE]
     best = min(first, second, key=lambda found: CERTAINTIES.index(found.certainty))
     return dataclasses.replace(best, evidence=evidence)
-
-
-def _one_each(found: Iterable[Finding]) -> list[Finding]:
-    """Return the findings without later ones of the same rule, whose numbers differ by rank or scope."""
-    kept: dict[str, Finding] = {}
-    for finding in found:
-        if finding.rule.startswith("snapshot-"):  # of several devices
-            kept[f"{finding.rule} {finding.problem}"] = finding
-        else:
-            kept[finding.rule] = _together(kept[finding.rule], finding) if finding.rule in kept else finding
-    return list(kept.values())

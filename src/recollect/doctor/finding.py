@@ -1,4 +1,4 @@
-"""`Finding`: one problem, why it is there, what shows it, and what to do; and `Rule`, from which findings are made."""
+"""`Finding`: one problem, why it is there, what shows it, and what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["CERTAINTIES", "Certainty", "Finding", "Rule"]
+__all__ = ["CERTAINTIES", "Certainty", "Finding"]
 
 Certainty = Literal["certain", "likely", "possible"]
 """The text or the numbers say so; they fit no other common cause; they allow it."""
@@ -46,44 +46,3 @@ class Finding:
     def to_data(self) -> dict[str, Any]:
         """Return the finding as plain data, for JSON."""
         return {**dataclasses.asdict(self), "evidence": list(self.evidence), "fix": list(self.fix)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """A problem that can be recognised: one row of the table in docs/doctor.md.
-
-    Attributes:
-        name: as in findings.
-        sees: what the rule goes by, in words.
-        problem: what goes wrong. It, `cause` and `fix` may have {names} of numbers, filled in when the problem is found.
-        cause: why.
-        fix: what to do, the best first.
-        source: where it was reported or documented.
-        certainty: how much what it sees says.
-    """
-
-    name: str
-    sees: str
-    problem: str
-    cause: str
-    fix: tuple[str, ...]
-    source: str
-    certainty: Certainty = "certain"
-
-    def finding(self, *evidence: str, certainty: Certainty | None = None, **values: object) -> Finding:
-        """Return what this rule says where it was met.
-
-        Args:
-            *evidence: what was seen, and where.
-            certainty: if other than the rule's.
-            **values: for the {names} in the texts.
-        """
-        return Finding(
-            rule=self.name,
-            certainty=certainty or self.certainty,
-            problem=self.problem.format(**values),
-            cause=self.cause.format(**values),
-            evidence=evidence,
-            fix=tuple(text.format(**values) for text in self.fix),
-            source=self.source,
-        )

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from recollect.byte_format import format_bytes
-from recollect.doctor import settings_rules as rules
 from recollect.doctor.finding import Finding
+from recollect.doctor.rule import RULES
 from recollect.doctor.settings import Settings
 from recollect.errors import ConfigError
 from recollect.integrations.megatron.pipeline import chunk_sizes
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
-from recollect.integrations.megatron.rules import RULES
+from recollect.integrations.megatron.rules import RULES as CLASHES
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["InLog", "findings", "is_megatron"]
@@ -89,7 +89,7 @@ def _taken(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 def _clashes(settings: Settings, config: RecomputeSettings, setting: TrainingSetting) -> Iterator[Finding]:
     """Yield the broken ones of recollect's rules; after a wrong type, values cannot be compared."""
-    for rule in RULES:
+    for rule in CLASHES:
         try:
             clash = rule.clash(config, setting)
         except ConfigError as problem:  # the layers cannot be divided among the stages
@@ -136,17 +136,17 @@ def _modules(settings: Settings, config: RecomputeSettings, log: InLog) -> Itera
     is_fused = _is_fused(settings)
     evidence = (shown, log.out_of_memory) if log.out_of_memory else (shown,)
     if modules <= _SMALL and "layernorm" in modules and (is_fused or "core_attn" not in modules):
-        yield rules.LAYERNORM_ALONE.finding(*evidence)
+        yield RULES["layernorm-saves-little"].finding(*evidence)
     elif modules == {"core_attn"} and is_fused:
         is_said = settings.get("use_flash_attn", "attention_backend", "transformer_impl") is not None
-        yield rules.CORE_ATTN_FUSED.finding(*evidence, certainty="likely" if is_said else "possible")
+        yield RULES["core-attn-fused"].finding(*evidence, certainty="likely" if is_said else "possible")
     if {"mlp", "core_attn"} <= modules and is_fused:
-        yield rules.MLP_AND_CORE_ATTN.finding(shown)
+        yield RULES["mlp-and-core-attn"].finding(shown)
     elif "mlp" in modules:
         width = settings.number("ffn_hidden_size")
-        yield rules.MLP_IS_SLOW.finding(shown, size=f" (FFN {width})" if width else "")
+        yield RULES["mlp-is-slow"].finding(shown, size=f" (FFN {width})" if width else "")
     if "moe" in modules:
-        yield rules.ROUTER_COUNTS.finding(shown)
+        yield RULES["router-counts-twice"].finding(shown)
 
 
 def _layers(settings: Settings, config: RecomputeSettings, setting: TrainingSetting) -> Iterator[Finding]:
@@ -159,13 +159,13 @@ def _layers(settings: Settings, config: RecomputeSettings, setting: TrainingSett
     layers = config.recompute_num_layers
     sizes = chunk_sizes(setting, setting.num_layers) if setting.num_layers else []
     if config.recompute_method == "uniform" and layers is not None and sizes and 1 < max(sizes) <= layers:
-        yield rules.ONE_REGION.finding(shown, layers=layers)
+        yield RULES["one-huge-region"].finding(shown, layers=layers)
     else:
-        yield rules.FULL_IS_SLOW.finding(shown)
+        yield RULES["full-is-slow"].finding(shown)
     if setting.pipeline_model_parallel_size > 1 and config.recompute_method == "block":
-        yield rules.STAGES.finding(shown, stages=setting.pipeline_model_parallel_size)
+        yield RULES["stage-imbalance"].finding(shown, stages=setting.pipeline_model_parallel_size)
     if settings.get("num_moe_experts"):
-        yield rules.ROUTER_COUNTS.finding(settings.shown("recompute_granularity", "num_moe_experts"))
+        yield RULES["router-counts-twice"].finding(settings.shown("recompute_granularity", "num_moe_experts"))
 
 
 def _fp8(settings: Settings, config: RecomputeSettings, log: InLog) -> Iterator[Finding]:
@@ -179,7 +179,9 @@ def _fp8(settings: Settings, config: RecomputeSettings, log: InLog) -> Iterator[
     shown = settings.shown("fp8", "fp8_recipe", "recompute_granularity", "recompute_modules")
     evidence = (shown, log.nan) if log.nan else (shown,)
     nan = ", and NaN in the log" if log.nan else " may give NaN"
-    yield rules.FP8_LAYERNORM.finding(*evidence, certainty="likely" if log.nan else "possible", what=what, nan=nan)
+    yield RULES["fp8-and-recompute"].finding(
+        *evidence, certainty="likely" if log.nan else "possible", what=what, nan=nan
+    )
 
 
 def _memory(settings: Settings, log: InLog) -> Iterator[Finding]:
@@ -192,7 +194,7 @@ def _memory(settings: Settings, log: InLog) -> Iterator[Finding]:
         size = tokens * vocabulary // parts * _BYTES_A_LOGIT
         if size >= _LOGITS_MATTER:
             names = ("seq_length", "micro_batch_size", "padded_vocab_size", "vocab_size", "tensor_model_parallel_size")
-            yield rules.LOGITS_LARGE.finding(
+            yield RULES["logits-large"].finding(
                 settings.shown(*names),
                 certainty="likely" if log.out_of_memory else "possible",
                 size=format_bytes(size),
@@ -203,4 +205,4 @@ def _memory(settings: Settings, log: InLog) -> Iterator[Finding]:
     has_model = settings.number("num_layers") and settings.number("hidden_size")
     if log.out_of_memory and has_model and not settings.get("use_distributed_optimizer"):
         shown = settings.shown("num_layers", "hidden_size", "use_distributed_optimizer")
-        yield rules.DISTRIBUTED_OPTIMIZER.finding(f"{shown}; no --use-distributed-optimizer", log.out_of_memory)
+        yield RULES["optimizer-not-sharded"].finding(f"{shown}; no --use-distributed-optimizer", log.out_of_memory)

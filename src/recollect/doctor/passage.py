@@ -1,4 +1,4 @@
-"""`Passage`: a line of a text with what stands around it; `TextRule`: a problem that one such line gives away.
+"""`Passage`: a line of a text with what stands around it.
 
 Texts are read line by line, so that logs may have any size.
 """
@@ -9,12 +9,8 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
-from recollect.doctor.finding import Rule
-
-__all__ = ["Passage", "TextRule", "passages"]
+__all__ = ["Passage", "passages"]
 
 BEFORE = 150  # lines: a traceback through a trainer has 60 to 120
 AFTER = 16
@@ -102,32 +98,3 @@ def _passage(
         return tuple(text for label, text in labelled if label == rank)
 
     return Passage(f"{name}:{number}", line, of_rank(before), of_rank(after))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextRule(Rule):
-    """A rule that looks for a text.
-
-    Attributes:
-        pattern: regular expression of the line; its groups fill the {names} of the rule's texts.
-        near: regular expression that must be found in the lines around it, too; "" is none.
-    """
-
-    pattern: str
-    near: str = ""
-
-    def is_in(self, line: str) -> bool:
-        """Return whether the pattern is found in a line."""
-        return _compiled(self.pattern).search(line) is not None
-
-    def match(self, passage: Passage) -> dict[str, Any] | None:
-        """Return the groups of the pattern if the passage fits, else None."""
-        found = _compiled(self.pattern).search(passage.line)
-        if found is None or (self.near and not _compiled(self.near).search(passage.text)):
-            return None
-        return found.groupdict()
-
-
-@cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern, re.MULTILINE)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from recollect.byte_format import format_bytes
 from recollect.doctor import metadata_mismatch, out_of_memory
 from recollect.doctor.finding import Finding
-from recollect.doctor.passage import Passage, TextRule, passages
-from recollect.doctor.rules_checkpoint import CHECKPOINT_RULES
-from recollect.doctor.rules_libraries import LIBRARY_RULES
-from recollect.doctor.rules_megatron import MEGATRON_TEXT_RULES
+from recollect.doctor.passage import Passage, passages
+from recollect.doctor.rule import RULES, Rule
 from recollect.doctor.settings import Settings
 from recollect.doctor.settings_in_text import SettingsInText
-from recollect.doctor.training_log import LogNumbers
 
-__all__ = ["TEXT_RULES", "TextScan"]
+__all__ = ["LogNumbers", "TextScan"]
 
-TEXT_RULES: tuple[TextRule, ...] = (*CHECKPOINT_RULES, *LIBRARY_RULES, *MEGATRON_TEXT_RULES)
+_TEXT_RULES = tuple(rule for rule in RULES.values() if rule.pattern)
 
 _PORTION = 256  # lines
 _ENOUGH = 20  # passages kept for each rule: thousands of ranks print the same, and the first say it all
@@ -29,6 +29,53 @@ _STEMS = (
     *("to backward", "during backward", "keyword arguments", "CPU_OFFLOAD", "memory_budget", "istribute_saved"),
     *("memory pool", "modeling_layers", "different metadata", "rng_state", "device state", "torch.compile("),
 )
+_GAP_MATTERS = 1.25  # reserved / allocated: the caching allocator's rounding stays well below
+_MEMORY = re.compile(
+    r"memory \(MB\) \| allocated: [\d.]+ \| max allocated: ([\d.]+) \| reserved: [\d.]+ \| max reserved: ([\d.]+)"
+)
+_NAN = re.compile(
+    r"found NaN in local|number of nan iterations:\s+[1-9]|lm loss: nan|'(?:loss|grad_norm)': '?nan"
+    r"|\b(?:loss|grad norm)[=:]\s*nan\b",
+    re.IGNORECASE,
+)
+_EXPANDABLE = re.compile(r"ALLOC_CONF['\"\]]*\s*[=:,]\s*\S*expandable_segments:True")
+
+
+class LogNumbers:
+    """What a log says in its numbers, line by line: memory that is reserved and not used, and losses that are not numbers.
+
+    Attributes:
+        expandable: the first line that sets expandable segments, after its place; "" if there is none.
+        nan: the first line with a loss or gradient that is not a number, after its place; "" if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.expandable = ""
+        self.nan = ""
+        self._highest: tuple[float, float, str] = (0.0, 0.0, "")
+
+    def look(self, line: str, place: str) -> None:
+        """Take the numbers of a line."""
+        if "memory (MB)" in line and (found := _MEMORY.search(line)):
+            allocated, reserved = float(found[1]), float(found[2])
+            if reserved > self._highest[1]:
+                self._highest = allocated, reserved, f"{place}: {found[0]}"
+        elif not self.nan and ("nan" in line or "NaN" in line) and _NAN.search(line):
+            self.nan = f"{place}: {line.strip()[:200]}"
+        elif not self.expandable and "expandable_segments" in line and _EXPANDABLE.search(line):
+            self.expandable = f"{place}: {line.strip()[:200]}"
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what they show."""
+        allocated, reserved, line = self._highest
+        if reserved > _GAP_MATTERS * allocated > 0:
+            mib = 2**20
+            yield RULES["reserved-over-allocated"].finding(
+                line,
+                reserved=format_bytes(round(reserved * mib)),
+                allocated=format_bytes(round(allocated * mib)),
+                gap=format_bytes(round((reserved - allocated) * mib)),
+            )
 
 
 class TextScan:
@@ -45,8 +92,8 @@ class TextScan:
         self.out_of_memory: list[Passage] = []
         self._in_text = SettingsInText()
         self._mismatches: list[Passage] = []
-        self._found: dict[TextRule, list[tuple[Passage, dict[str, Any]]]] = {}
-        self._counts: dict[TextRule, int] = {}
+        self._found: dict[Rule, tuple[Passage, dict[str, Any]]] = {}
+        self._counts: Counter[Rule] = Counter()
         self._number = 0
         self._is_promising = False
         for passage in passages(self._in_portions(lines), name, self._is_wanted):
@@ -63,8 +110,7 @@ class TextScan:
 
     def findings(self) -> Iterator[Finding]:
         """Yield what the text shows by itself; what it says about memory is in `out_of_memory`."""
-        for rule, found in self._found.items():
-            passage, values = found[0]
+        for rule, (passage, values) in self._found.items():
             more = self._counts[rule] - 1
             evidence = [passage.quoted()]
             if more:
@@ -95,16 +141,15 @@ class TextScan:
             return len(self.out_of_memory) < _ENOUGH
         if metadata_mismatch.is_mismatch(line):  # before the rules, since its first line is all that they would see
             return len(self._mismatches) < _ENOUGH
-        return any(rule.is_in(line) for rule in TEXT_RULES)
+        return any(rule.is_in(line) for rule in _TEXT_RULES)
 
     def _take(self, passage: Passage) -> None:
         if out_of_memory.is_out_of_memory(passage.line):
             self.out_of_memory.append(passage)
         elif metadata_mismatch.is_mismatch(passage.line):
             self._mismatches.append(passage)
-        for rule in TEXT_RULES:
+        for rule in _TEXT_RULES:
             values = rule.match(passage)
             if values is not None:
-                self._counts[rule] = self._counts.get(rule, 0) + 1
-                if len(self._found.setdefault(rule, [])) < 1:
-                    self._found[rule].append((passage, values))
+                self._counts[rule] += 1
+                self._found.setdefault(rule, (passage, values))

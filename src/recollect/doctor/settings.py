@@ -69,6 +69,11 @@ class Settings:
         place = f"{self.place}:{min(lines)}" if lines else self.place
         return f"{place}: {', '.join(f'{name}: {_shown(self.values[name])}' for name in given)}"
 
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Return the settings under a name; none if it has no section."""
+        found = self.values.get(name)
+        return found if isinstance(found, Mapping) else {}
+
     def number(self, *names: str) -> int | None:
         """Return the value of the first of these names that is a whole number, else None."""
         value = self.get(*names)

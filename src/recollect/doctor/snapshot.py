@@ -212,44 +212,38 @@ def _finished(device: _Device, trace: Sequence[Mapping[str, Any]], place: str) -
 
 def _peak(live: Mapping[int, Block], trace: Sequence[Mapping[str, Any]]) -> tuple[Block, ...]:
     """Return what was live at the highest point, walking back from the end through the events."""
-    now = sum(block.size_bytes for block in live.values())
-    highest, at = now, len(trace)
-    for i, size in _changes_backwards(trace):
-        now -= size
+    now = highest = sum(block.size_bytes for block in live.values())
+    at = len(trace)
+    for i, event in reversed(list(enumerate(trace))):
+        now -= _growth(event)
         if now > highest:
             highest, at = now, i
     alive = dict(live)
-    for i, event in reversed(list(enumerate(trace))):
-        if i < at:
-            break
+    for event in reversed(trace[at:]):
         address = int(event.get("addr", -1))
         if event["action"] == "alloc":
             alive.pop(address, None)
         elif event["action"] == "free_completed":
             alive[address] = Block(int(event["size"]), ())
-    return tuple(_with_stacks(alive, trace, at))
+    return tuple(_with_stacks(alive, trace[:at]))
 
 
-def _changes_backwards(trace: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
-    """Yield the index of each event that changes what is allocated, and by how much, from the last to the first."""
-    for i in range(len(trace) - 1, -1, -1):
-        action = trace[i].get("action")
-        if action == "alloc":
-            yield i, int(trace[i]["size"])
-        elif action == "free_completed":
-            yield i, -int(trace[i]["size"])
+def _growth(event: Mapping[str, Any]) -> int:
+    """Return by how much an event changes what is allocated."""
+    sign = {"alloc": 1, "free_completed": -1}.get(event.get("action", ""), 0)
+    return sign * int(event["size"]) if sign else 0
 
 
-def _with_stacks(alive: Mapping[int, Block], trace: Sequence[Mapping[str, Any]], at: int) -> Iterator[Block]:
-    """Yield the blocks with the stacks of the events that allocated them, where they have none."""
+def _with_stacks(alive: Mapping[int, Block], trace: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
+    """Yield the blocks with the stacks of the last events that allocated them, where they have none."""
     missing = {address for address, block in alive.items() if not block.stack}
     stacks: dict[int, tuple[str, ...]] = {}
-    for i in range(at - 1, -1, -1):
+    for event in reversed(trace):
         if not missing:
             break
-        address = int(trace[i].get("addr", -1))
-        if trace[i].get("action") == "alloc" and address in missing:
-            stacks[address] = _stack(trace[i])
+        address = int(event.get("addr", -1))
+        if event.get("action") == "alloc" and address in missing:
+            stacks[address] = _stack(event)
             missing.discard(address)
     for address, block in alive.items():
         yield Block(block.size_bytes, block.stack or stacks.get(address, ()))

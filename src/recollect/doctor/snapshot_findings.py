@@ -7,94 +7,26 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from recollect.byte_format import format_bytes
-from recollect.doctor.finding import Finding, Rule
+from recollect.doctor.finding import Finding
+from recollect.doctor.rule import RULES
 from recollect.doctor.snapshot import Block, Snapshot
 
-__all__ = ["SNAPSHOT_RULES", "findings"]
-
-GAPS = Rule(
-    name="snapshot-fragmented",
-    sees="a snapshot with much memory in gaps, or whose gaps together would have held what was refused",
-    problem="{unallocated} of the {reserved} that PyTorch holds are in no tensor, in {count} pieces of at most {largest}.",
-    cause="Memory is fragmented: tensors of changing sizes leave gaps too small for the next ones{refused}.",
-    fix=(
-        "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the program starts (PYTORCH_ALLOC_CONF from "
-        "PyTorch 2.9 on).",
-        "If it is set already: pad batches to few lengths, and call torch.cuda.empty_cache() once after the first step.",
-    ),
-    source="torchtune#1185 (16.39 to 10.83 GiB), NeMo-RL#2319, SkyRL#1768",
-    certainty="likely",
-)
-LOGITS = Rule(
-    name="snapshot-logits",
-    sees="a snapshot whose highest point holds much from the loss or the LM head",
-    problem="Logits and loss hold {size} of {peak} at the highest point ({share}).",
-    cause="They have tokens x vocabulary elements, in bf16, fp32, and as a gradient. Recomputing layers does not change that.",
-    fix=(
-        "Compute head and loss in chunks: recollect plan --hf-config config.json --fake --dtype bf16 --loss-chunks auto "
-        "--memory-budget 80%",
-        "In a loop of your own: recollect.chunked_cross_entropy, or a fused loss (Liger).",
-    ),
-    source="NVIDIA-NeMo/Automodel#3907, pytorch/torchtitan#996 (7 GiB)",
-    certainty="likely",
-)
-OPTIMIZER = Rule(
-    name="snapshot-optimizer",
-    sees="a snapshot whose highest point holds much that the optimizer allocated",
-    problem="The optimizer holds {size} of {peak} at the highest point ({share}).",
-    cause="Adam keeps two moments a parameter, and its foreach implementation needs temporaries as large as all parameters.",
-    fix=(
-        "Shard the state (ZeRO, FSDP, --use-distributed-optimizer), offload it, or use an 8-bit optimizer; fused=True needs "
-        "no temporaries.",
-        "Recompute cannot make it smaller.",
-    ),
-    source="Megatron Bridge, performance guide; verl-project/verl#3124",
-    certainty="likely",
-)
-REGION = Rule(
-    name="snapshot-recompute",
-    sees="a snapshot whose highest point holds much that was allocated while a checkpointed region ran again",
-    problem="A region that is run again in backward holds {size} of {peak} at the highest point ({share}).",
-    cause="All activations of one region come back at once. A region of many layers saves little or nothing.",
-    fix=(
-        "Make regions smaller: one layer each, or modules inside layers.",
-        'Let a budget decide value by value: recollect.attach(model, optimizer, budget="80%").',
-    ),
-    source="pytorch/pytorch#147449, #77284; NVIDIA/Megatron-LM#1300",
-    certainty="likely",
-)
-ACTIVATIONS = Rule(
-    name="snapshot-activations",
-    sees="a snapshot whose highest point holds much from forward",
-    problem="Activations of forward hold {size} of {peak} at the highest point ({share}).",
-    cause="Forward keeps them for backward. That is what recompute can make smaller; the largest: {largest}.",
-    fix=(
-        'recollect.attach(model, optimizer, budget="80%") keeps what is dear to compute, and recomputes the rest.',
-        "Or see first what that costs: recollect frontier --hf-config config.json --fake --dtype bf16",
-    ),
-    source="the snapshot itself",
-    certainty="possible",
-)
-NO_STACKS = Rule(
-    name="snapshot-without-stacks",
-    sees="a snapshot without stacks",
-    problem="The snapshot does not say who allocated what: {size} of {peak} have no stack.",
-    cause="It was taken without recording.",
-    fix=(
-        "Call torch.cuda.memory._record_memory_history() before the steps, and torch.cuda.memory._dump_snapshot(path) after.",
-    ),
-    source="https://pytorch.org/docs/stable/torch_cuda_memory.html",
-    certainty="possible",
-)
-SNAPSHOT_RULES = (GAPS, LOGITS, OPTIMIZER, REGION, ACTIVATIONS, NO_STACKS)
+__all__ = ["findings"]
 
 _GAPS_MATTER = 0.15  # of what is reserved
-_SHARE_MATTERS = {LOGITS: 0.2, OPTIMIZER: 0.3, REGION: 0.3, ACTIVATIONS: 0.3, NO_STACKS: 0.5}
-_LOSS = re.compile(r"cross_entropy|log_softmax|loss_utils\.py|ForCausalLMLoss|lm_head|compute_log_probs|output_layer")
-_STEP = re.compile(
-    r"torch/optim/(?!lr_scheduler)|_init_group|initialize_optimizer_states|bitsandbytes/optim|deepspeed/ops/adam"
-)
-_AGAIN = re.compile(r"(?:utils/checkpoint|tensor_parallel/random)\.py:\d+:(?:recompute_fn|unpack_hook|backward)$")
+_SHARE_MATTERS = 0.3  # of the peak, but for these:
+_OTHER_SHARES = {"snapshot-logits": 0.2, "snapshot-without-stacks": 0.5}
+_PLACES = {
+    "snapshot-optimizer": re.compile(
+        r"torch/optim/(?!lr_scheduler)|_init_group|initialize_optimizer_states|bitsandbytes/optim|deepspeed/ops/adam"
+    ),
+    "snapshot-logits": re.compile(
+        r"cross_entropy|log_softmax|loss_utils\.py|ForCausalLMLoss|lm_head|compute_log_probs|output_layer"
+    ),
+    "snapshot-recompute": re.compile(
+        r"(?:utils/checkpoint|tensor_parallel/random)\.py:\d+:(?:recompute_fn|unpack_hook|backward)$"
+    ),
+}
 _BACKWARD = re.compile(r"run_backward|:backward$")
 _FORWARD = re.compile(r":(?:forward|forward_with_checkpointing)$")
 _OWN = re.compile(r"^none:|(?:^|/)torch/|\?\?:|\.cpp:|\.h:")
@@ -107,23 +39,22 @@ def findings(snapshot: Snapshot) -> Iterator[Finding]:
     total = snapshot.peak_bytes
     if not total:
         return
-    groups: dict[Rule, list[Block]] = {}
+    groups: dict[str, list[Block]] = {}
     for block in snapshot.peak:
-        if (rule := _kind(block.stack)) is not None:
-            groups.setdefault(rule, []).append(block)
-    sizes = {rule: sum(block.size_bytes for block in blocks) for rule, blocks in groups.items()}
-    for rule in sorted(groups, key=lambda rule: -sizes[rule]):
-        if sizes[rule] < _SHARE_MATTERS[rule] * total:
+        if (name := _kind(block.stack)) is not None:
+            groups.setdefault(name, []).append(block)
+    sizes = {name: sum(block.size_bytes for block in blocks) for name, blocks in groups.items()}
+    for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        if size < _OTHER_SHARES.get(name, _SHARE_MATTERS) * total:
             continue
-        share = f"{sizes[rule] / total:.0%}"
-        largest = max(groups[rule], key=lambda block: block.size_bytes)
+        largest = max(groups[name], key=lambda block: block.size_bytes)
         where = _caller(largest) or "no stack"
-        yield rule.finding(
-            f"{snapshot.place}: {format_bytes(sizes[rule])} in {len(groups[rule])} blocks; the largest, "
+        yield RULES[name].finding(
+            f"{snapshot.place}: {format_bytes(size)} in {len(groups[name])} blocks; the largest, "
             f"{format_bytes(largest.size_bytes)}, from {where}",
-            size=format_bytes(sizes[rule]),
+            size=format_bytes(size),
             peak=format_bytes(total),
-            share=share,
+            share=f"{size / total:.0%}",
             largest=f"{format_bytes(largest.size_bytes)} from {where}",
         )
 
@@ -139,7 +70,7 @@ def _gaps(snapshot: Snapshot) -> Finding | None:
     text = format_bytes(refused or 0)
     told = f"; {text} were refused" if refused is not None else ""
     grow = {True: "expandable segments are on", False: "expandable segments are off", None: "segments of unknown kind"}
-    return GAPS.finding(
+    return RULES["snapshot-fragmented"].finding(
         f"{snapshot.place}: reserved {format_bytes(snapshot.reserved_bytes)}, in no tensor "
         f"{format_bytes(snapshot.unallocated_bytes)}{told}; {grow[snapshot.is_expandable]}",
         certainty="likely" if would_fit else "possible",
@@ -152,14 +83,14 @@ def _gaps(snapshot: Snapshot) -> Finding | None:
 
 
 @lru_cache(maxsize=4096)  # a training step allocates from few places again and again
-def _kind(stack: tuple[str, ...]) -> Rule | None:
+def _kind(stack: tuple[str, ...]) -> str | None:
     if not stack:
-        return NO_STACKS
-    for rule, pattern in ((OPTIMIZER, _STEP), (LOGITS, _LOSS), (REGION, _AGAIN)):
+        return "snapshot-without-stacks"
+    for name, pattern in _PLACES.items():
         if any(pattern.search(frame) for frame in stack):
-            return rule
+            return name
     is_backward = any(_BACKWARD.search(frame) for frame in stack)
-    return ACTIVATIONS if not is_backward and any(_FORWARD.search(frame) for frame in stack) else None
+    return "snapshot-activations" if not is_backward and any(_FORWARD.search(frame) for frame in stack) else None
 
 
 def _caller(block: Block) -> str:

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from recollect.doctor.finding import Rule
-from recollect.doctor.hugging_face_settings import HUGGING_FACE_RULES
-from recollect.doctor.metadata_mismatch import METADATA_RULES
-from recollect.doctor.out_of_memory import MEMORY_RULES
-from recollect.doctor.rules_checkpoint import CHECKPOINT_RULES
-from recollect.doctor.rules_libraries import LIBRARY_RULES
-from recollect.doctor.rules_megatron import MEGATRON_TEXT_RULES
-from recollect.doctor.settings_rules import MEGATRON_RULES
-from recollect.doctor.snapshot_findings import SNAPSHOT_RULES
-from recollect.doctor.torchtitan_settings import TORCHTITAN_RULES
-from recollect.doctor.training_log import LOG_RULES
+from recollect.doctor.rule import RULES, TOPICS
 from recollect.integrations.megatron.rules import RULES as CLASHES
 
-__all__ = ["NUM_RULES", "TOPICS", "rules_table"]
+__all__ = ["NUM_RULES", "rules_table"]
 
-TOPICS: dict[str, tuple[Rule, ...]] = {
-    "Out of memory": (*MEMORY_RULES, *LOG_RULES),
-    "Memory snapshots": SNAPSHOT_RULES,
-    "Checkpointing, autograd and DDP": (*METADATA_RULES, *CHECKPOINT_RULES),
-    "transformers, FSDP, DeepSpeed, torchtitan and offload": (*LIBRARY_RULES, *HUGGING_FACE_RULES, *TORCHTITAN_RULES),
-    "Megatron's errors": MEGATRON_TEXT_RULES,
-    "Megatron's settings": MEGATRON_RULES,
-}
 NUM_CLASHES = sum(rule.alone is not None or rule.within is not None for rule in CLASHES)
-NUM_RULES = sum(map(len, TOPICS.values())) + NUM_CLASHES
+NUM_RULES = len(RULES) + NUM_CLASHES
 
 
 def rules_table() -> str:

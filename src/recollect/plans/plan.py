@@ -29,7 +29,6 @@ __all__ = ["Plan"]
 _COLUMNS = 80
 _FORMAT = "recollect.plan"
 _VERSION = 1
-_TEXTS = ("note", "torch_version", "device_name")
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,20 +141,9 @@ class Plan:
         """
         root = read_document(text, format=_FORMAT, version=_VERSION, error=PlanFormatError)
         root.keys(allowed=["format", "version", *(field.name for field in fields(cls))])
-        budget, peak = root.find("budget_bytes"), root.find("predicted_peak_bytes")
-        slowdown, bound = root.find("predicted_slowdown"), root.find("bound_slowdown")
-        texts = {name: found.text() for name in _TEXTS if (found := root.find(name)) is not None}
-        loss_chunks = root.find("loss_chunks")
+        given = root.arguments(cls, least={"loss_chunks": 1})
         try:
-            return cls(
-                units=_decode_units(root.get("units")),
-                budget_bytes=None if budget is None else budget.integer(least=0),
-                predicted_peak_bytes=None if peak is None else peak.integer(least=0),
-                predicted_slowdown=None if slowdown is None else slowdown.number(),
-                bound_slowdown=None if bound is None else bound.number(),
-                **texts,
-                loss_chunks=1 if loss_chunks is None else loss_chunks.integer(least=1),
-            )
+            return cls(units=_decode_units(root.get("units")), **given)
         except PlanFormatError:
             raise
         except PlanError as error:
@@ -244,8 +232,7 @@ def _decode_paths(entry: Field) -> list[tuple[str, str]]:
             if isinstance(error, PlanFormatError):
                 raise
             raise PlanFormatError(f"{pattern.where}: {error}") from None
-    exact = entry.find("exact_paths")
-    return result + [(path.where, path.text()) for path in ([] if exact is None else exact.array())]
+    return result + [(path.where, path.text()) for path in entry.items("exact_paths")]
 
 
 def _word(place: Field, allowed: tuple[str, ...]) -> str:

@@ -10,25 +10,16 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from recollect.errors import ProfileFormatError
-from recollect.fields import Field, read_document, read_file
+from recollect.fields import read_document, read_file
 from recollect.profile.check_log import check_log
-from recollect.profile.codec import (
-    construct,
-    decode_call,
-    decode_graph,
-    decode_log,
-    encode_call,
-    encode_graph,
-    encode_log,
-)
+from recollect.profile.codec import construct, decode_call, decode_graph, decode_log, encode, encode_graph
 from recollect.profile.events import StepLog
 from recollect.profile.graph import UnitCall, UnitGraph
 
@@ -37,7 +28,6 @@ __all__ = ["Profile", "kind_text"]
 _FORMAT = "recollect.profile"
 # 2: a call may stand for several runs. Readers of version 1 would take it for one, and predict too little recompute.
 _VERSION = 2
-_TEXTS = ("device", "device_name", "torch_version", "model_class", "batch")
 
 
 @dataclass(frozen=True)
@@ -151,19 +141,11 @@ class Profile:
         document = {
             "format": _FORMAT,
             "version": _VERSION,
-            **{name: getattr(self, name) for name in _TEXTS},
-            "fake": self.fake,
-            "step_s": self.step_s,
+            **{f.name: getattr(self, f.name) for f in fields(self)[3:]},
             "persistent": dict(self.persistent),
-            "calibration_bytes": self.calibration_bytes,
-            "loss_chunks": self.loss_chunks,
-            "device_memory_bytes": self.device_memory_bytes,
-            "shard_ranks": self.shard_ranks,
-            "gather_latency_s": self.gather_latency_s,
-            "gather_s_per_byte": self.gather_s_per_byte,
-            "calls": [encode_call(call) for call in self.calls],
+            "calls": [encode(call) for call in self.calls],
             "graphs": [encode_graph(graph) for graph in self.graphs],
-            "log": encode_log(self.log),
+            "log": {"blocks": self.log.blocks, "sequence": self.log.sequence},
         }
         return json.dumps(document, separators=(",", ":"), allow_nan=False)
 
@@ -183,9 +165,8 @@ class Profile:
             graphs=tuple(decode_graph(graph) for graph in root.get("graphs").array()),
             calls=tuple(decode_call(call) for call in root.get("calls").array()),
             log=decode_log(root.get("log")),
-            step_s=root.get("step_s").number(),
             persistent={kind: persistent.get(kind).integer(least=0) for kind in persistent.keys()},
-            **_decode_optional(root),
+            **root.arguments(Profile, least={"calibration_bytes": None, "loss_chunks": 1, "shard_ranks": 1}),
         )
         graphs = [profile.graph_of(call) for call in profile.calls]
         construct(check_log, root, log=profile.log, graphs=graphs)
@@ -229,18 +210,3 @@ def kind_text(kind: str) -> str:
         ('optimizer state', 'other tensors that the step reads')
     """
     return "other tensors that the step reads" if kind == "other_tensors" else kind.replace("_", " ")
-
-
-def _decode_optional(root: Field) -> dict[str, Any]:
-    """Return the fields that a document may leave out, as far as it has them."""
-    readers: dict[str, Callable[[Field], Any]] = {
-        **dict.fromkeys(_TEXTS, Field.text),
-        "fake": Field.flag,
-        "calibration_bytes": Field.integer,
-        "loss_chunks": partial(Field.integer, least=1),
-        "device_memory_bytes": partial(Field.integer, least=0),
-        "shard_ranks": partial(Field.integer, least=1),
-        "gather_latency_s": Field.number,
-        "gather_s_per_byte": Field.number,
-    }
-    return {name: read(found) for name, read in readers.items() if (found := root.find(name)) is not None}

@@ -17,8 +17,7 @@ import recollect
 from recollect.cli import main
 from recollect.cli.commands import DrawFrontier, Explain, MakePlan
 from recollect.cli.doctor import report
-from recollect.doctor.finding import Rule
-from recollect.doctor.table import TOPICS
+from recollect.doctor.rule import TOPICS, Rule
 
 ROOT = Path(__file__).parents[3]
 GRAPHS = "AssertionError: full recompute is only supported with full iteration CUDA graph.\n"

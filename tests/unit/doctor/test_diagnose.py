@@ -14,7 +14,8 @@ import pytest
 
 import recollect
 from recollect.doctor.passage import passages
-from recollect.doctor.table import TOPICS, rules_table
+from recollect.doctor.rule import TOPICS
+from recollect.doctor.table import rules_table
 from recollect.errors import DiagnosisError
 
 TESTS = Path(__file__).parent

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import recollect
-from recollect.doctor.memory_message import MemoryMessage
+from recollect.doctor.out_of_memory import MemoryMessage
 
 TEXTS = Path(__file__).parent / "texts"
 GIB = 2**30

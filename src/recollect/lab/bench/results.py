@@ -130,17 +130,12 @@ class BenchResults:
         """
         root = read_document(text, format=_FORMAT, version=_VERSION, error=BenchError)
         root.keys(allowed=["format", "version", *(f.name for f in fields(cls))])
-        limit = root.find("memory_limit_bytes")
         return cls(
             workload=_mapping(root.get("workload")),
             machine=_mapping(root.get("machine")),
             versions=_mapping(root.get("versions")),
-            rounds=root.get("rounds").integer(least=0),
-            reference=root.get("reference").text(),
             rows=tuple(_row(place) for place in root.get("rows").array()),
-            memory_limit_bytes=None if limit is None else limit.integer(least=0),
-            threshold=root.get("threshold").number(),
-            golden=root.get("golden").text(),
+            **root.arguments(cls, is_whole=True),
         )
 
     @classmethod
@@ -164,32 +159,17 @@ class BenchResults:
         return replace(self, rows=rows, **changes)
 
 
-_OPTIONAL_NUMBERS = (
-    *("versus_golden", "predicted_slowdown", "hardware_flops"),
-    *("step_s", "step_p20_s", "step_p80_s", "slowdown", "slowdown_p20", "slowdown_p80"),
-)
-_OPTIONAL_BYTES = ("predicted_peak_bytes", "peak_bytes", "reserved_bytes")
-
-
 def _row(place: Field) -> Row:
     place.keys(allowed=[f.name for f in fields(Row)])
-    numbers = {name: found.number() for name in _OPTIONAL_NUMBERS if (found := place.find(name)) is not None}
-    sizes = {name: found.integer(least=0) for name in _OPTIONAL_BYTES if (found := place.find(name)) is not None}
     result = place.get("result")
     if result.data not in get_args(Result):
         result.fail(" or ".join(get_args(Result)))
-    if numbers.get("step_s", 1.0) <= 0:
-        place.get("step_s").fail("a number of seconds above 0")
-    return Row(
-        name=place.get("name").text(),
-        fields=_mapping(place.get("fields")),
-        result=cast(Result, result.data),
-        note=place.get("note").text(),
-        golden_name=place.get("golden_name").text(),
-        model_flops=place.get("model_flops").number(),
-        num_tokens=place.get("num_tokens").integer(least=0),
-        **cast(Any, {**numbers, **sizes}),
+    row = Row(
+        **place.arguments(Row, is_whole=True), fields=_mapping(place.get("fields")), result=cast(Result, result.data)
     )
+    if row.step_s is not None and row.step_s <= 0:
+        place.get("step_s").fail("a number of seconds above 0")
+    return row
 
 
 def _mapping(place: Field) -> dict[str, Any]:

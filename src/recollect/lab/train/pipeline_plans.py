@@ -92,15 +92,8 @@ class PipelinePlans:
     def _read(cls, text: str) -> PipelinePlans:
         root = read_document(text, format=_FORMAT, version=_VERSION, error=PlanFormatError)
         root.keys(allowed=["format", "version", *(field.name for field in fields(cls))])
-        budget = root.find("budget_bytes")
-        return cls(
-            stages=tuple(tuple(_read_plan(plan) for plan in own.array()) for own in root.get("stages").array()),
-            budget_bytes=None if budget is None else budget.integer(least=0),
-            predicted_peak_bytes=root.get("predicted_peak_bytes").integer(least=0),
-            predicted_slowdown=root.get("predicted_slowdown").number(),
-            plain_peak_bytes=root.get("plain_peak_bytes").integer(least=0),
-            table=root.get("table").text(),
-        )
+        stages = tuple(tuple(_read_plan(plan) for plan in own.array()) for own in root.get("stages").array())
+        return cls(stages=stages, **root.arguments(cls))
 
     def to_text(self, _columns: int) -> str:
         """Return the table."""

@@ -1,57 +1,18 @@
-"""What is wrong, or does not help, in settings of transformers, Accelerate, FSDP, DeepSpeed and what is built on them."""
+"""What is wrong, or does not help, in settings of transformers, Accelerate, FSDP, DeepSpeed, torchtitan and the like."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
 
-from recollect.doctor.finding import Finding, Rule
-from recollect.doctor.metadata_mismatch import ROUTING, ZERO3
-from recollect.doctor.rules_checkpoint import CHECKPOINT_RULES
-from recollect.doctor.rules_libraries import LIBRARY_RULES
+from recollect.doctor.finding import Finding
+from recollect.doctor.rule import RULES
 from recollect.doctor.settings import Settings
 from recollect.errors import ConfigError, ConfigWarning
 from recollect.integrations.deepspeed import ActivationCheckpointing
 from recollect.integrations.megatron.roll import is_moe_config
 
-__all__ = ["HUGGING_FACE_RULES", "findings", "is_checkpointing"]
-
-_BY_NAME: dict[str, Rule] = {rule.name: rule for rule in (*CHECKPOINT_RULES, *LIBRARY_RULES)}
-
-DEEPSPEED_CLASH = Rule(
-    name="deepspeed-clash",
-    sees="settings of DeepSpeed's section activation_checkpointing that clash, or have no effect",
-    problem="In DeepSpeed's activation_checkpointing: {reason}.",
-    cause="The section's settings depend on each other.",
-    fix=("{advice}",),
-    source="deepspeed/runtime/activation_checkpointing",
-)
-DEEPSPEED_CPU = Rule(
-    name="deepspeed-cpu-checkpointing",
-    sees="cpu_checkpointing without partition_activations, in DeepSpeed",
-    problem="cpu_checkpointing without partition_activations offloads nothing.",
-    cause="DeepSpeed moves only partitioned activations to the host.",
-    fix=(
-        "Set partition_activations: true as well; it works without tensor parallelism, too.",
-        'Or recompute instead: recollect.attach(model, optimizer, budget="80%").',
-    ),
-    source="deepspeedai/DeepSpeed#522, #541, #598",
-    certainty="likely",
-)
-DEEPSPEED_SECTION = Rule(
-    name="deepspeed-section-alone",
-    sees="DeepSpeed's section activation_checkpointing, and no gradient checkpointing of the model",
-    problem="The section activation_checkpointing recomputes nothing by itself.",
-    cause="It configures deepspeed.checkpointing.checkpoint, which the model's code has to call; transformers' do not.",
-    fix=(
-        "With transformers: gradient_checkpointing: true (activation_checkpointing in newer ones) in the training arguments.",
-        "In code of your own: call deepspeed.checkpointing.checkpoint on each layer.",
-        'Or: recollect.attach(model, optimizer, budget="80%").',
-    ),
-    source="deepspeedai/DeepSpeed#5704, deepspeedai/DeepSpeedExamples#332",
-    certainty="possible",
-)
-HUGGING_FACE_RULES = (DEEPSPEED_CLASH, DEEPSPEED_CPU, DEEPSPEED_SECTION)
+__all__ = ["findings", "is_checkpointing"]
 
 _SWITCHES = ("gradient_checkpointing", "activation_checkpointing")
 _KWARGS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
@@ -73,12 +34,12 @@ def findings(settings: Settings) -> Iterator[Finding]:
         Clashes first.
     """
     yield from _deepspeed(settings)
-    if not is_checkpointing(settings):
-        return
-    yield from _fsdp(settings)
-    yield from _reentrant(settings)
-    if settings.get("use_cache") is True:
-        yield _BY_NAME["cache-and-checkpointing"].finding(settings.shown(*_SWITCHES, "use_cache"))
+    if is_checkpointing(settings):
+        yield from _fsdp(settings)
+        yield from _reentrant(settings)
+        if settings.get("use_cache") is True:
+            yield RULES["cache-and-checkpointing"].finding(settings.shown(*_SWITCHES, "use_cache"))
+    yield from _torchtitan(settings)
 
 
 def _deepspeed(settings: Settings) -> Iterator[Finding]:
@@ -92,25 +53,26 @@ def _deepspeed(settings: Settings) -> Iterator[Finding]:
             ActivationCheckpointing.of({"activation_checkpointing": section})
         for warning in caught:
             advice = "Leave it out."
-            yield DEEPSPEED_CLASH.finding(shown, certainty="likely", reason=str(warning.message), advice=advice)
+            yield RULES["deepspeed-clash"].finding(
+                shown, certainty="likely", reason=str(warning.message), advice=advice
+            )
     except ConfigError as problem:
         given = ", ".join(f"{name}: {value}" for name, value in problem.settings.items())
-        yield DEEPSPEED_CLASH.finding(shown, reason=f"{given}: {problem.reason}", advice=problem.advice)
+        yield RULES["deepspeed-clash"].finding(shown, reason=f"{given}: {problem.reason}", advice=problem.advice)
     if section.get("cpu_checkpointing") and not section.get("partition_activations"):
-        yield DEEPSPEED_CPU.finding(shown)
+        yield RULES["deepspeed-cpu-checkpointing"].finding(shown)
     if not settings.values.get("gradient_checkpointing"):
-        yield DEEPSPEED_SECTION.finding(shown)
+        yield RULES["deepspeed-section-alone"].finding(shown)
 
 
 def _fsdp(settings: Settings) -> Iterator[Finding]:
-    config = settings.get("fsdp_config")
-    inside = config if isinstance(config, Mapping) else {}
+    inside = settings.section("fsdp_config")
     checkpoints = inside.get("activation_checkpointing") or inside.get("fsdp_activation_checkpointing")
     names = (*_SWITCHES, "fsdp", "fsdp_config", "fsdp_activation_checkpointing", "distributed_type")
     if checkpoints or settings.get("fsdp_activation_checkpointing"):
-        yield _BY_NAME["fsdp-checkpoints-twice"].finding(settings.shown(*names))
+        yield RULES["fsdp-checkpoints-twice"].finding(settings.shown(*names))
     elif settings.get("fsdp") or settings.get("distributed_type") == "FSDP":
-        yield _BY_NAME["fsdp-gathers-twice"].finding(settings.shown(*names), certainty="likely")
+        yield RULES["fsdp-gathers-twice"].finding(settings.shown(*names), certainty="likely")
 
 
 def _reentrant(settings: Settings) -> Iterator[Finding]:
@@ -118,29 +80,49 @@ def _reentrant(settings: Settings) -> Iterator[Finding]:
     reentrant = kwargs.get("use_reentrant") if isinstance(kwargs, Mapping) else settings.get("use_reentrant")
     shown = settings.shown(*_SWITCHES, *_KWARGS, "use_reentrant")
     if isinstance(kwargs, Mapping) and reentrant is None:
-        yield _BY_NAME["reentrant-by-default"].finding(shown, certainty="likely")
+        yield RULES["reentrant-by-default"].finding(shown, certainty="likely")
     if isinstance(kwargs, Mapping) and kwargs.get("preserve_rng_state") is False:
-        yield _BY_NAME["random-state-not-kept"].finding(shown)
+        yield RULES["random-state-not-kept"].finding(shown)
     is_adapter = any(settings.get(name) for name in _ADAPTERS) or any(
         settings.get(name) in ("lora", "qlora") for name in ("finetuning_type", "adapter")
     )
     if reentrant is True and settings.get("ddp_find_unused_parameters", "find_unused_parameters") is True:
         evidence = settings.shown(*_SWITCHES, *_KWARGS, "ddp_find_unused_parameters", "find_unused_parameters")
-        yield _BY_NAME["ready-twice"].finding(evidence, certainty="likely")
+        yield RULES["ready-twice"].finding(evidence, certainty="likely")
     if reentrant is True and is_adapter:
         evidence = settings.shown(*_SWITCHES, *_KWARGS, "use_reentrant", *_ADAPTERS, "finetuning_type", "adapter")
-        yield _BY_NAME["no-input-requires-grad"].finding(evidence, certainty="possible")
+        yield RULES["no-input-requires-grad"].finding(evidence, certainty="possible")
     unknown = {"saved": "(not run yet)", "recomputed": "(not run yet)"}
     if reentrant is not True and is_adapter and _zero_stage(settings) == 3:
         evidence = settings.shown(
             *_SWITCHES, *_KWARGS, *_ADAPTERS, "finetuning_type", "zero_optimization", "zero_stage"
         )
-        yield ZERO3.finding(evidence, certainty="possible", **unknown)
+        yield RULES["metadata-zero3"].finding(evidence, certainty="possible", **unknown)
     if reentrant is not True and is_moe_config(settings.values):
         evidence = settings.shown(*_SWITCHES, *_KWARGS, "num_local_experts", "num_experts", "n_routed_experts")
-        yield ROUTING.finding(evidence, certainty="possible", **unknown)
+        yield RULES["metadata-routing"].finding(evidence, certainty="possible", **unknown)
 
 
 def _zero_stage(settings: Settings) -> object:
     section = settings.get("zero_optimization")
     return section.get("stage") if isinstance(section, Mapping) else settings.get("zero_stage")
+
+
+def _torchtitan(settings: Settings) -> Iterator[Finding]:
+    section = settings.section("activation_checkpoint")
+    mode, compiles = section.get("mode"), _compiles_model(settings)
+    shown = f"{settings.place}: activation_checkpoint.mode: {mode}, compile of the model: {'on' if compiles else 'off'}"
+    if mode == "memory_budget" and not compiles:
+        yield RULES["torchtitan-budget-needs-compile"].finding(shown)
+    elif mode == "memory_budget":
+        budget = section.get("memory_budget", 0.5)
+        yield RULES["compile-budget"].finding(f"{shown}, memory_budget: {budget}", budget=budget)
+    elif mode == "selective" and compiles:
+        yield RULES["torchtitan-selective-and-compile"].finding(shown)
+
+
+def _compiles_model(settings: Settings) -> bool:
+    section = settings.section("compile")
+    if section.get("enable") is True:
+        return "model" in section.get("components", ("model",))
+    return settings.section("training").get("compile") is True  # where earlier versions of torchtitan have it

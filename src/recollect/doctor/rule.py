@@ -1,0 +1,98 @@
+"""`Rule`: a problem that can be recognised; `RULES`: all of them, which stand as texts in the folder `rules`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from recollect.doctor.finding import Certainty, Finding
+from recollect.doctor.passage import Passage
+
+__all__ = ["RULES", "TOPICS", "Rule"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A problem that can be recognised: one row of the table in docs/doctor.md.
+
+    Attributes:
+        name: as in findings.
+        sees: what the rule goes by, in words.
+        problem: what goes wrong. It, `cause` and `fix` may have {names} of numbers, filled in when the problem is found.
+        cause: why.
+        fix: what to do, the best first.
+        source: where it was reported or documented.
+        certainty: how much what it sees says.
+        pattern: regular expression of a line of a text that shows it, whose groups fill the {names}; "" if the rule goes by
+            other things.
+        near: regular expression that must be found in the lines around that one, too; "" is none.
+    """
+
+    name: str
+    sees: str
+    problem: str
+    cause: str
+    fix: tuple[str, ...]
+    source: str
+    certainty: Certainty = "certain"
+    pattern: str = ""
+    near: str = ""
+
+    def is_in(self, line: str) -> bool:
+        """Return whether the pattern is found in a line."""
+        return _compiled(self.pattern).search(line) is not None
+
+    def match(self, passage: Passage) -> dict[str, Any] | None:
+        """Return the groups of the pattern if the passage fits, else None."""
+        found = _compiled(self.pattern).search(passage.line)
+        if found is None or (self.near and not _compiled(self.near).search(passage.text)):
+            return None
+        return found.groupdict()
+
+    def finding(self, *evidence: str, certainty: Certainty | None = None, **values: object) -> Finding:
+        """Return what this rule says where it was met.
+
+        Args:
+            *evidence: what was seen, and where.
+            certainty: if other than the rule's.
+            **values: for the {names} in the texts.
+        """
+        return Finding(
+            rule=self.name,
+            certainty=certainty or self.certainty,
+            problem=self.problem.format(**values),
+            cause=self.cause.format(**values),
+            evidence=evidence,
+            fix=tuple(text.format(**values) for text in self.fix),
+            source=self.source,
+        )
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.MULTILINE)
+
+
+def _read(name: str) -> tuple[Rule, ...]:
+    text = (resources.files("recollect.doctor") / "rules" / f"{name}.yaml").read_text(encoding="utf-8")
+    # In C if PyYAML has that, which takes 3 ms for all rules; else 50.
+    entries = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return tuple(Rule(**{**entry, "fix": tuple(entry["fix"])}) for entry in entries)
+
+
+TOPICS: dict[str, tuple[Rule, ...]] = {
+    "Out of memory": _read("out_of_memory"),
+    "Memory snapshots": _read("snapshots"),
+    "Checkpointing, autograd and DDP": _read("checkpointing"),
+    "transformers, FSDP, DeepSpeed, torchtitan and offload": _read("libraries"),
+    "Megatron's errors": _read("megatron_errors"),
+    "Megatron's settings": _read("megatron_settings"),
+}
+"""The rules by the headings of their tables in docs/doctor.md."""
+
+RULES: dict[str, Rule] = {rule.name: rule for rules in TOPICS.values() for rule in rules}
