@@ -16,19 +16,15 @@ from torch import nn
 from recollect._torch_fsdp import freed_after_forward
 from recollect._torch_parallel import is_checkpoint_wrapper
 from recollect.arguments import check_kind
-from recollect.engine.agreement import Agreement
+from recollect.engine.agreement import Agreement, first_call_forwards
+from recollect.engine.check_plan import check_depth, warn_if_recorded_elsewhere
 from recollect.engine.eager import EagerForward, eager_forwards
-from recollect.engine.first_call import first_call_forwards
-from recollect.engine.in_turn import InTurn
-from recollect.engine.other_depth import check_depth
-from recollect.engine.placed_forward import Applied, PlacedForward
+from recollect.engine.engine import ENGINES
+from recollect.engine.placed_forward import Applied, PlacedForward, PlanPerMicroBatch, unit_module
 from recollect.engine.policy import Policy
-from recollect.engine.recorded_on import warn_if_recorded_elsewhere
-from recollect.engine.registry import ENGINES
 from recollect.engine.self_check import switched_off
 from recollect.engine.tape import Tape
 from recollect.engine.tape_engine import tape_forwards
-from recollect.engine.unit_modules import unit_module
 from recollect.errors import AlreadyAppliedError, ArgumentError, PlanError, UnknownNameError
 from recollect.loss.intercept import loss_forwards
 from recollect.plans.action import Action
@@ -95,7 +91,7 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
     def applied() -> Applied:
         for one in distinct:
             check_depth(model, one)
-        return _apply(model, plan, compares=True) if isinstance(plan, Plan) else _apply_in_turn(model, plans)
+        return _apply(model, plan, compares=True) if isinstance(plan, Plan) else _apply_per_micro_batch(model, plans)
 
     return ranks.together(applied, Place.START, undo=Applied.remove)
 
@@ -137,7 +133,7 @@ def _apply(model: nn.Module, plan: Plan, *around: PlacedForward, compares: bool)
     return Applied(model, [*forwards, *others, *around], plan)
 
 
-def _apply_in_turn(model: nn.Module, plans: Sequence[Plan]) -> Applied:
+def _apply_per_micro_batch(model: nn.Module, plans: Sequence[Plan]) -> Applied:
     """Apply a plan for each micro-batch; those that share one share its forwards."""
     chunks = sorted({plan.loss_chunks for plan in plans})
     if len(chunks) > 1:
@@ -152,7 +148,7 @@ def _apply_in_turn(model: nn.Module, plans: Sequence[Plan]) -> Applied:
     known = {id(plan): _unit_forwards(model, plan, agreement) for plan in plans}
     forwards = [forward for own in known.values() for forward in own]
     _check_not_applied(model, forwards)
-    turn = InTurn(model, [known[id(plan)] for plan in plans])
+    turn = PlanPerMicroBatch(model, [known[id(plan)] for plan in plans])
     eager = eager_forwards(model, {path for plan in plans for path in plan.units}, forwards)
     others = [*eager, *loss_forwards(model, chunks[0]), turn, *first_call_forwards(model, agreement)]
     return Applied(model, [*forwards, *others], None)

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import noop_context_fn
 from recollect._torch_functions import are_users_hooks_active, owner_of_hooks, selective_policy
 from recollect._torch_private import transforms_are_active
 from recollect.checkpointing.op_policy import Contexts, PolicyTape
+from recollect.engine.policy import DropAll
 from recollect.engine.tape import Tape
 from recollect.engine.tape_mode import TapeMode
 from recollect.errors import ConfigError, NotYetError
-from recollect.recording.leanest_policy import DropAll
 
 __all__ = ["checkpoint", "checkpoint_sequential"]
 

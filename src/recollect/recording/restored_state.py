@@ -6,8 +6,6 @@ Whatever hangs on the real ones (optimizers that step in backward, gradient buck
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, cast
@@ -18,6 +16,7 @@ from torch import nn
 from recollect._torch_fsdp import GatheredParameters, fully_sharded_parameters
 from recollect._torch_parallel import is_data_parallel
 from recollect.engine.content import has_same_bits
+from recollect.engine.region_draws import host_states, set_host_states
 from recollect.errors import RecordError
 
 __all__ = ["free_gradients", "restored_attributes", "restored_buffers", "restored_generators", "undisturbed"]
@@ -112,16 +111,12 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 def restored_generators(model: nn.Module) -> Iterator[None]:
     """Restore the random generators of PyTorch, Python, and NumPy if the program uses it: models draw from them all."""
     cuda_devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = None if numpy is None else numpy.random.get_state()
+    states = host_states()
     try:
         with torch.random.fork_rng(devices=cuda_devices):
             yield
     finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        set_host_states(states)
 
 
 @contextmanager

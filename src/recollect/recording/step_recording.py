@@ -18,7 +18,8 @@ from recollect._torch_parallel import GradientBuckets
 from recollect._torch_private import uncompiled
 from recollect.applying import apply_policy
 from recollect.costs.modelled_costs import ModelledCosts
-from recollect.engine.recorded_on import device_name
+from recollect.engine.check_plan import device_name
+from recollect.engine.policy import leanest_policy
 from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape import forget_last_step
 from recollect.measuring.device_memory import memory_bytes
@@ -34,7 +35,6 @@ from recollect.recording.assemble import assemble
 from recollect.recording.bystanders import Bystanders
 from recollect.recording.find_units import Unit
 from recollect.recording.held_parts import RanksWithParts
-from recollect.recording.leanest_policy import leanest_policy
 from recollect.recording.next_step import Leftovers, Phases, leftovers, with_last_step
 from recollect.recording.optimizer_step import OptimizerStep, still_to_come
 from recollect.recording.optimizers import Optimizers, state_tensors

@@ -22,13 +22,12 @@ from torch import nn
 
 from recollect._torch_private import tree_leaves
 from recollect.applying import apply_policy
-from recollect.engine.policy import Policy
+from recollect.engine.policy import DropAll, Policy
 from recollect.engine.tape import Tape
 from recollect.measuring.timing import timed_work
 from recollect.plans.action import Action
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
-from recollect.recording.leanest_policy import DropAll
 from recollect.recording.timing_rounds import TOGETHER, Rounds
 from recollect.recording.unit_samples import UnitSample
 from recollect.simulation.simulate import Simulation
