@@ -34,7 +34,7 @@ from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import module_of
-from recollect.ranks.common_plan import check_same_plans
+from recollect.ranks.common import check_same_plans
 from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, ranks_of
 

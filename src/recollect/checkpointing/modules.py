@@ -16,7 +16,7 @@ from recollect.engine.policy import DropAll
 from recollect.engine.tape import Tape
 from recollect.errors import ConfigError, NotYetError
 from recollect.plans.paths import paths_above
-from recollect.recording.repeated_layers import NOT_CALLED
+from recollect.recording.find_units import NOT_CALLED
 
 __all__ = ["apply_activation_checkpointing"]
 

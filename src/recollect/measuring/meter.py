@@ -23,8 +23,7 @@ from recollect._torch_memory import AllocatorTrace, quiet_allocator
 from recollect._torch_private import profiler_is_active
 from recollect.byte_format import format_bytes
 from recollect.errors import MeterError
-from recollect.measuring.deaths import Deaths, added_up
-from recollect.measuring.reachable import reachable_storages
+from recollect.measuring.deaths import Deaths, added_up, reachable_storages
 from recollect.quantities import parse_bytes
 from recollect.tensors import inner_tensors, sparse_parts
 

@@ -10,8 +10,7 @@ import torch
 from recollect._torch_memory import AllocatorTrace, quiet_allocator
 from recollect._torch_private import profiler_is_active
 from recollect.errors import MeterError
-from recollect.measuring.deaths import Deaths, added_up
-from recollect.measuring.reachable import is_of_the_allocator, reachable_storages
+from recollect.measuring.deaths import Deaths, added_up, is_of_the_allocator, reachable_storages
 
 
 class CpuOpPeaks:

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 
 import torch
 
+from recollect.measuring.deaths import is_of_the_allocator, reachable_storages
 from recollect.measuring.device_memory import allocated_bytes
 from recollect.measuring.meter import storages_of
-from recollect.measuring.reachable import is_of_the_allocator, reachable_storages
 from recollect.recording.trackers import tracker_of
 
 __all__ = ["Bystanders"]

@@ -6,7 +6,8 @@ this one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from recollect.profile import events
@@ -15,7 +16,7 @@ from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.recording.next_step import with_last_step
 
-__all__ = ["foreseen"]
+__all__ = ["foreseen", "with_copies"]
 
 
 def foreseen(profile: Profile, *, gradients_bytes: Sequence[int] = (), growth: float = 1.0) -> Profile:
@@ -34,7 +35,7 @@ def foreseen(profile: Profile, *, gradients_bytes: Sequence[int] = (), growth: f
     made = _gradients_made(recorded)
     remaining = list(made.values())
     last: dict[int, tuple[int, int]] = {}
-    first_number = 1 + max((event[1] for event in recorded if event[0] in (events.ALLOC, events.FREE)), default=-1)
+    first_number = _unused_number(recorded)
     for nbytes in gradients_bytes:
         # Of gradients that are equally large, those that are made last live longest.
         successor = next((gradient for gradient in reversed(remaining) if gradient[0] == nbytes), None)
@@ -45,6 +46,11 @@ def foreseen(profile: Profile, *, gradients_bytes: Sequence[int] = (), growth: f
         recorded = _grown(recorded, growth, made)
     log = StepLog((tuple(with_last_step(recorded, last)),), ((0, -1),))
     return replace(profile, graphs=tuple(_grown_graph(graph, growth) for graph in profile.graphs), log=log)
+
+
+def _unused_number(recorded: Sequence[Event]) -> int:
+    """Return a number from which on no storage has any."""
+    return 1 + max((event[1] for event in recorded if event[0] in (events.ALLOC, events.FREE)), default=-1)
 
 
 def _gradients_made(recorded: Sequence[Event]) -> Mapping[int, tuple[int, int]]:
@@ -86,3 +92,57 @@ def _grown_graph(graph: UnitGraph, growth: float) -> UnitGraph:
         values=tuple(replace(value, nbytes=int(value.nbytes * growth)) for value in graph.values),
         ops=tuple(replace(op, working_bytes=int(op.working_bytes * growth)) for op in graph.ops),
     )
+
+
+def with_copies(profile: Profile) -> Profile:
+    """Return a profile in which the tape shares nothing with the model that lives into backward: to keep it costs its bytes.
+
+    A plan that keeps a value which the model itself holds on to, such as a cache of keys, shares it with the model, at no cost.
+    The recording tape has a copy, so that it sees when the model lets go.
+
+    It is for choosing a plan. Where the plan drops such a value, what backward computes again stays as long as the model holds
+    the value, which this leaves out.
+
+    Args:
+        profile: of any step.
+    """
+    recorded = list(profile.log.events())
+    added: defaultdict[int, list[Event]] = defaultdict(list)
+    replaced: dict[int, Event] = {}
+    number = _unused_number(recorded)
+    for (call, value), begin, end in _held(profile, recorded):
+        nbytes = profile.graph_of(profile.calls[call]).values[value].nbytes
+        added[begin] += [(events.DIES, call, value), (events.ALLOC, number, nbytes)]
+        if end is not None:
+            replaced[end] = events.FREE, number
+        number += 1
+    written: list[Event] = []
+    for position, event in enumerate(recorded):
+        written += [replaced.get(position, event), *added.get(position, ())]
+    return replace(profile, log=StepLog((tuple(written),), ((0, -1),)))
+
+
+def _held(profile: Profile, recorded: Sequence[Event]) -> Iterator[tuple[tuple[int, int], int, int | None]]:
+    """Yield what the model holds into backward: from where no unit's forward reads it, and where it dies, if it does."""
+    returns: dict[int, int] = {}
+    ends: dict[tuple[int, int], int] = {}
+    read: dict[tuple[int, int], int] = {}
+    made: dict[tuple[int, int], None] = {}
+    begins = [position for position, event in enumerate(recorded) if event[:2] == (events.PHASE, events.BACKWARD)]
+    for position, (code, *operands) in enumerate(recorded):
+        if code == events.OP:
+            graph = profile.graph_of(profile.calls[operands[0]])
+            made.update(((operands[0], value), None) for value in graph.ops[operands[1]].outputs)
+        elif code == events.RETURN:
+            returns[operands[0]] = position
+            read.update(((source, value), position) for _, source, value in profile.calls[operands[0]].origins)
+        elif code == events.SAVE:
+            read[operands[0], operands[1]] = position
+        elif code == events.DIES:
+            ends[operands[0], operands[1]] = position
+    for key in made:
+        if profile.graph_of(profile.calls[key[0]]).values[key[1]].mutated_later or key[0] not in returns:
+            continue
+        begin, end = max(returns[key[0]], read.get(key, -1)), ends.get(key)
+        if any(position > begin and (end is None or position < end) for position in begins):
+            yield key, begin, end

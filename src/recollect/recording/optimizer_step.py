@@ -24,8 +24,7 @@ from recollect._torch_private import TorchDispatchMode
 from recollect.measuring.meter import storages_of
 from recollect.profile import events
 from recollect.profile.allocator_blocks import block_bytes
-from recollect.recording.lbfgs_memory import lbfgs_memory
-from recollect.recording.optimizer_twin import AnyNumber, give_gradients, make_twin
+from recollect.recording.optimizer_twin import AnyNumber, TinyShapes, give_gradients, local_part, make_twin
 from recollect.recording.optimizers import (
     Optimizers,
     on_device,
@@ -34,7 +33,6 @@ from recollect.recording.optimizers import (
     state_tensors,
     tensors_in_state,
 )
-from recollect.recording.tiny_shapes import TinyShapes
 from recollect.tensors import tensors_in
 from recollect.warning import warn_user
 
@@ -118,7 +116,7 @@ def still_to_come(optimizers: Optimizers, device: torch.device) -> OptimizerStep
 
 def _recorded(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerStep:
     if isinstance(optimizer, torch.optim.LBFGS):
-        return OptimizerStep(*lbfgs_memory(optimizer, device))
+        return OptimizerStep(*_lbfgs_memory(optimizer, device))
     is_pytorchs = type(optimizer).step.__module__.startswith("torch.")
     try:
         # Compiled code would take its time to compile, and hide what it makes.
@@ -236,3 +234,28 @@ class _Tracker:
     def __del__(self) -> None:
         if not self.watcher.is_over:
             self.watcher.events.append((events.FREE, self.number))
+
+
+# In vectors as long as all parameters together. Of the state: the last direction and gradient.
+_LAST = 2
+# While it runs the model: the gradient before; in a line search also the parameters where it began, and the gradients
+# there and at both ends of the bracket.
+_HELD, _HELD_IN_SEARCH = 1, 5
+# Between runs: the gradient, its change, that of the parameters, and what the two loops over the history make.
+_MADE = 5
+
+
+def _lbfgs_memory(optimizer: torch.optim.LBFGS, device: torch.device) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """Return the bytes that it holds while the model runs, with its history full, and the events of an update.
+
+    Its step runs the model itself, so a step of it cannot be tried out.
+    """
+    (group,) = optimizer.param_groups
+    parts = [local_part(parameter) for parameter in group["params"] if parameter.requires_grad]
+    vector_bytes = sum(part.numel() for part in parts) * max(part.element_size() for part in parts)
+    block = block_bytes(vector_bytes, device.type)
+    held = _HELD_IN_SEARCH if group["line_search_fn"] else _HELD
+    made = [
+        (code, number, *size) for code, size in ((events.ALLOC, (block,)), (events.FREE, ())) for number in range(_MADE)
+    ]
+    return (_LAST + 2 * group["history_size"] + held) * block, tuple(made)

@@ -22,7 +22,7 @@ from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import other_bytes
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
-from recollect.ranks.common_times import with_common_times
+from recollect.ranks.common import with_common_times
 from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.fake_model import fake_run

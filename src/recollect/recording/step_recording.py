@@ -34,18 +34,17 @@ from recollect.quantities import parse_budget
 from recollect.recording.assemble import assemble
 from recollect.recording.bystanders import Bystanders
 from recollect.recording.find_units import Unit
-from recollect.recording.held_parts import RanksWithParts
 from recollect.recording.next_step import Leftovers, Phases, leftovers, with_last_step
 from recollect.recording.optimizer_step import OptimizerStep, still_to_come
 from recollect.recording.optimizers import Optimizers, state_tensors
 from recollect.recording.recording_tape import RecordingTape, StepMode
+from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.returns import Returns
 from recollect.recording.simulated_policy import in_one_backward, leanest_of
 from recollect.recording.step_recorder import Costs, StepRecorder
-from recollect.recording.timing_rounds import TOGETHER, Rounds, rounds_for
 from recollect.recording.trackers import TrackedOther, filled_storages, tracker_of
 from recollect.recording.unit_samples import NoSamples, UnitSample, UnitSamples
-from recollect.recording.unit_times import measure_unit_times, with_unit_times
+from recollect.recording.unit_times import TOGETHER, Rounds, measure_unit_times, rounds_for, with_unit_times
 from recollect.simulation.call_actions import CallActions
 from recollect.simulation.simulate import simulate
 

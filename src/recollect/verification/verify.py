@@ -23,7 +23,7 @@ from recollect.measuring.timing import timed
 from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.progress.stage import stage
-from recollect.ranks.common_plan import check_same_plans
+from recollect.ranks.common import check_same_plans
 from recollect.ranks.group import Place, Ranks
 from recollect.ranks.members import GroupChoice, ranks_of
 from recollect.recording.model_step import (
