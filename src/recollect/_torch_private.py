@@ -32,54 +32,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 OLDEST_TESTED = "2.11.0"
 NEWEST_TESTED = "2.15.0"
 
-__all__ = [
-    "DATA_DEPENDENT",
-    "NEWEST_TESTED",
-    "OLDEST_TESTED",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "desugars",
-    "dispatch_mode_stack",
-    "current_raw_stream",
-    "disable_autocast",
-    "disable_torch_dispatch",
-    "disable_torch_function",
-    "fake_mode",
-    "function_mode_stack",
-    "has_saved_tensors_hooks",
-    "is_compiled_module",
-    "is_fake_tensor",
-    "is_opaque_subclass",
-    "at_end_of_backward",
-    "compiled_function",
-    "has_compiled_forward",
-    "compiler_around",
-    "below_autograd",
-    "current_autograd_node",
-    "current_backward",
-    "is_traceable_wrapper_subclass",
-    "keep_busy",
-    "kernel_switches",
-    "keeps_graph",
-    "num_dispatch_modes",
-    "owner_of_hook",
-    "pop_dispatch_mode",
-    "pop_saved_tensors_hooks",
-    "preserved_versions",
-    "profiler_is_active",
-    "push_dispatch_mode",
-    "push_saved_tensors_hooks",
-    "raises_version_first",
-    "replaced_dispatch_modes",
-    "share_version_counters",
-    "transforms_are_active",
-    "tree_leaves",
-    "tree_map",
-    "uncompiled",
-    "untraced",
-    "without_compiler",
-]
-
+# What PyTorch defines. Everything else here that has no underscore is for other files, too.
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "is_traceable_wrapper_subclass", "tree_leaves", "tree_map"]
 
 # What fake tensors raise where a step asks for their content, or for a shape that depends on it.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)

@@ -8,7 +8,8 @@ the tape, as they run outside `forward`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -91,7 +92,7 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
     def applied() -> Applied:
         for one in distinct:
             check_depth(model, one)
-        return _apply(model, plan, compares=True) if isinstance(plan, Plan) else _apply_per_micro_batch(model, plans)
+        return apply_own(model, plan, compares=True) if isinstance(plan, Plan) else _apply_per_micro_batch(model, plans)
 
     return ranks.together(applied, Place.START, undo=Applied.remove)
 
@@ -108,28 +109,20 @@ def _checked_plans(given: Any) -> list[Plan]:
     return plans
 
 
-def apply_own(model: nn.Module, plan: Plan, *around: PlacedForward) -> Applied:
+def apply_own(model: nn.Module, plan: Plan, *around: PlacedForward, compares: bool = False) -> Applied:
     """Apply a plan that was made for this very model, by all of its ranks, and need not name all of its layers.
 
     Args:
         model: the model.
         plan: for it.
         around: forwards that are put in place, and removed, together with it.
+        compares: ranks may have different ones, and find out in the first call.
     """
-    return _apply(model, plan, *around, compares=False)
-
-
-def _apply(model: nn.Module, plan: Plan, *around: PlacedForward, compares: bool) -> Applied:
-    """Apply a plan; `compares`: ranks may have different ones, and find out in the first call."""
     agreement = Agreement(digest_of(plan.units), needs_all=needs_all_ranks(plan.units))
     forwards = _unit_forwards(model, plan, agreement)
     _check_not_applied(model, forwards)
-    eager = eager_forwards(model, plan.units, forwards)
-    others = [
-        *eager,
-        *loss_forwards(model, plan.loss_chunks),
-        *(first_call_forwards(model, agreement) if compares else []),
-    ]
+    others = [*eager_forwards(model, plan.units, forwards), *loss_forwards(model, plan.loss_chunks)]
+    others += first_call_forwards(model, agreement) if compares else []
     return Applied(model, [*forwards, *others, *around], plan)
 
 
@@ -186,6 +179,16 @@ def applied_to(model: nn.Module) -> list[Applied]:
     """
     forwards = (vars(module).get("forward") for module in model.modules())
     return list(dict.fromkeys(forward.applied for forward in forwards if isinstance(forward, PlacedForward)))
+
+
+@contextmanager
+def without_plans(model: nn.Module) -> Iterator[list[Applied]]:
+    """Suspend the plans applied to a model within the block; yields their handles."""
+    applied = applied_to(model)
+    with ExitStack() as stack:
+        for one in applied:
+            stack.enter_context(one.suspended())
+        yield applied
 
 
 def apply_policy(model: nn.Module, unit_paths: Iterable[str], policy: Policy | Tape) -> Applied:

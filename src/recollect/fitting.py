@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Final
 
@@ -13,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from recollect._torch_private import uncompiled
-from recollect.applying import applied_to, apply_own
+from recollect.applying import apply_own, without_plans
 from recollect.byte_format import format_bytes
 from recollect.engine.placed_forward import PlacedForward
 from recollect.errors import BudgetWarning, RecordError
@@ -195,10 +194,7 @@ def fit(
             group=group,
         )
 
-    before = applied_to(model)
-    with ExitStack() as stack:
-        for applied in before:
-            stack.enter_context(applied.suspended())
+    with without_plans(model) as before:
         made = ranks.together(lambda: plan_with_chunks(record_with, budget, loss_chunks), Place.PLANNED)
     check_alike(ranks, model, {"loss_chunks": made.plan.loss_chunks})
     chosen = _common(made, ranks)

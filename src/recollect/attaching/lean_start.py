@@ -17,7 +17,7 @@ from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
-from recollect.recording.foreseen_step import foreseen, with_copies
+from recollect.recording.next_step import foreseen, with_copies
 from recollect.recording.simulated_policy import recorded_under
 
 __all__ = ["LeanStart"]

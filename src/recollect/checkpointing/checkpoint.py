@@ -119,9 +119,8 @@ def checkpoint(
         tape = _policy_tape(contexts, respect_saved_tensors_hooks)
     outer = owner_of_hooks()
     if isinstance(outer, TapeMode) and (tape is not _TAPE or outer is not tape.mode):
-        return function(
-            *args, **kwargs
-        )  # Inside a planned unit its plan decides, and inside a policy's region the policy.
+        # Inside a planned unit its plan decides, and inside a policy's region the policy.
+        return function(*args, **kwargs)
     if tape.mode is not None and outer is not tape.mode:
         # In a checkpoint of PyTorch's inside one of ours: when that runs again, this is an outermost one.
         tape = Tape(DropAll())
@@ -194,9 +193,8 @@ def checkpoint_sequential(
         >>> checkpoint_sequential(layers, 2, torch.randn(3, 8)).shape
         torch.Size([3, 8])
     """
-    parts: list[Callable[[Any], Any]] = list(
-        cast(Iterable[Any], functions)
-    )  # Not `children`, which leaves out a module that stands there twice.
+    # Not `children`, which leaves out a module that stands there twice.
+    parts: list[Callable[[Any], Any]] = list(cast(Iterable[Any], functions))
     if not 1 <= segments <= max(1, len(parts)):
         raise ConfigError(
             settings={"segments": segments},

@@ -24,12 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from recollect._torch_private import (
-    desugars,
-    is_fake_tensor,
-    is_traceable_wrapper_subclass,
-    tree_leaves,
-)
+from recollect._torch_private import desugars, is_fake_tensor, is_traceable_wrapper_subclass, tree_leaves
 from recollect.engine.agreement import Agreement
 from recollect.engine.content import checksums
 from recollect.engine.draws import draws_unknown

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -27,14 +27,14 @@ from recollect.engine.values import TapeValue, alias_in_hook, layout_of, private
 from recollect.errors import MutatedValueError
 from recollect.tensors import sparse_parts
 
-__all__ = ["SMALL_BYTES", "ModuleState", "WrittenBuffers", "small_buffer_bytes"]
+__all__ = ["HOOKS", "SMALL_BYTES", "ModuleParts", "ModuleState", "WrittenBuffers", "small_buffer_bytes"]
 
 SMALL_BYTES = 64 * 1024
 """Buffers up to this size are always copied: some kernels (batch norm) write to them without raising their version."""
 
 # What a module consists of besides its attributes, as dictionaries that stay the same objects.
-_HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name and "_dict_" not in name]
-_TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
+HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
+_TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)
 
 _NOT_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
@@ -46,15 +46,15 @@ _LONGEST_CONTAINER = 1000
 _UNCHANGING = frozenset({int, float, bool, str, bytes, type(None)})
 
 
-class Copies:
-    """Copies containers, which forward may change, with those inside them, each once; what else is in them stays the same.
+class _Copies:
+    """_Copies containers, which forward may change, with those inside them, each once; what else is in them stays the same.
 
     Attributes:
         tensors: those that were met on the way.
 
     Example:
         >>> history, shared = [1, [2]], {"x": [3]}
-        >>> one, other = (copies := Copies()).of((history, shared)), copies.of(shared)
+        >>> one, other = (copies := _Copies()).of((history, shared)), copies.of(shared)
         >>> history[1].append(4)
         >>> one, other is one[1]
         (([1, [2]], {'x': [3]}), True)
@@ -100,7 +100,7 @@ def _is_put_in_place(tensor: object) -> bool:
     return hasattr(tensor, "ds_tensor") or hasattr(tensor, "_mp_param") or is_traceable_wrapper_subclass(tensor)
 
 
-class HeldTensors:
+class _HeldTensors:
     """The tensors that one call of a region may read, as they are when it begins.
 
     Args:
@@ -180,18 +180,19 @@ class WrittenBuffers:
         self.large = {*(self.large or ()), *names}
 
 
-class _Parts:
-    """What a module consists of at some moment."""
+class ModuleParts:
+    """What a module consists of at some moment: its attributes, and some tables."""
 
-    def __init__(self, module: nn.Module, copies: Copies | None = None) -> None:
+    def __init__(self, module: nn.Module, copies: _Copies | None = None, names: Sequence[str] = _TABLES) -> None:
         self.module = module
+        self.names = names
         self.attributes = _attributes(module)
         if copies is not None:
             self.attributes = {name: copies.of(value) for name, value in self.attributes.items()}
         # Few are not empty, and there are many.
-        self.tables = {name: dict(table) for name in _TABLES if (table := vars(module).get(name))}
+        self.tables = {name: dict(table) for name in names if (table := vars(module).get(name))}
 
-    def put(self, copies: Copies | None = None) -> None:
+    def put(self, copies: _Copies | None = None) -> None:
         """Have the module consist of this again, but for parameters that a library puts in place."""
         module = self.module
         present = _attributes(module)
@@ -201,7 +202,7 @@ class _Parts:
             wanted = value if copies is None else copies.of(value)
             if present.get(name, _MISSING) is not wanted:
                 vars(module)[name] = wanted
-        for name in _TABLES:
+        for name in self.names:
             table, entries = vars(module).get(name, {}), self.tables.get(name, {})
             # In their order, too, which hooks run in.
             if (table or entries) and _identities(table) != _identities(entries):
@@ -220,12 +221,12 @@ class ModuleState:
 
     def __init__(self, written: WrittenBuffers, arguments: Any) -> None:
         self._written = written
-        copies = Copies()
+        copies = _Copies()
         self._arguments = copies.of(arguments)
-        self._parts = [(path, _Parts(module, copies)) for path, module in written.module.named_modules()]
+        self._parts = [(path, ModuleParts(module, copies)) for path, module in written.module.named_modules()]
         self._copies: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._held = HeldTensors(written.unit_path)
+        self._held = _HeldTensors(written.unit_path)
         for name, buffer in self._named("_buffers"):
             if written.copies(name, buffer):
                 self._copies[name] = private_copy(buffer.detach())
@@ -259,8 +260,8 @@ class ModuleState:
         Raises:
             MutatedValueError: something unseen has written to what is not copied.
         """
-        present = [_Parts(parts.module) for _, parts in self._parts]
-        copies = Copies()
+        present = [ModuleParts(parts.module) for _, parts in self._parts]
+        copies = _Copies()
         with self._held.restored():
             try:
                 arguments = copies.of(self._arguments)

@@ -33,6 +33,7 @@ from recollect.recording.optimizers import (
     state_tensors,
     tensors_in_state,
 )
+from recollect.recording.trackers import TrackedOther
 from recollect.tensors import tensors_in
 from recollect.warning import warn_user
 
@@ -213,27 +214,19 @@ class _Watcher(TorchDispatchMode):
             for storage in storages_of([tensor]):
                 if hasattr(storage, _TRACKER) or any(storage is other for other in known):
                     continue
-                setattr(storage, _TRACKER, _Tracker(self, self._num_storages))
-                self.events.append((events.ALLOC, self._num_storages, self._bytes_of(tensor, storage)))
+                setattr(storage, _TRACKER, TrackedOther(self._log, self._num_storages, -1))
+                self._log(events.ALLOC, self._num_storages, self._bytes_of(tensor, storage))
                 self._num_storages += 1
         return output
+
+    def _log(self, *event: int) -> None:
+        if not self.is_over:
+            self.events.append(event)
 
 
 def _strided(tree: Any) -> list[torch.Tensor]:
     """Return the tensors that have a storage; the parts of sparse ones show when they are used."""
     return [tensor for tensor in tensors_in(tree) if tensor.layout is torch.strided]
-
-
-class _Tracker:
-    __slots__ = ("number", "watcher")
-
-    def __init__(self, watcher: _Watcher, number: int) -> None:
-        self.watcher = watcher
-        self.number = number
-
-    def __del__(self) -> None:
-        if not self.watcher.is_over:
-            self.watcher.events.append((events.FREE, self.number))
 
 
 # In vectors as long as all parameters together. Of the state: the last direction and gradient.

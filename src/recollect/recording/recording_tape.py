@@ -285,15 +285,9 @@ class _RecordingMode(FunctionMode):
     def end_function(self, run: FunctionRun) -> None:
         """Record that arguments were written to."""
         super().end_function(run)
-        if run.wrote_unseen:
-            self._keep_arguments(run)
-
-    def _keep_arguments(self, run: FunctionRun) -> None:
-        """Mark arguments that were written to out of sight: from then on the tape has no recipe for them."""
-        for tensor in run.arguments.tensors:
-            tracker = tracker_of(storage_of(tensor))
-            if isinstance(tracker, TrackedValue):
-                self.recorder.calls[tracker.call].values[tracker.value].must_keep = True
+        # If it was out of sight, the tape has no recipe for them from then on.
+        for tensor in run.arguments.tensors if run.wrote_unseen else ():
+            self._keep(tensor)
 
     def function_actions(self, run: FunctionRun, call: FunctionCall) -> OpActions:
         """Record the Function as one op, and try whether it makes the same when it runs again."""

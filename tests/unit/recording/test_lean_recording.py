@@ -17,7 +17,7 @@ from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import ALLOC, BACKWARD, DIES, FORWARD, FREE, OP, PHASE, RETURN, SAVE, StepLog
 from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
-from recollect.recording.foreseen_step import with_copies
+from recollect.recording.next_step import with_copies
 from recollect.recording.unit_samples import Excerpt, UnitSamples
 
 
