@@ -56,9 +56,8 @@ def pop_dispatch_mode(mode: TorchDispatchMode) -> bool:
     return top is mode
 
 
-def num_dispatch_modes() -> int:
-    """Return how many dispatch modes are active on this thread."""
-    return int(torch._C._len_torch_dispatch_stack())
+# How many dispatch modes are active on this thread.
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def dispatch_mode_stack() -> list[TorchDispatchMode]:
@@ -122,17 +121,11 @@ share_version_counters: Callable[[], AbstractContextManager[Any]] = functools.pa
 preserved_versions: Callable[[torch.Tensor], AbstractContextManager[Any]] = _unsafe_preserve_version_counter
 
 
-def below_autograd() -> AbstractContextManager[Any]:
-    """Run ops as dispatch modes see them, past autograd; `torch.no_grad` would change what some kernels return."""
-    guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
-    return guard
+# Run ops as dispatch modes see them, past autograd; `torch.no_grad` would change what some kernels return.
+below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
 
-
-def disable_autocast() -> AbstractContextManager[Any]:
-    """Run recorded ops as they were recorded, below autocast, on every device type at once."""
-    guard: AbstractContextManager[Any] = torch._C._DisableAutocast()
-    return guard
-
+# Run recorded ops as they were recorded, below autocast, on every device type at once.
+disable_autocast: Callable[[], AbstractContextManager[Any]] = torch._C._DisableAutocast
 
 # The mode that makes new tensors fake; None if there is none. No public name tells it.
 fake_mode: Callable[[], object] = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
@@ -169,9 +162,8 @@ def keeps_graph() -> bool:
     return bool(_get_current_graph_task_keep_graph())
 
 
-def current_backward() -> int:
-    """Return a number for the backward that is running, of which there may be several at once; -1 for none."""
-    return int(torch._C._current_graph_task_id())
+# A number for the backward that is running, of which there may be several at once; -1 for none.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -230,17 +222,11 @@ def compiler_around() -> bool | None:
     return None
 
 
-def disable_torch_function() -> AbstractContextManager[Any]:
-    """Read attributes of any tensor subclass without running the subclass's code."""
-    guard: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
-    return guard
+# Read attributes of any tensor subclass without running the subclass's code.
+disable_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
-
-def profiler_is_active() -> bool:
-    """Whether this thread runs under a profiler; PyTorch's own check is not exported."""
-    active: bool = _profiler_enabled()
-    return active
-
+# Whether this thread runs under a profiler; PyTorch's own check is not exported.
+profiler_is_active: Callable[[], bool] = _profiler_enabled
 
 # A tenth of the time of `torch.cuda.current_stream`, which makes an object. Builds without CUDA do not have it, nor tensors
 # that one would ask it for.

@@ -17,12 +17,12 @@ from recollect.byte_format import format_bytes
 from recollect.engine.placed_forward import PlacedForward
 from recollect.errors import BudgetWarning, RecordError
 from recollect.measuring.device_memory import memory_bytes
-from recollect.planning.loss_chunks import LossChunks, Planned, plan_with_chunks
+from recollect.planning.loss_chunks import LossChunks, plan_with_chunks
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.quantities import check_budget
 from recollect.ranks.common import common_plan
-from recollect.ranks.group import ALONE, Place, Ranks
+from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.model_step import LossFunction, check_step, device_of
 from recollect.recording.optimizers import Optimizers, check_optimizers, present_state_bytes
@@ -197,7 +197,8 @@ def fit(
     with without_plans(model) as before:
         made = ranks.together(lambda: plan_with_chunks(record_with, budget, loss_chunks), Place.PLANNED)
     check_alike(ranks, model, {"loss_chunks": made.plan.loss_chunks})
-    chosen = _common(made, ranks)
+    budget_bytes, plain_bytes = made.plan.budget_bytes or 0, made.plain_peak_bytes
+    chosen, _ = common_plan(made.profile, made.plan, plain_bytes=plain_bytes, budget_bytes=budget_bytes, ranks=ranks)
     for applied in before:
         applied.remove()
     return _put(model, chosen, batch, has_optimizer=optimizer is not None or step is not None)
@@ -210,10 +211,3 @@ def _put(model: nn.Module, chosen: Plan, batch: Any, *, has_optimizer: bool) -> 
     watch = _FittedForward(model, batch, has_optimizer=has_optimizer, device=device_of(model, batch))
     apply_own(model, noted, watch)
     return noted
-
-
-def _common(made: Planned, ranks: Ranks) -> Plan:
-    """Return the plan that all processes run."""
-    budget_bytes = made.plan.budget_bytes or 0
-    plain_bytes = made.plain_peak_bytes
-    return common_plan(made.profile, made.plan, plain_bytes=plain_bytes, budget_bytes=budget_bytes, ranks=ranks)[0]

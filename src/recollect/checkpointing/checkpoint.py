@@ -124,7 +124,9 @@ def checkpoint(
     if tape.mode is not None and outer is not tape.mode:
         # In a checkpoint of PyTorch's inside one of ours: when that runs again, this is an outermost one.
         tape = Tape(DropAll())
-    return tape.run(_name_of(function), function, args, kwargs)
+    # What errors call the function.
+    name = str(getattr(function, "__qualname__", type(function).__name__))
+    return tape.run(name, function, args, kwargs)
 
 
 def _check(determinism_check: str, debug: bool, context_fn: Callable[[], Contexts]) -> None:
@@ -219,8 +221,3 @@ class _Chain:
         for function in self.functions:
             value = function(value)
         return value
-
-
-def _name_of(function: Any) -> str:
-    """Return what errors call a function."""
-    return str(getattr(function, "__qualname__", type(function).__name__))

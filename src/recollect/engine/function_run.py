@@ -155,7 +155,8 @@ class FunctionRun:
         while pending:
             thing = pending.pop()
             if isinstance(thing, torch.Tensor):
-                if thing.layout is not torch.strided or is_traceable_wrapper_subclass(thing) or _is_dropped(thing):
+                is_plain = _is_strided(thing) and not is_traceable_wrapper_subclass(thing)
+                if not is_plain or is_known(thing.untyped_storage()):
                     self.keep("an argument holds a tensor that is not plain")
                 else:
                     self.others.append(thing)
@@ -338,10 +339,6 @@ class FunctionWatch(OpMode):
         output = func(*args, **kwargs)
         self.run.after_op(facts, args, kwargs, output)
         return output
-
-
-def _is_dropped(tensor: torch.Tensor) -> bool:
-    return is_known(tensor.untyped_storage())
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:

@@ -54,7 +54,7 @@ class RegionDraws:
             yield
         known = {generator for generator, _ in self._unseen}
         self._unseen += [
-            (generator, _state(content))
+            (generator, torch.frombuffer(bytearray(content), dtype=torch.uint8))
             for generator, content in states.items()
             if generator not in known and mode.was_moved(generator)
         ]
@@ -137,10 +137,6 @@ class _SecondRun(_RegionMode):
         if self._moves_shared:
             draw.move_shared()
         return output
-
-
-def _state(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _default_generators() -> list[torch.Generator]:

@@ -11,6 +11,14 @@ from torch import nn
 from recollect.errors import UnknownNameError, UnsupportedModelError
 from recollect.plans.paths import unit_words
 
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+# They only hold modules, and have no forward.
+NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
+# A child with less of its parent's parameters is not what the parent is about.
+_LEAST_SHARE = 0.1
+# A child with so much of them is all that it is about.
+_WHOLE_SHARE = 0.75
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:
@@ -91,15 +99,6 @@ def _cover(module: nn.Module, path: str, layers: set[str]) -> list[Unit]:
     for name, child in module.named_children():
         units += _cover(child, f"{prefix}{name}", layers)
     return units
-
-
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-# They only hold modules, and have no forward.
-NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
-# A child with less of its parent's parameters is not what the parent is about.
-_LEAST_SHARE = 0.1
-# A child with so much of them is all that it is about.
-_WHOLE_SHARE = 0.75
 
 
 def _find_layers(model: nn.Module) -> set[str]:

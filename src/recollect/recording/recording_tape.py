@@ -360,13 +360,8 @@ class StepMode(OpMode):
             recorder.note_present(args[0])  # A gradient becomes a parameter's; compiled code has made it unseen.
         if facts.is_view or facts.is_lazy:
             return func(*args, **kwargs)
-        output = self._ran(func, facts, args, kwargs)
-        if recorder.ranks is not None:
-            recorder.ranks.after_op(func, facts, args, kwargs, output)
-        return output
-
-    def _ran(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-        recorder = self.recorder
         output, run = recorder.costs.run(func, facts, args, kwargs, may_repeat=recorder.current is not None)
         recorder.after_op(func, facts, args, kwargs, output, run)
+        if recorder.ranks is not None:
+            recorder.ranks.after_op(func, facts, args, kwargs, output)
         return output

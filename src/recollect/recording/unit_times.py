@@ -42,6 +42,18 @@ __all__ = ["TOGETHER", "Rounds", "UnitTimes", "measure_unit_times", "rounds_for"
 _LEAST_SHRUNK = 0.1
 # The part of forward that counts as nearly all of it.
 _MOST = 0.5
+# A kind of unit may take this long, however short the step is.
+_FREE_S: Final = 0.25
+# Seconds of a round for each second of the unit: plainly and on the leanest tape, with its recompute; on the idle tape.
+_ROUND: Final = 2.4
+_IDLE: Final = 1.0
+# A median of three is not decided by one page fault.
+_FEWEST_IF_SHORT: Final = 3
+_MOST_IF_SHORT: Final = 7
+_MOST_IF_LONG: Final = 2
+# The tape's overhead for one op, at most, and the part of a unit's time that does not count.
+_OVERHEAD_S: Final = 1e-4
+_NEGLIGIBLE: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +83,6 @@ class UnitTimes:
     def watching_s(self) -> float:
         """Further overhead in forward if the tape has to see every op."""
         return max(0.0, self.tape_forward_s - self.plain_forward_s) - self.idle_s
-
-
-# A kind of unit may take this long, however short the step is.
-_FREE_S: Final = 0.25
-# Seconds of a round for each second of the unit: plainly and on the leanest tape, with its recompute; on the idle tape.
-_ROUND: Final = 2.4
-_IDLE: Final = 1.0
-# A median of three is not decided by one page fault.
-_FEWEST_IF_SHORT: Final = 3
-_MOST_IF_SHORT: Final = 7
-_MOST_IF_LONG: Final = 2
-# The tape's overhead for one op, at most, and the part of a unit's time that does not count.
-_OVERHEAD_S: Final = 1e-4
-_NEGLIGIBLE: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,20 +165,19 @@ class _Check:
         expected = self.step.run()
         off = None
         if plan.loss_chunks > 1:
-            with loss_in_chunks(self.model, plan.loss_chunks):
-                unchunked, expected = expected, self.step.run()
+            unchunked, expected = expected, self._reference(plan)
             off = furthest(unchunked.gradients, expected.gradients)
             del unchunked
         with apply(self.model, plan):
             got = self.step.run()
-        findings = compare_runs(expected, got, again=lambda: self._again(plan), in_any=self._in_any)
+        findings = compare_runs(expected, got, again=lambda: self._reference(plan), in_any=self._in_any)
         # The loss is no gradient.
         findings = replace(findings, num_compared=findings.num_compared - ("the loss" in expected.gradients))
         del got
         return self._report(plan, "step", findings, plain_peak_bytes, peak, self._slowdown(plan), off)
 
-    def _again(self, plan: Plan) -> Computed:
-        """Run the reference step once more."""
+    def _reference(self, plan: Plan) -> Computed:
+        """Run the step that the plan's is compared with."""
         with loss_in_chunks(self.model, plan.loss_chunks):
             return self.step.run()
 

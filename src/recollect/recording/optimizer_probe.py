@@ -1,4 +1,4 @@
-"""Make a twin of an optimizer: the same class and settings over other, perhaps tiny, parameters, to try out a step of it.
+"""Make a probe of an optimizer: the same class and settings over other, perhaps tiny, parameters, to try out a step of it.
 
 The optimizer itself is not touched, and neither is what it refers to.
 """
@@ -21,7 +21,7 @@ from recollect._torch_private import FakeTensorMode
 StandIn = Callable[[torch.Tensor], torch.Tensor]
 
 
-def make_twin(optimizer: torch.optim.Optimizer, stand_in: StandIn) -> torch.optim.Optimizer:
+def make_probe(optimizer: torch.optim.Optimizer, stand_in: StandIn) -> torch.optim.Optimizer:
     """Return an optimizer with the settings of this one, without state, over stand-ins for its trained parameters.
 
     It is constructed anew from the parameter groups, and where its class does not allow that, copied.
@@ -41,11 +41,11 @@ def make_twin(optimizer: torch.optim.Optimizer, stand_in: StandIn) -> torch.opti
                 settings["foreach"] = False
             groups.append({**settings, "params": trained})
     try:
-        twin = _constructed(optimizer, groups)
+        probe = _constructed(optimizer, groups)
     except Exception:  # A foreign constructor may raise anything.
-        twin = _copied(optimizer, groups, stand_ins)
-    _give_overrides(twin, getattr(optimizer, "mng", None), stand_ins)
-    return twin
+        probe = _copied(optimizer, groups, stand_ins)
+    _give_overrides(probe, getattr(optimizer, "mng", None), stand_ins)
+    return probe
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
@@ -57,12 +57,12 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 def _constructed(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     accepted = inspect.signature(type(optimizer).__init__).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-    twin = type(optimizer)(groups, **defaults)
+    probe = type(optimizer)(groups, **defaults)
     # Settings that are no defaults of a parameter group.
     for name, value in vars(optimizer).items():
         if name not in ("defaults", "param_groups", "state") and _is_plain(value):
-            setattr(twin, name, copy.deepcopy(value))
-    return twin
+            setattr(probe, name, copy.deepcopy(value))
+    return probe
 
 
 def _is_plain(value: Any, depth: int = 2) -> bool:
@@ -84,29 +84,29 @@ def _copied(
     memo: dict[int, Any] = dict(stand_ins)
     for inner in (optimizer, *(v for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer))):
         memo[id(inner.state)] = defaultdict(dict)
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    memo[id(optimizer)] = twin
+    probe: torch.optim.Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = probe
     for name, value in vars(optimizer).items():
         # Schedulers and gradient scalers put functions in the place of methods, which would reach the optimizer itself.
         shadows_method = callable(value) and callable(getattr(type(optimizer), name, None))
         if shadows_method:
             continue
         is_hooks = isinstance(value, OrderedDict) and name.endswith("_hooks")
-        vars(twin)[name] = OrderedDict() if is_hooks else copy.deepcopy(value, memo)
-    if "param_groups" in vars(twin):  # Otherwise they are those of an optimizer in it.
-        twin.param_groups = groups
-    return twin
+        vars(probe)[name] = OrderedDict() if is_hooks else copy.deepcopy(value, memo)
+    if "param_groups" in vars(probe):  # Otherwise they are those of an optimizer in it.
+        probe.param_groups = groups
+    return probe
 
 
-def _give_overrides(twin: Any, manager: Any, stand_ins: Mapping[int, torch.Tensor]) -> None:
-    """Give the twin the settings of single parameters that bitsandbytes' manager has, by `id` or by module."""
+def _give_overrides(probe: Any, manager: Any, stand_ins: Mapping[int, torch.Tensor]) -> None:
+    """Give the probe the settings of single parameters that bitsandbytes' manager has, by `id` or by module."""
     if not hasattr(manager, "pid2config") or not hasattr(manager, "module_weight_config_triple"):
         return
     settings = dict(manager.pid2config)
     settings |= {id(getattr(module, name)): found for module, name, found in manager.module_weight_config_triple}
-    twin.mng = copy.copy(manager)
-    twin.mng.pid2config = {id(stand_ins[key]): found for key, found in settings.items() if key in stand_ins}
-    twin.mng.index2config, twin.mng.module_weight_config_triple = {}, []
+    probe.mng = copy.copy(manager)
+    probe.mng.pid2config = {id(stand_ins[key]): found for key, found in settings.items() if key in stand_ins}
+    probe.mng.index2config, probe.mng.module_weight_config_triple = {}, []
 
 
 class AnyNumber(FakeTensorMode):
@@ -118,9 +118,9 @@ class AnyNumber(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def give_gradients(twin: torch.optim.Optimizer, *, is_sparse: bool) -> None:
+def give_gradients(probe: torch.optim.Optimizer, *, is_sparse: bool) -> None:
     """Give each parameter a gradient: of ones, or with a single row."""
-    for group in twin.param_groups:
+    for group in probe.param_groups:
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 continue
@@ -162,5 +162,5 @@ class TinyShapes:
         return self._shapes[shape]
 
     def real_bytes(self, tensor: torch.Tensor) -> int:
-        """Return the bytes of the tensor that a tensor of the twin stands for."""
+        """Return the bytes of the tensor that a tensor of the probe stands for."""
         return self.sizes.get(tensor.numel(), tensor.numel()) * tensor.element_size()
