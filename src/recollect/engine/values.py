@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -247,13 +248,11 @@ class StorageRecord:
         return view
 
 
+@dataclass(slots=True, eq=False)
 class _ViewCall:
     """Makes a view with a given layout from the tensor that covers the storage."""
 
-    __slots__ = ("layout",)
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    layout: Layout
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> tuple[torch.Tensor]:
         return (laid_out(tensors[0], self.layout),)

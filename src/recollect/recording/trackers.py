@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -158,6 +159,7 @@ class TrackedOther(_Tracked):
             self.log(events.FREE, self.storage)
 
 
+@dataclass(slots=True, eq=False)
 class Filled:
     """Tracks a storage that its owner fills and empties, as FSDP2 does with the parameters that it gathers.
 
@@ -166,11 +168,8 @@ class Filled:
     `storage`: its number while it holds something; -1 while it is empty.
     """
 
-    __slots__ = ("log", "storage")
-
-    def __init__(self, log: Log, storage: int = -1) -> None:
-        self.log = log
-        self.storage = storage
+    log: Log
+    storage: int = -1
 
     def fill(self, number: int, nbytes: int) -> None:
         """Log that it holds something from here on, under a new number."""
