@@ -121,9 +121,9 @@ def _find_layers(model: nn.Module) -> set[str]:
     if found:
         return found | _lone_layers(model, found)
     return (
-        _repeated_containers(model, "", _CONTAINERS)
+        _outermost_repeated(model, "", _CONTAINERS, containers_too=True)
         or _outermost_repeated(model, "", (nn.Module,))
-        or _repeated_containers(model, "", (nn.Module,))
+        or _outermost_repeated(model, "", (nn.Module,), containers_too=True)
         or _repeated_leaves(model)
         or _heaviest(model)
     )
@@ -147,32 +147,23 @@ def _lone_layers(model: nn.Module, found: set[str]) -> set[str]:
     return lone
 
 
-def _outermost_repeated(parent: nn.Module, prefix: str, parents: tuple[type[nn.Module], ...]) -> set[str]:
+def _outermost_repeated(
+    parent: nn.Module, prefix: str, parents: tuple[type[nn.Module], ...], *, containers_too: bool = False
+) -> set[str]:
+    """Return the outermost modules with children, of a class that occurs twice among the children of one of `parents`.
+
+    `containers_too`: containers among them, too, where what is in lists counts as children of what has the lists.
+    """
     children = [(f"{prefix}{name}", child) for name, child in parent.named_children()]
     repeated: set[str] = set()
     if isinstance(parent, parents):
-        count = Counter(type(child) for _, child in children)
-        repeated = {
-            path
-            for path, child in children
-            if count[type(child)] > 1 and not isinstance(child, _CONTAINERS) and _has_children(child)
-        }
+        plain = [(path, child) for path, child in children if not isinstance(child, _CONTAINERS)]
+        counted = _called(parent, prefix) if containers_too else plain
+        count = Counter(type(child) for _, child in counted)
+        repeated = {path for path, child in counted if count[type(child)] > 1 and _has_children(child)}
     for path, child in children:
-        if path not in repeated:
-            repeated |= _outermost_repeated(child, f"{path}.", parents)
-    return repeated
-
-
-def _repeated_containers(parent: nn.Module, prefix: str, parents: tuple[type[nn.Module], ...]) -> set[str]:
-    repeated: set[str] = set()
-    if isinstance(parent, parents):
-        children = _called(parent, prefix)
-        count = Counter(type(child) for _, child in children)
-        repeated = {path for path, child in children if count[type(child)] > 1 and _has_children(child)}
-    for name, child in parent.named_children():
-        path = f"{prefix}{name}"
         if not any(other == path or other.startswith(f"{path}.") for other in repeated):
-            repeated |= _repeated_containers(child, f"{path}.", parents)
+            repeated |= _outermost_repeated(child, f"{path}.", parents, containers_too=containers_too)
     return repeated
 
 

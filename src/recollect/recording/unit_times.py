@@ -27,10 +27,9 @@ from torch import nn
 
 from recollect._torch_private import tree_leaves
 from recollect.applying import apply_policy
-from recollect.engine.policy import DropAll, Policy
+from recollect.engine.policy import DropAll, LeanPlan, Policy
 from recollect.engine.tape import Tape
 from recollect.measuring.timing import timed_work
-from recollect.plans.action import Action
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.recording.unit_samples import UnitSample
@@ -233,7 +232,8 @@ def _times_if_alone(sample: UnitSample, device: torch.device, rounds: Rounds) ->
 def _times_of(sample: UnitSample, device: torch.device, rounds: Rounds) -> UnitTimes | None:
     sample = sample.whole()
     module = sample.copied_module()
-    policies: tuple[Policy | None, ...] = (None, DropAll(), *([_KeepAll()] if rounds.has_idle else []))
+    # The last one keeps everything, since it names no unit.
+    policies: tuple[Policy | None, ...] = (None, DropAll(), *([LeanPlan({})] if rounds.has_idle else []))
     # One tape for all rounds, since it learns in the first one which modules to watch.
     tapes = [None if policy is None else Tape(policy, runs_to_settle=1) for policy in policies]
     taken: list[list[tuple[float, float]]] = [[] for _ in policies]
@@ -278,15 +278,3 @@ class _End(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None, *ctx.gradients)
-
-
-class _KeepAll(DropAll):
-    """Drops nothing."""
-
-    def action(self, unit_path: str, value_name: str) -> Action:
-        """Keep every value."""
-        return Action.KEEP
-
-    def acts_in(self, unit_path: str, module_path: str) -> bool:
-        """Drop no module's values."""
-        return False
