@@ -13,16 +13,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from recollect.errors import RecordError
 
-__all__ = [
-    "GatheredParameters",
-    "freed_after_forward",
-    "fully_sharded_modules",
-    "fully_sharded_parameters",
-    "is_fully_sharded",
-    "other_sharded_parameters",
-    "parameter_groups",
-]
-
 
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether FSDP2 puts a module's parameters in place while it runs; without importing it."""

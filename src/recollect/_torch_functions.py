@@ -20,18 +20,7 @@ from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from recollect._torch_private import owner_of_hook
 
-__all__ = [
-    "CheckpointHooks",
-    "FunctionWatcher",
-    "above_autograd",
-    "are_users_hooks_active",
-    "owner_of_hooks",
-    "selective_policy",
-    "tree_flatten",
-    "tree_unflatten",
-    "watched_functions",
-    "without_modes",
-]
+__all__ = ["tree_flatten", "tree_unflatten"]  # What PyTorch defines, as in `_torch_private.py`.
 
 
 @contextmanager

@@ -23,8 +23,6 @@ from torch._C._profiler import (
 from recollect._torch_private import NEWEST_TESTED, OLDEST_TESTED
 from recollect.errors import MeterError
 
-__all__ = ["AllocatorTrace", "quiet_allocator"]
-
 # An amount that nobody else allocates.
 _PROBE_BYTES = 3
 

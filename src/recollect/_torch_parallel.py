@@ -18,32 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from recollect._torch_fsdp import is_fully_sharded, parameter_groups
 from recollect.errors import ConfigError, RecordError
 
-__all__ = [
-    "RankNotes",
-    "all_gather_rows",
-    "exchanged_rows",
-    "fake_process_group",
-    "GradientBuckets",
-    "allows_uneven_inputs",
-    "flat_mesh",
-    "group_ranks",
-    "is_checkpoint_wrapper",
-    "joined_mesh",
-    "is_data_parallel",
-    "gathered",
-    "gathered_with_gradient",
-    "name_of_group",
-    "notes_of_group",
-    "passes_ops_on",
-    "receives_as_needed",
-    "waited_for",
-    "split_backward",
-    "summed",
-    "meeting_place",
-    "processes_of",
-]
-
-
 # PyTorch 2.13 has renamed it.
 all_gather_rows: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 

@@ -32,54 +32,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 OLDEST_TESTED = "2.11.0"
 NEWEST_TESTED = "2.15.0"
 
-__all__ = [
-    "DATA_DEPENDENT",
-    "NEWEST_TESTED",
-    "OLDEST_TESTED",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "desugars",
-    "dispatch_mode_stack",
-    "current_raw_stream",
-    "disable_autocast",
-    "disable_torch_dispatch",
-    "disable_torch_function",
-    "fake_mode",
-    "function_mode_stack",
-    "has_saved_tensors_hooks",
-    "is_compiled_module",
-    "is_fake_tensor",
-    "is_opaque_subclass",
-    "at_end_of_backward",
-    "compiled_function",
-    "has_compiled_forward",
-    "compiler_around",
-    "below_autograd",
-    "current_autograd_node",
-    "current_backward",
-    "is_traceable_wrapper_subclass",
-    "keep_busy",
-    "kernel_switches",
-    "keeps_graph",
-    "num_dispatch_modes",
-    "owner_of_hook",
-    "pop_dispatch_mode",
-    "pop_saved_tensors_hooks",
-    "preserved_versions",
-    "profiler_is_active",
-    "push_dispatch_mode",
-    "push_saved_tensors_hooks",
-    "raises_version_first",
-    "replaced_dispatch_modes",
-    "share_version_counters",
-    "transforms_are_active",
-    "tree_leaves",
-    "tree_map",
-    "uncompiled",
-    "untraced",
-    "without_compiler",
-]
-
+# What PyTorch defines. Everything else here that has no underscore is for other files, too.
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "is_traceable_wrapper_subclass", "tree_leaves", "tree_map"]
 
 # What fake tensors raise where a step asks for their content, or for a shape that depends on it.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
@@ -102,9 +56,8 @@ def pop_dispatch_mode(mode: TorchDispatchMode) -> bool:
     return top is mode
 
 
-def num_dispatch_modes() -> int:
-    """Return how many dispatch modes are active on this thread."""
-    return int(torch._C._len_torch_dispatch_stack())
+# How many dispatch modes are active on this thread.
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def dispatch_mode_stack() -> list[TorchDispatchMode]:
@@ -168,17 +121,11 @@ share_version_counters: Callable[[], AbstractContextManager[Any]] = functools.pa
 preserved_versions: Callable[[torch.Tensor], AbstractContextManager[Any]] = _unsafe_preserve_version_counter
 
 
-def below_autograd() -> AbstractContextManager[Any]:
-    """Run ops as dispatch modes see them, past autograd; `torch.no_grad` would change what some kernels return."""
-    guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
-    return guard
+# Run ops as dispatch modes see them, past autograd; `torch.no_grad` would change what some kernels return.
+below_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
 
-
-def disable_autocast() -> AbstractContextManager[Any]:
-    """Run recorded ops as they were recorded, below autocast, on every device type at once."""
-    guard: AbstractContextManager[Any] = torch._C._DisableAutocast()
-    return guard
-
+# Run recorded ops as they were recorded, below autocast, on every device type at once.
+disable_autocast: Callable[[], AbstractContextManager[Any]] = torch._C._DisableAutocast
 
 # The mode that makes new tensors fake; None if there is none. No public name tells it.
 fake_mode: Callable[[], object] = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
@@ -215,9 +162,8 @@ def keeps_graph() -> bool:
     return bool(_get_current_graph_task_keep_graph())
 
 
-def current_backward() -> int:
-    """Return a number for the backward that is running, of which there may be several at once; -1 for none."""
-    return int(torch._C._current_graph_task_id())
+# A number for the backward that is running, of which there may be several at once; -1 for none.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -276,17 +222,11 @@ def compiler_around() -> bool | None:
     return None
 
 
-def disable_torch_function() -> AbstractContextManager[Any]:
-    """Read attributes of any tensor subclass without running the subclass's code."""
-    guard: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
-    return guard
+# Read attributes of any tensor subclass without running the subclass's code.
+disable_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
-
-def profiler_is_active() -> bool:
-    """Whether this thread runs under a profiler; PyTorch's own check is not exported."""
-    active: bool = _profiler_enabled()
-    return active
-
+# Whether this thread runs under a profiler; PyTorch's own check is not exported.
+profiler_is_active: Callable[[], bool] = _profiler_enabled
 
 # A tenth of the time of `torch.cuda.current_stream`, which makes an object. Builds without CUDA do not have it, nor tensors
 # that one would ask it for.

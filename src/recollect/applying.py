@@ -8,7 +8,8 @@ the tape, as they run outside `forward`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -16,19 +17,15 @@ from torch import nn
 from recollect._torch_fsdp import freed_after_forward
 from recollect._torch_parallel import is_checkpoint_wrapper
 from recollect.arguments import check_kind
-from recollect.engine.agreement import Agreement
+from recollect.engine.agreement import Agreement, first_call_forwards
+from recollect.engine.check_plan import check_depth, warn_if_recorded_elsewhere
 from recollect.engine.eager import EagerForward, eager_forwards
-from recollect.engine.first_call import first_call_forwards
-from recollect.engine.in_turn import InTurn
-from recollect.engine.other_depth import check_depth
-from recollect.engine.placed_forward import Applied, PlacedForward
+from recollect.engine.engine import ENGINES
+from recollect.engine.placed_forward import Applied, PlacedForward, PlanPerMicroBatch, unit_module
 from recollect.engine.policy import Policy
-from recollect.engine.recorded_on import warn_if_recorded_elsewhere
-from recollect.engine.registry import ENGINES
 from recollect.engine.self_check import switched_off
 from recollect.engine.tape import Tape
 from recollect.engine.tape_engine import tape_forwards
-from recollect.engine.unit_modules import unit_module
 from recollect.errors import AlreadyAppliedError, ArgumentError, PlanError, UnknownNameError
 from recollect.loss.intercept import loss_forwards
 from recollect.plans.action import Action
@@ -38,7 +35,7 @@ from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import module_of
-from recollect.ranks.common_plan import check_same_plans
+from recollect.ranks.common import check_same_plans
 from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, ranks_of
 
@@ -95,7 +92,7 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
     def applied() -> Applied:
         for one in distinct:
             check_depth(model, one)
-        return _apply(model, plan, compares=True) if isinstance(plan, Plan) else _apply_in_turn(model, plans)
+        return apply_own(model, plan, compares=True) if isinstance(plan, Plan) else _apply_per_micro_batch(model, plans)
 
     return ranks.together(applied, Place.START, undo=Applied.remove)
 
@@ -112,32 +109,24 @@ def _checked_plans(given: Any) -> list[Plan]:
     return plans
 
 
-def apply_own(model: nn.Module, plan: Plan, *around: PlacedForward) -> Applied:
+def apply_own(model: nn.Module, plan: Plan, *around: PlacedForward, compares: bool = False) -> Applied:
     """Apply a plan that was made for this very model, by all of its ranks, and need not name all of its layers.
 
     Args:
         model: the model.
         plan: for it.
         around: forwards that are put in place, and removed, together with it.
+        compares: ranks may have different ones, and find out in the first call.
     """
-    return _apply(model, plan, *around, compares=False)
-
-
-def _apply(model: nn.Module, plan: Plan, *around: PlacedForward, compares: bool) -> Applied:
-    """Apply a plan; `compares`: ranks may have different ones, and find out in the first call."""
     agreement = Agreement(digest_of(plan.units), needs_all=needs_all_ranks(plan.units))
     forwards = _unit_forwards(model, plan, agreement)
     _check_not_applied(model, forwards)
-    eager = eager_forwards(model, plan.units, forwards)
-    others = [
-        *eager,
-        *loss_forwards(model, plan.loss_chunks),
-        *(first_call_forwards(model, agreement) if compares else []),
-    ]
+    others = [*eager_forwards(model, plan.units, forwards), *loss_forwards(model, plan.loss_chunks)]
+    others += first_call_forwards(model, agreement) if compares else []
     return Applied(model, [*forwards, *others, *around], plan)
 
 
-def _apply_in_turn(model: nn.Module, plans: Sequence[Plan]) -> Applied:
+def _apply_per_micro_batch(model: nn.Module, plans: Sequence[Plan]) -> Applied:
     """Apply a plan for each micro-batch; those that share one share its forwards."""
     chunks = sorted({plan.loss_chunks for plan in plans})
     if len(chunks) > 1:
@@ -152,7 +141,7 @@ def _apply_in_turn(model: nn.Module, plans: Sequence[Plan]) -> Applied:
     known = {id(plan): _unit_forwards(model, plan, agreement) for plan in plans}
     forwards = [forward for own in known.values() for forward in own]
     _check_not_applied(model, forwards)
-    turn = InTurn(model, [known[id(plan)] for plan in plans])
+    turn = PlanPerMicroBatch(model, [known[id(plan)] for plan in plans])
     eager = eager_forwards(model, {path for plan in plans for path in plan.units}, forwards)
     others = [*eager, *loss_forwards(model, chunks[0]), turn, *first_call_forwards(model, agreement)]
     return Applied(model, [*forwards, *others], None)
@@ -190,6 +179,16 @@ def applied_to(model: nn.Module) -> list[Applied]:
     """
     forwards = (vars(module).get("forward") for module in model.modules())
     return list(dict.fromkeys(forward.applied for forward in forwards if isinstance(forward, PlacedForward)))
+
+
+@contextmanager
+def without_plans(model: nn.Module) -> Iterator[list[Applied]]:
+    """Suspend the plans applied to a model within the block; yields their handles."""
+    applied = applied_to(model)
+    with ExitStack() as stack:
+        for one in applied:
+            stack.enter_context(one.suspended())
+        yield applied
 
 
 def apply_policy(model: nn.Module, unit_paths: Iterable[str], policy: Policy | Tape) -> Applied:

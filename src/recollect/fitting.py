@@ -1,31 +1,106 @@
-"""`fit`: record, plan and apply in one call."""
+"""`fit`: record, plan and apply in one call, and say so when the loop then does what the planned step did not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from recollect.applying import applied_to, apply_own
-from recollect.errors import RecordError
-from recollect.fitted import FittedForward, left_out
+from recollect._torch_private import uncompiled
+from recollect.applying import apply_own, without_plans
+from recollect.byte_format import format_bytes
+from recollect.engine.placed_forward import PlacedForward
+from recollect.errors import BudgetWarning, RecordError
 from recollect.measuring.device_memory import memory_bytes
-from recollect.planning.loss_chunks import LossChunks, Planned, plan_with_chunks
+from recollect.planning.loss_chunks import LossChunks, plan_with_chunks
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.quantities import check_budget
-from recollect.ranks.common_plan import common_plan
-from recollect.ranks.group import ALONE, Place, Ranks
+from recollect.ranks.common import common_plan
+from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.model_step import LossFunction, check_step, device_of
-from recollect.recording.optimizers import Optimizers, check_optimizers
+from recollect.recording.optimizers import Optimizers, check_optimizers, present_state_bytes
 from recollect.recording.record import record
 from recollect.recording.step_recording import Gradients
+from recollect.tensors import tensors_in
+from recollect.warning import warn_user
+from recollect.weak_hooks import register_weakly
 
 DEFAULT_BUDGET: Final = "90% of the device"
+
+
+def _left_out(model: nn.Module, *, has_optimizer: bool) -> list[str]:
+    """Return what a plan does not count that is made of a model as it is now, in words."""
+    found = []
+    if not has_optimizer and any(parameter.requires_grad for parameter in model.parameters()):
+        found.append("counts no optimizer: fit got none")
+    if not any(module.training for module in model.modules()):
+        found.append("made for the model in eval mode")
+    return found
+
+
+class _FittedForward(PlacedForward):
+    """Stands around a model's forward, and looks at what it is called with; recomputes nothing.
+
+    Args:
+        model: that was fitted.
+        batch: what it was recorded with; None if that was a step of the loop's own.
+        has_optimizer: an optimizer was counted.
+        device: where the model runs.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, *, has_optimizer: bool, device: torch.device) -> None:
+        super().__init__(model)
+        self.device = device
+        self.shapes = [tuple(tensor.shape) for tensor in tensors_in(batch)]
+        self.numel = sum(tensor.numel() for tensor in tensors_in(batch)) if self.shapes else None
+        self.is_training = any(module.training for module in model.modules())
+        self.said: set[str] = set()
+        if not has_optimizer:
+            register_weakly(register_optimizer_step_post_hook, self._stepped)
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward."""
+        if self.recomputes():
+            self._look(args, kwargs)
+        return self.forward(*args, **kwargs)
+
+    def _look(self, args: Any, kwargs: Any) -> None:
+        found = tensors_in((args, kwargs))
+        if self.numel is not None and sum(tensor.numel() for tensor in found) > self.numel:
+            sizes = " and ".join(_largest(shapes) for shapes in ([tuple(t.shape) for t in found], self.shapes))
+            self._say(f"got a larger batch than its plan was made for (shapes {sizes})")
+        if self.module.training and not self.is_training:
+            self._say("trains, and its plan was made in eval mode, in which dropout and batch norm hold less")
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not self.is_on:
+            return
+        own = set(map(id, self.module.parameters()))
+        nbytes = present_state_bytes([optimizer], self.device)
+        if nbytes and any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            name = type(optimizer).__name__
+            self._say(f"is trained by {name}, whose state of {format_bytes(nbytes)} its plan does not count")
+
+    def _say(self, text: str) -> None:
+        if text[:12] not in self.said:
+            self.said.add(text[:12])
+            warn_user(
+                f"recollect: {type(self.module).__name__} {text}: the peak may exceed the budget. Call fit again as the loop "
+                "trains (model.train(), its largest batch, optimizer=...); or use attach, which follows the loop.",
+                BudgetWarning,
+            )
+
+
+def _largest(shapes: Sequence[tuple[int, ...]]) -> str:
+    return str(list(max(shapes, key=math.prod, default=())))
 
 
 def fit(
@@ -119,13 +194,11 @@ def fit(
             group=group,
         )
 
-    before = applied_to(model)
-    with ExitStack() as stack:
-        for applied in before:
-            stack.enter_context(applied.suspended())
+    with without_plans(model) as before:
         made = ranks.together(lambda: plan_with_chunks(record_with, budget, loss_chunks), Place.PLANNED)
     check_alike(ranks, model, {"loss_chunks": made.plan.loss_chunks})
-    chosen = _common(made, ranks)
+    budget_bytes, plain_bytes = made.plan.budget_bytes or 0, made.plain_peak_bytes
+    chosen, _ = common_plan(made.profile, made.plan, plain_bytes=plain_bytes, budget_bytes=budget_bytes, ranks=ranks)
     for applied in before:
         applied.remove()
     return _put(model, chosen, batch, has_optimizer=optimizer is not None or step is not None)
@@ -133,15 +206,8 @@ def fit(
 
 def _put(model: nn.Module, chosen: Plan, batch: Any, *, has_optimizer: bool) -> Plan:
     """Apply a plan, and watch for what it does not count; return it with a note of that."""
-    notes = [note for note in (chosen.note, *left_out(model, has_optimizer=has_optimizer)) if note]
+    notes = [note for note in (chosen.note, *_left_out(model, has_optimizer=has_optimizer)) if note]
     noted = replace(chosen, note="; ".join(notes))
-    watch = FittedForward(model, batch, has_optimizer=has_optimizer, device=device_of(model, batch))
+    watch = _FittedForward(model, batch, has_optimizer=has_optimizer, device=device_of(model, batch))
     apply_own(model, noted, watch)
     return noted
-
-
-def _common(made: Planned, ranks: Ranks) -> Plan:
-    """Return the plan that all processes run."""
-    budget_bytes = made.plan.budget_bytes or 0
-    plain_bytes = made.plain_peak_bytes
-    return common_plan(made.profile, made.plan, plain_bytes=plain_bytes, budget_bytes=budget_bytes, ranks=ranks)[0]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
-from recollect.applying import applied_to
+from recollect.applying import without_plans
 from recollect.arguments import check_kind
 from recollect.costs.hardware import Hardware
 from recollect.errors import ArgumentError, RecordError
@@ -114,14 +113,7 @@ def largest_batch(
             loss_chunks=loss_chunks,
         )
 
-    with ExitStack() as stack:
-        for applied in applied_to(model):
-            stack.enter_context(applied.suspended())
+    with without_plans(model):
         return search_batches(
-            record_size,
-            budget,
-            tokens_each=tokens_each,
-            multiple_of=multiple_of,
-            max_size=max_size,
-            along=along,
+            record_size, budget, tokens_each=tokens_each, multiple_of=multiple_of, max_size=max_size, along=along
         )

@@ -40,7 +40,6 @@ LAYERS = (
     "costs",
     "recording",
     "verification",
-    "fitted",
     "fitting",
     "checkpointing",
     "sizing",

@@ -15,13 +15,13 @@ from recollect.costs.op_costs import Key, MeasuredCosts, OpRun
 from recollect.costs.op_work import work_of
 from recollect.costs.roofline import seconds
 from recollect.engine.facts import OpFacts
+from recollect.engine.policy import DropAll
 from recollect.measuring.meter import measure_peak, storage_bytes
 from recollect.plans.plan import Plan
 from recollect.profile import events
 from recollect.profile.profile import Profile
 from recollect.recording.assemble import assemble
 from recollect.recording.find_units import find_units
-from recollect.recording.leanest_policy import DropAll
 from recollect.recording.recording_tape import RecordingTape, StepMode
 from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.unit_samples import NoSamples

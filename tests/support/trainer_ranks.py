@@ -27,7 +27,7 @@ from lightning_trainers import Watching as LightningWatching  # noqa: E402
 from metered_trainers import FEW_STEPS, SHARDED_STEPS, Case, StepPeaks  # noqa: E402
 from recollect.integrations.lightning import MemoryBudget as LightningBudget  # noqa: E402
 from recollect.integrations.transformers import MemoryBudget  # noqa: E402
-from recollect.ranks import presence  # noqa: E402
+from recollect.ranks import members  # noqa: E402
 from trl_trainers import answers, tokenizer  # noqa: E402
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -137,7 +137,7 @@ def _fit(*callbacks: Any) -> None:
 
 def _one_without() -> None:
     """Has to be the last one: the process without goes on until the other has ended."""
-    presence._PATIENCE_AFTER_BARRIER_S = 2.0  # type: ignore[misc]
+    members._PATIENCE_AFTER_BARRIER_S = 2.0  # type: ignore[misc]
     _train(*([] if RANK else [MemoryBudget("80%")]))
 
 

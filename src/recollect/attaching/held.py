@@ -15,7 +15,7 @@ import torch
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.step_shape import Call
 from recollect.byte_format import format_bytes
-from recollect.measuring.held_now import held_now
+from recollect.measuring.device_memory import held_now
 from recollect.profile.events import BACKWARD
 from recollect.simulation.timeline import timeline
 

@@ -10,15 +10,14 @@ import torch
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.planned_step import PlannedStep, own_plan
 from recollect.attaching.step_shape import Call
+from recollect.engine.policy import leanest_policy
 from recollect.measuring.meter import storages_of
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
-from recollect.recording.copies import with_copies
-from recollect.recording.foreseen_step import foreseen
-from recollect.recording.leanest_policy import leanest_policy
+from recollect.recording.next_step import foreseen, with_copies
 from recollect.recording.simulated_policy import recorded_under
 
 __all__ = ["LeanStart"]

@@ -29,7 +29,7 @@ from recollect.engine.partitioned import is_partitioned
 from recollect.errors import RecordError
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.ranks.common_plan import common_plan
+from recollect.ranks.common import common_plan
 from recollect.ranks.group import Place, Ranks
 
 __all__ = ["Answer", "Lockstep"]

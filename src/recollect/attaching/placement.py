@@ -12,8 +12,8 @@ from recollect.attaching.entries import Watcher, entry_forwards
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.unit_watch import UnitWatch
 from recollect.engine.placed_forward import Applied
+from recollect.engine.policy import DropAll, leanest_policy
 from recollect.plans.unit_plan import UnitPlan
-from recollect.recording.leanest_policy import DropAll, leanest_policy
 
 __all__ = ["Placement"]
 

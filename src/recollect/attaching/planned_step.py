@@ -19,8 +19,7 @@ from recollect.plans.engines import Region
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.quantities import parse_budget
-from recollect.ranks.common_plan import common_plan
-from recollect.ranks.common_times import with_common_times
+from recollect.ranks.common import common_plan, with_common_times
 from recollect.ranks.group import ALONE, Place, Ranks
 from recollect.recording.step_recording import StepRecording
 

@@ -17,8 +17,8 @@ from torch import nn
 from recollect._torch_private import uncompiled
 from recollect.attaching.course import Course, Runs
 from recollect.engine.placed_forward import PlacedForward
+from recollect.engine.policy import DropAll
 from recollect.engine.tape import Tape
-from recollect.recording.leanest_policy import DropAll
 
 __all__ = ["UnitWatch", "WatchedUnit"]
 

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import noop_context_fn
 from recollect._torch_functions import are_users_hooks_active, owner_of_hooks, selective_policy
 from recollect._torch_private import transforms_are_active
 from recollect.checkpointing.op_policy import Contexts, PolicyTape
+from recollect.engine.policy import DropAll
 from recollect.engine.tape import Tape
 from recollect.engine.tape_mode import TapeMode
 from recollect.errors import ConfigError, NotYetError
-from recollect.recording.leanest_policy import DropAll
 
 __all__ = ["checkpoint", "checkpoint_sequential"]
 
@@ -119,13 +119,14 @@ def checkpoint(
         tape = _policy_tape(contexts, respect_saved_tensors_hooks)
     outer = owner_of_hooks()
     if isinstance(outer, TapeMode) and (tape is not _TAPE or outer is not tape.mode):
-        return function(
-            *args, **kwargs
-        )  # Inside a planned unit its plan decides, and inside a policy's region the policy.
+        # Inside a planned unit its plan decides, and inside a policy's region the policy.
+        return function(*args, **kwargs)
     if tape.mode is not None and outer is not tape.mode:
         # In a checkpoint of PyTorch's inside one of ours: when that runs again, this is an outermost one.
         tape = Tape(DropAll())
-    return tape.run(_name_of(function), function, args, kwargs)
+    # What errors call the function.
+    name = str(getattr(function, "__qualname__", type(function).__name__))
+    return tape.run(name, function, args, kwargs)
 
 
 def _check(determinism_check: str, debug: bool, context_fn: Callable[[], Contexts]) -> None:
@@ -194,9 +195,8 @@ def checkpoint_sequential(
         >>> checkpoint_sequential(layers, 2, torch.randn(3, 8)).shape
         torch.Size([3, 8])
     """
-    parts: list[Callable[[Any], Any]] = list(
-        cast(Iterable[Any], functions)
-    )  # Not `children`, which leaves out a module that stands there twice.
+    # Not `children`, which leaves out a module that stands there twice.
+    parts: list[Callable[[Any], Any]] = list(cast(Iterable[Any], functions))
     if not 1 <= segments <= max(1, len(parts)):
         raise ConfigError(
             settings={"segments": segments},
@@ -221,8 +221,3 @@ class _Chain:
         for function in self.functions:
             value = function(value)
         return value
-
-
-def _name_of(function: Any) -> str:
-    """Return what errors call a function."""
-    return str(getattr(function, "__qualname__", type(function).__name__))

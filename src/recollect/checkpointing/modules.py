@@ -12,11 +12,11 @@ from recollect.applying import apply_policy
 from recollect.arguments import check_kind
 from recollect.checkpointing.op_policy import Contexts, PolicyFunction, PolicyTape, contexts_with
 from recollect.engine.placed_forward import Applied
+from recollect.engine.policy import DropAll
 from recollect.engine.tape import Tape
 from recollect.errors import ConfigError, NotYetError
 from recollect.plans.paths import paths_above
-from recollect.recording.leanest_policy import DropAll
-from recollect.recording.repeated_layers import NOT_CALLED
+from recollect.recording.find_units import NOT_CALLED
 
 __all__ = ["apply_activation_checkpointing"]
 

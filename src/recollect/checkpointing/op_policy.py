@@ -19,13 +19,13 @@ from torch.utils.checkpoint import (
 from recollect._torch_functions import selective_policy
 from recollect.engine.facts import OpFacts
 from recollect.engine.function_mode import FunctionMode
+from recollect.engine.policy import DropAll
 from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape import Tape
 from recollect.engine.tape_state import OpActions
 from recollect.engine.values import forget_record, laid_out, record_of, watch
 from recollect.errors import ConfigError, NotYetError
 from recollect.plans.value_names import result_names, value_stem
-from recollect.recording.leanest_policy import DropAll
 
 __all__ = ["Contexts", "PolicyFunction", "PolicyTape", "contexts_with"]
 

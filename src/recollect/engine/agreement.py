@@ -4,19 +4,28 @@ A rank tells the others in forward which plan it runs, when it first meets a col
 first forward, or at the latest before it runs one again in backward, it looks whether all of that group told the same. Both go
 through the store that the ranks met at, not through a collective: a rank that has another plan may not come.
 
-Every rank looks at the end of the first forward (`first_call.py`), also one that runs no collective again: it would wait in
+Every rank looks at the end of the first forward, also one that runs no collective again: it would wait in
 backward for one that has raised. There, all have joined the collectives of that forward, and so have told; none is in one.
+The tape sees the collectives of the units that it runs, which are others under another plan, and none where a plan drops
+nothing. So the first forward runs under a mode that sees all of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Final
+from typing import Any, Final
 
-from recollect._torch_parallel import RankNotes, notes_of_group
+import torch.distributed as dist
+from torch import nn
+
+from recollect._torch_parallel import RankNotes, name_of_group, notes_of_group
+from recollect._torch_private import desugars, uncompiled
+from recollect.engine.facts import facts_of
+from recollect.engine.op_mode import OpMode
+from recollect.engine.placed_forward import PlacedForward
 from recollect.errors import PlanError
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "first_call_forwards"]
 
 # A rank that has this plan tells so before it joins the group's first collective of the step, which the others have joined
 # when they come to look; on CUDA they may be ahead of it by what the CPU does in a step.
@@ -93,3 +102,51 @@ class Agreement:
                     f"{', '.join(map(str, notes.ranks))}, which have to do so together. {_REMEDY}"
                 )
         self._agreed.add(group)
+
+
+def first_call_forwards(model: nn.Module, agreement: Agreement) -> list[PlacedForward]:
+    """Return the forward that has the ranks compare, if the model's ops may be those of several ranks.
+
+    Args:
+        model: with parameters that a device mesh spreads, as tensor parallelism does.
+        agreement: of its ranks.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    is_spread = any(getattr(parameter, "device_mesh", None) is not None for parameter in model.parameters())
+    return [_FirstCall(model, agreement)] if is_spread else []
+
+
+class _FirstCall(PlacedForward):
+    """Runs a model's first call with gradients, compares the plans of its ranks, and takes itself off."""
+
+    def __init__(self, module: nn.Module, agreement: Agreement) -> None:
+        super().__init__(module)
+        self.agreement = agreement
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward."""
+        if not self.recomputes():
+            return self.forward(*args, **kwargs)
+        self.take_off()
+        with _Meets(self.agreement):
+            output = self.forward(*args, **kwargs)
+        self.agreement.compare()
+        return output
+
+
+class _Meets(OpMode):
+    """Tells the ranks of each group whose collective it sees."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        super().__init__()
+        self.agreement = agreement
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if types and any(desugars(kind) for kind in types):
+            return NotImplemented
+        if not self.is_foreign() and facts_of(func).may_replay:
+            self.agreement.meet(name_of_group(args, kwargs))
+        return func(*args, **kwargs)

@@ -1,23 +1,24 @@
-"""Defines the `Engine` protocol: an engine carries out the plans of the units that name it."""
+"""Defines the `Engine` protocol, and lists the engines: each carries out the plans of the units that name it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Final, Protocol
 
 from torch import nn
 
+from recollect.engine.agreement import Agreement
 from recollect.engine.placed_forward import PlacedForward
+from recollect.engine.region_engine import RegionEngine
+from recollect.engine.tape_engine import TapeEngine
+from recollect.plans.engines import EngineChoice, Region, Tape
+from recollect.plans.unit_plan import UnitPlan
 
-if TYPE_CHECKING:
-    from recollect.engine.agreement import Agreement
-    from recollect.plans.unit_plan import UnitPlan
-
-__all__ = ["Engine"]
+__all__ = ["ENGINES", "Engine"]
 
 
 class Engine(Protocol):
-    """Carries out units' plans on a model; `recollect.engine.registry` maps a plan's engine choice to its class."""
+    """Carries out units' plans on a model; `ENGINES` maps a plan's engine choice to its class."""
 
     def apply(self, model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement) -> list[PlacedForward]:
         """Return the replacements for the modules' `forward`, without placing them on the model yet.
@@ -31,3 +32,7 @@ class Engine(Protocol):
             UnknownNameError: the model has no such unit.
         """
         ...
+
+
+ENGINES: Final[Mapping[type[EngineChoice], type[Engine]]] = {Tape: TapeEngine, Region: RegionEngine}
+"""The one place to register a new engine."""

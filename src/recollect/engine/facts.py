@@ -153,20 +153,8 @@ _RUNNING_STATS = {
 _FOLLOWS_SETTINGS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "convolution", "_convolution", "matmul"}
     | {"_grouped_mm", "_scaled_mm", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_cudnn_rnn"}
-    | {
-        "arange",
-        "linspace",
-        "logspace",
-        "rand",
-        "randn",
-        "empty",
-        "zeros",
-        "ones",
-        "full",
-        "scalar_tensor",
-        "eye",
-        "div",
-    }
+    | {"arange", "linspace", "logspace", "rand", "randn", "empty", "zeros", "ones", "full", "scalar_tensor", "eye"}
+    | {"div"}
 )
 
 # Fake tensors answer C++ queries through ops of the first of these; those of the second name what runs in a trace.

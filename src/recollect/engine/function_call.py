@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
@@ -81,6 +82,7 @@ class _Context(FunctionCtx):
     needs_input_grad: tuple[bool, ...] = ()
 
 
+@dataclass(slots=True, eq=False)
 class FunctionCall:
     """The recipe of all that one call of a Function made.
 
@@ -92,23 +94,12 @@ class FunctionCall:
         agreement: of all ranks that have parts of its parameters to run it again; None if there is none.
     """
 
-    __slots__ = ("agreement", "arguments", "autocast", "draws", "function", "layouts")
-
-    def __init__(
-        self,
-        function: Any,
-        arguments: FunctionArguments,
-        layouts: Sequence[Layout | None],
-        draws: RegionDraws | None,
-        autocast: Autocast,
-        agreement: Agreement | None = None,
-    ) -> None:
-        self.function = function
-        self.arguments = arguments
-        self.layouts = layouts
-        self.draws = draws
-        self.autocast = autocast
-        self.agreement = agreement
+    function: Any
+    arguments: FunctionArguments
+    layouts: Sequence[Layout | None]
+    draws: RegionDraws | None
+    autocast: Autocast
+    agreement: Agreement | None = None
 
     @property
     def state_bytes(self) -> int:

@@ -24,12 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from recollect._torch_private import (
-    desugars,
-    is_fake_tensor,
-    is_traceable_wrapper_subclass,
-    tree_leaves,
-)
+from recollect._torch_private import desugars, is_fake_tensor, is_traceable_wrapper_subclass, tree_leaves
 from recollect.engine.agreement import Agreement
 from recollect.engine.content import checksums
 from recollect.engine.draws import draws_unknown
@@ -160,7 +155,8 @@ class FunctionRun:
         while pending:
             thing = pending.pop()
             if isinstance(thing, torch.Tensor):
-                if thing.layout is not torch.strided or is_traceable_wrapper_subclass(thing) or _is_dropped(thing):
+                is_plain = _is_strided(thing) and not is_traceable_wrapper_subclass(thing)
+                if not is_plain or is_known(thing.untyped_storage()):
                     self.keep("an argument holds a tensor that is not plain")
                 else:
                     self.others.append(thing)
@@ -343,10 +339,6 @@ class FunctionWatch(OpMode):
         output = func(*args, **kwargs)
         self.run.after_op(facts, args, kwargs, output)
         return output
-
-
-def _is_dropped(tensor: torch.Tensor) -> bool:
-    return is_known(tensor.untyped_storage())
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:

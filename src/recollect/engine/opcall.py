@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +16,11 @@ from recollect.engine.settings import Settings, applied_here, hold_here
 from recollect.engine.values import Layout, TapeValue
 
 
+@dataclass(slots=True, eq=False)
 class _Slot:
     """Stands for the call's tensor argument number `index`."""
 
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
+    index: int
 
 
 # Most ops have at most three tensors; these slots are made once and shared.

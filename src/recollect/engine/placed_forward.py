@@ -1,9 +1,12 @@
-"""Replaces the `forward` of module instances while a plan is applied, and restores it afterwards."""
+"""Replaces the `forward` of module instances while a plan is applied, and restores it afterwards.
+
+The micro-batches of a pipeline's stage may have plans of their own: one after the other, in the order of forwards.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -11,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from recollect._torch_private import transforms_are_active
+from recollect._torch_private import transforms_are_active, uncompiled
 from recollect.arguments import check_kind
+from recollect.errors import ConfigError, UnknownNameError
 from recollect.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -175,3 +179,80 @@ class Applied:
     def __repr__(self) -> str:
         state = "applied to" if self._forwards else "removed from"
         return f"<plan {state} {type(self.model).__name__}>"
+
+
+class PlanPerMicroBatch(PlacedForward):
+    """Switches on, for each forward of a module, what one plan placed on the modules in it.
+
+    Nothing is moved while training runs: the forwards of all plans stay in place, one around the other, and those that are
+    off pass calls through. Backward needs no turn, since each graph has the recipes of the plan that it was made under.
+
+    Args:
+        module: what runs once for each micro-batch.
+        forwards: of each micro-batch, those of its plan, which are placed before this one.
+    """
+
+    def __init__(self, module: nn.Module, forwards: Sequence[Sequence[PlacedForward]]) -> None:
+        super().__init__(module)
+        self._next = 0
+        self._forwards = forwards
+
+    def put(self) -> None:
+        """Place this on the module, and switch off the plans until it is their turn."""
+        super().put()
+        for own in self._forwards:
+            _switch(own, is_on=False)
+
+    def begin(self, micro_batch: int) -> None:
+        """Take the plan of this micro-batch for the next forward."""
+        if not 0 <= micro_batch < len(self._forwards):
+            raise ConfigError(
+                settings={"micro_batch": micro_batch},
+                reason=f"there are {len(self._forwards)} plans, one for each micro-batch of a step",
+                advice="Apply as many plans as a step has micro-batches.",
+            )
+        self._next = micro_batch
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module under the plan whose turn it is."""
+        if not self.recomputes():
+            return self.forward(*args, **kwargs)
+        own = self._forwards[self._next]
+        self._next = (self._next + 1) % len(self._forwards)
+        _switch(own, is_on=True)
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            _switch(own, is_on=False)
+
+
+def _switch(forwards: Sequence[PlacedForward], *, is_on: bool) -> None:
+    for forward in forwards:
+        forward.is_on = is_on
+
+
+def unit_module(model: nn.Module, path: str) -> nn.Module:
+    """Return the module at a path.
+
+    Raises:
+        UnknownNameError: there is none.
+
+    Example:
+        >>> unit_module(nn.Sequential(nn.ReLU()), "0")
+        ReLU()
+    """
+    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    if path not in modules:
+        wrapped = next((name for name in modules if _without_wrappers(name) == _without_wrappers(path)), None)
+        reason = (
+            f"It has {wrapped!r}: torch.compile(module) wraps a module, while module.compile() keeps names."
+            if wrapped
+            else ""
+        )
+        raise UnknownNameError(kind="unit", name=path, where=type(model).__name__, known=list(modules), reason=reason)
+    return modules[path]
+
+
+def _without_wrappers(path: str) -> list[str]:
+    return [part for part in path.split(".") if part != "_orig_mod"]

@@ -1,7 +1,9 @@
-"""Has the random ops of a module that runs twice draw the same numbers both times."""
+"""Has a module that runs twice draw the same numbers both times, from generators of PyTorch, Python and NumPy."""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +16,7 @@ from recollect.engine.facts import facts_of
 from recollect.engine.op_mode import OpMode
 from recollect.engine.values import snapshot_targets
 
-__all__ = ["RegionDraws"]
+__all__ = ["HostDraws", "RegionDraws", "host_states", "set_host_states"]
 
 
 class RegionDraws:
@@ -52,7 +54,7 @@ class RegionDraws:
             yield
         known = {generator for generator, _ in self._unseen}
         self._unseen += [
-            (generator, _state(content))
+            (generator, torch.frombuffer(bytearray(content), dtype=torch.uint8))
             for generator, content in states.items()
             if generator not in known and mode.was_moved(generator)
         ]
@@ -84,7 +86,7 @@ class _RegionMode(OpMode):
             return NotImplemented
         facts = facts_of(func)
         if facts.writes:
-            # Regions hold what they read as it was (`region_tensors.py`).
+            # Regions hold what they read as it was (`region_state.py`).
             targets = [target for target in facts.written_by(args, kwargs) if target.layout is torch.strided]
             snapshot_targets(targets, is_raised=raises_version_first(func))
         if not facts.is_random or (facts.keeps and not takes_generator(func)):
@@ -137,12 +139,52 @@ class _SecondRun(_RegionMode):
         return output
 
 
-def _state(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
 def _default_generators() -> list[torch.Generator]:
     found = [torch.default_generator]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found.append(torch.cuda.default_generators[torch.cuda.current_device()])
     return found
+
+
+class HostDraws:
+    """What one call of a region draws from `random` and, where the program uses it, from `numpy.random`."""
+
+    def __init__(self) -> None:
+        self._states = host_states()
+
+    def forward_has_run(self) -> None:
+        """Let go of the states if nothing was drawn; call after the first run."""
+        if _host_content(host_states()) == _host_content(self._states):
+            self._states = None, None
+
+    @contextmanager
+    def second(self) -> Iterator[None]:
+        """Have the same numbers drawn again, and leave the generators as they are."""
+        if self._states[0] is None:
+            yield
+            return
+        present = host_states()
+        set_host_states(self._states)
+        try:
+            yield
+        finally:
+            set_host_states(present)
+
+
+def host_states() -> tuple[Any, Any]:
+    """Return the states of the generators of the whole process: Python's, and NumPy's if the program uses it."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _host_content(states: tuple[Any, Any]) -> tuple[Any, ...]:
+    python, numpy = states
+    # The second entry of NumPy's is an array, which does not compare.
+    return python, None if numpy is None else (numpy[1].tobytes(), *numpy[2:])
+
+
+def set_host_states(states: tuple[Any, Any]) -> None:
+    """Set the generators of the whole process to these states."""
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])

@@ -2,11 +2,11 @@
 
 NOTE [ What the second run sees ]
 1. Put back: the tables of the module and of those below it (parameters, buffers, submodules, hooks, in their order),
-   `training` and other attributes, with containers inside one another and generators of random numbers
-   (`region_state.py`, `region_copies.py`); `requires_grad` and the memory of parameters, and of tensors that are
-   attributes or inside arguments, as it was before a write that a dispatch mode sees (`region_tensors.py`); containers
-   among the arguments; random numbers of PyTorch, Python and NumPy (`region_draws.py`, `host_draws.py`); autocast,
-   function modes, context variables, default dtype, determinism and other switches (`settings.py`).
+   `training` and other attributes, with containers inside one another and generators of random numbers; `requires_grad`
+   and the memory of parameters, and of tensors that are attributes or inside arguments, as it was before a write that a
+   dispatch mode sees; containers among the arguments (all in `region_state.py`); random numbers of PyTorch, Python and
+   NumPy (`region_draws.py`); autocast, function modes, context variables, default dtype, determinism and other switches
+   (`settings.py`).
 2. Refused in backward, with `MutatedValueError`: a write to any of these tensors after the call, or unseen during it,
    if it raised the version or is compared (`content.py`). PyTorch's own error says so of tensors that are arguments.
 3. Not put back, and wrong in silence where forward depends on it: globals, attributes of classes, variables of
@@ -21,25 +21,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from recollect._torch_private import function_mode_stack, uncompiled
+from recollect.engine.agreement import Agreement
 from recollect.engine.eager import look_for_compiler
-from recollect.engine.host_draws import HostDraws
-from recollect.engine.placed_forward import PlacedForward
-from recollect.engine.region_draws import RegionDraws
+from recollect.engine.placed_forward import PlacedForward, unit_module
+from recollect.engine.region_draws import HostDraws, RegionDraws
 from recollect.engine.region_state import ModuleState, WrittenBuffers
 from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.settings import current_settings
-from recollect.engine.unit_modules import unit_module
-
-if TYPE_CHECKING:
-    from recollect.engine.agreement import Agreement
-    from recollect.plans.unit_plan import UnitPlan
+from recollect.plans.unit_plan import UnitPlan
 
 __all__ = ["RegionEngine"]
 

@@ -3,36 +3,164 @@
 Without that a second run would update batch norm's statistics twice, and compute something else wherever forward reads
 what it has written before (moving averages, spectral norm, counters), or what is not there any more (the parameters of
 `torch.func.functional_call`). `region_engine.py` lists what is put back.
+
+Containers are copied. Tensors are not, beforehand: an alias holds the memory that a tensor had, as autograd does with what it
+saves; an op that is about to write to it has it copied first; and a write that nobody saw is an error, if it shows
+(`content.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import copy
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from recollect._torch_private import keeps_graph
-from recollect.engine.content import has_same_bits
-from recollect.engine.region_copies import Copies
-from recollect.engine.region_tensors import HeldTensors, is_put_in_place
-from recollect.engine.values import private_copy
+from recollect._torch_private import is_traceable_wrapper_subclass, keeps_graph, preserved_versions
+from recollect.engine.content import glance_at, has_same_bits
+from recollect.engine.values import TapeValue, alias_in_hook, layout_of, private_copy, watch
+from recollect.errors import MutatedValueError
 from recollect.tensors import sparse_parts
 
-__all__ = ["SMALL_BYTES", "ModuleState", "WrittenBuffers", "small_buffer_bytes"]
+__all__ = ["HOOKS", "SMALL_BYTES", "ModuleParts", "ModuleState", "WrittenBuffers", "small_buffer_bytes"]
 
 SMALL_BYTES = 64 * 1024
 """Buffers up to this size are always copied: some kernels (batch norm) write to them without raising their version."""
 
 # What a module consists of besides its attributes, as dictionaries that stay the same objects.
-_HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name and "_dict_" not in name]
-_TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
+HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
+_TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)
 
 _NOT_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
 _MISSING = object()
+
+# A longer container is taken for data that forward reads: a vocabulary, not a history.
+_LONGEST_CONTAINER = 1000
+
+_UNCHANGING = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+class _Copies:
+    """_Copies containers, which forward may change, with those inside them, each once; what else is in them stays the same.
+
+    Attributes:
+        tensors: those that were met on the way.
+
+    Example:
+        >>> history, shared = [1, [2]], {"x": [3]}
+        >>> one, other = (copies := _Copies()).of((history, shared)), copies.of(shared)
+        >>> history[1].append(4)
+        >>> one, other is one[1]
+        (([1, [2]], {'x': [3]}), True)
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        # With the originals, whose numbers may not be given to others meanwhile.
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, value: Any) -> Any:
+        """Return a copy of a container, or of a generator of random numbers; anything else as it is."""
+        if type(value) in _UNCHANGING:
+            return value
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+        elif isinstance(value, tuple):
+            items = [self.of(item) for item in value]
+            if any(item is not other for item, other in zip(items, value, strict=True)):
+                return getattr(value, "_make", tuple)(items)
+        elif isinstance(value, (list, dict, set, deque)) and len(value) <= _LONGEST_CONTAINER:
+            if id(value) not in self._made:
+                self._made[id(value)] = value, copy.copy(value)
+                self._fill(self._made[id(value)][1])
+            return self._made[id(value)][1]
+        elif isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
+            return self._made.setdefault(id(value), (value, copy.deepcopy(value)))[1]
+        return value
+
+    def _fill(self, copied: Any) -> None:
+        if isinstance(copied, set):
+            return
+        for key, item in list(copied.items() if isinstance(copied, dict) else enumerate(copied)):
+            if (other := self.of(item)) is not item:
+                copied[key] = other
+
+
+def _is_put_in_place(tensor: object) -> bool:
+    """Whether a library gives a parameter its memory, or puts another in its place, whenever a module runs.
+
+    DeepSpeed's ZeRO-3, the mixed precision of `DistributedDataParallel`, and FSDP2 with its DTensors.
+    """
+    return hasattr(tensor, "ds_tensor") or hasattr(tensor, "_mp_param") or is_traceable_wrapper_subclass(tensor)
+
+
+class _HeldTensors:
+    """The tensors that one call of a region may read, as they are when it begins.
+
+    Args:
+        unit_path: of the region, for messages.
+    """
+
+    def __init__(self, unit_path: str) -> None:
+        self._unit_path = unit_path
+        self._held: dict[int, tuple[torch.Tensor, TapeValue, bool]] = {}
+        # Those that are no plain memory: only their versions tell.
+        self._others: list[tuple[torch.Tensor, int, str]] = []
+
+    def hold(self, tensor: torch.Tensor, module_path: str = "") -> None:
+        """Hold what a tensor contains, unless a library looks after it; `module_path`: where in the unit it is."""
+        if id(tensor) in self._held or tensor.is_inference():
+            return
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            self._others.append((tensor, tensor._version, module_path))
+            return
+        storage = tensor.untyped_storage()
+        if _is_put_in_place(tensor) or not storage.nbytes():
+            return
+        label = (self._unit_path, module_path, "")
+        value = TapeValue(alias_in_hook(tensor), None, tensor._version, label, glance_at(tensor))
+        watch(value, storage)
+        self._held[id(tensor)] = tensor, value, tensor.requires_grad
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Have all tensors contain what they contained, and what they contain now again afterwards.
+
+        Raises:
+            MutatedValueError: something unseen has written to one of them.
+            FreedValueError: the memory of one was freed.
+        """
+        for other, version, path in self._others:
+            if other._version != version:
+                shape, changes = tuple(other.shape), other._version - version
+                raise MutatedValueError(unit=self._unit_path, module=path, op="", shape=shape, changes=changes)
+        with ExitStack() as stack:
+            for tensor, value, requires_grad in self._held.values():
+                content = value.fetch()
+                if content.untyped_storage() is not tensor.untyped_storage() or layout_of(content) != layout_of(tensor):
+                    # The second run may write to it. There can only be a third run if backward keeps its graph.
+                    stack.enter_context(_contains(tensor, private_copy(content) if keeps_graph() else content))
+                if tensor.requires_grad is not requires_grad and tensor.is_leaf:
+                    stack.callback(tensor.requires_grad_, tensor.requires_grad)
+                    tensor.requires_grad_(requires_grad)
+            yield
+
+
+@contextmanager
+def _contains(tensor: torch.Tensor, content: torch.Tensor) -> Iterator[None]:
+    present = alias_in_hook(tensor)
+    with preserved_versions(tensor):
+        tensor.data = content
+        try:
+            yield
+        finally:
+            tensor.data = present
 
 
 class WrittenBuffers:
@@ -52,18 +180,19 @@ class WrittenBuffers:
         self.large = {*(self.large or ()), *names}
 
 
-class _Parts:
-    """What a module consists of at some moment."""
+class ModuleParts:
+    """What a module consists of at some moment: its attributes, and some tables."""
 
-    def __init__(self, module: nn.Module, copies: Copies | None = None) -> None:
+    def __init__(self, module: nn.Module, copies: _Copies | None = None, names: Sequence[str] = _TABLES) -> None:
         self.module = module
+        self.names = names
         self.attributes = _attributes(module)
         if copies is not None:
             self.attributes = {name: copies.of(value) for name, value in self.attributes.items()}
         # Few are not empty, and there are many.
-        self.tables = {name: dict(table) for name in _TABLES if (table := vars(module).get(name))}
+        self.tables = {name: dict(table) for name in names if (table := vars(module).get(name))}
 
-    def put(self, copies: Copies | None = None) -> None:
+    def put(self, copies: _Copies | None = None) -> None:
         """Have the module consist of this again, but for parameters that a library puts in place."""
         module = self.module
         present = _attributes(module)
@@ -73,11 +202,11 @@ class _Parts:
             wanted = value if copies is None else copies.of(value)
             if present.get(name, _MISSING) is not wanted:
                 vars(module)[name] = wanted
-        for name in _TABLES:
+        for name in self.names:
             table, entries = vars(module).get(name, {}), self.tables.get(name, {})
             # In their order, too, which hooks run in.
             if (table or entries) and _identities(table) != _identities(entries):
-                wanted = {key: table.get(key) if is_put_in_place(entry) else entry for key, entry in entries.items()}
+                wanted = {key: table.get(key) if _is_put_in_place(entry) else entry for key, entry in entries.items()}
                 table.clear()
                 table.update(wanted)
 
@@ -92,12 +221,12 @@ class ModuleState:
 
     def __init__(self, written: WrittenBuffers, arguments: Any) -> None:
         self._written = written
-        copies = Copies()
+        copies = _Copies()
         self._arguments = copies.of(arguments)
-        self._parts = [(path, _Parts(module, copies)) for path, module in written.module.named_modules()]
+        self._parts = [(path, ModuleParts(module, copies)) for path, module in written.module.named_modules()]
         self._copies: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._held = HeldTensors(written.unit_path)
+        self._held = _HeldTensors(written.unit_path)
         for name, buffer in self._named("_buffers"):
             if written.copies(name, buffer):
                 self._copies[name] = private_copy(buffer.detach())
@@ -131,8 +260,8 @@ class ModuleState:
         Raises:
             MutatedValueError: something unseen has written to what is not copied.
         """
-        present = [_Parts(parts.module) for _, parts in self._parts]
-        copies = Copies()
+        present = [ModuleParts(parts.module) for _, parts in self._parts]
+        copies = _Copies()
         with self._held.restored():
             try:
                 arguments = copies.of(self._arguments)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ _SWITCHES: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
 _GETTERS = tuple(get for get, _ in _SWITCHES)
 
 
+@dataclass(slots=True, eq=False)
 class Settings:
     """What the ops of a unit ran under.
 
@@ -47,11 +49,8 @@ class Settings:
             does not depend on whether an op runs for the first time.
     """
 
-    __slots__ = ("modes", "values")
-
-    def __init__(self, values: tuple[Any, ...], modes: tuple[Any, ...]) -> None:
-        self.values = values
-        self.modes = modes
+    values: tuple[Any, ...]
+    modes: tuple[Any, ...]
 
     def has(self, values: tuple[Any, ...], modes: tuple[Any, ...]) -> bool:
         """Whether these are the same settings."""

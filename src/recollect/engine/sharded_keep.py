@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -124,18 +125,16 @@ class Shards:
             )
 
 
+@dataclass(slots=True, eq=False)
 class Gather:
     """Makes a tensor of the parts of all ranks."""
 
-    __slots__ = ("_layout", "_shards")
-
-    def __init__(self, shards: Shards, layout: Layout) -> None:
-        self._shards = shards
-        self._layout = layout
+    shards: Shards
+    layout: Layout
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> tuple[torch.Tensor]:
         """Gather, as all ranks of the group do."""
-        return (laid_out(gathered(tensors[0], self._shards.size, self._shards.name), self._layout),)
+        return (laid_out(gathered(tensors[0], self.shards.size, self.shards.name), self.layout),)
 
 
 def content_of(tensor: torch.Tensor) -> int | None:

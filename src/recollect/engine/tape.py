@@ -47,19 +47,19 @@ from recollect._torch_private import (
     keeps_graph,
     untraced,
 )
-from recollect.engine.agreement import Agreement
 from recollect.engine.function_mode import FunctionMode
-from recollect.engine.functions_in_graph import check_no_functions
-from recollect.engine.policy import Policy
+from recollect.engine.function_run import may_run_again
 from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.settings import Replaying
-from recollect.engine.sharded_keep import Shards
 from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape_mode import TapeMode
-from recollect.engine.tape_state import RUNS_TO_SETTLE, TapeState
+from recollect.engine.tape_state import TapeState
 from recollect.engine.values import TapeValue, forget_record, laid_out, record_of, watch
+from recollect.errors import UnsupportedModelError
 from recollect.plans.action import Action
+from recollect.plans.paths import unit_words
 from recollect.replay import KeptPass, Recipes
+from recollect.tensors import tensors_held
 
 
 class _LastStep(threading.local):
@@ -92,19 +92,6 @@ def forget_last_step() -> None:
 class Tape(TapeState):
     """Runs the units of one applied model, and knows which one is running on this thread."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        runs_to_settle: int = RUNS_TO_SETTLE,
-        agreement: Agreement | None = None,
-        shards: Shards | None = None,
-    ) -> None:
-        super().__init__(policy, runs_to_settle=runs_to_settle, agreement=agreement, shards=shards)
-        self._local = threading.local()
-        # Of each backward that keeps its graph, held by that backward alone: if it fails, nothing stays behind.
-        self._passes: weakref.WeakValueDictionary[int, KeptPass] = weakref.WeakValueDictionary()
-
     @property
     def mode(self) -> TapeMode | None:
         """The mode of the unit running on this thread, if any."""
@@ -127,7 +114,7 @@ class Tape(TapeState):
             output = mode.run_module("", forward, args, kwargs)
             call = mode.call
         if SwitchedOff.FUNCTIONS in switched_off():
-            check_no_functions(unit_path, args, kwargs, output)
+            _check_no_functions(unit_path, args, kwargs, output)
         if self.policy.output_action(unit_path) is Action.KEEP:
             self._hold_outputs(unit_path, output, call)
         return output
@@ -213,3 +200,29 @@ def _inside(mode: TapeMode, unit_path: str) -> Iterator[TapeMode]:
         yield mode
     finally:
         mode.unit_path, mode.counts, mode.call = outer
+
+
+def _check_no_functions(unit_path: str, args: Any, kwargs: Any, output: Any) -> None:
+    """Raise an error if a unit called a custom autograd Function between these arguments and its output.
+
+    For where PyTorch does not show their calls. Their ops were seen like any others, but not that they may write to an argument
+    out of sight, which the tape may have dropped.
+
+    Raises:
+        UnsupportedModelError: it did.
+    """
+    seen: set[Any] = {tensor.grad_fn for tensor in tensors_held((args, kwargs))} | {None}
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors_held(output)]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        function: Any = getattr(node, "_forward_cls", None)
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and may_run_again(function):
+            raise UnsupportedModelError(
+                f"{unit_words(unit_path)} calls the autograd Function {function.__name__}, and in torch {torch.__version__} "
+                "recollect does not see such calls, so that a plan could give wrong gradients. Install a version of PyTorch "
+                f"that recollect is tested with, or leave {unit_words(unit_path)} out of the plan."
+            )
+        pending += [following for following, _ in node.next_functions]

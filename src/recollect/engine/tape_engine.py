@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import nn
 
-from recollect._torch_private import has_compiled_forward, uncompiled
+from recollect._torch_private import has_compiled_forward, is_compiled_module, uncompiled
 from recollect.engine.agreement import Agreement
 from recollect.engine.eager import look_for_compiler
-from recollect.engine.placed_forward import PlacedForward
-from recollect.engine.plan_policy import PlanPolicy
+from recollect.engine.placed_forward import PlacedForward, unit_module
+from recollect.engine.policy import PlanPolicy
 from recollect.engine.sharded_keep import Shards, shards_of
 from recollect.engine.tape import Tape
-from recollect.engine.unit_modules import plain_submodules, unit_module
 from recollect.errors import PlanError
 from recollect.plans.action import Action
 from recollect.plans.paths import unit_words
-
-if TYPE_CHECKING:
-    from recollect.plans.unit_plan import UnitPlan
+from recollect.plans.unit_plan import UnitPlan
 
 __all__ = ["TapeEngine", "tape_forwards"]
 
@@ -65,9 +63,23 @@ def tape_forwards(model: nn.Module, unit_paths: Iterable[str], tape: Tape) -> li
         if has_compiled_forward(unit):
             continue  # What is compiled as its forward is kept as a whole.
         forwards += [
-            _ScopeForward(module, tape, name) for name, module in plain_submodules(unit) if id(module) not in unit_ids
+            _ScopeForward(module, tape, name) for name, module in _plain_submodules(unit) if id(module) not in unit_ids
         ]
     return forwards
+
+
+def _plain_submodules(unit: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    """Return the modules below a unit whose `forward` may be wrapped, with their paths in the unit.
+
+    Scripted and compiled modules are left out, with everything inside them.
+    """
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in unit.named_children():
+        if isinstance(child, torch.jit.ScriptModule) or is_compiled_module(child):
+            continue
+        path = f"{prefix}.{name}" if prefix else name
+        found += [(path, child), *_plain_submodules(child, path)]
+    return found
 
 
 class _UnitForward(PlacedForward):

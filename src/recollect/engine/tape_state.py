@@ -5,6 +5,8 @@ The tape (`tape.py`) starts the calls of units; each call (`tape_mode.py`) reads
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import Counter
 from typing import NamedTuple
 
@@ -19,11 +21,12 @@ from recollect.engine.sharded_keep import Shards
 from recollect.engine.values import UNWATCHED, alias_in_hook, alias_in_mode
 from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem
+from recollect.replay import KeptPass
 
-__all__ = ["ALL_KEPT", "RUNS_TO_SETTLE", "ModuleKey", "OpActions", "OpKey", "TapeState", "Watch"]
+__all__ = ["ALL_KEPT", "ModuleKey", "OpActions", "OpKey", "TapeState", "Watch"]
 
 # A unit that runs twice per step may get another unit's dropped output only the second time.
-RUNS_TO_SETTLE = 2
+_RUNS_TO_SETTLE = 2
 
 ModuleKey = tuple[str, str]
 """Paths of a unit and of a module in it; the second is empty for the unit itself."""
@@ -57,7 +60,7 @@ class TapeState:
         self,
         policy: Policy,
         *,
-        runs_to_settle: int = RUNS_TO_SETTLE,
+        runs_to_settle: int = _RUNS_TO_SETTLE,
         agreement: Agreement | None = None,
         shards: Shards | None = None,
     ) -> None:
@@ -69,6 +72,10 @@ class TapeState:
         self._known: dict[OpKey, list[OpActions]] = {}
         self._watched: dict[ModuleKey, Watch] = {}
         self._num_runs: Counter[ModuleKey] = Counter()
+        # The mode of the unit that is running on each thread.
+        self._local = threading.local()
+        # Of each backward that keeps its graph, held by that backward alone: if it fails, nothing stays behind.
+        self._passes: weakref.WeakValueDictionary[int, KeptPass] = weakref.WeakValueDictionary()
 
     def learn(self, seen: dict[ModuleKey, Watch]) -> None:
         """Learn from one call of a unit what needs watching in the modules that ran: rule 9."""

@@ -7,15 +7,16 @@ unknown to the tape, and anything unknown is kept.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from recollect._torch_private import disable_torch_dispatch, is_fake_tensor, share_version_counters
 from recollect.engine.content import glance_at
-from recollect.engine.coverage import Box, box_of, is_covered
 from recollect.engine.streams import read_here, stream_of
 from recollect.errors import FreedValueError, MutatedValueError
 from recollect.replay import Node, Recipes, Value
@@ -120,6 +121,53 @@ class TapeValue(Value):
             self.content = None
 
 
+Box = tuple[tuple[int, int], ...]
+"""Where a part of a buffer begins and ends in each dimension."""
+
+
+def _box_of(
+    base_size: Sequence[int], base_stride: Sequence[int], size: Sequence[int], stride: Sequence[int], offset: int
+) -> Box | None:
+    """Return where a slice of a dense buffer lies, or None for a view that is not a slice along its dimensions.
+
+    Example:
+        >>> _box_of((2, 6), (6, 1), (2, 4), (6, 1), 2)
+        ((0, 2), (2, 6))
+    """
+    if len(size) != len(base_size):
+        return None
+    begins = [0] * len(size)
+    for dim in sorted(range(len(size)), key=lambda d: -base_stride[d]):
+        if base_size[dim] == 1:
+            continue  # The stride of a dimension of size 1 means nothing.
+        if stride[dim] != base_stride[dim] or not base_stride[dim]:
+            return None
+        begins[dim], offset = divmod(offset, base_stride[dim])
+    box = tuple((begin, begin + length) for begin, length in zip(begins, size, strict=True))
+    fits = offset == 0 and all(end <= whole for (_, end), whole in zip(box, base_size, strict=True))
+    return box if fits else None
+
+
+def _is_covered(base_size: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether a buffer is filled, as when a model assembles its keys in a `torch.empty`.
+
+    Of two overlapping parts, the second is ignored.
+
+    Example:
+        >>> _is_covered((2, 6), [((0, 2), (2, 6)), ((0, 2), (0, 2))])
+        True
+    """
+    counted: list[Box] = []
+    for box in boxes:
+        if all(_are_apart(box, other) for other in counted):
+            counted.append(box)
+    return sum(math.prod(end - begin for begin, end in box) for box in counted) == math.prod(base_size)
+
+
+def _are_apart(one: Box, other: Box) -> bool:
+    return any(a[1] <= b[0] or b[1] <= a[0] for a, b in zip(one, other, strict=True))
+
+
 class StorageRecord:
     """What the tape knows about one dropped storage: the value that covers all of it, and the views of it.
 
@@ -158,7 +206,7 @@ class StorageRecord:
         if self.created == "undefined" and written != self.layout:
             box = self.part(written)
             self.filled += [box] if box is not None else []
-            self.created = None if is_covered(self.layout[0], self.filled) else "undefined"
+            self.created = None if _is_covered(self.layout[0], self.filled) else "undefined"
         else:
             self.created = None
         self.expect_bump(version)
@@ -167,7 +215,7 @@ class StorageRecord:
     def part(self, layout: Layout) -> Box | None:
         """Return which part of the storage a tensor occupies, or None if the tensor is not a slice of it."""
         size, stride, offset, _ = layout
-        return box_of(*self.layout[:2], size, stride, offset) if isinstance(offset, int) else None
+        return _box_of(*self.layout[:2], size, stride, offset) if isinstance(offset, int) else None
 
     def expect_bump(self, version: int) -> None:
         """Note that an in-place op that the tape saw ran at this version."""
@@ -200,13 +248,11 @@ class StorageRecord:
         return view
 
 
+@dataclass(slots=True, eq=False)
 class _ViewCall:
     """Makes a view with a given layout from the tensor that covers the storage."""
 
-    __slots__ = ("layout",)
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    layout: Layout
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> tuple[torch.Tensor]:
         return (laid_out(tensors[0], self.layout),)

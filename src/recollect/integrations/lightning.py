@@ -25,7 +25,7 @@ from recollect.extras import needed
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.integrations.key_value_cache import CacheOff
 from recollect.integrations.wrapped_model import in_wrapper
-from recollect.ranks.presence import Presence
+from recollect.ranks.members import Presence
 
 __all__ = ["BudgetHooks", "MemoryBudget"]  # noqa: F822, the second is made when it is asked for
 

@@ -14,11 +14,11 @@ from torch import nn
 from recollect.applying import apply_policy
 from recollect.arguments import check_kind
 from recollect.engine.placed_forward import Applied
+from recollect.engine.policy import DropAll
 from recollect.errors import ConfigError
 from recollect.integrations.key_value_cache import CacheOff
 from recollect.integrations.megatron.roll import RollCheckpointing
 from recollect.recording.find_units import find_units
-from recollect.recording.leanest_policy import DropAll
 
 __all__ = ["RollApplied", "apply_roll_checkpointing"]
 

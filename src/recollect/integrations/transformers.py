@@ -34,7 +34,7 @@ from recollect.integrations.deepspeed.json_file import BudgetSection
 from recollect.integrations.key_value_cache import CacheOff
 from recollect.integrations.running_trainer import RemovingTrain, calling_trainer
 from recollect.integrations.wrapped_model import in_wrapper
-from recollect.ranks.presence import Presence
+from recollect.ranks.members import Presence
 
 with needed("transformers", by="recollect.integrations.transformers"):
     import transformers

@@ -23,19 +23,9 @@ from recollect.loss.chunked import chunked_cross_entropy
 
 __all__ = ["DeferredLogits", "LossCall", "refusal"]
 
-_CASTS = {
-    "float": torch.float32,
-    "double": torch.float64,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-_ELEMENTWISE: dict[str, Any] = {
-    "mul": torch.mul,
-    "multiply": torch.mul,
-    "div": torch.div,
-    "divide": torch.div,
-    "tanh": torch.tanh,
-}
+# Methods that cast to PyTorch's type of the same name.
+_CASTS = ("float", "double", "half", "bfloat16")
+_ELEMENTWISE = ("mul", "multiply", "div", "divide", "tanh")
 _RESHAPES = ("view", "reshape", "flatten", "contiguous", "__getitem__")
 # Facts that need no content of the tensor.
 _FACTS = {"size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "__len__"}
@@ -112,9 +102,9 @@ class DeferredLogits(Tensor):
         recipe = None
         if logits is not None:
             if name in _CASTS or name in ("to", "type"):
-                recipe = _cast(logits, _CASTS.get(name), args[1:], kwargs)
+                recipe = _cast(logits, getattr(torch, name) if name in _CASTS else None, args[1:], kwargs)
             elif name in _ELEMENTWISE:
-                recipe = _elementwise(logits.recipe, _ELEMENTWISE[name], args, kwargs)
+                recipe = _elementwise(logits.recipe, getattr(torch, name), args, kwargs)
             elif name in _RESHAPES and logits is args[0]:
                 recipe = _reshape(logits.recipe, name, args[1:], kwargs)
         if recipe is None:
@@ -211,7 +201,7 @@ def _elementwise(recipe: _Recipe, function: Callable[..., Tensor], args: Any, kw
         for item in args
     ):
         return None
-    if function is torch.div and not isinstance(args[0], DeferredLogits):
+    if function in (torch.div, torch.divide) and not isinstance(args[0], DeferredLogits):
         return None
     if sum(isinstance(item, DeferredLogits) for item in args) > 1:
         return None

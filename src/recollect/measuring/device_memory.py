@@ -1,20 +1,23 @@
-"""Measure what a CUDA device holds besides a step's tensors, since it counts toward the step's budget.
+"""Measure how much memory is in use now, and what a CUDA device holds besides a step's tensors, as the step's budget counts it.
 
 The peak on CUDA is `torch.cuda.max_memory_allocated`, which counts everything that this process has on the device: models
 outside the step, the workspaces that cuBLAS allocates through PyTorch when a thread first multiplies matrices, and the
-rounding of each block. On the CPU nothing is counted, and all of this is 0.
+rounding of each block. On the CPU nothing is counted, and all of this is 0, but for `held_now`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 import torch
 
 from recollect.measuring.meter import storage_bytes
 
-__all__ = ["OtherAllocations", "allocated_bytes", "empty_cache", "memory_bytes", "other_bytes"]
+__all__ = ["OtherAllocations", "allocated_bytes", "empty_cache", "held_now", "memory_bytes", "other_bytes"]
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -69,3 +72,49 @@ class OtherAllocations:
         if self._first_bytes is None:
             self._first_bytes = now_bytes
         return self._before_bytes + max(0, now_bytes - self._first_bytes)
+
+
+class _MallInfo(ctypes.Structure):
+    """What glibc's `mallinfo2` returns; see its manual page."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    )
+
+
+def held_now(device: torch.device) -> int | None:
+    """Return the bytes in use, which the allocator itself tells in microseconds; None where nothing tells.
+
+    On the CPU these are all that the process has from the C library, of which PyTorch's tensors are a part: differences count.
+
+    Args:
+        device: CUDA, or the CPU on Linux with glibc.
+
+    Example:
+        >>> import torch
+        >>> before = held_now(torch.device("cpu"))
+        >>> kept = torch.empty(1 << 20)
+        >>> before is None or held_now(torch.device("cpu")) - before > 4_000_000
+        True
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    read = _mallinfo() if device.type == "cpu" else None
+    if read is None:
+        return None
+    info = read()
+    return int(info.uordblks + info.hblkhd)
+
+
+@lru_cache(maxsize=1)
+def _mallinfo() -> Callable[[], _MallInfo] | None:
+    """Return the function; None without it, or where another allocator than the C library's serves PyTorch."""
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
+    if function is None:
+        return None
+    function.restype = _MallInfo
+    before = function().uordblks + function().hblkhd
+    probe = torch.empty(1 << 18, dtype=torch.uint8)
+    after = function().uordblks + function().hblkhd
+    return function if after - before >= probe.nbytes else None

@@ -23,8 +23,7 @@ from recollect._torch_memory import AllocatorTrace, quiet_allocator
 from recollect._torch_private import profiler_is_active
 from recollect.byte_format import format_bytes
 from recollect.errors import MeterError
-from recollect.measuring.deaths import Deaths, added_up
-from recollect.measuring.reachable import reachable_storages
+from recollect.measuring.deaths import Deaths, added_up, reachable_storages
 from recollect.quantities import parse_bytes
 from recollect.tensors import inner_tensors, sparse_parts
 
@@ -57,10 +56,10 @@ class PeakMeasurement(Generic[T]):
     start_bytes: int
     peak_bytes: int
     end_bytes: int
-    peak_requested_bytes: int | None
-    peak_reserved_bytes: int | None
-    fragmentation_bytes: int | None
-    num_events: int | None
+    peak_requested_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    fragmentation_bytes: int | None = None
+    num_events: int | None = None
     result: T = field(repr=False)
 
     @property
@@ -210,7 +209,6 @@ def _measure_cuda(fn: Callable[[], T], device: torch.device, baseline_bytes: int
         peak_requested_bytes=requested_bytes,
         peak_reserved_bytes=reserved_bytes,
         fragmentation_bytes=reserved_bytes - peak_bytes,
-        num_events=None,
         result=result,
     )
 
@@ -234,9 +232,6 @@ def _measure_cpu(fn: Callable[[], T], baseline_bytes: int | None) -> PeakMeasure
         start_bytes=start_bytes,
         peak_bytes=start_bytes + peak_bytes,
         end_bytes=start_bytes + end_bytes,
-        peak_requested_bytes=None,
-        peak_reserved_bytes=None,
-        fragmentation_bytes=None,
         num_events=num_events,
         result=result,
     )

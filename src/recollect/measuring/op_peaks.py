@@ -10,8 +10,7 @@ import torch
 from recollect._torch_memory import AllocatorTrace, quiet_allocator
 from recollect._torch_private import profiler_is_active
 from recollect.errors import MeterError
-from recollect.measuring.deaths import Deaths, added_up
-from recollect.measuring.reachable import is_of_the_allocator, reachable_storages
+from recollect.measuring.deaths import Deaths, added_up, is_of_the_allocator, reachable_storages
 
 
 class CpuOpPeaks:
@@ -51,12 +50,11 @@ class CpuOpPeaks:
             self.step_bytes = before.start_bytes + added_up(events, before.bytes_at)[0]
 
     def begin(self) -> None:
-        """Mark the start of an op."""
-        self._mark()
+        """Mark the start of an op, or its end."""
+        # Made directly, not by an op, so that dispatch modes do not see it.
+        self._marks.append(torch.UntypedStorage(1, device="cpu"))
 
-    def end(self) -> None:
-        """Mark its end."""
-        self._mark()
+    end = begin
 
     def peaks_bytes(self) -> list[int]:
         """Return the peak growth of each op, from running sums between its marks."""
@@ -73,10 +71,6 @@ class CpuOpPeaks:
             peaks.append(peak_bytes)
         self._marks, self._events = [], []
         return peaks
-
-    def _mark(self) -> None:
-        # Made directly, not by an op, so that dispatch modes do not see it.
-        self._marks.append(torch.UntypedStorage(1, device="cpu"))
 
 
 class CudaOpPeaks:

@@ -111,7 +111,8 @@ class Group(Ranks):
             result, problem = action(), None
         except Exception as error:
             result, problem = None, error
-        found = self.gather(problem if isinstance(problem, RecollectError) else problem and _text(problem), place)
+        is_own = problem is None or isinstance(problem, RecollectError)
+        found = self.gather(problem if is_own else f"{type(problem).__name__}: {problem}", place)
         failed = [number for number, its in zip(self.ranks, found, strict=True) if its is not None]
         if not failed:
             return result  # type: ignore[return-value]
@@ -227,10 +228,6 @@ class _Meeting:
 
 
 _meetings: dict[tuple[int, ...], _Meeting] = {}
-
-
-def _text(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {problem}"
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -1,19 +1,24 @@
-"""Find the processes that train a model together, and check that they are about to do the same."""
+"""Find the processes that train a model together, and check that they are about to do the same.
+
+A process without a memory budget never asks the others for a plan: it goes on to its first collective, where it waits for ever.
+So each process that has one leaves a note at the store where all of them met, before it does anything that needs the others.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch.distributed as dist
 from torch import nn
 
-from recollect._torch_parallel import processes_of
+from recollect._torch_parallel import RankNotes, meeting_place, processes_of
 from recollect.errors import ArgumentError, ConfigError, RecordError
 from recollect.ranks.group import ALONE, Place, Ranks, group_of
 
-__all__ = ["GroupChoice", "check_alike", "ranks_of"]
+__all__ = ["GroupChoice", "Presence", "check_alike", "ranks_of"]
 
 # A DeviceMesh is imported only where there is one.
 GroupChoice: TypeAlias = "dist.ProcessGroup | Any | Literal['alone'] | None"
@@ -127,3 +132,60 @@ def _difference(first_rank: int, first: _Described, other_rank: int, other: _Des
         if only:
             return f"; only rank {rank} has {only[0]}"
     return ""
+
+
+# Where nothing made the processes wait for each other just before, loading data may take one of them longer.
+_PATIENCE_S: Final = 60.0
+_PATIENCE_AFTER_BARRIER_S: Final = 10.0
+
+# How often something was told in this process: the same number in all of a training.
+_num_told: Counter[str] = Counter()
+
+
+class Presence:
+    """What the processes of a training tell each other of one thing that all of them need, before they wait for those without.
+
+    Args:
+        what: they need, for errors: "MemoryBudget".
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._notes: RankNotes | None = None
+
+    def tell(self) -> None:
+        """Tell the others, the first time; do nothing where there are none."""
+        if self._notes is not None or not _has_others():
+            return
+        _num_told[self._what] += 1
+        key = f"recollect/{self._what}/{_num_told[self._what]}"
+        self._notes = RankNotes(key, list(range(dist.get_world_size())), meeting_place())
+        self._notes.leave("here")
+
+    def check(self, *, is_after_barrier: bool) -> None:
+        """Check that all processes have told.
+
+        Args:
+            is_after_barrier: those that tell have done so before something for which all of them waited.
+
+        Raises:
+            RecordError: some have not.
+        """
+        self.tell()
+        if self._notes is None:
+            return
+        found = self._notes.read(_PATIENCE_AFTER_BARRIER_S if is_after_barrier else _PATIENCE_S)
+        missing = next((rank for rank, text in found.items() if text is None), None)
+        if missing is not None:
+            _num_told[self._what] -= 1
+            self._notes = None
+            raise RecordError(
+                f"{self._what}: rank {missing} of {dist.get_world_size()} trains without it, expected it in every process of "
+                "the training, since they run one plan. Pass it in all of them, or in none."
+            )
+
+
+def _has_others() -> bool:
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    return dist.get_world_size() > 1 and dist.get_backend() != "fake"

@@ -9,8 +9,8 @@ from recollect.profile import events
 from recollect.profile.events import Event, StepLog
 from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
-from recollect.recording.held_parts import RanksWithParts
 from recollect.recording.recorded_call import RecordedCall
+from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.step_recorder import Costs, StepRecorder
 from recollect.warning import warn_user
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -9,7 +10,14 @@ from torch import nn
 
 from recollect.errors import UnknownNameError, UnsupportedModelError
 from recollect.plans.paths import unit_words
-from recollect.recording.repeated_layers import NOT_CALLED, find_layers
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+# They only hold modules, and have no forward.
+NOT_CALLED = (nn.ModuleList, nn.ModuleDict)
+# A child with less of its parent's parameters is not what the parent is about.
+_LEAST_SHARE = 0.1
+# A child with so much of them is all that it is about.
+_WHOLE_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +33,7 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
     """Split a model into units, in the order of its module tree.
 
     Layers are the outermost modules of a class that occurs at least twice among the children of one `ModuleList`,
-    `Sequential` or `ModuleDict`; if there are none, `find_layers` says what is taken instead, at last the model as one layer.
+    `Sequential` or `ModuleDict`; if there are none, `_find_layers` says what is taken instead, at last the model as one layer.
     An only child of such a container is a layer too if it contains a module of a layer's class (multi-token prediction of
     depth 1). Everything else (embedding, final norm, head) is split into units as large as possible.
 
@@ -49,7 +57,7 @@ def find_units(model: nn.Module, paths: Iterable[str] | None = None) -> list[Uni
         ... ]
         ['stem', 'layers.0', 'layers.1']
     """
-    layers = _named_layers(model, paths) if paths is not None else find_layers(model)
+    layers = _named_layers(model, paths) if paths is not None else _find_layers(model)
     if not layers:
         raise UnsupportedModelError(
             f"found nothing to plan in {type(model).__name__}: expected a module that computes something with parameters of "
@@ -91,3 +99,138 @@ def _cover(module: nn.Module, path: str, layers: set[str]) -> list[Unit]:
     for name, child in module.named_children():
         units += _cover(child, f"{prefix}{name}", layers)
     return units
+
+
+def _find_layers(model: nn.Module) -> set[str]:
+    """Return the paths of a model's layers, of which none contains another; "" for the model itself.
+
+    The first of these that finds any:
+
+    1. modules with children, of a class that occurs twice among the children of one container;
+    2. the same, where the containers' children are containers: each `Sequential` is a layer, and the modules of all
+       inner lists count as children of the outer one (`[[attention, mlp], ...]`);
+    3. modules with children, of a class that occurs twice among the children of any module;
+    4. the same with each `Sequential` as a layer;
+    5. modules without children but no single ops (`nn.LSTM`, blocks of parameters), of a class that occurs twice in one
+       container, if most parameters are theirs;
+    6. the module that the model is about: with almost all its parameters, through however many modules that hold little
+       else. It may run several times (ALBERT, recurrent depth). If several children of the model share them, all of
+       these; if most are in single ops, the model.
+    """
+    found = _outermost_repeated(model, "", _CONTAINERS)
+    if found:
+        return found | _lone_layers(model, found)
+    return (
+        _outermost_repeated(model, "", _CONTAINERS, containers_too=True)
+        or _outermost_repeated(model, "", (nn.Module,))
+        or _outermost_repeated(model, "", (nn.Module,), containers_too=True)
+        or _repeated_leaves(model)
+        or _heaviest(model)
+    )
+
+
+def _lone_layers(model: nn.Module, found: set[str]) -> set[str]:
+    """Return the paths of only children, outside the layers found, that contain a module of a layer's class."""
+    classes = {type(model.get_submodule(path)) for path in found}
+    lone: set[str] = set()
+    for path, container in model.named_modules():
+        children = list(container.named_children())
+        if not isinstance(container, _CONTAINERS) or len(children) != 1:
+            continue
+        name, child = children[0]
+        if isinstance(child, _CONTAINERS):
+            continue
+        only = f"{path}.{name}" if path else name
+        is_apart = not any(f"{only}.".startswith(f"{other}.") or other.startswith(f"{only}.") for other in found | lone)
+        if is_apart and any(type(module) in classes for module in child.modules()):
+            lone.add(only)
+    return lone
+
+
+def _outermost_repeated(
+    parent: nn.Module, prefix: str, parents: tuple[type[nn.Module], ...], *, containers_too: bool = False
+) -> set[str]:
+    """Return the outermost modules with children, of a class that occurs twice among the children of one of `parents`.
+
+    `containers_too`: containers among them, too, where what is in lists counts as children of what has the lists.
+    """
+    children = [(f"{prefix}{name}", child) for name, child in parent.named_children()]
+    repeated: set[str] = set()
+    if isinstance(parent, parents):
+        plain = [(path, child) for path, child in children if not isinstance(child, _CONTAINERS)]
+        counted = _called(parent, prefix) if containers_too else plain
+        count = Counter(type(child) for _, child in counted)
+        repeated = {path for path, child in counted if count[type(child)] > 1 and _has_children(child)}
+    for path, child in children:
+        if not any(other == path or other.startswith(f"{path}.") for other in repeated):
+            repeated |= _outermost_repeated(child, f"{path}.", parents, containers_too=containers_too)
+    return repeated
+
+
+def _repeated_leaves(model: nn.Module) -> set[str]:
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, _CONTAINERS):
+            leaves = [
+                (f"{path}.{name}" if path else name, child)
+                for name, child in module.named_children()
+                if not _has_children(child) and not _is_single_op(child)
+            ]
+            count = Counter(type(child) for _, child in leaves)
+            found |= {name for name, child in leaves if count[type(child)] > 1}
+    weights = _Weights(model)
+    is_most = sum(weights.of(model.get_submodule(path)) for path in found) >= 0.5 * weights.of(model)
+    return found if is_most else set()
+
+
+def _is_single_op(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.") and not isinstance(module, nn.RNNBase)
+
+
+def _heaviest(model: nn.Module) -> set[str]:
+    weights = _Weights(model)
+    path, module = "", model
+    heavy = _heavy_children(module, path, weights)
+    if len(heavy) > 1 and sum(heavy.values()) >= 0.5:
+        return set(heavy)
+    while len(heavy) == 1 and sum(heavy.values()) >= _WHOLE_SHARE:
+        (path,) = heavy
+        module = model.get_submodule(path)
+        heavy = _heavy_children(module, path, weights)
+    is_empty = not _has_children(module) and not weights.of(module)
+    return set() if isinstance(module, NOT_CALLED) or is_empty else {path}
+
+
+def _heavy_children(parent: nn.Module, path: str, weights: _Weights) -> dict[str, float]:
+    """Return the children with children that have much of their parent's parameters, with their share."""
+    whole = max(1, weights.of(parent))
+    shares = {
+        name: weights.of(child) / whole
+        for name, child in _called(parent, f"{path}." if path else "")
+        if _has_children(child)
+    }
+    return {name: share for name, share in shares.items() if share >= _LEAST_SHARE}
+
+
+class _Weights:
+    """Numbers of parameters, without those of embeddings, and of output layers as large."""
+
+    def __init__(self, model: nn.Module) -> None:
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        self._left_out = {module.weight.shape for module in embeddings}
+
+    def of(self, module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters() if p.shape not in self._left_out)
+
+
+def _called(parent: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    """Return the children, and in place of lists of modules their children."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in parent.named_children():
+        path = f"{prefix}{name}"
+        found += _called(child, f"{path}.") if isinstance(child, NOT_CALLED) else [(path, child)]
+    return found
+
+
+def _has_children(module: nn.Module) -> bool:
+    return any(True for _ in module.children())

@@ -1,22 +1,27 @@
-"""What a step leaves behind is there when the next one begins: add it to the log.
+"""Turn a recorded step into another one: the next, which finds what it leaves behind, or one with other gradients, or larger.
 
 `out = model(**batch)` binds the output of this step only when forward has run, so until then the output of the last step, its
 logits and caches, is still in memory. The recorded step had no step before it. Here it gets what it left behind itself, as
 it will be from the second step on.
+
+The profile of a step that differs from it (gradients are alive, or it is larger) is near enough to choose what that step drops
+while it is recorded itself; its own profile then takes the place of this one.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from recollect.profile import events
-from recollect.profile.events import Event
+from recollect.profile.events import Event, StepLog
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
 from recollect.recording.recorded_call import RecordedCall
 
-__all__ = ["Leftovers", "Phases", "leftovers", "with_last_step"]
+__all__ = ["Leftovers", "Phases", "foreseen", "leftovers", "with_copies", "with_last_step"]
 
 
 @dataclass(frozen=True)
@@ -126,3 +131,132 @@ class Phases:
         """Return the position of the first phase that begins after a position; else the end."""
         following = bisect_right(self._begins, position)
         return self._begins[following] if following < len(self._begins) else self._end
+
+
+def foreseen(profile: Profile, *, gradients_bytes: Sequence[int] = (), growth: float = 1.0) -> Profile:
+    """Return the profile of a step like a recorded one, but larger, or with gradients alive when it begins.
+
+    What backward makes and nobody frees are gradients. One that is alive when the step begins lives until the backward in which
+    its successor is made.
+
+    Args:
+        profile: the recorded step.
+        gradients_bytes: bytes of each gradient that is alive when the other step begins, but was not in the recorded one.
+        growth: how many times the elements that the recorded step got the other one gets; gradients and what the optimizer
+            makes do not grow.
+    """
+    recorded = list(profile.log.events())
+    made = _gradients_made(recorded)
+    remaining = list(made.values())
+    last: dict[int, tuple[int, int]] = {}
+    first_number = _unused_number(recorded)
+    for nbytes in gradients_bytes:
+        # Of gradients that are equally large, those that are made last live longest.
+        successor = next((gradient for gradient in reversed(remaining) if gradient[0] == nbytes), None)
+        if successor is not None:
+            remaining.remove(successor)
+            last[first_number + len(last)] = successor
+    if growth != 1.0:
+        recorded = _grown(recorded, growth, made)
+    log = StepLog((tuple(with_last_step(recorded, last)),), ((0, -1),))
+    return replace(profile, graphs=tuple(_grown_graph(graph, growth) for graph in profile.graphs), log=log)
+
+
+def _unused_number(recorded: Sequence[Event]) -> int:
+    """Return a number from which on no storage has any."""
+    return 1 + max((event[1] for event in recorded if event[0] in (events.ALLOC, events.FREE)), default=-1)
+
+
+def _gradients_made(recorded: Sequence[Event]) -> Mapping[int, tuple[int, int]]:
+    """Return what backward makes and nobody frees, by number: its bytes, and the position where that backward begins."""
+    made: dict[int, tuple[int, int]] = {}
+    begin, phase = 0, events.FORWARD
+    for position, (code, *operands) in enumerate(recorded):
+        if code == events.PHASE:
+            begin, phase = position, operands[0]
+        elif code == events.ALLOC and phase == events.BACKWARD:
+            made[operands[0]] = operands[1], begin
+        elif code == events.FREE:
+            made.pop(operands[0], None)
+    return made
+
+
+def _grown(recorded: Sequence[Event], growth: float, gradients: Mapping[int, tuple[int, int]]) -> list[Event]:
+    """Return the events with larger storages, but for gradients, those of the last step among them, and the optimizer's."""
+    gradient_sizes = {nbytes for nbytes, _ in gradients.values()}
+    grown: list[Event] = []
+    is_before, phase = True, events.FORWARD
+    for event in recorded:
+        is_before &= event[0] in (events.ALLOC, events.PHASE)
+        if event[0] == events.PHASE:
+            phase = event[1]
+        elif event[0] == events.ALLOC and not (
+            event[1] in gradients or phase == events.OPTIMIZER or (is_before and event[2] in gradient_sizes)
+        ):
+            event = (events.ALLOC, event[1], int(event[2] * growth))  # noqa: PLW2901
+        grown.append(event)
+    return grown
+
+
+def _grown_graph(graph: UnitGraph, growth: float) -> UnitGraph:
+    if growth == 1.0:
+        return graph
+    return replace(
+        graph,
+        values=tuple(replace(value, nbytes=int(value.nbytes * growth)) for value in graph.values),
+        ops=tuple(replace(op, working_bytes=int(op.working_bytes * growth)) for op in graph.ops),
+    )
+
+
+def with_copies(profile: Profile) -> Profile:
+    """Return a profile in which the tape shares nothing with the model that lives into backward: to keep it costs its bytes.
+
+    A plan that keeps a value which the model itself holds on to, such as a cache of keys, shares it with the model, at no cost.
+    The recording tape has a copy, so that it sees when the model lets go.
+
+    It is for choosing a plan. Where the plan drops such a value, what backward computes again stays as long as the model holds
+    the value, which this leaves out.
+
+    Args:
+        profile: of any step.
+    """
+    recorded = list(profile.log.events())
+    added: defaultdict[int, list[Event]] = defaultdict(list)
+    replaced: dict[int, Event] = {}
+    number = _unused_number(recorded)
+    for (call, value), begin, end in _held(profile, recorded):
+        nbytes = profile.graph_of(profile.calls[call]).values[value].nbytes
+        added[begin] += [(events.DIES, call, value), (events.ALLOC, number, nbytes)]
+        if end is not None:
+            replaced[end] = events.FREE, number
+        number += 1
+    written: list[Event] = []
+    for position, event in enumerate(recorded):
+        written += [replaced.get(position, event), *added.get(position, ())]
+    return replace(profile, log=StepLog((tuple(written),), ((0, -1),)))
+
+
+def _held(profile: Profile, recorded: Sequence[Event]) -> Iterator[tuple[tuple[int, int], int, int | None]]:
+    """Yield what the model holds into backward: from where no unit's forward reads it, and where it dies, if it does."""
+    returns: dict[int, int] = {}
+    ends: dict[tuple[int, int], int] = {}
+    read: dict[tuple[int, int], int] = {}
+    made: dict[tuple[int, int], None] = {}
+    begins = [position for position, event in enumerate(recorded) if event[:2] == (events.PHASE, events.BACKWARD)]
+    for position, (code, *operands) in enumerate(recorded):
+        if code == events.OP:
+            graph = profile.graph_of(profile.calls[operands[0]])
+            made.update(((operands[0], value), None) for value in graph.ops[operands[1]].outputs)
+        elif code == events.RETURN:
+            returns[operands[0]] = position
+            read.update(((source, value), position) for _, source, value in profile.calls[operands[0]].origins)
+        elif code == events.SAVE:
+            read[operands[0], operands[1]] = position
+        elif code == events.DIES:
+            ends[operands[0], operands[1]] = position
+    for key in made:
+        if profile.graph_of(profile.calls[key[0]]).values[key[1]].mutated_later or key[0] not in returns:
+            continue
+        begin, end = max(returns[key[0]], read.get(key, -1)), ends.get(key)
+        if any(position > begin and (end is None or position < end) for position in begins):
+            yield key, begin, end

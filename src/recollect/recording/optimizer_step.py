@@ -1,11 +1,11 @@
 """Record the memory of an optimizer step: the state it will hold, and the tensors that it makes and frees.
 
-A twin of the optimizer, with the same settings, steps over parameters of its own. The real optimizer is not touched, and its
+A probe of the optimizer, with the same settings, steps over parameters of its own. The real optimizer is not touched, and its
 state is known before its first step.
 
-If the step is one of PyTorch's, the twin's parameters are tiny and on the same device. Each parameter shape is represented by
-a unique number of elements, so that a tensor that the twin makes reveals whose size it has. Other optimizers may treat small
-parameters in another way (8-bit optimizers leave them in full precision), so their twins get fake parameters of the real
+If the step is one of PyTorch's, the probe's parameters are tiny and on the same device. Each parameter shape is represented by
+a unique number of elements, so that a tensor that the probe makes reveals whose size it has. Other optimizers may treat small
+parameters in another way (8-bit optimizers leave them in full precision), so their probes get fake parameters of the real
 sizes; where fake tensors do not work, tiny ones. Steps that are compiled run as they are written.
 """
 
@@ -24,8 +24,7 @@ from recollect._torch_private import TorchDispatchMode
 from recollect.measuring.meter import storages_of
 from recollect.profile import events
 from recollect.profile.allocator_blocks import block_bytes
-from recollect.recording.lbfgs_memory import lbfgs_memory
-from recollect.recording.optimizer_twin import AnyNumber, give_gradients, make_twin
+from recollect.recording.optimizer_probe import AnyNumber, TinyShapes, give_gradients, local_part, make_probe
 from recollect.recording.optimizers import (
     Optimizers,
     on_device,
@@ -34,11 +33,19 @@ from recollect.recording.optimizers import (
     state_tensors,
     tensors_in_state,
 )
-from recollect.recording.tiny_shapes import TinyShapes
+from recollect.recording.trackers import TrackedOther
 from recollect.tensors import tensors_in
 from recollect.warning import warn_user
 
 _TRACKER = "_recollect_optimizer_tracker"
+
+# What L-BFGS has, in vectors as long as all parameters together. Of the state: the last direction and gradient.
+_LAST = 2
+# While it runs the model: the gradient before; in a line search also the parameters where it began, and the gradients
+# there and at both ends of the bracket.
+_HELD, _HELD_IN_SEARCH = 1, 5
+# Between runs: the gradient, its change, that of the parameters, and what the two loops over the history make.
+_MADE = 5
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ def still_to_come(optimizers: Optimizers, device: torch.device) -> OptimizerStep
 
 def _recorded(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerStep:
     if isinstance(optimizer, torch.optim.LBFGS):
-        return OptimizerStep(*lbfgs_memory(optimizer, device))
+        return _lbfgs_step(optimizer, device)
     is_pytorchs = type(optimizer).step.__module__.startswith("torch.")
     try:
         # Compiled code would take its time to compile, and hide what it makes.
@@ -133,15 +140,31 @@ def _recorded(optimizer: torch.optim.Optimizer, device: torch.device) -> Optimiz
         return _from_present_state(optimizer, device, error)
 
 
+def _lbfgs_step(optimizer: torch.optim.LBFGS, device: torch.device) -> OptimizerStep:
+    """Return what it holds while the model runs, with its history full, and the events of an update.
+
+    Its step runs the model itself, so a step of it cannot be tried out.
+    """
+    (group,) = optimizer.param_groups
+    parts = [local_part(parameter) for parameter in group["params"] if parameter.requires_grad]
+    vector_bytes = sum(part.numel() for part in parts) * max(part.element_size() for part in parts)
+    block = block_bytes(vector_bytes, device.type)
+    held = _HELD_IN_SEARCH if group["line_search_fn"] else _HELD
+    made = [
+        (code, number, *size) for code, size in ((events.ALLOC, (block,)), (events.FREE, ())) for number in range(_MADE)
+    ]
+    return OptimizerStep((_LAST + 2 * group["history_size"] + held) * block, tuple(made))
+
+
 def _with_tiny_sizes(optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerStep:
     shapes = TinyShapes()
 
     def stand_in(parameter: torch.Tensor) -> torch.Tensor:
         return torch.zeros(shapes.tiny(parameter.shape), dtype=parameter.dtype, device=device, requires_grad=True)
 
-    twin = make_twin(optimizer, stand_in)
-    events = _tried_out(twin, device, lambda tensor, _: shapes.real_bytes(tensor))
-    state = {id(tensor): tensor for tensor in on_device(state_tensors(twin), device)}
+    probe = make_probe(optimizer, stand_in)
+    events = _tried_out(probe, device, lambda tensor, _: shapes.real_bytes(tensor))
+    state = {id(tensor): tensor for tensor in on_device(state_tensors(probe), device)}
     nbytes = [block_bytes(shapes.real_bytes(tensor), device.type) for tensor in state.values()]
     return OptimizerStep(sum(nbytes), events)
 
@@ -153,34 +176,34 @@ def _with_real_sizes(optimizer: torch.optim.Optimizer, device: torch.device) -> 
         with fakes:
             return torch.zeros(parameter.shape, dtype=parameter.dtype, device=device, requires_grad=True)
 
-    twin = make_twin(optimizer, stand_in)
-    for group in twin.param_groups:
+    probe = make_probe(optimizer, stand_in)
+    for group in probe.param_groups:
         # PyTorch's default, which it does not choose for fake tensors.
         if device.type == "cuda" and group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
-    events = _tried_out(twin, device, lambda _, storage: storage.nbytes(), fakes)
-    return OptimizerStep(present_state_bytes(twin, device), events)
+    events = _tried_out(probe, device, lambda _, storage: storage.nbytes(), fakes)
+    return OptimizerStep(present_state_bytes(probe, device), events)
 
 
 def _tried_out(
-    twin: torch.optim.Optimizer,
+    probe: torch.optim.Optimizer,
     device: torch.device,
     bytes_of: Callable[[torch.Tensor, torch.UntypedStorage], int],
     mode: AbstractContextManager[Any] | None = None,
 ) -> tuple[tuple[int, ...], ...]:
-    """Step a twin twice, so that it has its state; return the events of the second step."""
+    """Step a probe twice, so that it has its state; return the events of the second step."""
     watcher = _Watcher(device, bytes_of)
-    closure = inspect.signature(type(twin).step).parameters.get("closure")
+    closure = inspect.signature(type(probe).step).parameters.get("closure")
     closures: list[Any] = [lambda: 1.0] if closure is not None and closure.default is closure.empty else []
-    is_sparse = isinstance(twin, torch.optim.SparseAdam)
-    if hasattr(twin, "train"):  # Schedule-free optimizers have a mode, in which they must be to step.
-        twin.train()
+    is_sparse = isinstance(probe, torch.optim.SparseAdam)
+    if hasattr(probe, "train"):  # Schedule-free optimizers have a mode, in which they must be to step.
+        probe.train()
     with mode or nullcontext():
-        give_gradients(twin, is_sparse=is_sparse)
-        twin.step(*closures)
-        give_gradients(twin, is_sparse=is_sparse)
+        give_gradients(probe, is_sparse=is_sparse)
+        probe.step(*closures)
+        give_gradients(probe, is_sparse=is_sparse)
         with watcher:
-            twin.step(*closures)
+            probe.step(*closures)
     watcher.is_over = True
     return tuple(watcher.events)
 
@@ -215,24 +238,16 @@ class _Watcher(TorchDispatchMode):
             for storage in storages_of([tensor]):
                 if hasattr(storage, _TRACKER) or any(storage is other for other in known):
                     continue
-                setattr(storage, _TRACKER, _Tracker(self, self._num_storages))
-                self.events.append((events.ALLOC, self._num_storages, self._bytes_of(tensor, storage)))
+                setattr(storage, _TRACKER, TrackedOther(self._log, self._num_storages, -1))
+                self._log(events.ALLOC, self._num_storages, self._bytes_of(tensor, storage))
                 self._num_storages += 1
         return output
+
+    def _log(self, *event: int) -> None:
+        if not self.is_over:
+            self.events.append(event)
 
 
 def _strided(tree: Any) -> list[torch.Tensor]:
     """Return the tensors that have a storage; the parts of sparse ones show when they are used."""
     return [tensor for tensor in tensors_in(tree) if tensor.layout is torch.strided]
-
-
-class _Tracker:
-    __slots__ = ("number", "watcher")
-
-    def __init__(self, watcher: _Watcher, number: int) -> None:
-        self.watcher = watcher
-        self.number = number
-
-    def __del__(self) -> None:
-        if not self.watcher.is_over:
-            self.watcher.events.append((events.FREE, self.number))

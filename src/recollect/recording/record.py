@@ -22,7 +22,7 @@ from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import other_bytes
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
-from recollect.ranks.common_times import with_common_times
+from recollect.ranks.common import with_common_times
 from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.fake_model import fake_run
@@ -133,23 +133,14 @@ def record(
         raise RecordError(f"collectives: got {collectives!r}, expected {' or '.join(map(repr, get_args(Collectives)))}")
     ranks = ALONE if fake else ranks_of(model, group, "record(model, batch)")
 
-    def prepared() -> tuple[_Loop, StepRecording, OptimizerStep]:
+    loop = _Loop(model, batch, step, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)
+
+    def prepared() -> tuple[StepRecording, OptimizerStep]:
         check_optimizers(model, optimizer)
-        device = device_of(model, batch)
-        recording = StepRecording(
-            model,
-            find_units(model, units),
-            modelled or MeasuredCosts(device),
-            device,
-            replays_collectives=collectives == "replay",
-        )
-        loop = _Loop(
-            model, batch, step, device, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward
-        )
-        return loop, recording, record_optimizer_step(optimizer, device)
+        return loop.prepared(modelled or MeasuredCosts(loop.device), units, collectives)
 
     with stage("recording the step"):
-        loop, recording, optimizer_step = ranks.together(prepared, Place.START)
+        recording, optimizer_step = ranks.together(prepared, Place.START)
         check_alike(ranks, model, {"loss_chunks": loss_chunks, "collectives": collectives})
         return with_common_times(ranks.together(lambda: loop.recorded(recording, optimizer_step), Place.START), ranks)
 
@@ -184,11 +175,8 @@ def record_with(
         collectives: see `record`.
     """
     check_step(model, batch, None)
-    device = device_of(model, batch)
-    replays = collectives == "replay"
-    recording = StepRecording(model, find_units(model, units), costs, device, replays_collectives=replays)
-    loop = _Loop(model, batch, None, device, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)
-    return loop.recorded(recording, record_optimizer_step(optimizer, device))
+    loop = _Loop(model, batch, None, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)
+    return loop.recorded(*loop.prepared(costs, units, collectives))
 
 
 @dataclass
@@ -198,13 +186,23 @@ class _Loop:
     model: nn.Module
     batch: Any
     step: Callable[[], object] | None
-    device: torch.device
-    optimizer: Optimizers = None
-    loss_fn: LossFunction | None = None
-    holds_output: bool = True
-    gradients: Gradients = "held"
-    loss_chunks: int = 1
-    split_backward: bool = False
+    optimizer: Optimizers
+    loss_fn: LossFunction | None
+    holds_output: bool
+    gradients: Gradients
+    loss_chunks: int
+    split_backward: bool
+
+    def __post_init__(self) -> None:
+        self.device = device_of(self.model, self.batch)
+
+    def prepared(
+        self, costs: Costs, units: Iterable[str] | None, collectives: Collectives
+    ) -> tuple[StepRecording, OptimizerStep]:
+        replays = collectives == "replay"
+        found = find_units(self.model, units)
+        recording = StepRecording(self.model, found, costs, self.device, replays_collectives=replays)
+        return recording, record_optimizer_step(self.optimizer, self.device)
 
     def recorded(self, recording: StepRecording, optimizer_step: OptimizerStep) -> Profile:
         tensors = step_tensors(self.model, self.batch, self.optimizer)

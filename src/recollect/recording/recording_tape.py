@@ -28,8 +28,8 @@ from recollect.engine.values import UNWATCHED, TapeValue, forget_record, laid_ou
 from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem
 from recollect.profile import events
-from recollect.recording.held_parts import RanksWithParts
 from recollect.recording.recorded_call import RecordedCall
+from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.runs_again import RunsAgain
 from recollect.recording.step_recorder import Mark, StepRecorder
 from recollect.recording.trackers import Persistent, TrackedOther, TrackedValue, storage_of, tracker_of
@@ -285,15 +285,9 @@ class _RecordingMode(FunctionMode):
     def end_function(self, run: FunctionRun) -> None:
         """Record that arguments were written to."""
         super().end_function(run)
-        if run.wrote_unseen:
-            self._keep_arguments(run)
-
-    def _keep_arguments(self, run: FunctionRun) -> None:
-        """Mark arguments that were written to out of sight: from then on the tape has no recipe for them."""
-        for tensor in run.arguments.tensors:
-            tracker = tracker_of(storage_of(tensor))
-            if isinstance(tracker, TrackedValue):
-                self.recorder.calls[tracker.call].values[tracker.value].must_keep = True
+        # If it was out of sight, the tape has no recipe for them from then on.
+        for tensor in run.arguments.tensors if run.wrote_unseen else ():
+            self._keep(tensor)
 
     def function_actions(self, run: FunctionRun, call: FunctionCall) -> OpActions:
         """Record the Function as one op, and try whether it makes the same when it runs again."""
@@ -366,13 +360,8 @@ class StepMode(OpMode):
             recorder.note_present(args[0])  # A gradient becomes a parameter's; compiled code has made it unseen.
         if facts.is_view or facts.is_lazy:
             return func(*args, **kwargs)
-        output = self._ran(func, facts, args, kwargs)
-        if recorder.ranks is not None:
-            recorder.ranks.after_op(func, facts, args, kwargs, output)
-        return output
-
-    def _ran(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-        recorder = self.recorder
         output, run = recorder.costs.run(func, facts, args, kwargs, may_repeat=recorder.current is not None)
         recorder.after_op(func, facts, args, kwargs, output, run)
+        if recorder.ranks is not None:
+            recorder.ranks.after_op(func, facts, args, kwargs, output)
         return output

@@ -6,11 +6,9 @@ Whatever hangs on the real ones (optimizers that step in backward, gradient buck
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,13 +16,11 @@ from torch import nn
 from recollect._torch_fsdp import GatheredParameters, fully_sharded_parameters
 from recollect._torch_parallel import is_data_parallel
 from recollect.engine.content import has_same_bits
+from recollect.engine.region_draws import host_states, set_host_states
+from recollect.engine.region_state import HOOKS, ModuleParts
 from recollect.errors import RecordError
 
 __all__ = ["free_gradients", "restored_attributes", "restored_buffers", "restored_generators", "undisturbed"]
-
-# What `nn.Module` keeps apart is restored apart, or is no state of the step.
-_REGISTRIES: Final = frozenset(vars(nn.Module()))
-_HOOKS: Final = tuple(name for name in _REGISTRIES if "_hooks" in name)
 
 
 @contextmanager
@@ -84,44 +80,24 @@ def restored_attributes(model: nn.Module) -> Iterator[None]:
 
     Both together, since a model that installs hooks in its first forward remembers that in an attribute.
     """
-    before = [(vars(module), _plain_attributes(module)) for module in model.modules()]
-    hooks = [
-        (found, dict(found))
-        for attributes, _ in before
-        for name in _HOOKS
-        if (found := attributes.get(name)) is not None
-    ]
+    before = [ModuleParts(module, names=HOOKS) for module in model.modules()]
     try:
         yield
     finally:
-        for found, entries in hooks:
-            if found != entries:
-                found.clear()
-                found.update(entries)
-        for attributes, values in before:
-            for name in [name for name in attributes if name not in values and name not in _REGISTRIES]:
-                del attributes[name]
-            attributes.update(values)
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _REGISTRIES}
+        for parts in before:
+            parts.put()
 
 
 @contextmanager
 def restored_generators(model: nn.Module) -> Iterator[None]:
     """Restore the random generators of PyTorch, Python, and NumPy if the program uses it: models draw from them all."""
     cuda_devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = None if numpy is None else numpy.random.get_state()
+    states = host_states()
     try:
         with torch.random.fork_rng(devices=cuda_devices):
             yield
     finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        set_host_states(states)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import nn
 from recollect._torch_private import current_autograd_node, uncompiled
 from recollect.engine.subclasses import strided_tensors
 from recollect.plans.paths import paths_above
-from recollect.recording.repeated_layers import NOT_CALLED
+from recollect.recording.find_units import NOT_CALLED
 from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.trackers import TrackedOther, TrackedValue, tracker_of
 from recollect.tensors import tensors_held

@@ -9,10 +9,7 @@ from typing import Any
 import torch
 
 from recollect._torch_functions import without_modes
-from recollect._torch_private import (
-    below_autograd,
-    disable_autocast,
-)
+from recollect._torch_private import below_autograd, disable_autocast
 from recollect.engine.content import has_same_bits
 from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_run import FunctionRun

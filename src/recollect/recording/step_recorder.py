@@ -21,8 +21,8 @@ from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape import asks_again
 from recollect.plans.value_names import result_names
 from recollect.profile import events
-from recollect.recording.held_parts import RanksWithParts
 from recollect.recording.recorded_call import RecordedCall, RecordedOp, RecordedValue
+from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.trackers import (
     Filled,
     Persistent,

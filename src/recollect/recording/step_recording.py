@@ -18,7 +18,8 @@ from recollect._torch_parallel import GradientBuckets
 from recollect._torch_private import uncompiled
 from recollect.applying import apply_policy
 from recollect.costs.modelled_costs import ModelledCosts
-from recollect.engine.recorded_on import device_name
+from recollect.engine.check_plan import device_name
+from recollect.engine.policy import leanest_policy
 from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape import forget_last_step
 from recollect.measuring.device_memory import memory_bytes
@@ -31,21 +32,18 @@ from recollect.profile.profile import Profile
 from recollect.profile.repeated_steps import fold
 from recollect.quantities import parse_budget
 from recollect.recording.assemble import assemble
-from recollect.recording.bystanders import Bystanders
 from recollect.recording.find_units import Unit
-from recollect.recording.held_parts import RanksWithParts
-from recollect.recording.leanest_policy import leanest_policy
 from recollect.recording.next_step import Leftovers, Phases, leftovers, with_last_step
 from recollect.recording.optimizer_step import OptimizerStep, still_to_come
 from recollect.recording.optimizers import Optimizers, state_tensors
 from recollect.recording.recording_tape import RecordingTape, StepMode
+from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.returns import Returns
 from recollect.recording.simulated_policy import in_one_backward, leanest_of
 from recollect.recording.step_recorder import Costs, StepRecorder
-from recollect.recording.timing_rounds import TOGETHER, Rounds, rounds_for
-from recollect.recording.trackers import TrackedOther, filled_storages, tracker_of
+from recollect.recording.trackers import TrackedOther, UnrelatedMemory, filled_storages, tracker_of
 from recollect.recording.unit_samples import NoSamples, UnitSample, UnitSamples
-from recollect.recording.unit_times import measure_unit_times, with_unit_times
+from recollect.recording.unit_times import TOGETHER, Rounds, measure_unit_times, rounds_for, with_unit_times
 from recollect.simulation.call_actions import CallActions
 from recollect.simulation.simulate import simulate
 
@@ -150,7 +148,7 @@ class StepRecording:
         in_buckets, buckets_bytes = self._note_buckets()
         last_gradients = [gradient for gradient in self._present(gradients) if id(gradient) not in in_buckets]
         # Gradients that are there are logged, as if the step made them.
-        self._bystanders = Bystanders(
+        self._unrelated = UnrelatedMemory(
             self.device,
             known if self.device.type == "cuda" else [*known, *last_gradients],
             looks_on_cpu=self._counts_all_tensors,
@@ -205,7 +203,7 @@ class StepRecording:
         forget_last_step()
         self.left_bytes = self._leftovers.total_bytes + self._sample_bytes
         # Fake tensors take no memory.
-        self._other_bytes = self._bystanders.nbytes(0 if self.is_on_fake_tensors else self.left_bytes)
+        self._other_bytes = self._unrelated.nbytes(0 if self.is_on_fake_tensors else self.left_bytes)
         recorder.close()
         if made:
             made_bytes = sum(self._leftovers.storages.get(number, 0) for number in made)

@@ -1,16 +1,24 @@
-"""Objects attached to storages while a step is recorded, which log their deaths; and what hears of those that are filled."""
+"""Objects attached to storages while a step is recorded, which log their deaths; and what hears of those that are filled.
+
+And the bytes of storages that get none, since the step has nothing to do with them.
+"""
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
 from recollect._torch_private import is_fake_tensor, is_opaque_subclass, is_traceable_wrapper_subclass, untraced
 from recollect.engine.subclasses import strided_tensors
+from recollect.measuring.deaths import is_of_the_allocator, reachable_storages
+from recollect.measuring.device_memory import allocated_bytes
+from recollect.measuring.meter import storages_of
 from recollect.profile import events
 
 _TRACKER = "_recollect_tracker"
@@ -151,6 +159,7 @@ class TrackedOther(_Tracked):
             self.log(events.FREE, self.storage)
 
 
+@dataclass(slots=True, eq=False)
 class Filled:
     """Tracks a storage that its owner fills and empties, as FSDP2 does with the parameters that it gathers.
 
@@ -159,11 +168,8 @@ class Filled:
     `storage`: its number while it holds something; -1 while it is empty.
     """
 
-    __slots__ = ("log", "storage")
-
-    def __init__(self, log: Log, storage: int = -1) -> None:
-        self.log = log
-        self.storage = storage
+    log: Log
+    storage: int = -1
 
     def fill(self, number: int, nbytes: int) -> None:
         """Log that it holds something from here on, under a new number."""
@@ -205,3 +211,47 @@ def filled_storages(note: Callable[[torch.UntypedStorage], object]) -> Iterator[
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         else:
             del torch.UntypedStorage.resize_
+
+
+class UnrelatedMemory:
+    """What is in memory throughout a step that has nothing to do with it: other models, copies of weights, data.
+
+    Make it before the step; ask for its bytes when the step has run. On CUDA the allocator knows: what is allocated when the
+    step ends and belongs neither to the step nor to what was there for it. That includes the workspaces of libraries. On the
+    CPU nothing counts; there it is the tensors that Python can reach before the step and after it, and that no op of the step
+    read.
+
+    Args:
+        device: whose memory counts.
+        known: tensors of that device which the record counts itself.
+        looks_on_cpu: whether to look at all on the CPU.
+        set_aside_bytes: what a CUDA device holds besides, but only until then.
+    """
+
+    def __init__(
+        self, device: torch.device, known: Iterable[torch.Tensor], *, looks_on_cpu: bool, set_aside_bytes: int = 0
+    ) -> None:
+        self._device = device
+        storages = storages_of(known)
+        self._known_bytes = sum(storage.nbytes() for storage in storages) + set_aside_bytes
+        self._present: list[weakref.ref[torch.UntypedStorage]] = []
+        if device.type == "cpu" and looks_on_cpu:
+            # Garbage in cycles would count for as long as nobody collects it.
+            gc.collect()
+            ids = {id(storage) for storage in storages}
+            self._present = [
+                weakref.ref(storage)
+                for storage in reachable_storages()
+                if id(storage) not in ids and is_of_the_allocator(storage)
+            ]
+
+    def nbytes(self, step_bytes: int) -> int:
+        """Return the bytes; call this before the recorder lets go of the storages that it saw.
+
+        Args:
+            step_bytes: bytes of what the step made and is still alive.
+        """
+        if self._device.type == "cuda":
+            return max(0, allocated_bytes(self._device) - self._known_bytes - step_bytes)
+        alive = (reference() for reference in self._present)
+        return sum(storage.nbytes() for storage in alive if storage is not None and tracker_of(storage) is None)

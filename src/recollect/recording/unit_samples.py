@@ -21,13 +21,10 @@ from recollect._torch_private import (
     tree_map,
     without_compiler,
 )
+from recollect.engine.region_state import HOOKS
 
 __all__ = ["Excerpt", "NoSamples", "UnitSample", "UnitSamples"]
 
-_HOOKS: Final = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
-)  # fmt: skip
 # Of tensors of so many bytes an excerpt has one element of so many along its longest dimension.
 _LARGE_BYTES: Final = 1 << 13
 _EXCERPT: Final = 16
@@ -105,7 +102,7 @@ class UnitSample:
         """
         without_hooks: dict[int, Any] = {}
         for module in self.module.modules():
-            for name in _HOOKS:
+            for name in HOOKS:
                 hooks = vars(module).get(name)
                 if hooks is not None:
                     without_hooks[id(hooks)] = type(hooks)()

@@ -6,6 +6,11 @@ than the user runs it. Copies of units can, each alone: forward on the inputs th
     step without recompute = sum of the ops' times, with the units' own times in place of those of their ops
 
 The difference in forward is the tape's overhead; the difference in backward is recompute and the Python around it.
+
+Long units run once or twice, short ones often, some not at all. Seconds that a round costs are seconds that the user waits.
+The tape's overhead is the same for each op, however long the op takes. In a unit of a millisecond it is much of the time, and
+many rounds tell it from noise; in a unit of a tenth of a second it is less than the rounds differ by, and more of them would
+not help.
 """
 
 from __future__ import annotations
@@ -15,30 +20,39 @@ import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from recollect._torch_private import tree_leaves
 from recollect.applying import apply_policy
-from recollect.engine.policy import Policy
+from recollect.engine.policy import DropAll, LeanPlan, Policy
 from recollect.engine.tape import Tape
 from recollect.measuring.timing import timed_work
-from recollect.plans.action import Action
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
-from recollect.recording.leanest_policy import DropAll
-from recollect.recording.timing_rounds import TOGETHER, Rounds
 from recollect.recording.unit_samples import UnitSample
 from recollect.simulation.simulate import Simulation
 
-__all__ = ["UnitTimes", "measure_unit_times", "with_unit_times"]
+__all__ = ["TOGETHER", "Rounds", "UnitTimes", "measure_unit_times", "rounds_for", "with_unit_times"]
 
 # Even if noise makes recompute look free, op times must still tell ops apart.
 _LEAST_SHRUNK = 0.1
 # The part of forward that counts as nearly all of it.
 _MOST = 0.5
+# A kind of unit may take this long, however short the step is.
+_FREE_S: Final = 0.25
+# Seconds of a round for each second of the unit: plainly and on the leanest tape, with its recompute; on the idle tape.
+_ROUND: Final = 2.4
+_IDLE: Final = 1.0
+# A median of three is not decided by one page fault.
+_FEWEST_IF_SHORT: Final = 3
+_MOST_IF_SHORT: Final = 7
+_MOST_IF_LONG: Final = 2
+# The tape's overhead for one op, at most, and the part of a unit's time that does not count.
+_OVERHEAD_S: Final = 1e-4
+_NEGLIGIBLE: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +82,52 @@ class UnitTimes:
     def watching_s(self) -> float:
         """Further overhead in forward if the tape has to see every op."""
         return max(0.0, self.tape_forward_s - self.plain_forward_s) - self.idle_s
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How often a unit runs.
+
+    Attributes:
+        number: of rounds that count, plainly and on the leanest tape; 0 if its ops' times say all.
+        warms_up: a round before them does not count.
+        has_idle: it runs on an idle tape, too.
+    """
+
+    number: int
+    warms_up: bool
+    has_idle: bool
+
+
+# A fixed number where several processes train together, since all must run equally many: units may wait for each other in
+# collectives.
+TOGETHER: Final = Rounds(_FEWEST_IF_SHORT, warms_up=True, has_idle=True)
+
+
+def rounds_for(unit_s: float, *, num_ops: int, num_calls: int, allocates: bool = False) -> Rounds:
+    """Return how often to time a kind of unit.
+
+    Args:
+        unit_s: about how long forward and backward of one call take, by the times of their ops.
+        num_ops: how many ops the tape sees in forward.
+        num_calls: how many calls of this kind a step has.
+        allocates: the device's first run takes longer than any other, since it allocates memory that is then reused.
+
+    Example:
+        >>> rounds_for(0.001, num_ops=40, num_calls=12)
+        Rounds(number=7, warms_up=True, has_idle=True)
+        >>> rounds_for(0.2, num_ops=40, num_calls=12)
+        Rounds(number=2, warms_up=False, has_idle=False)
+    """
+    num_short = int(_FREE_S / ((_ROUND + _IDLE) * unit_s)) - 1 if unit_s > 0 else _MOST_IF_SHORT
+    if num_short >= _FEWEST_IF_SHORT:
+        return Rounds(min(num_short, _MOST_IF_SHORT), warms_up=True, has_idle=True)
+    if num_calls == 1 and num_ops * _OVERHEAD_S <= _NEGLIGIBLE * unit_s:
+        return Rounds(0, warms_up=False, has_idle=False)
+    # Two rounds of a kind with six calls take about as long as its part of the step.
+    allowed_s = max(_FREE_S, num_calls * unit_s)
+    number = max(1, min(_MOST_IF_LONG, int(allowed_s / (_ROUND * unit_s))))
+    return Rounds(number, warms_up=allocates, has_idle=False)
 
 
 def measure_unit_times(
@@ -172,7 +232,8 @@ def _times_if_alone(sample: UnitSample, device: torch.device, rounds: Rounds) ->
 def _times_of(sample: UnitSample, device: torch.device, rounds: Rounds) -> UnitTimes | None:
     sample = sample.whole()
     module = sample.copied_module()
-    policies: tuple[Policy | None, ...] = (None, DropAll(), *([_KeepAll()] if rounds.has_idle else []))
+    # The last one keeps everything, since it names no unit.
+    policies: tuple[Policy | None, ...] = (None, DropAll(), *([LeanPlan({})] if rounds.has_idle else []))
     # One tape for all rounds, since it learns in the first one which modules to watch.
     tapes = [None if policy is None else Tape(policy, runs_to_settle=1) for policy in policies]
     taken: list[list[tuple[float, float]]] = [[] for _ in policies]
@@ -217,15 +278,3 @@ class _End(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None, *ctx.gradients)
-
-
-class _KeepAll(DropAll):
-    """Drops nothing."""
-
-    def action(self, unit_path: str, value_name: str) -> Action:
-        """Keep every value."""
-        return Action.KEEP
-
-    def acts_in(self, unit_path: str, module_path: str) -> bool:
-        """Drop no module's values."""
-        return False

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, Literal
 
@@ -13,7 +12,7 @@ from torch import nn
 
 from recollect._torch_fsdp import fully_sharded_modules
 from recollect._torch_parallel import GradientBuckets
-from recollect.applying import applied_to, apply
+from recollect.applying import apply, without_plans
 from recollect.arguments import check_kind
 from recollect.errors import NotYetError
 from recollect.loss.intercept import loss_in_chunks
@@ -23,24 +22,17 @@ from recollect.measuring.timing import timed
 from recollect.planning.classic import classic_plan
 from recollect.plans.plan import Plan
 from recollect.progress.stage import stage
-from recollect.ranks.common_plan import check_same_plans
+from recollect.ranks.common import check_same_plans
 from recollect.ranks.group import Place, Ranks
 from recollect.ranks.members import GroupChoice, ranks_of
-from recollect.recording.model_step import (
-    LossFunction,
-    call_model,
-    check_step,
-    device_of,
-    resident_tensors,
-)
+from recollect.recording.model_step import LossFunction, call_model, check_step, device_of, resident_tensors
 from recollect.recording.optimizer_step import record_optimizer_step
 from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.record import record
 from recollect.recording.step_recording import Gradients
-from recollect.verification.compare import Computed, Findings, compare_runs, furthest
+from recollect.verification.compare import Computed, Findings, compare_runs, compare_units, furthest
 from recollect.verification.report import Report, report_of_ranks
 from recollect.verification.steps import BatchStep, OwnStep, VerifiedStep
-from recollect.verification.units import compare_units
 
 _NUM_TIMINGS = 5
 # Of a device, for a step in a group: one that runs out of memory there leaves the others waiting.
@@ -117,7 +109,7 @@ def verify(
     else:
         verified = OwnStep(model, device, step, optimizer)
     check = _Check(verified, batch, optimizer, others, ranks)
-    with stage("verifying the plan"), verified.undisturbed(), _without_plans(model):
+    with stage("verifying the plan"), verified.undisturbed(), without_plans(model):
         if ranks.is_alone:
             return _checked(check, plan, compare, may_fall_back=step is None)
 
@@ -173,20 +165,19 @@ class _Check:
         expected = self.step.run()
         off = None
         if plan.loss_chunks > 1:
-            with loss_in_chunks(self.model, plan.loss_chunks):
-                unchunked, expected = expected, self.step.run()
+            unchunked, expected = expected, self._reference(plan)
             off = furthest(unchunked.gradients, expected.gradients)
             del unchunked
         with apply(self.model, plan):
             got = self.step.run()
-        findings = compare_runs(expected, got, again=lambda: self._again(plan), in_any=self._in_any)
+        findings = compare_runs(expected, got, again=lambda: self._reference(plan), in_any=self._in_any)
         # The loss is no gradient.
         findings = replace(findings, num_compared=findings.num_compared - ("the loss" in expected.gradients))
         del got
         return self._report(plan, "step", findings, plain_peak_bytes, peak, self._slowdown(plan), off)
 
-    def _again(self, plan: Plan) -> Computed:
-        """Run the reference step once more."""
+    def _reference(self, plan: Plan) -> Computed:
+        """Run the step that the plan's is compared with."""
         with loss_in_chunks(self.model, plan.loss_chunks):
             return self.step.run()
 
@@ -264,11 +255,3 @@ class _Check:
 
     def _seconds(self) -> float:
         return timed(self.step.run, self.device)[1]
-
-
-@contextmanager
-def _without_plans(model: nn.Module) -> Iterator[None]:
-    with ExitStack() as stack:
-        for applied in applied_to(model):
-            stack.enter_context(applied.suspended())
-        yield

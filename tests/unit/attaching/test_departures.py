@@ -15,7 +15,7 @@ from recollect.attaching.missed import Missed, is_little
 from recollect.attaching.reserve import Reserve
 from recollect.attaching.structure import Structure
 from recollect.errors import BudgetWarning, LargerStepError
-from recollect.measuring.held_now import held_now
+from recollect.measuring.device_memory import held_now
 
 
 class Blocks(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from recollect.profile.events import ALLOC, BACKWARD, FORWARD, FREE, OP, OPTIMIZER, PHASE, RETURN, StepLog
 from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
-from recollect.recording.foreseen_step import foreseen
+from recollect.recording.next_step import foreseen
 
 _GRAPH = UnitGraph((ValueRecord("h", 8, producer=0),), (OpRecord("h", (), (0,), 1.0, working_bytes=16),))
 # Gradients of 100 and 7 bytes, and between them one of an activation, which dies.

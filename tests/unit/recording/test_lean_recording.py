@@ -11,13 +11,13 @@ from torch import nn
 
 from recollect.attaching.begin_recording import excess_of
 from recollect.engine.content import has_same_bits
+from recollect.engine.policy import LeanPlan
 from recollect.plans.action import Action
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import ALLOC, BACKWARD, DIES, FORWARD, FREE, OP, PHASE, RETURN, SAVE, StepLog
 from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
-from recollect.recording.copies import with_copies
-from recollect.recording.leanest_policy import LeanPlan
+from recollect.recording.next_step import with_copies
 from recollect.recording.unit_samples import Excerpt, UnitSamples
 
 

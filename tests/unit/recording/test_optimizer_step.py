@@ -146,7 +146,7 @@ def test_parameter_group_that_was_added_later() -> None:
 
 
 def test_more_parameters_than_small_numbers() -> None:
-    """Each parameter's twin has a size of its own; none may be taken for a scalar or for another one."""
+    """Each parameter's probe has a size of its own; none may be taken for a scalar or for another one."""
     check(
         lambda module: AdamW(module.parameters(), foreach=False),
         lambda: nn.Sequential(*(nn.Linear(7 + i, 11) for i in range(40))),

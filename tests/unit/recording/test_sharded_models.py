@@ -22,7 +22,7 @@ from blocks import Stack, built
 from recollect.engine.content import has_same_bits
 from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.measuring.meter import measure_peak
-from recollect.recording.optimizer_twin import make_twin
+from recollect.recording.optimizer_probe import make_probe
 
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
@@ -139,8 +139,8 @@ assert 0 <= attached.plan.predicted_peak_bytes - peak_bytes <= 1024, (attached.p
 
 # On CUDA PyTorch steps plain parameters all at once, and sharded ones one by one.
 for model, foreach in ((Stack(), None), (sharded(), False)):
-    twin = make_twin(torch.optim.AdamW(model.parameters()), lambda part: torch.zeros(part.shape))
-    assert twin.param_groups[0]["foreach"] is foreach
+    probe = make_probe(torch.optim.AdamW(model.parameters()), lambda part: torch.zeros(part.shape))
+    assert probe.param_groups[0]["foreach"] is foreach
 print("all well")
 """
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import recollect
-from recollect.recording.timing_rounds import TOGETHER, Rounds, rounds_for
 from recollect.recording.unit_samples import UnitSamples
-from recollect.recording.unit_times import UnitTimes, measure_unit_times, with_unit_times
+from recollect.recording.unit_times import TOGETHER, Rounds, UnitTimes, measure_unit_times, rounds_for, with_unit_times
 from recollect.simulation.decisions import drop_all
 from recollect.simulation.simulate import simulate
 from small_llama import batch_of, llama

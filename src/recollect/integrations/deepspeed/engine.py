@@ -25,6 +25,7 @@ from torch import nn
 
 from recollect.applying import applied_to, apply_policy
 from recollect.attaching.attached import Attached, OnLarger
+from recollect.engine.policy import DropAll
 from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError
 from recollect.extras import needed
 from recollect.integrations.deepspeed import checkpointing
@@ -35,7 +36,6 @@ from recollect.quantities import check_budget
 from recollect.ranks.group import group_of
 from recollect.ranks.members import check_alike
 from recollect.recording.find_units import find_units
-from recollect.recording.leanest_policy import DropAll
 from recollect.recording.model_step import device_of
 from recollect.recording.optimizers import optimizers_in
 

@@ -24,7 +24,7 @@ from recollect.lab.train.trained import build_trained
 from recollect.planning.loss_chunks import plan_with_chunks
 from recollect.printing import columns_of, print_line
 from recollect.profile.profile import Profile
-from recollect.ranks.common_plan import common_plan
+from recollect.ranks.common import common_plan
 from recollect.ranks.group import Place
 from recollect.recording.record import Collectives
 from recollect.recording.restored_state import restored_buffers

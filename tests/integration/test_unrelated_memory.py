@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import recollect
 from recollect.attaching.attached import Attached
 from recollect.measuring.meter import measure_peak, storage_bytes
-from recollect.recording.bystanders import Bystanders
+from recollect.recording.trackers import UnrelatedMemory
 
 pytestmark = pytest.mark.integration
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_memory_that_is_not_the_allocators_does_not_count() -> None:
     array = torch.from_numpy(np.zeros(1000))
     shared = torch.zeros(1000).share_memory_()
     own = torch.zeros(1000)
-    bystanders = Bystanders(CPU, [], looks_on_cpu=True)
+    bystanders = UnrelatedMemory(CPU, [], looks_on_cpu=True)
     assert bystanders.nbytes(0) == storage_bytes([own])
     del array, shared
 

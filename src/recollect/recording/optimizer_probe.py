@@ -1,4 +1,4 @@
-"""Make a twin of an optimizer: the same class and settings over other parameters, to try out a step of it.
+"""Make a probe of an optimizer: the same class and settings over other, perhaps tiny, parameters, to try out a step of it.
 
 The optimizer itself is not touched, and neither is what it refers to.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from recollect._torch_private import FakeTensorMode
 StandIn = Callable[[torch.Tensor], torch.Tensor]
 
 
-def make_twin(optimizer: torch.optim.Optimizer, stand_in: StandIn) -> torch.optim.Optimizer:
+def make_probe(optimizer: torch.optim.Optimizer, stand_in: StandIn) -> torch.optim.Optimizer:
     """Return an optimizer with the settings of this one, without state, over stand-ins for its trained parameters.
 
     It is constructed anew from the parameter groups, and where its class does not allow that, copied.
@@ -39,11 +41,11 @@ def make_twin(optimizer: torch.optim.Optimizer, stand_in: StandIn) -> torch.opti
                 settings["foreach"] = False
             groups.append({**settings, "params": trained})
     try:
-        twin = _constructed(optimizer, groups)
+        probe = _constructed(optimizer, groups)
     except Exception:  # A foreign constructor may raise anything.
-        twin = _copied(optimizer, groups, stand_ins)
-    _give_overrides(twin, getattr(optimizer, "mng", None), stand_ins)
-    return twin
+        probe = _copied(optimizer, groups, stand_ins)
+    _give_overrides(probe, getattr(optimizer, "mng", None), stand_ins)
+    return probe
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
@@ -55,12 +57,12 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 def _constructed(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     accepted = inspect.signature(type(optimizer).__init__).parameters
     defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-    twin = type(optimizer)(groups, **defaults)
+    probe = type(optimizer)(groups, **defaults)
     # Settings that are no defaults of a parameter group.
     for name, value in vars(optimizer).items():
         if name not in ("defaults", "param_groups", "state") and _is_plain(value):
-            setattr(twin, name, copy.deepcopy(value))
-    return twin
+            setattr(probe, name, copy.deepcopy(value))
+    return probe
 
 
 def _is_plain(value: Any, depth: int = 2) -> bool:
@@ -82,29 +84,29 @@ def _copied(
     memo: dict[int, Any] = dict(stand_ins)
     for inner in (optimizer, *(v for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer))):
         memo[id(inner.state)] = defaultdict(dict)
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    memo[id(optimizer)] = twin
+    probe: torch.optim.Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = probe
     for name, value in vars(optimizer).items():
         # Schedulers and gradient scalers put functions in the place of methods, which would reach the optimizer itself.
         shadows_method = callable(value) and callable(getattr(type(optimizer), name, None))
         if shadows_method:
             continue
         is_hooks = isinstance(value, OrderedDict) and name.endswith("_hooks")
-        vars(twin)[name] = OrderedDict() if is_hooks else copy.deepcopy(value, memo)
-    if "param_groups" in vars(twin):  # Otherwise they are those of an optimizer in it.
-        twin.param_groups = groups
-    return twin
+        vars(probe)[name] = OrderedDict() if is_hooks else copy.deepcopy(value, memo)
+    if "param_groups" in vars(probe):  # Otherwise they are those of an optimizer in it.
+        probe.param_groups = groups
+    return probe
 
 
-def _give_overrides(twin: Any, manager: Any, stand_ins: Mapping[int, torch.Tensor]) -> None:
-    """Give the twin the settings of single parameters that bitsandbytes' manager has, by `id` or by module."""
+def _give_overrides(probe: Any, manager: Any, stand_ins: Mapping[int, torch.Tensor]) -> None:
+    """Give the probe the settings of single parameters that bitsandbytes' manager has, by `id` or by module."""
     if not hasattr(manager, "pid2config") or not hasattr(manager, "module_weight_config_triple"):
         return
     settings = dict(manager.pid2config)
     settings |= {id(getattr(module, name)): found for module, name, found in manager.module_weight_config_triple}
-    twin.mng = copy.copy(manager)
-    twin.mng.pid2config = {id(stand_ins[key]): found for key, found in settings.items() if key in stand_ins}
-    twin.mng.index2config, twin.mng.module_weight_config_triple = {}, []
+    probe.mng = copy.copy(manager)
+    probe.mng.pid2config = {id(stand_ins[key]): found for key, found in settings.items() if key in stand_ins}
+    probe.mng.index2config, probe.mng.module_weight_config_triple = {}, []
 
 
 class AnyNumber(FakeTensorMode):
@@ -116,9 +118,9 @@ class AnyNumber(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def give_gradients(twin: torch.optim.Optimizer, *, is_sparse: bool) -> None:
+def give_gradients(probe: torch.optim.Optimizer, *, is_sparse: bool) -> None:
     """Give each parameter a gradient: of ones, or with a single row."""
-    for group in twin.param_groups:
+    for group in probe.param_groups:
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 continue
@@ -128,3 +130,37 @@ def give_gradients(twin: torch.optim.Optimizer, *, is_sparse: bool) -> None:
                 parameter.grad = torch.sparse_coo_tensor(row, ones, parameter.shape, check_invariants=False)
             else:
                 parameter.grad = torch.ones_like(parameter)
+
+
+class TinyShapes:
+    """Maps parameter shapes to tiny shapes, whose numbers of elements identify them."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self._shapes: dict[tuple[int, ...], list[int]] = {}
+        # Products of two primes are not prime, so parameters, their rows, their columns and the squares of these cannot be
+        # confused; and none is 1, the size of the scalars that optimizers keep.
+        self._primes = (n for n in count(2) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+
+    def tiny(self, shape: torch.Size) -> list[int]:
+        """Return the tiny shape that represents a parameter's shape."""
+        if shape not in self._shapes:
+            numel = shape.numel()
+            if len(shape) < 2:
+                code = [next(self._primes)]
+            else:
+                # Of two dimensions the longer one stays the longer: Muon transposes by it.
+                smaller, larger = next(self._primes), next(self._primes)
+                last = [larger, smaller] if shape[-2] > shape[-1] else [smaller, larger]
+                code = [1] * (len(shape) - 2) + last
+                # Adafactor keeps a row and a column of a matrix instead of the whole; Muon multiplies it by its transpose.
+                for tiny, other in ((code[-2], shape[-1]), (code[-1], shape[-2])):
+                    self.sizes[tiny] = numel // max(other, 1)
+                    self.sizes[tiny * tiny] = self.sizes[tiny] ** 2
+            self.sizes[math.prod(code)] = numel
+            self._shapes[shape] = code
+        return self._shapes[shape]
+
+    def real_bytes(self, tensor: torch.Tensor) -> int:
+        """Return the bytes of the tensor that a tensor of the probe stands for."""
+        return self.sizes.get(tensor.numel(), tensor.numel()) * tensor.element_size()

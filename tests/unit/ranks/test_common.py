@@ -8,7 +8,7 @@ from typing import Any
 
 from recollect.profile.graph import PartRecord, UnitGraph
 from recollect.profile.profile import Profile
-from recollect.ranks.common_times import with_common_times
+from recollect.ranks.common import with_common_times
 from recollect.ranks.group import ALONE, Place, Ranks
 from toy_profile import layer, stack
 

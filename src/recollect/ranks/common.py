@@ -1,20 +1,23 @@
-"""Choose one plan for processes that recorded a step together, of the plans that each of them made."""
+"""Give processes that recorded a step together the same times, and choose one plan for them of those that each made."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
 from recollect.errors import PlanError
 from recollect.plans.digest import digest_of
 from recollect.plans.plan import Plan
+from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.ranks.group import Place, Ranks
 from recollect.simulation.decisions import decide, simulated_plan
 from recollect.simulation.simulate import simulate
 
-__all__ = ["check_same_plans", "common_plan"]
+__all__ = ["check_same_plans", "common_plan", "with_common_times"]
 
 # Of how many processes the plans are tried by all the others, those that need the most memory.
 _MOST_TRIED: Final = 4
@@ -74,3 +77,64 @@ def check_same_plans(plans: Sequence[Plan], ranks: Ranks) -> None:
 
 def _excess_and_slowdown(plan: Plan, budget_bytes: int) -> tuple[int, float]:
     return max(0, (plan.predicted_peak_bytes or 0) - budget_bytes), plan.predicted_slowdown or 0.0
+
+
+def with_common_times(profile: Profile, ranks: Ranks, place: Place = Place.START) -> Profile:
+    """Return a profile with the median of the times of all processes, where their units run the same ops on as many bytes.
+
+    So they make the same plan of them. The median, since each time was measured once in each process, and one that was
+    disturbed meanwhile says nothing about the step. The slowest process sets the pace, but of equal devices none is slower than
+    the others in every step.
+
+    Args:
+        profile: as this process recorded it.
+        ranks: those that recorded it together.
+        place: where they are.
+    """
+    if ranks.is_alone or profile.fake:
+        return profile
+    own = list(_times(profile))
+    found = ranks.gather((_fingerprint(profile), own), place)
+    if len({fingerprint for fingerprint, _ in found}) > 1:
+        return profile
+    return _with_times(profile, (statistics.median(times) for times in zip(*(its for _, its in found), strict=True)))
+
+
+def _times(profile: Profile) -> Iterator[float]:
+    yield from (profile.step_s, profile.gather_latency_s, profile.gather_s_per_byte)
+    for graph in profile.graphs:
+        yield graph.tape_s
+        yield from (seconds for _, seconds in graph.module_tape_s)
+        yield from (op.time_s for op in graph.ops)
+        yield from (part.gather_s for part in graph.parts)
+
+
+def _with_times(profile: Profile, times: Iterator[float]) -> Profile:
+    """Return a profile with other times, in the order of `_times`."""
+    step_s, gather_latency_s, gather_s_per_byte = (next(times) for _ in range(3))
+    graphs = tuple(
+        replace(
+            graph,
+            tape_s=next(times),
+            module_tape_s=tuple((module, next(times)) for module, _ in graph.module_tape_s),
+            ops=tuple(replace(op, time_s=next(times)) for op in graph.ops),
+            parts=tuple(replace(part, gather_s=next(times)) for part in graph.parts),
+        )
+        for graph in profile.graphs
+    )
+    return replace(
+        profile, graphs=graphs, step_s=step_s, gather_latency_s=gather_latency_s, gather_s_per_byte=gather_s_per_byte
+    )
+
+
+def _fingerprint(profile: Profile) -> str:
+    """Return a digest of what the times belong to."""
+    words = [repr([(call.path, call.graph, call.num_runs) for call in profile.calls])]
+    words += [_words(graph) for graph in profile.graphs]
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()
+
+
+def _words(graph: UnitGraph) -> str:
+    ops = [(op.name, op.inputs, op.outputs) for op in graph.ops]
+    parts = [(part.value, part.nbytes) for part in graph.parts]
+    return repr(([module for module, _ in graph.module_tape_s], [value.nbytes for value in graph.values], ops, parts))

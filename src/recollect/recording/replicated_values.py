@@ -3,27 +3,78 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from recollect._torch_parallel import gathered
+from recollect._torch_parallel import gathered, group_ranks
+from recollect._torch_private import tree_leaves
 from recollect.costs.modelled_costs import ModelledCosts
 from recollect.costs.op_costs import timed_alone
 from recollect.engine.facts import OpFacts
 from recollect.engine.sharded_keep import Shards, content_of, shards_of
 from recollect.plans.value_names import collective_kind
 from recollect.profile.graph import PartRecord
-from recollect.recording.alike_tensors import AlikeTensors
 from recollect.recording.recorded_call import RecordedCall
+from recollect.recording.trackers import storage_of
 
 __all__ = ["RanksWithParts"]
 
 _SMALL_BYTES, _LARGE_BYTES = 64, 1 << 22
 _NUM_SAMPLES: Final = 5
+
+
+_ALIKE: Final = "_recollect_alike"
+_GATHERING: Final = ("all_reduce", "all_gather", "broadcast")
+
+
+class _AlikeTensors:
+    """Which tensors of a step on fake tensors are the same on all ranks, as far as what they are made of tells.
+
+    An op makes the same of the same, and so do collectives of all the ranks together. Integers are left out, with all that is
+    made of them: ranks count from places of their own in what they share, such as a vocabulary, by numbers that ops are given.
+    What a plan then holds as parts is compared when it is applied.
+
+    Args:
+        ranks: that hold parts.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = frozenset(ranks)
+
+    def begin(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take parameters, buffers and the batch, which ranks share unless they are parts."""
+        for tensor in tensors:
+            # Not by type: to import DTensor takes a second, and plain models have none.
+            placements = getattr(tensor, "placements", ())
+            if all(placement.is_replicate() for placement in placements):
+                self._mark(tensor.to_local() if placements else tensor, is_alike=True)  # type: ignore[attr-defined]
+
+    def after_op(self, func: Any, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> None:
+        """Follow an op."""
+        inputs = list(_tensors((args, kwargs)))
+        is_alike = bool(inputs) and all(map(self.is_alike, inputs)) and not facts.is_random
+        if func.namespace in ("c10d_functional", "_c10d_functional") and "wait" not in func.__name__:
+            whole = self._ranks <= set(group_ranks(tree_leaves((args, kwargs))))
+            is_alike = any(word in func.__name__ for word in _GATHERING) if whole else is_alike
+        for tensor in _tensors(output):
+            self._mark(tensor, is_alike=is_alike)
+
+    def is_alike(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the same on all ranks."""
+        return getattr(storage_of(tensor), _ALIKE, False)
+
+    def _mark(self, tensor: torch.Tensor, *, is_alike: bool) -> None:
+        storage = storage_of(tensor)
+        if storage is not None:
+            setattr(storage, _ALIKE, is_alike and tensor.dtype.is_floating_point)
+
+
+def _tensors(found: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor))
 
 
 class RanksWithParts:
@@ -39,7 +90,7 @@ class RanksWithParts:
         self._shards = shards
         self._device = device
         self._modelled = modelled
-        self._alike = None if modelled is None else AlikeTensors(shards.ranks)
+        self._alike = None if modelled is None else _AlikeTensors(shards.ranks)
 
     @classmethod
     def of(cls, model: nn.Module, device: torch.device, modelled: ModelledCosts | None) -> RanksWithParts | None:
