@@ -18,14 +18,11 @@ from recollect.costs.modelled_costs import ModelledCosts, Traffic
 from recollect.engine.sharded_keep import distribute_saved_activations
 from recollect.errors import ConfigError
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.parallel.context import context_parallel, route_parts
 from recollect.lab.parallel.data import data_parallel
-from recollect.lab.parallel.expert import expert_parallel
 from recollect.lab.parallel.flags import Sharding
 from recollect.lab.parallel.layout import DeviceLayout
-from recollect.lab.parallel.mesh import LayoutMesh, layout_mesh
+from recollect.lab.parallel.mesh import LayoutMesh, layout_mesh, share_model
 from recollect.lab.parallel.stages import StageModel
-from recollect.lab.parallel.tensor import tensor_parallel
 from recollect.profile.profile import Profile
 from recollect.recording.record import record_with
 
@@ -215,22 +212,9 @@ def _built(step: ClusterStep, layers: range, mesh: LayoutMesh) -> StageModel:
         model = StageModel(step.config, layers)
     # FSDP2 shards the weights that the optimizer steps over, and gathers them in the narrow dtype.
     model = model.to(torch.float32 if step.sharding == "all" else narrow).train()
-    if step.layout.tensor_model_parallel_size > 1:
-        layout = step.layout
-        tensor_parallel(
-            model,
-            mesh.tensor,
-            sequence_parallel=layout.sequence_parallel,
-            has_whole_experts=layout.has_whole_experts,
-        )
+    share_model(model, step.layout, mesh, balanced=True)
     if step.holds_parts:
         distribute_saved_activations(model, mesh.tensor.get_group())
-    if step.layout.context_parallel_size > 1:
-        context_parallel(model, mesh.context)
-    if step.layout.expert_model_parallel_size > 1:
-        expert_parallel(model, mesh.expert, balanced=True)
-    if step.layout.has_whole_experts:
-        route_parts(model, mesh.sequence)
     if step.sharding == "all":
         precision = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
         experts = mesh.replicas if step.layout.expert_model_parallel_size > 1 else None

@@ -7,7 +7,7 @@ from typing import Literal
 
 from tyro.conf import FlagCreatePairsOff
 
-from recollect.errors import ConfigError, NotYetError
+from recollect.errors import ConfigError
 from recollect.lab.parallel.layout import DeviceLayout
 
 __all__ = ["ParallelFlags", "Sharding"]
@@ -60,23 +60,6 @@ class ParallelFlags:
         if self.use_torch_fsdp2:
             return "all"
         return "optimizer" if self.use_distributed_optimizer else "none"
-
-    def refuse_missing(self, *names: str) -> None:
-        """Refuse the flags that are not built yet where this is called.
-
-        Args:
-            *names: sizes that may only be 1 there.
-
-        Raises:
-            NotYetError: one of them is larger; names it.
-        """
-        for name in names:
-            if getattr(self, name) != 1:
-                raise NotYetError(
-                    settings={name: getattr(self, name)},
-                    needs=f"{name.partition('_')[0]} parallelism here",
-                    advice="Leave it out.",
-                )
 
     def layout(self, data_parallel_size: int = 1) -> DeviceLayout:
         """Return the layout with some number of ranks of data parallelism.

@@ -1,4 +1,4 @@
-"""The device mesh of a layout: which ranks share what."""
+"""The device mesh of a layout: which ranks share what, and a model that they share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from torch.distributed import get_world_size
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from recollect._torch_parallel import flat_mesh
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.parallel.context import context_parallel, route_parts
+from recollect.lab.parallel.expert import balance_over, expert_parallel
 from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.tensor import tensor_parallel
 
-__all__ = ["LayoutMesh", "layout_mesh"]
+__all__ = ["LayoutMesh", "layout_mesh", "share_model"]
 
 
 @dataclass(frozen=True)
@@ -82,3 +86,29 @@ def layout_mesh(layout: DeviceLayout, device_type: str = "cpu") -> LayoutMesh:
     axes["expert"] += own
     views = {name: mesh[dims[0]] if len(dims) == 1 else flat_mesh(mesh[dims]) for name, dims in axes.items()}
     return LayoutMesh(pipeline=mesh["pipeline"], tensor=mesh["tensor"], **views)
+
+
+def share_model(model: GPTModel, layout: DeviceLayout, mesh: LayoutMesh, *, balanced: bool = False) -> None:
+    """Leave this rank its part of each matrix, sequence and layer of experts; nothing is wrapped.
+
+    Args:
+        model: the whole model, or a stage of a pipeline; changed in place.
+        layout: that of the mesh.
+        mesh: what to share it among.
+        balanced: see `expert_parallel`.
+    """
+    if layout.tensor_model_parallel_size > 1:
+        tensor_parallel(
+            model,
+            mesh.tensor,
+            sequence_parallel=layout.sequence_parallel,
+            has_whole_experts=layout.has_whole_experts,
+        )
+    if layout.context_parallel_size > 1:
+        context_parallel(model, mesh.context)
+    if layout.expert_model_parallel_size > 1:
+        expert_parallel(model, mesh.expert, balanced=balanced)
+    if layout.has_whole_experts:
+        route_parts(model, mesh.sequence)
+    if mesh.tokens.size() > 1:
+        balance_over(model, mesh.tokens)

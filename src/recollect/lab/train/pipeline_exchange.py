@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recollect.lab.parallel.mesh import LayoutMesh
-from recollect.lab.parallel.pipeline_rank import PipelineRank
 from recollect.lab.parallel.pipeline_step import PipelineStep
+from recollect.lab.parallel.stages import PipelineRank
 from recollect.lab.train.exchange import RanksExchange, local_part
 from recollect.lab.train.processes import Processes
 

@@ -15,8 +15,8 @@ import recollect
 from recollect.errors import PlanError, PlanFormatError
 from recollect.fields import Field, read_document, read_file
 from recollect.integrations.megatron import megatron_stage_plans
-from recollect.lab.parallel.pipeline_rank import LossStage, PipelineRank
 from recollect.lab.parallel.pipeline_step import received
+from recollect.lab.parallel.stages import LossStage, PipelineRank
 from recollect.lab.train.optim import build_optimizer
 from recollect.lab.train.pipeline_exchange import PipelineExchange
 from recollect.lab.train.session import Session
