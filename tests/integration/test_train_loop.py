@@ -22,8 +22,7 @@ from recollect.lab.train.files import remove
 from recollect.lab.train.loop import train
 from recollect.lab.train.memory import measure_step, resident_bytes
 from recollect.lab.train.metrics import MetricsFile
-from recollect.lab.train.optim import build_optimizer, learning_rate_at
-from recollect.lab.train.optimizer_step import train_step
+from recollect.lab.train.optimizer_step import build_optimizer, learning_rate_at, train_step
 from recollect.lab.train.processes import ONE_PROCESS
 from recollect.lab.train.records import Baseline, Outcome, StepRecord
 from recollect.lab.train.session import open_session

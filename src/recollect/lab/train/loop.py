@@ -27,8 +27,13 @@ from recollect.lab.train.display import LiveDisplay, PlainDisplay
 from recollect.lab.train.files import only_run_in
 from recollect.lab.train.memory import measure_step
 from recollect.lab.train.metrics import MetricsFile, TensorBoardLog
-from recollect.lab.train.optim import learning_rate_at, set_learning_rate
-from recollect.lab.train.optimizer_step import resolve_device, train_step, validation_loss
+from recollect.lab.train.optimizer_step import (
+    learning_rate_at,
+    resolve_device,
+    set_learning_rate,
+    train_step,
+    validation_loss,
+)
 from recollect.lab.train.pipeline_plans import PipelinePlans
 from recollect.lab.train.prepare import prepare
 from recollect.lab.train.processes import Processes, joined_processes, num_processes

@@ -23,7 +23,7 @@ from recollect.errors import CheckpointError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.parallel.fused_rows import whole_rows
 from recollect.lab.parallel.tensor import fused_parameters
-from recollect.lab.train.optim import parameter_names
+from recollect.lab.train.optimizer_step import parameter_names
 from recollect.recording.gathered_stage import free_gathered
 
 __all__ = ["LoadByWholeRows", "SaveByWholeRows", "StoredState"]

@@ -21,10 +21,8 @@ from recollect.lab.parallel.pipeline_step import PipelineStep
 from recollect.lab.parallel.stages import pipeline_rank
 from recollect.lab.parallel.tensor import fused_parameters
 from recollect.lab.train.config import TrainConfig
-from recollect.lab.train.exchange import Exchange, exchange_of
-from recollect.lab.train.optim import build_optimizer
-from recollect.lab.train.optimizer_step import resolve_device
-from recollect.lab.train.pipeline_exchange import PipelineExchange
+from recollect.lab.train.exchange import Exchange, PipelineExchange, exchange_of
+from recollect.lab.train.optimizer_step import build_optimizer, resolve_device
 from recollect.lab.train.processes import Processes
 from recollect.lab.train.stored_state import Fused, parts_of
 
