@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,16 +69,3 @@ class Outcome:
     def measured_peak_bytes(self) -> int | None:
         """Largest measured peak of a step, None if none was measured."""
         return max((record.peak_bytes for record in self.records if record.peak_bytes is not None), default=None)
-
-
-class Log(Protocol):
-    """Somewhere that a run's records go."""
-
-    def note(self, text: str) -> None:
-        """Take a line about the run."""
-
-    def write(self, record: StepRecord) -> None:
-        """Take one step."""
-
-    def close(self) -> None:
-        """Finish; called once, also after an error."""

@@ -1,20 +1,124 @@
-"""Show the progress of a run: a live line on a terminal, plain lines elsewhere."""
+"""Where the records of a run go: a file with one JSON object per step, TensorBoard events, a live line or plain lines."""
 
 from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 from recollect.byte_format import format_bytes
+from recollect.errors import CheckpointError
+from recollect.extras import needed
+from recollect.lab.train.files import write_text
 from recollect.lab.train.records import StepRecord
 from recollect.printing import print_line
+from recollect.warning import warn_user
 
 _PLAIN_LINES = 20  # readable in the log of a whole run
 _BAR_AND_TIME = 4 + len("0:00:00") + 3  # columns at least: the shortest bar, the time that remains, the gaps
 
 
-class LiveDisplay:
+class Log:
+    """Somewhere that a run's records go."""
+
+    def note(self, text: str) -> None:
+        """Take a line about the run; where there are only numbers, do nothing."""
+
+    def write(self, record: StepRecord) -> None:
+        """Take one step."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Finish; called once, also after an error."""
+
+
+class MetricsFile(Log):
+    """Append one JSON object per step to `path`.
+
+    Args:
+        path: the file, created if missing.
+        first_step: steps completed before.
+
+    Lines after `first_step` are removed first: a killed run may have written steps after its last checkpoint, which the resumed
+    run repeats. Floats read back to the same bits.
+
+    Raises:
+        CheckpointError: a line of the file is no record.
+
+    Warns:
+        UserWarning: the last line is half of one, as a killed process leaves it, and is removed.
+    """
+
+    def __init__(self, path: Path, *, first_step: int) -> None:
+        if path.exists():
+            kept = [line for step, line in _records_in(path) if step <= first_step]
+            write_text(path, "".join(kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: StepRecord) -> None:
+        """Append one line and flush it, so that a killed process loses none."""
+        fields = {name: value for name, value in dataclasses.asdict(record).items() if value is not None}
+        self._file.write(json.dumps(fields) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardLog(Log):
+    """Write each number of a record as a TensorBoard scalar.
+
+    Args:
+        folder: folder of the event files.
+        first_step: steps completed before; events of later steps are removed.
+
+    Raises:
+        MissingPackageError: the package `tensorboard` is not installed.
+    """
+
+    def __init__(self, folder: Path, *, first_step: int) -> None:
+        with needed("tensorboard", by="--tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+        # The resumed run repeats the steps after the checkpoint.
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step + 1)
+
+    def write(self, record: StepRecord) -> None:
+        """Add the record's numbers."""
+        for name, value in dataclasses.asdict(record).items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+def _records_in(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the step of each line, and the line."""
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError, IndexError):
+            step = None
+        if isinstance(step, int) and step > 0:
+            yield step, line.decode().rstrip() + "\n"
+        elif line.endswith(b"\n"):
+            raise CheckpointError(
+                f'{path}: line {number} is {line[:40]!r}, expected a JSON object with "step", from 1. Remove the line, or move '
+                "the file away: the run goes on either way, and only what the file said of earlier steps is lost."
+            )
+        else:
+            warn_user(f"{path}: line {number} is half of one, as a killed process leaves it, and is removed.")
+
+
+class LiveDisplay(Log):
     """Show loss, speed and peak in one line that is updated; notes scroll above it."""
 
     def __init__(self, console: Console, *, total_steps: int, first_step: int, budget_bytes: int | None) -> None:
@@ -57,7 +161,7 @@ class LiveDisplay:
         self._progress.stop()
 
 
-class PlainDisplay:
+class PlainDisplay(Log):
     """Print about twenty lines per run, or one every `every` steps, and one for each validation or measured peak."""
 
     def __init__(
@@ -83,9 +187,6 @@ class PlainDisplay:
                 budget_bytes=self._budget_bytes,
             )
             self.note(f"step {record.step}/{self._total_steps}  {text}")
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
 
 
 def describe(
