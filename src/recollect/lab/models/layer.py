@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recollect.lab.models.attention import SelfAttention
+from recollect.lab.models.attention import LatentAttention, SelfAttention
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.models.latent_attention import LatentAttention
 from recollect.lab.models.mlp import MLP
 from recollect.lab.models.moe import MoELayer
 from recollect.lab.models.norm import build_norm

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -11,31 +10,20 @@ from recollect.lab.models.config import TransformerConfig
 __all__ = ["LayerNorm", "RMSNorm", "build_norm"]
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """Root mean square norm; one fused kernel on CUDA, plain ops on a CPU."""
 
-    def __init__(self, channels: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(channels))
-        self.epsilon = epsilon
-
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.epsilon)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(nn.LayerNorm):
     """Normalise to mean 0 and variance 1, then scale and shift."""
 
-    def __init__(self, channels: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(channels))
-        self.bias = nn.Parameter(torch.zeros(channels))
-        self.epsilon = epsilon
-
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.epsilon)
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
 def build_norm(config: TransformerConfig, channels: int) -> LayerNorm | RMSNorm:

@@ -24,9 +24,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from recollect.lab.models.attention import SelfAttention
+from recollect.lab.models.attention import LatentAttention, SelfAttention, UpProjection
 from recollect.lab.models.gpt import IGNORE_INDEX, GPTModel
-from recollect.lab.models.latent_attention import LatentAttention, UpProjection
 from recollect.lab.models.linear import Linear
 from recollect.lab.models.mlp import MLP
 from recollect.lab.models.moe import MoELayer

@@ -21,11 +21,13 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.checkpoint import (
     CHANGEABLE,
     Checkpoint,
+    Manifest,
     check_identity,
     environment,
     find_damage,
     list_checkpoints,
     load_checkpoint,
+    read_manifest,
     refuse_damage,
     rng_state,
     set_rng_state,
@@ -34,7 +36,6 @@ from recollect.lab.train.checkpoint import (
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.corpus import Corpus, load_corpus
 from recollect.lab.train.files import read_object, remove_partial, write_text
-from recollect.lab.train.manifest import Manifest, read_manifest
 from recollect.lab.train.optimizer_step import resolve_device
 from recollect.lab.train.processes import ONE_PROCESS, Processes
 from recollect.lab.train.sharded_checkpoint import ShardedCheckpoints, read_random_states, read_tensors

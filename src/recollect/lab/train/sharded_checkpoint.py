@@ -25,9 +25,15 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from recollect.errors import CheckpointError
-from recollect.lab.train.checkpoint import folder_path, keep_newest, rng_state
+from recollect.lab.train.checkpoint import (
+    Manifest,
+    checksum_of,
+    folder_path,
+    keep_newest,
+    rng_state,
+    write_manifest,
+)
 from recollect.lab.train.files import publish, unpublished, write_atomically, write_text
-from recollect.lab.train.manifest import Manifest, checksum_of, write_manifest
 from recollect.lab.train.stored_state import LoadByWholeRows, SaveByWholeRows, StoredState
 
 __all__ = ["ShardedCheckpoints", "read_random_states", "read_tensors"]
