@@ -11,10 +11,9 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from recollect.lab.models.config_checks import check
-from recollect.lab.models.config_fields import TransformerFields
+from recollect.lab.models.config_fields import TransformerFields, check
 
-__all__ = ["TransformerConfig", "active_parameters", "all_parameters"]
+__all__ = ["TransformerConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,81 +84,70 @@ class TransformerConfig(TransformerFields):
 
     @property
     def num_parameters(self) -> int:
-        """Exact number of trainable parameters, including multi-token prediction; a tied matrix counts once."""
-        return all_parameters(self)
+        """Exact number of trainable parameters, including multi-token prediction.
+
+        A tied matrix counts once; the biases of auxiliary-loss-free routing are buffers and do not count.
+        """
+        experts = self.num_moe_experts or 0
+        mtp_layer = self._layer(self.num_layers, experts) + 3 * self._norm(self.hidden_size)
+        mtp_layer += 2 * self.hidden_size**2  # eh_proj maps both norms' outputs to one
+        return self._decoder(experts) + (self.mtp_num_layers or 0) * mtp_layer
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters used to predict one token: of the routed experts, `moe_router_topk`."""
-        return active_parameters(self)
+        """Parameters used to predict one token.
 
+        Of the routed experts, `moe_router_topk` count; multi-token prediction does not. Embeddings count in full, as in
+        published figures.
+        """
+        return self._decoder(self.moe_router_topk)
 
-def all_parameters(config: TransformerFields) -> int:
-    """Count the trainable parameters of a model.
+    def layer_weights(self, layer: int, experts: int) -> int:
+        """Count the weights in the matrices of a layer.
 
-    A tied matrix counts once; the biases of auxiliary-loss-free routing are buffers and do not count.
-    """
-    experts = config.num_moe_experts or 0
-    mtp_layer = _layer(config, config.num_layers, experts) + 3 * _norm(config, config.hidden_size)
-    mtp_layer += 2 * config.hidden_size**2  # eh_proj maps both norms' outputs to one
-    return _decoder(config, experts) + (config.mtp_num_layers or 0) * mtp_layer
+        Args:
+            layer: from 0; see `is_moe_layer`.
+            experts: how many of its routed experts count.
+        """
+        d, heads = self.hidden_size, self.num_attention_heads
+        if self.multi_latent_attention:
+            queries = heads * (self.qk_head_dim + self.qk_pos_emb_head_dim)
+            weights = d * queries if self.q_lora_rank is None else self.q_lora_rank * (d + queries)
+            weights += d * (self.kv_lora_rank + self.qk_pos_emb_head_dim)
+            weights += self.kv_lora_rank * heads * (self.qk_head_dim + self.v_head_dim) + heads * self.v_head_dim * d
+        else:
+            weights = d * self.kv_channels * 2 * (heads + self.num_query_groups)
+        widths = self._widths(layer, experts)
+        router = d * (self.num_moe_experts or 0) if self.is_moe_layer(layer) else 0
+        return weights + router + (3 if self.gated_linear_unit else 2) * d * sum(widths)
 
+    def _widths(self, layer: int, experts: int) -> list[int]:
+        """Return the widths inside the MLPs of a layer."""
+        if not self.is_moe_layer(layer):
+            return [self.ffn_hidden_size]
+        shared = self.moe_shared_expert_intermediate_size
+        return [self.moe_ffn_hidden_size] * experts + ([] if shared is None else [shared])
 
-def active_parameters(config: TransformerFields) -> int:
-    """Count the parameters used to predict one token.
+    def _decoder(self, experts: int) -> int:
+        d = self.hidden_size
+        matrices = 1 if self.share_embeddings_and_output_weights else 2
+        positions = self.max_position_embeddings if self.position_embedding_type == "learned_absolute" else 0
+        layers = sum(self._layer(layer, experts) for layer in range(self.num_layers))
+        return (matrices * self.vocab_size + positions) * d + layers + self._norm(d)
 
-    Of the routed experts, `moe_router_topk` count; multi-token prediction does not. Embeddings count in full, as in published
-    figures.
-    """
-    return _decoder(config, config.moe_router_topk)
+    def _layer(self, layer: int, experts: int) -> int:
+        """Count the parameters of a layer: its matrices, norms and biases."""
+        count = self.layer_weights(layer, experts) + 2 * self._norm(self.hidden_size)
+        if self.multi_latent_attention:
+            count += sum(self._norm(rank) for rank in (self.q_lora_rank, self.kv_lora_rank) if rank is not None)
+        elif self.add_bias_linear or self.add_qkv_bias:
+            count += (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+        if self.add_bias_linear:
+            # Of latent attention, as in Megatron, only the projection out of it has one.
+            count += self.hidden_size
+            gates = 2 if self.gated_linear_unit else 1
+            count += sum(gates * width + self.hidden_size for width in self._widths(layer, experts))
+        return count
 
-
-def _decoder(config: TransformerFields, experts: int) -> int:
-    d = config.hidden_size
-    matrices = 1 if config.share_embeddings_and_output_weights else 2
-    positions = config.max_position_embeddings if config.position_embedding_type == "learned_absolute" else 0
-    layers = sum(_layer(config, index, experts) for index in range(config.num_layers))
-    return (matrices * config.vocab_size + positions) * d + layers + _norm(config, d)
-
-
-def _layer(config: TransformerFields, index: int, experts: int) -> int:
-    attention = _latent_attention(config) if config.multi_latent_attention else _attention(config)
-    mlp = _experts(config, experts) if config.is_moe_layer(index) else _mlp(config, config.ffn_hidden_size)
-    return attention + mlp + 2 * _norm(config, config.hidden_size)
-
-
-def _norm(config: TransformerFields, channels: int) -> int:
-    return 2 * channels if config.normalization == "LayerNorm" else channels
-
-
-def _attention(config: TransformerFields) -> int:
-    d, c = config.hidden_size, config.kv_channels
-    qkv = (config.num_attention_heads + 2 * config.num_query_groups) * c
-    qkv_bias = qkv if config.add_bias_linear or config.add_qkv_bias else 0
-    return d * qkv + qkv_bias + config.num_attention_heads * c * d + (d if config.add_bias_linear else 0)
-
-
-def _latent_attention(config: TransformerFields) -> int:
-    d, heads = config.hidden_size, config.num_attention_heads
-    q = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
-    if config.q_lora_rank is None:
-        count = d * q
-    else:
-        count = (d + q) * config.q_lora_rank + _norm(config, config.q_lora_rank)
-    count += d * (config.kv_lora_rank + config.qk_pos_emb_head_dim) + _norm(config, config.kv_lora_rank)
-    count += config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
-    # As in Megatron, only the projection out of the attention may have a bias.
-    return count + heads * config.v_head_dim * d + (d if config.add_bias_linear else 0)
-
-
-def _mlp(config: TransformerFields, width: int) -> int:
-    into = (2 if config.gated_linear_unit else 1) * width
-    biases = into + config.hidden_size if config.add_bias_linear else 0
-    return config.hidden_size * (into + width) + biases
-
-
-def _experts(config: TransformerFields, experts: int) -> int:
-    router = config.hidden_size * (config.num_moe_experts or 0)
-    shared = config.moe_shared_expert_intermediate_size
-    count = router + experts * _mlp(config, config.moe_ffn_hidden_size)
-    return count if shared is None else count + _mlp(config, shared)
+    def _norm(self, channels: int) -> int:
+        return 2 * channels if self.normalization == "LayerNorm" else channels

@@ -24,7 +24,7 @@ from recollect.lab.parallel.pipeline_step import PipelineStep
 from recollect.lab.parallel.stages import PipelineRank
 from recollect.lab.train.processes import Processes
 
-__all__ = ["Exchange", "PipelineExchange", "exchange_of"]
+__all__ = ["Exchange", "PipelineExchange", "exchange_of", "local_part"]
 
 # As in `torch.nn.utils.clip_grad_norm_`.
 _EPSILON = 1e-6
@@ -120,7 +120,7 @@ class _RanksExchange(Exchange):
                 continue
             # Those of experts are sums over the ranks that share them already.
             mesh = self._replicas if id(parameter) in self._of_experts else self._gradients
-            gradient = _local_part(parameter.grad)
+            gradient = local_part(parameter.grad)
             work = dist.all_reduce(gradient, group=mesh.get_group(), async_op=True) if mesh.size() > 1 else None
             waiting.append((gradient, work))
         for gradient, work in waiting:
@@ -136,7 +136,7 @@ class _RanksExchange(Exchange):
             scale = max_norm / (norm + _EPSILON)
             for parameter in own:
                 assert parameter.grad is not None
-                _local_part(parameter.grad).mul_(scale)
+                local_part(parameter.grad).mul_(scale)
         return norm
 
     def _norm(self, parameters: Sequence[nn.Parameter]) -> float:
@@ -240,7 +240,7 @@ def exchange_of(processes: Processes, trained: nn.Module) -> Exchange:
     return _RanksExchange(processes, processes.mesh, trained)
 
 
-def _local_part(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """Return what is here of a tensor, which shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -258,4 +258,4 @@ def _own_rows(parameter: nn.Parameter) -> Tensor:
         assert isinstance(gradient, DTensor)
         gradient = gradient.redistribute(placements=parameter.placements)
         parameter.grad = gradient
-    return _local_part(gradient)
+    return local_part(gradient)
