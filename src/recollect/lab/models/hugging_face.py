@@ -20,9 +20,8 @@ from recollect.extras import needed
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.hugging_face_architecture import Architecture
-from recollect.lab.models.hugging_face_deepseek_v3 import DEEPSEEK_V3
+from recollect.lab.models.hugging_face_decoders import DEEPSEEK_V3, LLAMA, MIXTRAL
 from recollect.lab.models.hugging_face_gpt2 import GPT2
-from recollect.lab.models.hugging_face_llama import LLAMA, MIXTRAL
 from recollect.lab.models.weight_rules import WeightRule, convert, convert_back
 
 with needed("safetensors", by="a Hugging Face checkpoint"):

@@ -11,22 +11,7 @@ from recollect.errors import UnsupportedModelError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.weight_rules import WeightRule
 
-__all__ = ["DECODER_DEFAULTS", "DECODER_FIELDS", "Architecture", "require"]
-
-# The fields that Llama and its successors share: their name by ours.
-DECODER_FIELDS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "layernorm_epsilon": "rms_norm_eps",
-    "attention_dropout": "attention_dropout",
-    "init_method_std": "initializer_range",
-    "share_embeddings_and_output_weights": "tie_word_embeddings",
-}
-DECODER_DEFAULTS = {"attention_dropout": 0.0, "initializer_range": 0.02, "tie_word_embeddings": False}
+__all__ = ["Architecture", "require"]
 
 # How a model is trained, not what it computes: `config.json` has no such fields.
 _NOT_IN_FILE = frozenset(
