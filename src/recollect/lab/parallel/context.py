@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from recollect._torch_parallel import gathered_with_gradient, summed
 from recollect.lab.models.attention import LatentAttention, SelfAttention
-from recollect.lab.models.embedding import LanguageModelEmbedding
-from recollect.lab.models.gpt import IGNORE_INDEX, GPTModel
+from recollect.lab.models.gpt import IGNORE_INDEX, GPTModel, LanguageModelEmbedding
 from recollect.lab.models.rotary import RotaryEmbedding
 from recollect.lab.models.router import TopKRouter
 from recollect.lab.models.sequence import WholeSequence

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from recollect.errors import DataError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel, GPTOutput
-from recollect.lab.models.layer import TransformerLayer
-from recollect.lab.models.multi_token_prediction import MultiTokenPrediction
+from recollect.lab.models.layer import MultiTokenPrediction, TransformerLayer
 from recollect.lab.models.router import RouterStatistics
 
 __all__ = ["LossStage", "PipelineRank", "StageModel", "cut_stage", "pipeline_rank"]
