@@ -5,7 +5,7 @@ Each rule makes one of our tensors and reads only what it needs, so a checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recollect.errors import CheckpointError
 
-__all__ = ["Layout", "WeightRule", "convert", "convert_back", "rename"]
+__all__ = ["Layout", "WeightRule", "rename"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,37 +114,3 @@ def rename(ours: str, *theirs: str, is_extra: bool = False) -> WeightRule:
         'output_layer.weight'
     """
     return WeightRule(ours, tuple(Layout((name,)) for name in theirs), is_extra=is_extra)
-
-
-def convert(rules: Iterable[WeightRule], theirs: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield our tensors from their checkpoint one by one, with our names.
-
-    Args:
-        rules: the rules of the architecture.
-        theirs: their tensors by name; lookups may read files.
-
-    Raises:
-        CheckpointError: a tensor is missing.
-
-    Example:
-        >>> dict(convert([rename("a", "b")], {"b": torch.tensor(1)}))
-        {'a': tensor(1)}
-    """
-    for rule in rules:
-        if not rule.is_extra:
-            yield rule.ours, rule.read(theirs)
-
-
-def convert_back(rules: Iterable[WeightRule], ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of their checkpoint one by one, with their names, as views of ours.
-
-    Args:
-        rules: the rules of the architecture.
-        ours: the state of our model.
-
-    Example:
-        >>> dict(convert_back([rename("a", "b")], {"a": torch.tensor(1)}))
-        {'b': tensor(1)}
-    """
-    for rule in rules:
-        yield from rule.write(ours[rule.ours])

@@ -8,8 +8,14 @@ from typing import get_args
 
 from recollect.byte_format import format_bytes
 from recollect.errors import ConfigError
-from recollect.lab.parallel.cluster_schedule import schedule_of_step, send_s
-from recollect.lab.parallel.cluster_step import Axis, ClusterStep, RecordedStages, record_stages
+from recollect.lab.parallel.cluster_step import (
+    Axis,
+    ClusterStep,
+    RecordedStages,
+    record_stages,
+    schedule_of_step,
+    send_s,
+)
 from recollect.pipelines.pipeline_plan import PipelinePlan
 from recollect.pipelines.plan_pipeline import plan_pipeline
 from recollect.pipelines.schedule import INPUT

@@ -24,7 +24,6 @@ from torch.profiler import ProfilerActivity
 import recollect
 from recollect.lab.train.config import ProfileFlags, TrainConfig
 from recollect.lab.train.files import only_run_in
-from recollect.lab.train.logs import LiveDisplay, Log, MetricsFile, PlainDisplay, TensorBoardLog
 from recollect.lab.train.memory import measure_step
 from recollect.lab.train.optimizer_step import (
     learning_rate_at,
@@ -36,7 +35,7 @@ from recollect.lab.train.optimizer_step import (
 from recollect.lab.train.pipeline_plans import PipelinePlans
 from recollect.lab.train.prepare import prepare
 from recollect.lab.train.processes import Processes, joined_processes, num_processes
-from recollect.lab.train.records import Outcome, StepRecord
+from recollect.lab.train.records import LiveDisplay, Log, MetricsFile, Outcome, PlainDisplay, StepRecord, TensorBoardLog
 from recollect.lab.train.session import Session, open_session
 from recollect.measuring.device_memory import memory_bytes
 from recollect.plans.plan import Plan
