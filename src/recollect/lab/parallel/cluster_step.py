@@ -24,8 +24,7 @@ from recollect.engine.sharded_keep import distribute_saved_activations
 from recollect.errors import ConfigError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.data import data_parallel
-from recollect.lab.parallel.flags import Sharding
-from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.layout import DeviceLayout, Sharding
 from recollect.lab.parallel.mesh import LayoutMesh, layout_mesh, share_model
 from recollect.lab.parallel.stages import StageModel
 from recollect.pipelines.schedule import Loop, PipelineSchedule, schedule_of

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from recollect.errors import ConfigError, HardwareError, NotYetError
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.parallel.flags import Sharding
-from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.layout import DeviceLayout, Sharding
 from recollect.lab.parallel.mesh import LayoutMesh, layout_mesh
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.launched import num_launched

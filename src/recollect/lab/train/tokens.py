@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,17 +71,10 @@ class FileTokenizer:
 
     def encode(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """Yield the ids of each text, then the separator if there is one."""
-        waiting: list[str] = []
-        for text in texts:
-            waiting.append(text)
-            if len(waiting) == _ENCODE_AT_ONCE:
-                yield from self._encode_now(waiting)
-                waiting = []
-        yield from self._encode_now(waiting)
-
-    def _encode_now(self, texts: list[str]) -> Iterator[list[int]]:
-        for encoded in self._tokenizer.encode_batch(texts, add_special_tokens=False):
-            yield encoded.ids + self._separator
+        rest = iter(texts)
+        while some := list(itertools.islice(rest, _ENCODE_AT_ONCE)):
+            for encoded in self._tokenizer.encode_batch(some, add_special_tokens=False):
+                yield encoded.ids + self._separator
 
 
 def open_tokenizer(path: Path | None, *, vocab_size: int | None = None) -> Tokenizer:

@@ -24,7 +24,7 @@ from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.exchange import Exchange, PipelineExchange, exchange_of
 from recollect.lab.train.optimizer_step import build_optimizer, resolve_device
 from recollect.lab.train.processes import Processes
-from recollect.lab.train.stored_state import Fused, parts_of
+from recollect.lab.train.stored_state import parts_of
 
 __all__ = ["Trained", "build_trained"]
 
@@ -63,16 +63,15 @@ def build_trained(dimensions: TransformerConfig, config: TrainConfig, processes:
         # of bf16 numbers near the weights and would be lost.
         model = GPTModel(dimensions, compute_dtype=torch.bfloat16 if config.step.precision == "bf16" else None)
     weights = SeedWeights(model, config.step.seed, resolve_device(config.step.device))
-    own = _OwnWeights(weights, processes.layout.tensor_model_parallel_size)
     if processes.layout.pipeline_model_parallel_size > 1:
-        return _pipeline(model, own, config, processes)
-    wrapped = _spread(model, processes, own)
+        return _pipeline(model, weights, config, processes)
+    wrapped = _spread(model, processes, weights)
     if config.holds_parts and processes.mesh is not None:
         recollect.distribute_saved_activations(wrapped, processes.mesh.tensor.get_group())
     return Trained(model, wrapped, build_optimizer(model, config.optim), exchange_of(processes, wrapped))
 
 
-def _pipeline(model: GPTModel, own: _OwnWeights, config: TrainConfig, processes: Processes) -> Trained:
+def _pipeline(model: GPTModel, weights: SeedWeights, config: TrainConfig, processes: Processes) -> Trained:
     mesh = processes.mesh
     assert mesh is not None
     layers = processes.layout.layers_of_stages(model.config.num_layers)
@@ -86,7 +85,7 @@ def _pipeline(model: GPTModel, own: _OwnWeights, config: TrainConfig, processes:
     rank = pipeline_rank(
         model, layers, rank=mesh.pipeline.get_local_rank(), ranks=mesh.pipeline.size(), spread=spread_stage
     )
-    own.draw(rank)
+    _draw(weights, rank, processes.layout.tensor_model_parallel_size)
     step = PipelineStep(
         rank,
         mesh.pipeline,
@@ -99,66 +98,53 @@ def _pipeline(model: GPTModel, own: _OwnWeights, config: TrainConfig, processes:
     return Trained(rank, rank, build_optimizer(rank, config.optim), PipelineExchange(processes, mesh, rank, step))
 
 
-class _OwnWeights:
-    """The weights of this process.
+@torch.no_grad()
+def _draw(weights: SeedWeights, model: GPTModel, tensor_ranks: int) -> None:
+    """Put weights in the place of parameters on the meta device, and zeros in that of buffers.
+
+    They are new objects, with the hooks of the old ones, which whoever holds them still has.
 
     Args:
         weights: those of the whole model, and the device where they go.
+        model: with the names of the whole model; spread or not. Changed in place.
         tensor_ranks: those of tensor parallelism, which reorders rows.
     """
-
-    def __init__(self, weights: SeedWeights, tensor_ranks: int) -> None:
-        self._weights, self._tensor_ranks = weights, tensor_ranks
-
-    @torch.no_grad()
-    def draw(self, model: GPTModel) -> None:
-        """Put weights in the place of parameters on the meta device, and zeros in that of buffers.
-
-        They are new objects, with the hooks of the old ones, which whoever holds them still has.
-
-        Args:
-            model: with the names of the whole model; spread or not. Changed in place.
-        """
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        fused = fused_parameters(model) if self._tensor_ranks > 1 else {}
-        made: dict[int, nn.Parameter] = {}
-        for module in model.modules():
-            for place, parameter in [*module.named_parameters(recurse=False)]:
-                if id(parameter) not in made:
-                    name = names[id(parameter)]
-                    made[id(parameter)] = self._drawn(parameter, name, fused.get(name))
-                setattr(module, place, made[id(parameter)])
-            for place, buffer in [*module.named_buffers(recurse=False)]:
-                setattr(module, place, torch.zeros_like(buffer, device=self._weights.device))
-
-    def _drawn(self, empty: nn.Parameter, name: str, fused: Fused | None) -> nn.Parameter:
-        tensor = torch.empty_like(empty, device=self._weights.device)
-        for chunk, part in parts_of(tensor, fused, self._tensor_ranks):
-            self._weights.write(name, part, chunk.offsets)
-        drawn = nn.Parameter(tensor, requires_grad=empty.requires_grad)
-        for hook in (getattr(empty, "_backward_hooks", None) or {}).values():
-            drawn.register_hook(hook)
-        return drawn
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    fused = fused_parameters(model) if tensor_ranks > 1 else {}
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for place, parameter in [*module.named_parameters(recurse=False)]:
+            if id(parameter) not in made:
+                name = names[id(parameter)]
+                tensor = torch.empty_like(parameter, device=weights.device)
+                for chunk, part in parts_of(tensor, fused.get(name), tensor_ranks):
+                    weights.write(name, part, chunk.offsets)
+                made[id(parameter)] = drawn = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+                for hook in (getattr(parameter, "_backward_hooks", None) or {}).values():
+                    drawn.register_hook(hook)
+            setattr(module, place, made[id(parameter)])
+        for place, buffer in [*module.named_buffers(recurse=False)]:
+            setattr(module, place, torch.zeros_like(buffer, device=weights.device))
 
 
-def _spread(model: GPTModel, processes: Processes, own: _OwnWeights) -> nn.Module:
+def _spread(model: GPTModel, processes: Processes, weights: SeedWeights) -> nn.Module:
     """Leave this process its part of a model, and give it weights.
 
     Args:
         model: the whole model, on the meta device; changed in place.
         processes: what to spread it over.
-        own: the weights.
+        weights: those of the whole model.
 
     Returns:
         What runs in training: the model, or what reduces its gradients around it.
     """
     mesh, layout = processes.mesh, processes.layout
     if mesh is None:
-        own.draw(model)
+        _draw(weights, model, layout.tensor_model_parallel_size)
         return model
     share_model(model, layout, mesh)
     is_sharded = _shard(model, processes)
-    own.draw(model)
+    _draw(weights, model, layout.tensor_model_parallel_size)
     if is_sharded or mesh.gradients.size() == 1:
         return model
     if layout.tensor_model_parallel_size == 1 and layout.expert_model_parallel_size == 1:
