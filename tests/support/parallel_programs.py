@@ -20,7 +20,7 @@ from recollect._torch_parallel import fake_process_group
 from recollect.lab.models.architectures import gpt_config, llama_config
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.parallel.data import data_parallel
+from recollect.lab.parallel.mesh import data_parallel
 from recollect.lab.parallel.tensor import tensor_parallel
 from recollect.profile.profile import Profile
 from vocabulary_programs import vocabulary_cases

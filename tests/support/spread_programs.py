@@ -22,8 +22,8 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.parallel.context import context_parallel
-from recollect.lab.parallel.data import data_parallel
 from recollect.lab.parallel.expert import expert_parallel
+from recollect.lab.parallel.mesh import data_parallel
 from recollect.lab.parallel.tensor import tensor_parallel
 from whole_gradients import whole_gradients
 

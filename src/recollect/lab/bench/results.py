@@ -289,18 +289,14 @@ def _against(row: Row, old: Row, old_tflops: float, threshold: float) -> Row:
     row = replace(row, golden_name=old.name)
     if row.tflops is None:
         return row
-    versus = row.tflops / old_tflops - 1
+    versus, peak_bytes = row.tflops / old_tflops - 1, old.peak_bytes or 0
     result: Result = "ok"
     note = row.note
     if versus < -threshold:
         result = "perf regression"
-    elif old.name == row.name and _grew(row, old, threshold):
+    elif old.name == row.name and 0 < peak_bytes * (1 + threshold) < (row.peak_bytes or 0):
         # Peaks of different settings may differ.
-        result, note = "memory regression", f"peak was {format_bytes(old.peak_bytes or 0)}"
+        result, note = "memory regression", f"peak was {format_bytes(peak_bytes)}"
     elif versus > threshold:
         result = "faster"
     return replace(row, versus_golden=versus, result=result, note=note)
-
-
-def _grew(row: Row, old: Row, threshold: float) -> bool:
-    return bool(row.peak_bytes and old.peak_bytes and row.peak_bytes > old.peak_bytes * (1 + threshold))

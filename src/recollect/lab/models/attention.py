@@ -19,8 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from recollect._torch_private import disable_torch_dispatch
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.models.linear import Linear
-from recollect.lab.models.norm import build_norm
+from recollect.lab.models.linear import Linear, build_norm
 from recollect.lab.models.rotary import Rotary, rotate
 
 __all__ = [

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from recollect.errors import DataError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.layer import MultiTokenPrediction, TransformerLayer, shifted
-from recollect.lab.models.linear import Embedding, Linear
-from recollect.lab.models.norm import build_norm
+from recollect.lab.models.linear import Embedding, Linear, build_norm
 from recollect.lab.models.rotary import Rotary, RotaryEmbedding
 from recollect.lab.models.router import RouterStatistics, TopKRouter
 from recollect.lab.models.sequence import WholeSequence

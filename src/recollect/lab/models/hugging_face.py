@@ -19,10 +19,9 @@ from recollect.errors import CheckpointError, UnsupportedModelError
 from recollect.extras import needed
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.models.hugging_face_architecture import Architecture
+from recollect.lab.models.hugging_face_architecture import Architecture, WeightRule
 from recollect.lab.models.hugging_face_decoders import DEEPSEEK_V3, LLAMA, MIXTRAL
 from recollect.lab.models.hugging_face_gpt2 import GPT2
-from recollect.lab.models.weight_rules import WeightRule
 
 with needed("safetensors", by="a Hugging Face checkpoint"):
     from safetensors import SafetensorError, safe_open

@@ -14,8 +14,7 @@ from typing import Any
 from recollect.errors import UnsupportedModelError
 from recollect.lab.models.architectures import deepseek_v3_config, llama_config, mixtral_config
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.models.hugging_face_architecture import Architecture, require
-from recollect.lab.models.weight_rules import Layout, WeightRule, rename
+from recollect.lab.models.hugging_face_architecture import Architecture, Layout, WeightRule, rename, require
 
 __all__ = ["DEEPSEEK_V3", "LLAMA", "MIXTRAL"]
 

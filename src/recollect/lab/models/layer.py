@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 from recollect.lab.models.attention import LatentAttention, SelfAttention
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.models.linear import Linear
-from recollect.lab.models.mlp import MLP
-from recollect.lab.models.moe import MoELayer
-from recollect.lab.models.norm import build_norm
+from recollect.lab.models.linear import Linear, build_norm
+from recollect.lab.models.mlp import MLP, MoELayer
 from recollect.lab.models.rotary import Rotary
 from recollect.lab.models.router import RouterStatistics
 

@@ -81,7 +81,8 @@ class ClusterPlan:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plan of each stage, for all of its micro-batches."""
-        return tuple(_plan_of(self.planned, stage) for stage in range(len(self.planned.plans)))
+        # Only plans that a user gives may differ from micro-batch to micro-batch.
+        return tuple(plan for plan in self.planned.plans if isinstance(plan, Plan))
 
     @property
     def step_s(self) -> float:
@@ -205,12 +206,6 @@ def plan_cluster(step: ClusterStep, budget: int | str, *, chooses_split: bool = 
     )
     ranks = tuple(_use(step, stages, planned, rank) for rank in range(step.layout.pipeline_model_parallel_size))
     return ClusterPlan(step, stages, planned, ranks, split)
-
-
-def _plan_of(planned: PipelinePlan, stage: int) -> Plan:
-    plan = planned.plans[stage]
-    assert isinstance(plan, Plan)  # only plans that a user gives may differ from micro-batch to micro-batch
-    return plan
 
 
 def _use(step: ClusterStep, stages: RecordedStages, planned: PipelinePlan, rank: int) -> RankUse:

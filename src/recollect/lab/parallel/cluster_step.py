@@ -23,9 +23,8 @@ from recollect.costs.modelled_costs import ModelledCosts, Traffic
 from recollect.engine.sharded_keep import distribute_saved_activations
 from recollect.errors import ConfigError
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.parallel.data import data_parallel
 from recollect.lab.parallel.layout import DeviceLayout, Sharding
-from recollect.lab.parallel.mesh import LayoutMesh, layout_mesh, share_model
+from recollect.lab.parallel.mesh import LayoutMesh, data_parallel, layout_mesh, share_model
 from recollect.lab.parallel.stages import StageModel
 from recollect.pipelines.schedule import Loop, PipelineSchedule, schedule_of
 from recollect.profile.profile import Profile

@@ -20,7 +20,7 @@ from recollect._torch_parallel import exchanged_rows, joined_mesh, summed
 from recollect._torch_private import is_fake_tensor
 from recollect.errors import ConfigError
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.models.moe import Experts, GroupedLinear, MoELayer
+from recollect.lab.models.mlp import Experts, GroupedLinear, MoELayer
 from recollect.lab.models.router import TopKRouter
 from recollect.lab.parallel.layout import DeviceLayout
 

@@ -27,8 +27,7 @@ from torch.distributed.tensor.parallel import (
 from recollect.lab.models.attention import LatentAttention, SelfAttention, UpProjection
 from recollect.lab.models.gpt import IGNORE_INDEX, GPTModel
 from recollect.lab.models.linear import Linear
-from recollect.lab.models.mlp import MLP
-from recollect.lab.models.moe import MoELayer
+from recollect.lab.models.mlp import MLP, MoELayer
 from recollect.lab.parallel.fused_rows import interleaved, shares
 from recollect.lab.parallel.layout import DeviceLayout
 from recollect.lab.parallel.tensor_modules import (

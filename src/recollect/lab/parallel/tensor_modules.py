@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from recollect._torch_parallel import all_gather_rows
 from recollect.lab.models.linear import Linear
-from recollect.lab.models.moe import Experts, MoELayer
+from recollect.lab.models.mlp import Experts, MoELayer
 from recollect.lab.models.router import RouterStatistics
 from recollect.lab.parallel.expert import SharedGroups
 from recollect.lab.parallel.fused_rows import interleaved

@@ -13,9 +13,8 @@ import numpy as np
 
 from recollect.errors import DataError
 from recollect.lab.train.config import DataFlags
-from recollect.lab.train.documents import Document, read_documents
+from recollect.lab.train.documents import Document, Tokenizer, Tokens, open_tokenizer, read_documents
 from recollect.lab.train.indexed_dataset import IndexedDataset, content_samples
-from recollect.lab.train.tokens import Tokenizer, Tokens, open_tokenizer
 from recollect.lab.train.windows import BlendedWindows, PackedDocuments, TokenWindows, Windows
 
 __all__ = ["Corpus", "load_corpus", "parse_blend", "parse_split"]
@@ -130,8 +129,9 @@ def _load_indexed(flags: DataFlags, seed: int, vocab_size: int | None) -> Corpus
                 digest.update(block)
     sides: list[Windows | None] = []
     for side, blend in enumerate(blends):
-        sources = []
-        for prefix, _ in blend:
+        sources: list[PackedDocuments] = []
+        weights: list[float] = []
+        for prefix, weight in blend:
             dataset = datasets[prefix]
             source = PackedDocuments(
                 dataset,
@@ -142,7 +142,8 @@ def _load_indexed(flags: DataFlags, seed: int, vocab_size: int | None) -> Corpus
             )
             _check_has_windows(source, prefix, flags, side)
             sources.append(source)
-        sides.append(_mix(sources, [weight for _, weight in blend]) if blend else None)
+            weights.append(source.num_windows if weight is None else weight)
+        sides.append(BlendedWindows(sources, weights) if len(sources) > 1 else next(iter(sources), None))
     training, validation = sides
     if training is None:
         raise DataError(f"--split {flags.split}: leaves no document to train on, expected a first number above 0.")
@@ -229,15 +230,6 @@ def _check_has_windows(source: PackedDocuments, prefix: Path, flags: DataFlags, 
     raise DataError(
         f"indexed dataset {prefix}: {name} has {source.num_tokens} tokens, expected at least {flags.seq_length + 1} (one "
         f"sequence of --seq-length {flags.seq_length} and the token after it). Lower --seq-length, or {advice}."
-    )
-
-
-def _mix(sources: Sequence[PackedDocuments], weights: Sequence[float | None]) -> Windows:
-    if len(sources) == 1:
-        return sources[0]
-    return BlendedWindows(
-        sources,
-        [source.num_windows if weight is None else weight for source, weight in zip(sources, weights, strict=True)],
     )
 
 

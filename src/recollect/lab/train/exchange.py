@@ -147,7 +147,7 @@ class _RanksExchange(Exchange):
             assert parameter.grad is not None
             gradients.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter.grad)
         norms = [nn.utils.get_total_norm(found) for found in gradients.values()]
-        return math.hypot(*(_whole(one).item() for one in norms))
+        return math.hypot(*(one.full_tensor().item() if isinstance(one, DTensor) else one.item() for one in norms))
 
     def mean(self, value: Tensor) -> float:
         """See `Exchange`."""
@@ -188,7 +188,8 @@ class PipelineExchange(_RanksExchange):
         """See `Exchange`; the loss is zero where the last stage is not."""
         losses = self.step.gradients(list(batches))
         self._add_shared_gradients()
-        return self._summed(losses) / accumulation
+        zero = torch.zeros((), device=next(self.rank.parameters()).device)
+        return torch.stack([zero, *losses]).sum() / accumulation
 
     def losses(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """See `Exchange`; losses are zero where the last stage is not."""
@@ -206,10 +207,6 @@ class PipelineExchange(_RanksExchange):
     def _sum(self, value: Tensor) -> float:
         dist.all_reduce(value, group=self._pipeline.get_group())
         return super()._sum(value)
-
-    def _summed(self, losses: Sequence[Tensor]) -> Tensor:
-        device = next(self.rank.parameters()).device
-        return torch.stack([torch.zeros((), device=device), *losses]).sum()
 
     def _add_shared_gradients(self) -> None:
         """Give both copies of an embedding the gradient of all of its uses."""
@@ -243,10 +240,6 @@ def exchange_of(processes: Processes, trained: nn.Module) -> Exchange:
 def local_part(tensor: Tensor) -> Tensor:
     """Return what is here of a tensor, which shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _own_rows(parameter: nn.Parameter) -> Tensor:

@@ -214,7 +214,7 @@ def _take_step(session: Session, *, is_measured: bool) -> StepRecord:
         learning_rate=learning_rate,
         grad_norm=grad_norm,
         step_s=step_s,
-        tokens_per_s=_tokens_per_step(session) / step_s,
+        tokens_per_s=session.config.data.seq_length * flags.batch_size * flags.num_micro_batches / step_s,
         validation_loss=_validate(session),
         peak_bytes=peak_bytes,
     )
@@ -252,11 +252,6 @@ def _open_logs(session: Session, console: Console, budget_bytes: int | None, sta
         logs.append(PlainDisplay(console, total_steps=total_steps, budget_bytes=budget_bytes, every=run.log_interval))
     stack.callback(logs[-1].close)
     return logs
-
-
-def _tokens_per_step(session: Session) -> int:
-    flags = session.config
-    return flags.data.seq_length * flags.optim.batch_size * flags.optim.num_micro_batches
 
 
 def _fastest_step_s(records: list[StepRecord], session: Session) -> float | None:

@@ -30,11 +30,8 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
-    except (
-        RuntimeError,
-        AssertionError,
-        NotImplementedError,
-    ) as problem:  # PyTorch has no error class of its own for this
+    except (RuntimeError, AssertionError, NotImplementedError) as problem:
+        # PyTorch has no error class of its own for this.
         here = ", ".join(["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))])
         raise HardwareError(
             f"--device {name}: cannot be used ({str(problem).splitlines()[0]}), expected auto or a device of this machine: "

@@ -75,7 +75,11 @@ def prepare(session: Session, console: Console) -> tuple[Plan | PipelinePlans | 
         baseline = dataclasses.replace(baseline, measured_peak_bytes=peak_bytes, measured_step_s=step_s)
     if is_planned:
         print_line(console, f"Recording a step and planning for {_aim(flags)}")
-        plan, predicted_bytes = _decide_stages(session) if is_pipeline else _decide(session)
+        if is_pipeline:
+            plan = plan_stages(session)
+            predicted_bytes = plan.plain_peak_bytes
+        else:
+            plan, predicted_bytes = _decide(session)
         if session.processes.is_first:
             write_text(plan_path, plan.to_json())
         baseline = dataclasses.replace(baseline, predicted_peak_bytes=predicted_bytes)
@@ -100,11 +104,6 @@ def _aim(flags: StepFlags) -> str:
     if flags.recompute is None:
         return str(flags.memory_budget)
     return ", ".join(f"{name}={value}" for name, value in flags.recompute.changed().items()) or "Megatron's defaults"
-
-
-def _decide_stages(session: Session) -> tuple[PipelinePlans, int]:
-    plans = plan_stages(session)
-    return plans, plans.plain_peak_bytes
 
 
 def _decide(session: Session) -> tuple[Plan, int]:

@@ -75,7 +75,10 @@ class StoredState:
     def take(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         """Copy this process's parts from the state dicts of a run in one process."""
         whole: dict[str, Tensor] = {f"{_MODEL}{name}": tensor for name, tensor in model.items()}
-        for number, name in enumerate(_names_in_one_process(self._model)):
+        with torch.device("meta"):
+            # In the order of the whole model's optimizer; here there may be some of the parameters.
+            names = parameter_names(GPTModel(self._model.config))
+        for number, name in enumerate(names):
             for kind, tensor in optimizer["state"].get(number, {}).items():
                 whole[f"{_OPTIMIZER}{_STATE}{name}.{kind}"] = tensor
         with torch.no_grad():
@@ -94,12 +97,6 @@ class StoredState:
             # Not the number of its steps.
             found |= {n: reordered for n, t in self.tensors.items() if n.startswith(prefix) and t.shape == shape}
         return found
-
-
-def _names_in_one_process(model: GPTModel) -> list[str]:
-    """Return the names of the whole model's parameters, in the order of its optimizer; here there may be some of them."""
-    with torch.device("meta"):
-        return parameter_names(GPTModel(model.config))
 
 
 def parts_of(tensor: Tensor, fused: Fused | None = None, ranks: int = 1) -> list[tuple[ChunkStorageMetadata, Tensor]]:

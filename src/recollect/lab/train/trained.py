@@ -15,8 +15,7 @@ import recollect
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.seed_weights import SeedWeights
-from recollect.lab.parallel.data import data_parallel
-from recollect.lab.parallel.mesh import share_model
+from recollect.lab.parallel.mesh import data_parallel, share_model
 from recollect.lab.parallel.pipeline_step import PipelineStep
 from recollect.lab.parallel.stages import pipeline_rank
 from recollect.lab.parallel.tensor import fused_parameters

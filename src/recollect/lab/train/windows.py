@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recollect.errors import DataError
+from recollect.lab.train.documents import Tokens
 from recollect.lab.train.indexed_dataset import IndexedDataset
-from recollect.lab.train.tokens import Tokens
 
 __all__ = ["BatchSampler", "BlendedWindows", "PackedDocuments", "TokenWindows", "Windows"]
 

@@ -22,8 +22,8 @@ from recollect.engine.content import has_same_bits
 from recollect.errors import CheckpointError, UnsupportedModelError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.hugging_face import ARCHITECTURES, load_hugging_face, read_config, save_hugging_face
+from recollect.lab.models.hugging_face_architecture import WeightRule
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.lab.models.weight_rules import WeightRule
 
 MIXTRAL = {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4}
 DEEPSEEK = {
