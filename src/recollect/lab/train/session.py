@@ -38,8 +38,7 @@ from recollect.lab.train.corpus import Corpus, load_corpus
 from recollect.lab.train.files import read_object, remove_partial, write_text
 from recollect.lab.train.optimizer_step import resolve_device
 from recollect.lab.train.processes import ONE_PROCESS, Processes
-from recollect.lab.train.sharded_checkpoint import ShardedCheckpoints, read_random_states, read_tensors
-from recollect.lab.train.stored_state import StoredState
+from recollect.lab.train.sharded_checkpoint import ShardedCheckpoints, StoredState, read_random_states, read_tensors
 from recollect.lab.train.trained import Trained, build_trained
 from recollect.lab.train.windows import BatchSampler
 from recollect.ranks.group import Place

@@ -23,7 +23,7 @@ from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.exchange import Exchange, PipelineExchange, exchange_of
 from recollect.lab.train.optimizer_step import build_optimizer, resolve_device
 from recollect.lab.train.processes import Processes
-from recollect.lab.train.stored_state import parts_of
+from recollect.lab.train.sharded_checkpoint import parts_of
 
 __all__ = ["Trained", "build_trained"]
 
