@@ -211,13 +211,9 @@ def plan_cluster(step: ClusterStep, budget: int | str, *, chooses_split: bool = 
 def _use(step: ClusterStep, stages: RecordedStages, planned: PipelinePlan, rank: int) -> RankUse:
     own = planned.schedule.stages_of(rank)
     persistent = [stages.profiles[stage].persistent for stage in own]
-    busy_s, recompute_s = (
-        step.num_micro_batches * seconds
-        for seconds in (
-            sum(_backward_as_run(stages, planned, stage).step_s for stage in own),
-            sum(planned.slowdowns[stage] * _backward_as_run(stages, planned, stage).step_s for stage in own),
-        )
-    )
+    own_s = {stage: _backward_as_run(stages, planned, stage).step_s for stage in own}
+    busy_s = step.num_micro_batches * sum(own_s.values())
+    recompute_s = step.num_micro_batches * sum(planned.slowdowns[stage] * own_s[stage] for stage in own)
     communicating = {
         axis: step.num_micro_batches * sum(t[axis].time_s for stage in own if axis in (t := stages.traffic[stage]))
         for axis in get_args(Axis)

@@ -2,7 +2,7 @@
 
 A checkpoint is one `torch.save` file that loads with `weights_only=True`: step, settings, model, optimizer, random number
 states. The position in the data follows from the step. Torch stores a CRC of each record but does not verify it when reading;
-`read_checkpoint` does.
+`find_damage` does.
 
 That of several processes is a folder with a manifest, its files with their sizes and checksums. The manifest is the last file
 that is written, and has a checksum of its own.
@@ -202,19 +202,6 @@ def read_manifest(folder: Path) -> Manifest | str:
         return f"a changed {_MANIFEST}"
     version = found.pop("format")
     return Manifest(**found) if version == FORMAT else f"format {version!r} instead of {FORMAT}"
-
-
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint to the CPU, and verify the CRC of each of its records.
-
-    Args:
-        path: the path returned by `write_checkpoint`.
-
-    Raises:
-        CheckpointError: the file is truncated, changed, or not a checkpoint; names the newest intact older one.
-    """
-    refuse_damage(path, find_damage(path))
-    return load_checkpoint(path)
 
 
 def load_checkpoint(path: Path, *, is_mapped: bool = False) -> Checkpoint:
