@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from recollect._torch_parallel import GradientBuckets
 from recollect.measuring.meter import measure_peak, storage_bytes
-from recollect.measuring.timing import timed
 
 _Result = TypeVar("_Result")
 
@@ -40,16 +39,3 @@ def measure_step(
         return result, torch.cuda.max_memory_allocated(device)
     measurement = measure_peak(step, device=device, baseline_bytes=resident_bytes(model, optimizer))
     return measurement.result, measurement.peak_bytes
-
-
-def measure_plain(
-    step: Callable[[], object], *, device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, float]:
-    """Run `step` seven times without recompute and return its peak in bytes and the seconds of the fastest run.
-
-    The first run creates the optimizer state and warms up, the next five are timed, the last one's peak is measured.
-    """
-    step()
-    times = [timed(step, device)[1] for _ in range(5)]
-    _, peak_bytes = measure_step(step, device=device, model=model, optimizer=optimizer)
-    return peak_bytes, min(times)
