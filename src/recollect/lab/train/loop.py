@@ -24,9 +24,9 @@ from torch.profiler import ProfilerActivity
 import recollect
 from recollect.lab.train.config import ProfileFlags, TrainConfig
 from recollect.lab.train.files import only_run_in
-from recollect.lab.train.memory import measure_step
 from recollect.lab.train.optimizer_step import (
     learning_rate_at,
+    measure_step,
     resolve_device,
     set_learning_rate,
     train_step,

@@ -15,8 +15,7 @@ from recollect.byte_format import format_bytes
 from recollect.integrations.megatron import megatron_plan
 from recollect.lab.train.config import StepFlags
 from recollect.lab.train.files import read_object, write_text
-from recollect.lab.train.memory import measure_step
-from recollect.lab.train.optimizer_step import train_step
+from recollect.lab.train.optimizer_step import measure_step, train_step
 from recollect.lab.train.pipeline_plans import PipelinePlans, plan_stages
 from recollect.lab.train.records import Baseline
 from recollect.lab.train.session import Session

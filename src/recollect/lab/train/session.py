@@ -203,7 +203,14 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
         corpus=corpus,
         trained=build_trained(dimensions, config, processes),
         processes=processes,
-        checkpoints=None if ranks.is_alone else _checkpoints(config, folder, processes),
+        checkpoints=None
+        if ranks.is_alone
+        else ShardedCheckpoints(
+            folder / "checkpoints",
+            keep=config.run.keep_checkpoints,
+            layout=processes.spread,
+            timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
+        ),
     )
     problem = None if newest is None else _damage(newest, processes)
 
@@ -217,15 +224,6 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
 
     ranks.together(start, Place.START)
     return session
-
-
-def _checkpoints(config: TrainConfig, folder: Path, processes: Processes) -> ShardedCheckpoints:
-    return ShardedCheckpoints(
-        folder / "checkpoints",
-        keep=config.run.keep_checkpoints,
-        layout=processes.spread,
-        timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
-    )
 
 
 def _damage(path: Path, processes: Processes) -> str | None:
