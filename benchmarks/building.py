@@ -17,7 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from flags import parse
-from recollect.lab.parallel.flags import ParallelFlags
+from recollect.lab.parallel.layout import ParallelFlags
 from recollect.lab.train.config import DataFlags, ModelFlags, OptimFlags, ProcessFlags, TrainConfig
 from recollect.lab.train.exchange import local_part
 from recollect.lab.train.model_flags import SizeName

@@ -19,8 +19,7 @@ from recollect.costs.hardware import ArithmeticRate, Hardware
 from recollect.costs.hardware_table import find_hardware
 from recollect.costs.links import cluster_of
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.lab.parallel.cluster_schedule import schedule_of_step
-from recollect.lab.parallel.cluster_step import ClusterStep, record_stages
+from recollect.lab.parallel.cluster_step import ClusterStep, record_stages, schedule_of_step
 from recollect.lab.parallel.layout import DeviceLayout
 from recollect.pipelines.plan_pipeline import predict_pipeline
 from recollect.plans.plan import Plan

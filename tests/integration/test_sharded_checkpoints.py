@@ -16,7 +16,7 @@ import torch
 from checkpoint_ranks import EVERY, EXPERT_LAYOUTS, FIRST, LAYOUTS, OLDER, STEPS, copy_of, losses_of, settings
 from rank_processes import run_ranks, start_ranks
 from recollect.errors import CheckpointError
-from recollect.lab.train.checkpoint import find_damage, keep_newest, list_checkpoints, read_checkpoint, refuse_damage
+from recollect.lab.train.checkpoint import find_damage, keep_newest, list_checkpoints, load_checkpoint, refuse_damage
 from recollect.lab.train.files import remove_partial
 from recollect.lab.train.session import open_session
 from training_runs import losses, wait_for_steps, write_text
@@ -95,7 +95,7 @@ def test_what_is_stored_is_the_whole_model_whatever_the_layout(
     found: dict[str, Any], folder: Path, kind: str, number: int
 ) -> None:
     """One process writes, each layout reads what the one before wrote, one process reads: not a bit has changed."""
-    written = read_checkpoint(folder / f"alone{kind}".replace(" ", "_") / "checkpoints" / f"{OLDER}.pt")
+    written = load_checkpoint(folder / f"alone{kind}".replace(" ", "_") / "checkpoints" / f"{OLDER}.pt")
     name = f"rewritten{kind} as one {number}"
     copy_of(folder, f"rewritten{kind} {number}", name, newest=EVERY + number + 1)
     session = open_session(settings(folder, name, resume=True, steps=20))

@@ -16,8 +16,10 @@ from recollect.lab.train.checkpoint import (
     Checkpoint,
     checkpoint_path,
     environment,
+    find_damage,
     list_checkpoints,
-    read_checkpoint,
+    load_checkpoint,
+    refuse_damage,
     rng_state,
     write_checkpoint,
 )
@@ -41,7 +43,7 @@ def checkpoint(step: int) -> Checkpoint:
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, checkpoint(3), keep=2)
-    read = read_checkpoint(path)
+    read = load_checkpoint(path)
     assert (read.step, read.identity) == (3, {"optim.steps": 9})
     assert torch.equal(read.model["weight"], torch.arange(10_000.0))
     assert torch.equal(read.rng["torch"], torch.get_rng_state())
@@ -104,7 +106,7 @@ def test_damage_is_found_and_the_newest_older_good_one_named(tmp_path: Path, dam
     damage_truncate(checkpoint_path(tmp_path, 3))
     damage(checkpoint_path(tmp_path, 4))
     with pytest.raises(CheckpointError, match=rf"step_00000004\.pt: {message}") as caught:
-        read_checkpoint(checkpoint_path(tmp_path, 4))
+        refuse_damage(checkpoint_path(tmp_path, 4), find_damage(checkpoint_path(tmp_path, 4)))
     assert str(caught.value).endswith("Remove it to resume from the older step_00000002.pt.")
 
 
@@ -112,7 +114,7 @@ def test_damage_without_an_older_good_one(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, checkpoint(1), keep=1)
     damage_truncate(path)
     with pytest.raises(CheckpointError, match=r"No older one is intact: start a new run\."):
-        read_checkpoint(path)
+        refuse_damage(path, find_damage(path))
 
 
 def test_run_resumes_after_the_damaged_file_is_removed(tmp_path: Path) -> None:

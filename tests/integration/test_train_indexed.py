@@ -11,8 +11,7 @@ from indexed_files import write_dataset
 from recollect.cli import main
 from recollect.errors import DataError
 from recollect.lab.train.config import DataFlags
-from recollect.lab.train.corpus import load_corpus
-from recollect.lab.train.indexed_corpus import parse_blend, parse_split
+from recollect.lab.train.corpus import load_corpus, parse_blend, parse_split
 from recollect.lab.train.indexed_dataset import IndexedDataset, write_indexed_dataset
 from recollect.lab.train.windows import BlendedWindows
 from training_runs import kill_after, losses, run, start, write_text

@@ -17,15 +17,17 @@ from recollect.errors import CheckpointError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.checkpoint import list_checkpoints
 from recollect.lab.train.config import ModelFlags, OptimFlags, RunFlags
-from recollect.lab.train.display import LiveDisplay, PlainDisplay
 from recollect.lab.train.files import remove
 from recollect.lab.train.loop import train
-from recollect.lab.train.memory import measure_step, resident_bytes
-from recollect.lab.train.metrics import MetricsFile
-from recollect.lab.train.optim import build_optimizer, learning_rate_at
-from recollect.lab.train.optimizer_step import train_step
+from recollect.lab.train.optimizer_step import (
+    build_optimizer,
+    learning_rate_at,
+    measure_step,
+    resident_bytes,
+    train_step,
+)
 from recollect.lab.train.processes import ONE_PROCESS
-from recollect.lab.train.records import Baseline, Outcome, StepRecord
+from recollect.lab.train.records import Baseline, LiveDisplay, MetricsFile, Outcome, PlainDisplay, StepRecord
 from recollect.lab.train.session import open_session
 from recollect.lab.train.trained import build_trained
 from training_runs import config, losses, run

@@ -22,7 +22,7 @@ from recollect.lab.train.exchange import local_part
 from recollect.lab.train.loop import train
 from recollect.lab.train.processes import ONE_PROCESS, joined_processes
 from recollect.lab.train.session import open_session
-from recollect.lab.train.stored_state import StoredState, parts_of
+from recollect.lab.train.sharded_checkpoint import StoredState, parts_of
 from recollect.lab.train.trained import build_trained
 
 TENSOR = {"tensor_model_parallel_size": 2}

@@ -28,10 +28,9 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.parallel.context import context_parallel
-from recollect.lab.parallel.data import data_parallel
 from recollect.lab.parallel.expert import expert_parallel
 from recollect.lab.parallel.layout import DeviceLayout
-from recollect.lab.parallel.mesh import LayoutMesh, layout_mesh
+from recollect.lab.parallel.mesh import LayoutMesh, data_parallel, layout_mesh
 from recollect.lab.parallel.tensor import tensor_parallel
 from recollect.lab.train.processes import Processes
 from recollect.lab.train.session import Session, open_session

@@ -20,10 +20,11 @@ from recollect._torch_parallel import fake_process_group
 from recollect.lab.models.architectures import gpt_config, llama_config
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.parallel.data import data_parallel
-from recollect.lab.parallel.tensor import tensor_parallel, whole_gradients
+from recollect.lab.parallel.mesh import data_parallel
+from recollect.lab.parallel.tensor import tensor_parallel
 from recollect.profile.profile import Profile
 from vocabulary_programs import vocabulary_cases
+from whole_gradients import whole_gradients
 
 RANKS = 2
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}

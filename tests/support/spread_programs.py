@@ -22,9 +22,10 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.parallel.context import context_parallel
-from recollect.lab.parallel.data import data_parallel
 from recollect.lab.parallel.expert import expert_parallel
-from recollect.lab.parallel.tensor import tensor_parallel, whole_gradients
+from recollect.lab.parallel.mesh import data_parallel
+from recollect.lab.parallel.tensor import tensor_parallel
+from whole_gradients import whole_gradients
 
 RANKS = 4
 QUIET: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}

@@ -15,8 +15,7 @@ from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags
 from recollect.integrations.megatron.nearest_uniform import nearest_uniform_settings
 from recollect.integrations.megatron.pipeline_split import split_flags
 from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster, plan_cluster_with_chunks
-from recollect.lab.parallel.cluster_schedule import send_s
-from recollect.lab.parallel.cluster_step import ClusterStep
+from recollect.lab.parallel.cluster_step import ClusterStep, send_s
 from recollect.printing import columns_of, print_line
 
 

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, UseAppendAction, arg
 
 from recollect.cli.recompute_flags import RecomputeFlags
-from recollect.lab.parallel.flags import ParallelFlags
-from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.layout import DeviceLayout, ParallelFlags
 from recollect.lab.parallel.pipeline_layout import ScheduleName
 from recollect.lab.train.checks import at_least
 from recollect.lab.train.config import ModelFlags, OptimFlags, TrainConfig

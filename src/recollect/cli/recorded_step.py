@@ -17,8 +17,7 @@ from recollect.extras import needed
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.config import OptimFlags
-from recollect.lab.train.optim import build_optimizer
-from recollect.lab.train.optimizer_step import resolve_device
+from recollect.lab.train.optimizer_step import build_optimizer, resolve_device
 from recollect.measuring.device_memory import memory_bytes
 from recollect.profile.profile import Profile
 from recollect.quantities import check_budget

@@ -6,9 +6,8 @@ from rich.console import Console
 
 from recollect.cli.commands import Tokenize
 from recollect.errors import RecollectError
-from recollect.lab.train.documents import read_documents
+from recollect.lab.train.documents import open_tokenizer, read_documents
 from recollect.lab.train.indexed_dataset import IndexedDataset, write_indexed_dataset
-from recollect.lab.train.tokens import open_tokenizer
 from recollect.printing import print_line
 
 

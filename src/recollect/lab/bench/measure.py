@@ -124,14 +124,12 @@ def measure(
     return session.race(entries, rounds)
 
 
+@dataclass(eq=False)
 class _Session:
-    def __init__(
-        self, subject: Subject, planner: Planner, memory_limit_bytes: int | None, report: Callable[[str], None]
-    ) -> None:
-        self.subject = subject
-        self.planner = planner
-        self.memory_limit_bytes = memory_limit_bytes
-        self.report = report
+    subject: Subject
+    planner: Planner
+    memory_limit_bytes: int | None
+    report: Callable[[str], None]
 
     def entry(self, setting: Setting, blank: Row) -> _Entry:
         """Return a setting with its plan, marked as OOM if it is predicted not to fit."""

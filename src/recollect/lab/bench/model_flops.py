@@ -49,35 +49,12 @@ def model_flops(
     depths = config.mtp_num_layers or 0
     pairs = attention_fraction * seq_length
     per_token = sum(
-        _layer_weights(config, layer) + pairs * _attention_channels(config)
+        config.layer_weights(layer, config.moe_router_topk) + pairs * _attention_channels(config)
         for layer in range(config.num_layers + depths)
     )
     per_token += config.vocab_size * config.hidden_size * (1 + depths)
     per_token += depths * 2 * config.hidden_size * config.hidden_size  # each depth joins two streams into one
     return 3.0 * 2 * num_sequences * seq_length * per_token
-
-
-def _layer_weights(config: TransformerConfig, layer: int) -> int:
-    """Return the number of weights that one token is multiplied with in a layer, except in core attention."""
-    d = config.hidden_size
-    matrices = 3 if config.gated_linear_unit else 2
-    if not config.is_moe_layer(layer):
-        return _attention_weights(config) + matrices * d * config.ffn_hidden_size
-    experts = config.num_moe_experts or 0
-    widths = config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
-    return _attention_weights(config) + d * experts + matrices * d * widths
-
-
-def _attention_weights(config: TransformerConfig) -> int:
-    d, heads = config.hidden_size, config.num_attention_heads
-    if not config.multi_latent_attention:
-        queries, keys = heads * config.kv_channels, config.num_query_groups * config.kv_channels
-        return d * (queries + 2 * keys) + queries * d
-    queries = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
-    query_weights = d * queries if config.q_lora_rank is None else config.q_lora_rank * (d + queries)
-    down = d * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
-    up = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
-    return query_weights + down + up + heads * config.v_head_dim * d
 
 
 def _attention_channels(config: TransformerConfig) -> int:

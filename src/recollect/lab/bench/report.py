@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Callable
 
 from rich.table import Table
 
@@ -37,44 +38,29 @@ def title(results: BenchResults) -> str:
     return f"{text}; {machine}, torch {results.versions.get('torch', 'unknown')}"
 
 
-def columns(results: BenchResults) -> list[str]:
-    """Return the column headings; the first and the last column are text, all others numbers."""
-    golden = ["vs golden"] if results.golden else []
-    return [
-        *(
-            "setting",
-            "TFLOP/s/device",
-            "hardware TFLOP/s",
-            *golden,
-            "step",
-            "20..80 %",
-            "tokens/s",
-            f"vs {results.reference}",
-        ),
-        *("20..80 %", "predicted", "peak mem", "predicted peak", "reserved", "result"),
-    ]
+def _heads_and_rows(results: BenchResults) -> tuple[list[str], list[list[str]]]:
+    """Return the headings, and the rows; the first and the last column are text, all others numbers."""
 
+    def of_others(text: Callable[[Row], str]) -> Callable[[Row], str]:
+        return lambda row: _NONE if row.name == results.reference else text(row)
 
-def cells(row: Row, results: BenchResults) -> list[str]:
-    """Return a row of the table."""
-    is_reference = row.name == results.reference
-    spread = _spread(row.slowdown_p20, row.slowdown_p80)
-    return [
-        row.name,
-        _digits(row.tflops),
-        _digits(row.hardware_tflops),
-        *([_versus(row)] if results.golden else []),
-        _NONE if row.step_s is None else format_seconds(row.step_s),
-        _NONE if row.step_p20_s is None or row.step_p80_s is None else _times(row.step_p20_s, row.step_p80_s),
-        _NONE if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-        _NONE if row.slowdown is None or is_reference else _percent(row.slowdown),
-        _NONE if is_reference else spread,
-        _percent(row.predicted_slowdown) if row.predicted_slowdown else _NONE,
-        _bytes(row.peak_bytes),
-        _bytes(row.predicted_peak_bytes),
-        _bytes(row.reserved_bytes),
-        row.result,
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("setting", lambda row: row.name),
+        ("TFLOP/s/device", lambda row: _shown(_digits, row.tflops)),
+        ("hardware TFLOP/s", lambda row: _shown(_digits, row.hardware_tflops)),
+        *([("vs golden", _versus)] if results.golden else []),
+        ("step", lambda row: _shown(format_seconds, row.step_s)),
+        ("20..80 %", lambda row: _shown(_times, row.step_p20_s, row.step_p80_s)),
+        ("tokens/s", lambda row: _shown("{:,.0f}".format, row.tokens_per_s)),
+        (f"vs {results.reference}", of_others(lambda row: _shown(_percent, row.slowdown))),
+        ("20..80 %", of_others(lambda row: _shown(_spread, row.slowdown_p20, row.slowdown_p80))),
+        ("predicted", lambda row: _shown(_percent, row.predicted_slowdown or None)),
+        ("peak mem", lambda row: _shown(format_bytes, row.peak_bytes)),
+        ("predicted peak", lambda row: _shown(format_bytes, row.predicted_peak_bytes)),
+        ("reserved", lambda row: _shown(format_bytes, row.reserved_bytes)),
+        ("result", lambda row: row.result),
     ]
+    return [head for head, _ in columns], [[text(row) for _, text in columns] for row in results.rows]
 
 
 def result_table(results: BenchResults, width: int | None = None) -> Table:
@@ -84,8 +70,7 @@ def result_table(results: BenchResults, width: int | None = None) -> Table:
         results: the rows.
         width: of the terminal; columns for which there is no room are left out, and named below the table.
     """
-    heads = columns(results)
-    rows = [cells(row, results) for row in results.rows]
+    heads, rows = _heads_and_rows(results)
     shown = list(range(len(heads)))
     left_out = []
     for head in _LEFT_OUT_FIRST:
@@ -112,9 +97,9 @@ def _width(heads: list[str], rows: list[list[str]]) -> int:
 
 def as_markdown(results: BenchResults) -> str:
     """Return title, table and notes as Markdown."""
-    heads = columns(results)
+    heads, rows = _heads_and_rows(results)
     lines = ["| " + " | ".join(heads) + " |", "|---" + "|--:" * (len(heads) - 2) + "|---|"]
-    lines += ["| " + " | ".join(cells(row, results)) + " |" for row in results.rows]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([f"{title(results)}.", "", *lines, "", *(f"- {note}" for note in notes(results))]) + "\n"
 
 
@@ -160,17 +145,17 @@ def notes(results: BenchResults) -> list[str]:
     return lines
 
 
+def _shown(text: Callable[..., str], *numbers: float | None) -> str:
+    return _NONE if None in numbers else text(*numbers)
+
+
 def _versus(row: Row) -> str:
-    if row.versus_golden is None:
-        return _NONE
     of = "" if row.golden_name == row.name else f" (of {row.golden_name})"
-    return _percent(row.versus_golden) + of
+    return _shown(lambda versus: _percent(versus) + of, row.versus_golden)
 
 
-def _digits(number: float | None) -> str:
+def _digits(number: float) -> str:
     """Format a number with at least three significant digits: 704.0, 59.4, 0.0213."""
-    if number is None:
-        return _NONE
     return f"{number:.1f}" if number >= 100 else f"{number:.3g}"
 
 
@@ -178,13 +163,9 @@ def _percent(fraction: float) -> str:
     return f"{fraction:+.1%}".replace("%", " %")
 
 
-def _spread(low: float | None, high: float | None) -> str:
-    return _NONE if low is None or high is None else f"{100 * low:+.1f}..{100 * high:+.1f}"
+def _spread(low: float, high: float) -> str:
+    return f"{100 * low:+.1f}..{100 * high:+.1f}"
 
 
 def _times(low_s: float, high_s: float) -> str:
     return f"{format_seconds(low_s)}..{format_seconds(high_s)}"
-
-
-def _bytes(number: int | None) -> str:
-    return _NONE if number is None else format_bytes(number)

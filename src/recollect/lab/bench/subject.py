@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import recollect
 from recollect.costs.op_work import flops_of
 from recollect.engine.op_mode import OpMode
-from recollect.lab.train.memory import resident_bytes
+from recollect.lab.train.optimizer_step import resident_bytes
 from recollect.measuring.device_memory import empty_cache
 from recollect.measuring.meter import PeakMeasurement, measure_peak, storage_bytes
 from recollect.measuring.timing import timed

@@ -1,18 +1,35 @@
-"""Causal self-attention with grouped queries.
+"""Causal self-attention: with grouped queries, or latent, which projects one small vector per position up to all heads.
 
-Shape legend: B batch   T positions   D hidden_size   H query heads   K key and value heads   C channels of one head
+The core, softmax(QK^T / sqrt(C)) V with later positions masked, is one kernel, or goes op by op. Both are modules without
+parameters, so that their ops have a module path. Megatron recomputes them as `core_attn`: softmax, dropout mask and dropped
+probabilities take 5 bytes per head and pair of positions in bf16 (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1),
+unless the kernel never stores them. There may be fewer queries than keys, as those of the last positions.
+
+Shape legend: B batch   T, S positions, of queries and of keys   D hidden_size   H query heads   K key and value heads
+    G = H / K   X = G * T   N = B * K   C channels of a query and key head   E channels of a value head
+    Of latent attention: Q q_lora_rank (D without one)   L kv_lora_rank   R = qk_pos_emb_head_dim, the rotated ones of C
 """
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
+from recollect._torch_private import disable_torch_dispatch
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.models.core_attention import build_core_attention
-from recollect.lab.models.linear import Linear
+from recollect.lab.models.linear import Linear, build_norm
 from recollect.lab.models.rotary import Rotary, rotate
 
-__all__ = ["SelfAttention"]
+__all__ = [
+    "FusedCoreAttention",
+    "LatentAttention",
+    "SelfAttention",
+    "UnfusedCoreAttention",
+    "UpProjection",
+    "bias_of_last_positions",
+]
 
 
 class SelfAttention(nn.Module):
@@ -46,3 +63,196 @@ class SelfAttention(nn.Module):
             v_BTKC = v_BTKC.contiguous()
         out_BTD: Tensor = self.linear_proj(self.core_attention(q_BTHC, k_BTKC, v_BTKC))
         return out_BTD
+
+
+class UpProjection(nn.Module):
+    """Project latent vectors to the queries, keys and values of all heads; Megatron recomputes it as `mla_up_proj`.
+
+    Args:
+        config: the model.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        heads, std = config.num_attention_heads, config.init_method_std
+        self.heads = heads
+        self.query_sizes = (config.qk_head_dim, config.qk_pos_emb_head_dim)
+        self.key_value_sizes = (config.qk_head_dim, config.v_head_dim)
+        latent = config.hidden_size if config.q_lora_rank is None else config.q_lora_rank
+        self.linear_q_up_proj = Linear(latent, heads * sum(self.query_sizes), bias=False, init_std=std)
+        key_value_size = heads * sum(self.key_value_sizes)
+        self.linear_kv_up_proj = Linear(config.kv_lora_rank, key_value_size, bias=False, init_std=std)
+
+    def forward(self, q_BTQ: Tensor, kv_BTL: Tensor, k_BTR: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [B, T, H, C], keys [B, T, H, C] and values [B, T, H, E].
+
+        Args:
+            q_BTQ: latent vectors of the queries.
+            kv_BTL: latent vectors of keys and values.
+            k_BTR: the rotated part of the keys, shared by all heads.
+            rotary: the rotation of each position.
+        """
+        q_BTHC = self.linear_q_up_proj(q_BTQ).unflatten(-1, (self.heads, -1))
+        unrotated_BTHC, rotated_BTHR = q_BTHC.split(self.query_sizes, dim=-1)
+        q_BTHC = _heads_first(unrotated_BTHC, rotate(rotated_BTHR, rotary))
+        unrotated_BTHC, v_BTHE = (
+            self.linear_kv_up_proj(kv_BTL).unflatten(-1, (self.heads, -1)).split(self.key_value_sizes, dim=-1)
+        )
+        rotated_BTHR = rotate(k_BTR.unsqueeze(2), rotary).expand(-1, -1, self.heads, -1)
+        # Copy the values: as views they would keep the whole product in memory.
+        v_BTHE = v_BTHE.transpose(1, 2).contiguous().transpose(1, 2)
+        return q_BTHC, _heads_first(unrotated_BTHC, rotated_BTHR), v_BTHE
+
+
+def _heads_first(*parts_BTHC: Tensor) -> Tensor:
+    """Concatenate parts of heads, contiguous per head as attention expects, so that it saves these and no copies."""
+    return torch.cat([part.transpose(1, 2) for part in parts_BTHC], dim=-1).transpose(1, 2)
+
+
+class LatentAttention(nn.Module):
+    """Causal self-attention whose queries, keys and values are projected down and up again.
+
+    Only `linear_proj` may have a bias, as in Megatron.
+
+    Args:
+        config: a model with `multi_latent_attention`.
+
+    References:
+        DeepSeek-AI 2024, "DeepSeek-V2", arXiv 2405.04434, section 2.1, equations 9 to 19.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        hidden, std = config.hidden_size, config.init_method_std
+        self.key_value_sizes = (config.kv_lora_rank, config.qk_pos_emb_head_dim)
+        self.linear_q_down_proj: nn.Module = nn.Identity()
+        self.q_layernorm: nn.Module = nn.Identity()
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = Linear(hidden, config.q_lora_rank, bias=False, init_std=std)
+            self.q_layernorm = build_norm(config, config.q_lora_rank)
+        self.linear_kv_down_proj = Linear(hidden, sum(self.key_value_sizes), bias=False, init_std=std)
+        self.kv_layernorm = build_norm(config, config.kv_lora_rank)
+        self.qkv_up_proj = UpProjection(config)
+        self.core_attention: nn.Module = build_core_attention(config)
+        self.linear_proj = Linear(
+            config.num_attention_heads * config.v_head_dim,
+            hidden,
+            bias=config.add_bias_linear,
+            init_std=config.scaled_init_method_std,
+        )
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
+        """Mix positions; position t sees 0..t."""
+        q_BTQ = self.q_layernorm(self.linear_q_down_proj(x_BTD))
+        kv_BTL, k_BTR = self.linear_kv_down_proj(x_BTD).split(self.key_value_sizes, dim=-1)
+        q_BTHC, k_BTHC, v_BTHE = self.qkv_up_proj(q_BTQ, self.kv_layernorm(kv_BTL), k_BTR, rotary)
+        out_BTD: Tensor = self.linear_proj(self.core_attention(q_BTHC, k_BTHC, v_BTHE))
+        return out_BTD
+
+
+class FusedCoreAttention(nn.Module):
+    """Attention by `scaled_dot_product_attention`; PyTorch chooses the kernel by device, dtype and dropout.
+
+    On a CPU no kernel supports dropout, and PyTorch computes op by op.
+    """
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q_BTHC: Tensor, k_BSKC: Tensor, v_BSKE: Tensor, *, are_last: bool = False) -> Tensor:
+        """Mix the values of positions 0..t for each position t, into [B, T, H * E].
+
+        `are_last`: whether the queries are those of the last positions.
+        """
+        channels, width = q_BTHC.shape[-1], v_BSKE.shape[-1]
+        is_padded = width < channels and not q_BTHC.is_cuda
+        if is_padded:
+            # A CPU has kernels for heads of one size only; without one it would hold all scores.
+            v_BSKE = F.pad(v_BSKE, (0, channels - width))
+        mixed_BHTE = F.scaled_dot_product_attention(
+            q_BTHC.transpose(1, 2),
+            k_BSKC.transpose(1, 2),
+            v_BSKE.transpose(1, 2),
+            dropout_p=self.dropout if self.training else 0.0,
+            attn_mask=_last_positions(q_BTHC, k_BSKC) if are_last else None,
+            is_causal=not are_last,
+            enable_gqa=q_BTHC.shape[2] != k_BSKC.shape[2],
+        )
+        if is_padded:
+            mixed_BHTE = mixed_BHTE[..., :width]
+        return mixed_BHTE.transpose(1, 2).flatten(2)
+
+
+class UnfusedCoreAttention(nn.Module):
+    """Attention op by op; scores, probabilities and dropped probabilities are separate values of size T * S."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q_BTHC: Tensor, k_BSKC: Tensor, v_BSKE: Tensor, *, are_last: bool = False) -> Tensor:
+        """Mix the values of positions 0..t for each position t, into [B, T, H * E].
+
+        `are_last`: whether the queries are those of the last positions.
+        """
+        num_positions, groups = q_BTHC.shape[1], k_BSKC.shape[2]
+        # The G heads of a group form one matrix, so that no key or value is copied for them.
+        q_BKXC = q_BTHC.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        # One op scales, multiplies and masks: unmasked scores never exist, and recompute runs a single op.
+        scores_NXS = torch.baddbmm(
+            _later_positions(q_BKXC, num_positions, k_BSKC.shape[1] if are_last else None),
+            q_BKXC.flatten(0, 1),
+            k_BSKC.permute(0, 2, 3, 1).flatten(0, 1),
+            alpha=q_BTHC.shape[-1] ** -0.5,
+        )
+        probabilities_BKGTS = scores_NXS.unflatten(1, (-1, num_positions)).softmax(dim=-1).unflatten(0, (-1, groups))
+        if self.training and self.dropout:
+            probabilities_BKGTS = F.dropout(probabilities_BKGTS, self.dropout)
+        mixed_BKXE = probabilities_BKGTS.flatten(2, 3) @ v_BSKE.transpose(1, 2)
+        mixed_BTKGE: Tensor = mixed_BKXE.unflatten(2, (-1, num_positions)).permute(0, 3, 1, 2, 4)
+        return mixed_BTKGE.flatten(2)
+
+
+def _last_positions(q_BTHC: Tensor, k_BSKC: Tensor) -> Tensor:
+    """Return what tells a kernel that the queries are those of the last positions."""
+    num_queries, num_keys = q_BTHC.shape[1], k_BSKC.shape[1]
+    if q_BTHC.is_cuda:
+        return bias_of_last_positions(num_queries, num_keys)
+    position = torch.arange(num_keys, device=q_BTHC.device)
+    return position <= position[num_keys - num_queries :].unsqueeze(1)
+
+
+def bias_of_last_positions(num_queries: int, num_keys: int) -> Tensor:
+    """Return what tells kernels that know of it, and then need no mask, that the queries are those of the last positions."""
+    # Of what an op of a dispatch mode returns, such as a recording's, PyTorch makes no tensor of another class.
+    with disable_torch_dispatch():
+        bias: Tensor = causal_lower_right(num_queries, num_keys)
+    return bias
+
+
+def _later_positions(q_BKXC: Tensor, num_positions: int, num_keys: int | None) -> Tensor:
+    """Return [X, S] with the least finite number where the key is later than the query, else zero; X = G * T queries.
+
+    A plan can recompute these ops; a triangle made with `torch.full` would be kept, as constants are.
+    """
+    position = torch.arange(num_keys or num_positions, device=q_BKXC.device)
+    query = position if num_keys is None else position[num_keys - num_positions :]
+    # In fp32 until the last op: PyTorch converts the booleans to fp32.
+    least = max(torch.finfo(q_BKXC.dtype).min, torch.finfo(torch.float32).min)
+    mask_TS = (position > query.unsqueeze(1)) * least
+    return mask_TS.to(q_BKXC.dtype).expand(q_BKXC.shape[2] // num_positions, -1, -1).flatten(0, 1)
+
+
+def build_core_attention(config: TransformerConfig) -> FusedCoreAttention | UnfusedCoreAttention:
+    """Return the core attention of a model.
+
+    Args:
+        config: the model.
+
+    Returns:
+        A module that maps queries [B, T, H, C], keys [B, T, K, C] and values [B, T, K, E] to [B, T, H * E]; there may be more
+        keys and values than queries.
+    """
+    kind = FusedCoreAttention if config.core_attention == "fused" else UnfusedCoreAttention
+    return kind(config.attention_dropout)

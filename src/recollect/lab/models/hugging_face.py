@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,11 +18,9 @@ from recollect.errors import CheckpointError, UnsupportedModelError
 from recollect.extras import needed
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.models.hugging_face_architecture import Architecture
-from recollect.lab.models.hugging_face_deepseek_v3 import DEEPSEEK_V3
+from recollect.lab.models.hugging_face_architecture import Architecture, WeightRule
+from recollect.lab.models.hugging_face_decoders import DEEPSEEK_V3, LLAMA, MIXTRAL
 from recollect.lab.models.hugging_face_gpt2 import GPT2
-from recollect.lab.models.hugging_face_llama import LLAMA, MIXTRAL
-from recollect.lab.models.weight_rules import WeightRule, convert, convert_back
 
 with needed("safetensors", by="a Hugging Face checkpoint"):
     from safetensors import SafetensorError, safe_open
@@ -94,7 +91,10 @@ def load_hugging_face(folder: str | Path, *, compute_dtype: torch.dtype | None =
         _check_names(theirs, rules, config, _architecture(model_type).ignored, folder)
         model = _without_weights(config, compute_dtype)
         state = model.state_dict()
-        for name, tensor in convert(rules, theirs):
+        for rule in rules:
+            if rule.is_extra:
+                continue
+            name, tensor = rule.ours, rule.read(theirs)
             if state[name].shape != tensor.shape:
                 raise CheckpointError(
                     f"checkpoint in {folder}: {name!r} has shape {list(tensor.shape)}, expected "
@@ -138,7 +138,8 @@ def save_hugging_face(
     folder.mkdir(parents=True, exist_ok=True)
     fields["torch_dtype"] = str(dtype or model.output_layer.weight.dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    tensors = list(convert_back(architecture.rules(model.config), model.state_dict()))
+    state = model.state_dict()
+    tensors = [pair for rule in architecture.rules(model.config) for pair in rule.write(state[rule.ours])]
     shards = _shards(tensors, shard_bytes)
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -253,7 +254,5 @@ class _Tensors(Mapping[str, Tensor]):
     def __enter__(self) -> _Tensors:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.clear()

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from recollect.lab.models.architectures import gpt_config
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.models.hugging_face_architecture import Architecture
-from recollect.lab.models.weight_rules import Layout, WeightRule, rename
+from recollect.lab.models.hugging_face_architecture import Architecture, Layout, WeightRule, rename
 
 __all__ = ["GPT2"]
 

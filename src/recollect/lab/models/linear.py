@@ -1,8 +1,8 @@
-"""Linear layer and embedding with a given initialisation, and weights cast to the compute dtype.
+"""Linear layer and embedding with a given initialisation, and norms; all with weights cast to the compute dtype.
 
 Weights keep their own dtype; each product casts them to the dtype of its input. A model with fp32 weights and bf16 activations
 thus trains as under autocast, but without autocast's global state and without its cache, which holds all bf16 copies until the
-end of forward: here, a copy is one more value that a plan can recompute.
+end of forward: here, a copy is one more value that a plan can recompute. Norms compute in fp32 inside.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Embedding", "Linear"]
+from recollect.lab.models.config import TransformerConfig
+
+__all__ = ["Embedding", "LayerNorm", "Linear", "RMSNorm", "build_norm"]
 
 
 class Linear(nn.Linear):
@@ -54,3 +56,25 @@ class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         """Draw new vectors."""
         nn.init.normal_(self.weight, std=self.init_std)
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root mean square norm; one fused kernel on CUDA, plain ops on a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    """Normalise to mean 0 and variance 1, then scale and shift."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+def build_norm(config: TransformerConfig, channels: int) -> LayerNorm | RMSNorm:
+    """Return a new norm of the model's kind over so many channels, with scale 1 and shift 0."""
+    kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
+    return kind(channels, config.layernorm_epsilon)

@@ -1,20 +1,28 @@
-"""The MLP of a layer, and its activation.
+"""The MLP of a layer, or a mixture of experts in its place: router, routed experts, and a shared expert. No token is dropped.
 
-Shape legend: F width inside, 2F before a gated activation
+The routed experts are grouped matrix products over rows sorted by expert. Each expert's rows are contiguous, and `ends` gives
+their ends. No shape depends on the routing, so a step can be recorded on fake tensors, and nothing waits for the device.
+
+Shape legend: B batch   T positions   D hidden_size   F width inside an MLP or an expert, 2F before a gated activation
+    N = B * T tokens   E experts   J experts per token   S = N * J rows, one for each token and chosen expert
+    I, O input and output channels of a product
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.linear import Linear
+from recollect.lab.models.router import RouterStatistics, Routing, TopKRouter
 
-__all__ = ["MLP", "Activation"]
+__all__ = ["MLP", "Activation", "Experts", "GroupedLinear", "MoELayer"]
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -65,3 +73,166 @@ class MLP(nn.Module):
         """Map [..., D] to [..., D]."""
         out: Tensor = self.linear_fc2(self.activation_func(self.linear_fc1(x)))
         return out
+
+
+class GroupedLinear(nn.Module):
+    """A matrix product for groups of rows, with one matrix per group.
+
+    The grouped kernel and the loop give the same bits on a CPU. The loop needs the number of rows of each group, so it waits
+    for the device and cannot run on fake tensors.
+
+    Args:
+        num_groups: E.
+        in_features: I.
+        out_features: O.
+        bias: whether each group has a bias, zero at first.
+        init_std: standard deviation of new weights.
+        is_grouped: use one grouped kernel, whose rows must start at multiples of 16 bytes, instead of a loop over the groups;
+            fp64 always uses the loop, as the kernel does not support it.
+
+    Example:
+        >>> linear = GroupedLinear(2, 8, 8, bias=False, init_std=0.02, is_grouped=True)
+        >>> linear(torch.randn(5, 8), torch.tensor([3, 5], dtype=torch.int32)).shape
+        torch.Size([5, 8])
+    """
+
+    def __init__(
+        self, num_groups: int, in_features: int, out_features: int, *, bias: bool, init_std: float, is_grouped: bool
+    ) -> None:
+        super().__init__()
+        self.init_std = init_std
+        self.is_grouped = is_grouped
+        self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(num_groups, out_features)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new weights."""
+        nn.init.normal_(self.weight, std=self.init_std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x_SI: Tensor, ends_E: Tensor) -> Tensor:
+        """Map [S, I] to [S, O], without the bias; group e has the rows from `ends_E[e - 1]` to `ends_E[e]` (int32)."""
+        weight_EOI = self.own(self.weight).to(x_SI.dtype)
+        if self.is_grouped and x_SI.dtype != torch.float64:
+            return F.grouped_mm(x_SI, weight_EOI.transpose(1, 2), offs=ends_E)
+        ends = ends_E.tolist()
+        sizes = [end - start for start, end in itertools.pairwise([0, *ends])]
+        groups = zip(x_SI.split(sizes), weight_EOI.unbind(), strict=True)
+        return torch.cat([F.linear(rows, weight_OI) for rows, weight_OI in groups])
+
+    def bias_of(self, group_S: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return the bias [S, O] of each row, given its group; None without bias."""
+        return None if self.bias is None else F.embedding(group_S, self.own(self.bias).to(dtype))
+
+    def own(self, parameter: Tensor) -> Tensor:
+        """Return a parameter of this rank's groups: all of them, unless ranks share them."""
+        return parameter
+
+
+class ExpertActivation(Activation):
+    """Activation between an expert's two products, multiplied by the router's probability.
+
+    Multiplied here and not after the second product, so that backward does not need that product's result. The multiplication
+    is in fp32, like the router.
+    """
+
+    def forward(self, x_SF: Tensor, probabilities_S: Tensor | None = None) -> Tensor:
+        """Map [S, F], or [S, 2F] with a gate, to [S, F]."""
+        activated_SF = super().forward(x_SF)
+        if probabilities_S is None:
+            return activated_SF
+        return (activated_SF * probabilities_S.unsqueeze(-1)).to(x_SF.dtype)
+
+
+class Experts(nn.Module):
+    """The MLPs of all experts, each applied to the rows routed to it.
+
+    Args:
+        config: a model with experts.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        width, has_bias = config.moe_ffn_hidden_size, config.add_bias_linear
+        into = 2 * width if config.gated_linear_unit else width
+        experts, grouped = config.num_moe_experts or 0, config.moe_grouped_gemm
+        self.linear_fc1 = GroupedLinear(
+            experts, config.hidden_size, into, bias=has_bias, init_std=config.init_method_std, is_grouped=grouped
+        )
+        self.activation_func = ExpertActivation(config)
+        self.linear_fc2 = GroupedLinear(
+            experts,
+            width,
+            config.hidden_size,
+            bias=has_bias,
+            init_std=config.scaled_init_method_std,
+            is_grouped=grouped,
+        )
+
+    def forward(self, x_SD: Tensor, probabilities_S: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
+        """Return `probability * expert(row)` of each row, [S, D].
+
+        Args:
+            x_SD: rows sorted by expert.
+            probabilities_S: weight of each row's result.
+            expert_S: the expert of each row.
+            ends_E: where the rows of each expert end, int32.
+        """
+        inside_SF = self.linear_fc1(x_SD, ends_E)
+        bias_SF = self.linear_fc1.bias_of(expert_S, x_SD.dtype)
+        if bias_SF is not None:
+            inside_SF = inside_SF + bias_SF
+        out_SD: Tensor = self.linear_fc2(self.activation_func(inside_SF, probabilities_S), ends_E)
+        bias_SD = self.linear_fc2.bias_of(expert_S, x_SD.dtype)
+        if bias_SD is None:
+            return out_SD
+        return out_SD + (bias_SD * probabilities_S.unsqueeze(-1)).to(x_SD.dtype)
+
+
+class MoELayer(nn.Module):
+    """Send each token through `moe_router_topk` experts and return the weighted sum. No token is dropped.
+
+    Rows are gathered in both directions, never scattered with atomic additions, so that a GPU gives the same bits every time.
+
+    Args:
+        config: a model with experts.
+
+    Example:
+        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
+        >>> out, statistics = MoELayer(NAMED_CONFIGS["mixtral-tiny"])(torch.randn(2, 16, 64))
+        >>> tuple(out.shape), int(statistics.tokens_per_expert.sum())
+        ((2, 16, 64), 64)
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.router = TopKRouter(config)
+        self.experts = Experts(config)
+        self.shared_experts: MLP | None = None
+        if config.moe_shared_expert_intermediate_size is not None:
+            self.shared_experts = MLP(config, config.moe_shared_expert_intermediate_size)
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, RouterStatistics]:
+        """Return the output for the residual stream, and the router's statistics.
+
+        Args:
+            x_BTD: the normalised residual stream.
+        """
+        routing: Routing = self.router(x_BTD)
+        out_BTD = self._routed(x_BTD.flatten(0, 1), routing).view_as(x_BTD)
+        if self.shared_experts is not None:
+            out_BTD = out_BTD + self.shared_experts(x_BTD)
+        return out_BTD, routing.statistics
+
+    def _routed(self, x_ND: Tensor, routing: Routing) -> Tensor:
+        num_choices = routing.experts_NJ.shape[1]
+        expert_S, order_S = routing.experts_NJ.flatten().sort(stable=True)
+        ends_E = routing.statistics.tokens_per_expert.cumsum(0, dtype=torch.int32)
+        rows_SD = x_ND[order_S // num_choices]
+        rows_SD = self.experts(rows_SD, routing.probabilities_NJ.flatten()[order_S], expert_S, ends_E)
+        # Undo the sort: the inverse of a permutation is its argsort.
+        rows_SD = rows_SD[order_S.argsort()]
+        out_ND: Tensor = rows_SD.unflatten(0, (-1, num_choices)).sum(dim=1)
+        return out_ND

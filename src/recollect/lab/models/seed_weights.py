@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.models.norm import LayerNorm, RMSNorm
+from recollect.lab.models.linear import LayerNorm, RMSNorm
 
 __all__ = ["BLOCK_ELEMENTS", "SeedWeights"]
 

@@ -8,8 +8,14 @@ from typing import get_args
 
 from recollect.byte_format import format_bytes
 from recollect.errors import ConfigError
-from recollect.lab.parallel.cluster_schedule import schedule_of_step, send_s
-from recollect.lab.parallel.cluster_step import Axis, ClusterStep, RecordedStages, record_stages
+from recollect.lab.parallel.cluster_step import (
+    Axis,
+    ClusterStep,
+    RecordedStages,
+    record_stages,
+    schedule_of_step,
+    send_s,
+)
 from recollect.pipelines.pipeline_plan import PipelinePlan
 from recollect.pipelines.plan_pipeline import plan_pipeline
 from recollect.pipelines.schedule import INPUT
@@ -75,7 +81,8 @@ class ClusterPlan:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The plan of each stage, for all of its micro-batches."""
-        return tuple(_plan_of(self.planned, stage) for stage in range(len(self.planned.plans)))
+        # Only plans that a user gives may differ from micro-batch to micro-batch.
+        return tuple(plan for plan in self.planned.plans if isinstance(plan, Plan))
 
     @property
     def step_s(self) -> float:
@@ -201,22 +208,12 @@ def plan_cluster(step: ClusterStep, budget: int | str, *, chooses_split: bool = 
     return ClusterPlan(step, stages, planned, ranks, split)
 
 
-def _plan_of(planned: PipelinePlan, stage: int) -> Plan:
-    plan = planned.plans[stage]
-    assert isinstance(plan, Plan)  # only plans that a user gives may differ from micro-batch to micro-batch
-    return plan
-
-
 def _use(step: ClusterStep, stages: RecordedStages, planned: PipelinePlan, rank: int) -> RankUse:
     own = planned.schedule.stages_of(rank)
     persistent = [stages.profiles[stage].persistent for stage in own]
-    busy_s, recompute_s = (
-        step.num_micro_batches * seconds
-        for seconds in (
-            sum(_backward_as_run(stages, planned, stage).step_s for stage in own),
-            sum(planned.slowdowns[stage] * _backward_as_run(stages, planned, stage).step_s for stage in own),
-        )
-    )
+    own_s = {stage: _backward_as_run(stages, planned, stage).step_s for stage in own}
+    busy_s = step.num_micro_batches * sum(own_s.values())
+    recompute_s = step.num_micro_batches * sum(planned.slowdowns[stage] * own_s[stage] for stage in own)
     communicating = {
         axis: step.num_micro_batches * sum(t[axis].time_s for stage in own if axis in (t := stages.traffic[stage]))
         for axis in get_args(Axis)

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from recollect._torch_parallel import exchanged_rows, joined_mesh, summed
 from recollect._torch_private import is_fake_tensor
 from recollect.errors import ConfigError
-from recollect.lab.models.experts import Experts, GroupedLinear
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.models.moe import MoELayer
+from recollect.lab.models.mlp import Experts, GroupedLinear, MoELayer
 from recollect.lab.models.router import TopKRouter
 from recollect.lab.parallel.layout import DeviceLayout
 

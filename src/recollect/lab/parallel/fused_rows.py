@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["fused_again", "interleaved", "shares", "whole_rows"]
+__all__ = ["interleaved", "shares", "whole_rows"]
 
 
 def shares(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -33,17 +33,6 @@ def interleaved(rows: Tensor, sizes: Sequence[int], ranks: int) -> Tensor:
     """
     parts = [matrix.chunk(ranks) for matrix in rows.split(list(sizes))]
     return torch.cat([part[rank] for rank in range(ranks) for part in parts])
-
-
-def fused_again(rows: Tensor, sizes: Sequence[int], ranks: int) -> Tensor:
-    """Undo `interleaved`.
-
-    Example:
-        >>> fused_again(torch.tensor([0, 1, 10, 2, 3, 11]), (4, 2), 2).tolist()
-        [0, 1, 2, 3, 10, 11]
-    """
-    parts = [share.split(shares(sizes, ranks)) for share in rows.chunk(ranks)]
-    return torch.cat([parts[rank][matrix] for matrix in range(len(sizes)) for rank in range(ranks)])
 
 
 def whole_rows(rows: range, sizes: Sequence[int], ranks: int) -> list[range]:

@@ -1,16 +1,24 @@
-"""The device mesh of a layout: which ranks share what."""
+"""The device mesh of a layout: which ranks share what, and how they share a model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
+import torch
+from torch import nn
 from torch.distributed import get_world_size
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from recollect._torch_parallel import flat_mesh
+from recollect.lab.models.gpt import GPTModel
+from recollect.lab.parallel.context import context_parallel, route_parts
+from recollect.lab.parallel.expert import ExchangedExperts, balance_over, expert_parallel
 from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.tensor import tensor_parallel
 
-__all__ = ["LayoutMesh", "layout_mesh"]
+__all__ = ["LayoutMesh", "data_parallel", "layout_mesh", "share_model"]
 
 
 @dataclass(frozen=True)
@@ -82,3 +90,73 @@ def layout_mesh(layout: DeviceLayout, device_type: str = "cpu") -> LayoutMesh:
     axes["expert"] += own
     views = {name: mesh[dims[0]] if len(dims) == 1 else flat_mesh(mesh[dims]) for name, dims in axes.items()}
     return LayoutMesh(pipeline=mesh["pipeline"], tensor=mesh["tensor"], **views)
+
+
+def share_model(model: GPTModel, layout: DeviceLayout, mesh: LayoutMesh, *, balanced: bool = False) -> None:
+    """Leave this rank its part of each matrix, sequence and layer of experts; nothing is wrapped.
+
+    Args:
+        model: the whole model, or a stage of a pipeline; changed in place.
+        layout: that of the mesh.
+        mesh: what to share it among.
+        balanced: see `expert_parallel`.
+    """
+    if layout.tensor_model_parallel_size > 1:
+        tensor_parallel(
+            model,
+            mesh.tensor,
+            sequence_parallel=layout.sequence_parallel,
+            has_whole_experts=layout.has_whole_experts,
+        )
+    if layout.context_parallel_size > 1:
+        context_parallel(model, mesh.context)
+    if layout.expert_model_parallel_size > 1:
+        expert_parallel(model, mesh.expert, balanced=balanced)
+    if layout.has_whole_experts:
+        route_parts(model, mesh.sequence)
+    if mesh.tokens.size() > 1:
+        balance_over(model, mesh.tokens)
+
+
+def data_parallel(
+    model: GPTModel,
+    mesh: DeviceMesh,
+    *,
+    expert_mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool = True,
+    precision: MixedPrecisionPolicy | None = None,
+) -> GPTModel:
+    """Shard every layer, and then the rest, over the ranks of a mesh, which have batches of their own, by FSDP2.
+
+    Args:
+        model: with the same weights on all ranks, or on the meta device; from `tensor_parallel`, if both are wanted. Changed in
+            place.
+        mesh: one-dimensional (FSDP2), or two-dimensional: replicas, each sharded (HSDP).
+        expert_mesh: for a model from `expert_parallel`, those ranks of `mesh` that have the same experts: with the mesh of
+            the experts another view of `mesh`.
+        reshard_after_forward: whether parameters are freed after forward, and gathered again in backward.
+        precision: dtypes of parameters and reductions; None: those of the parameters.
+
+    Returns:
+        The model. Gradients are means over the ranks.
+    """
+    policy = MixedPrecisionPolicy() if precision is None else precision
+    units: list[nn.Module] = [*model.decoder.layers, model]
+    sharded_over = mesh if expert_mesh is None else expert_mesh
+    alone: set[nn.Parameter] = set()
+    for experts in [module for module in model.modules() if isinstance(module, ExchangedExperts)]:
+        if sharded_over.size() == 1:
+            # FSDP2 would copy them for nothing.
+            alone |= {*experts.parameters()}
+            continue
+        sharded = fully_shard(experts, mesh=sharded_over, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+        # They have the sum over the ranks that share them. Only NCCL divides by any number as it reduces.
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(mesh.size())
+    for parameter in alone:
+        parameter.register_hook(partial(torch.div, other=mesh.size()))
+    for unit in units:
+        fully_shard(
+            unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, ignored_params=alone
+        )
+    return model

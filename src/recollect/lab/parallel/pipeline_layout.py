@@ -206,7 +206,9 @@ class PipelineLayout:
                     "pipeline_parallel_schedule": schedule,
                     "num_layers_per_virtual_pipeline_stage": self.num_layers_per_virtual_pipeline_stage,
                 },
-                f"it runs {'one stage' if count > 1 else 'several stages'} on each rank, and there {_are(count)}",
+                f"it runs one stage on each rank, and there are {count}"
+                if count > 1
+                else "it runs several stages on each rank, and there is one",
                 "Leave num_layers_per_virtual_pipeline_stage out, or choose Interleaved1F1B."
                 if count > 1
                 else "Set num_layers_per_virtual_pipeline_stage to fewer layers than a rank has, or choose 1F1B.",
@@ -234,10 +236,6 @@ class PipelineLayout:
         sizes = [rest // between] * between
         sizes = [*([] if first is None else [first]), *sizes, *([] if last is None else [last])]
         return self._split_layers(tuple(sizes), num_layers)
-
-
-def _are(count: int) -> str:
-    return "is one" if count == 1 else f"are {count}"
 
 
 def check_divides(what: str, size: int, by: str, ranks: int) -> None:

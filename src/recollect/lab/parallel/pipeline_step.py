@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from recollect.lab.parallel.pipeline_rank import LossStage, PipelineRank
+from recollect.lab.parallel.stages import LossStage, PipelineRank
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 from recollect.recording.gathered_stage import free_gathered
 

@@ -1,7 +1,11 @@
-"""Cut a reference model into the stages of a pipeline, each a module of its own."""
+"""Cut a reference model into the stages of a pipeline, each a module of its own, and gather those of one rank.
+
+A rank's parameters have their names in the whole model.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,11 +14,10 @@ from torch import Tensor, nn
 from recollect.errors import DataError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel, GPTOutput
-from recollect.lab.models.layer import TransformerLayer
-from recollect.lab.models.multi_token_prediction import MultiTokenPrediction
+from recollect.lab.models.layer import MultiTokenPrediction, TransformerLayer
 from recollect.lab.models.router import RouterStatistics
 
-__all__ = ["StageModel"]
+__all__ = ["LossStage", "PipelineRank", "StageModel", "cut_stage", "pipeline_rank"]
 
 
 class StageModel(GPTModel):
@@ -108,3 +111,159 @@ class _WithLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         (one,) = ctx.saved_tensors
         return grad_outputs[0], one
+
+
+class LossStage(StageModel):
+    """A stage as a pipeline's schedule runs it: the last one returns its loss, and nothing else.
+
+    Args:
+        config: see `StageModel`.
+        layers: those of this stage.
+
+    Attributes:
+        router_losses: of each forward before the last stage, those of its routers; the step takes them.
+    """
+
+    def __init__(self, config: TransformerConfig, layers: range) -> None:
+        super().__init__(config, layers)
+        self.router_losses: list[Tensor] = []
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """Run the stage; see `StageModel`. Stages before the last ignore labels, and all ignore the logits."""
+        result = super().forward(x, labels, tokens)
+        if isinstance(result, Tensor):
+            return result
+        assert isinstance(result, GPTOutput) and result.loss is not None
+        return result.loss
+
+    def note_router_loss(self, loss: Tensor) -> None:
+        """See `StageModel`."""
+        self.router_losses.append(self.sequence.shared(loss.detach()))
+
+
+def cut_stage(model: GPTModel, layers: range) -> LossStage:
+    """Return a stage with the parameters of a model, which it shares.
+
+    Args:
+        model: the whole model.
+        layers: those of the stage.
+
+    Example:
+        >>> from recollect.lab.models.sizes import NAMED_CONFIGS
+        >>> model = GPTModel(NAMED_CONFIGS["llama-tiny"])
+        >>> stage = cut_stage(model, range(2, 4))
+        >>> stage.decoder.layers[0] is model.decoder.layers[2], stage.is_last
+        (True, True)
+    """
+    with torch.device("meta"):
+        stage = LossStage(model.config, layers)
+    stage.compute_dtype = model.compute_dtype
+    stage.decoder.layers = nn.ModuleList(model.decoder.layers[layer] for layer in layers)
+    if stage.is_first or stage.mtp is not None:
+        # For the tokens in between, the last stage has a copy: that of its own process.
+        stage.embedding = model.embedding
+    if stage.mtp is not None:
+        stage.mtp = model.mtp
+    if stage.is_last:
+        stage.decoder.final_layernorm = model.decoder.final_layernorm
+        stage.output_layer = model.output_layer
+    return stage.train(model.training)
+
+
+class PipelineRank(GPTModel):
+    """The stages of one rank. Parameters and buffers have the names that they have in the whole model.
+
+    Where embedding and LM head are one matrix, the last rank has a copy of it, under both names. With multi-token prediction it
+    has a copy of the embedding.
+
+    Args:
+        config: the whole model.
+        stages: those of this rank, by number; the first and the last of all are not on one rank.
+        layers: of each stage of the pipeline.
+
+    Attributes:
+        stages: by number.
+        has_first: whether the first of all is here.
+        has_last: whether the last of all is here.
+    """
+
+    def __init__(self, config: TransformerConfig, stages: dict[int, LossStage], layers: Sequence[range]) -> None:
+        nn.Module.__init__(self)
+        self.config = config
+        # Modules in a dict are no children: their parameters are registered below, by other names.
+        self.stages = dict(stages)
+        own = {
+            str(number): layer
+            for stage, module in stages.items()
+            for number, layer in zip(layers[stage], module.decoder.layers, strict=True)
+        }
+        first = next((stage for stage in stages.values() if stage.is_first), None)
+        last = next((stage for stage in stages.values() if stage.is_last), None)
+        if first is not None:
+            self.embedding = first.embedding
+        elif last is not None and last.mtp is not None:
+            self.embedding = last.embedding
+        elif last is not None and config.share_embeddings_and_output_weights:
+            self.embedding = _embedding_of(last.output_layer)  # type: ignore[assignment]
+        self.decoder = nn.Module()  # type: ignore[assignment]
+        self.decoder.layers = nn.ModuleDict(own)  # type: ignore[assignment]
+        if last is not None:
+            self.decoder.final_layernorm = last.decoder.final_layernorm
+            self.output_layer = last.output_layer
+            self.mtp = last.mtp
+        self.has_first, self.has_last = first is not None, last is not None
+
+    @property
+    def shared(self) -> tuple[nn.Parameter, ...]:
+        """Of the first rank and the last, the parameters of which both have a copy, in the same order."""
+        config = self.config
+        is_shared = config.mtp_num_layers is not None or config.share_embeddings_and_output_weights
+        if not (is_shared and (self.has_first or self.has_last)):
+            return ()
+        alone = config.mtp_num_layers is None  # without the positions, which the last rank does not have
+        embedding: nn.Module = self.embedding.get_submodule("word_embeddings") if alone else self.embedding
+        return tuple(embedding.parameters())
+
+    @property
+    def loss_chunks(self) -> int:
+        """Chunks in which the last stage computes its loss; 1 if it is not here."""
+        return next((stage.loss_chunks for stage in self.stages.values() if stage.is_last), 1)
+
+    @loss_chunks.setter
+    def loss_chunks(self, count: int) -> None:
+        for stage in self.stages.values():
+            if stage.is_last:
+                stage.loss_chunks = count
+
+    def train(self, mode: bool = True) -> PipelineRank:
+        """Set the mode of all stages."""
+        super().train(mode)
+        for stage in self.stages.values():
+            stage.train(mode)
+        return self
+
+
+def pipeline_rank(
+    model: GPTModel, layers: Sequence[range], *, rank: int, ranks: int, spread: Callable[[GPTModel], object]
+) -> PipelineRank:
+    """Return the stages of a rank.
+
+    Args:
+        model: the whole model; afterwards parts of it are those of the stages.
+        layers: of each stage of the pipeline; stage s is of rank s mod `ranks`.
+        rank: place of this rank in the pipeline.
+        ranks: of the pipeline.
+        spread: what other parallelism does to each stage, in place.
+    """
+    stages = {number: cut_stage(model, layers[number]) for number in range(rank, len(layers), ranks)}
+    for stage in stages.values():
+        spread(stage)
+    return PipelineRank(model.config, stages, layers)
+
+
+def _embedding_of(head: nn.Module) -> nn.Module:
+    """Return what gives the matrix of the LM head the name that it has as an embedding."""
+    words, embedding = nn.Module(), nn.Module()
+    words.register_parameter("weight", head.get_parameter("weight"))
+    embedding.word_embeddings = words
+    return embedding

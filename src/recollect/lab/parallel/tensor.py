@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -24,19 +24,21 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from recollect.lab.models.attention import SelfAttention
+from recollect.lab.models.attention import LatentAttention, SelfAttention, UpProjection
 from recollect.lab.models.gpt import IGNORE_INDEX, GPTModel
-from recollect.lab.models.latent_attention import LatentAttention, UpProjection
 from recollect.lab.models.linear import Linear
-from recollect.lab.models.mlp import MLP
-from recollect.lab.models.moe import MoELayer
-from recollect.lab.parallel.fused_rows import fused_again, interleaved, shares
+from recollect.lab.models.mlp import MLP, MoELayer
+from recollect.lab.parallel.fused_rows import interleaved, shares
 from recollect.lab.parallel.layout import DeviceLayout
-from recollect.lab.parallel.sequence_linear import SequenceLinear, with_partial_gradient
-from recollect.lab.parallel.tensor_experts import OwnPartMoELayer, SplitMoELayer
-from recollect.lab.parallel.vocabulary import VocabularyParallelLoss
+from recollect.lab.parallel.tensor_modules import (
+    OwnPartMoELayer,
+    SequenceLinear,
+    SplitMoELayer,
+    VocabularyParallelLoss,
+    with_partial_gradient,
+)
 
-__all__ = ["fused_parameters", "tensor_parallel", "whole_gradients", "whole_parameters"]
+__all__ = ["fused_parameters", "tensor_parallel"]
 
 
 def tensor_parallel(
@@ -194,31 +196,3 @@ def fused_parameters(model: GPTModel) -> dict[str, tuple[Sequence[int], int]]:
             weight = module.experts.linear_fc1.weight
             fused[id(weight)] = ((weight.shape[1] // 2,) * 2, 1)
     return {name: fused[id(p)] for name, p in model.named_parameters() if id(p) in fused}
-
-
-def whole_parameters(model: GPTModel, ranks: int) -> dict[str, Tensor]:
-    """Return the parameters of a parallel model as those of the whole one, by name; all ranks have to call it.
-
-    Args:
-        model: from `tensor_parallel`, perhaps sharded by FSDP2.
-        ranks: of tensor parallelism.
-    """
-    return _whole(model, dict(model.named_parameters()), ranks)
-
-
-def whole_gradients(model: GPTModel, ranks: int) -> dict[str, Tensor]:
-    """Return the gradients likewise."""
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return _whole(model, found, ranks)
-
-
-def _whole(model: GPTModel, tensors: dict[str, Tensor], ranks: int) -> dict[str, Tensor]:
-    sizes_of = fused_parameters(model)
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if name in sizes_of:
-            sizes, dim = sizes_of[name]
-            whole = fused_again(whole.transpose(0, dim), sizes, ranks).transpose(0, dim)
-        found[name] = whole
-    return found

@@ -2,16 +2,22 @@
 
 A checkpoint is one `torch.save` file that loads with `weights_only=True`: step, settings, model, optimizer, random number
 states. The position in the data follows from the step. Torch stores a CRC of each record but does not verify it when reading;
-`read_checkpoint` does.
+`find_damage` does.
+
+That of several processes is a folder with a manifest, its files with their sizes and checksums. The manifest is the last file
+that is written, and has a checksum of its own.
 """
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 import re
 import zipfile
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +25,14 @@ import numpy as np
 import torch
 
 from recollect.errors import CheckpointError
-from recollect.lab.train.files import remove, remove_partial, write_atomically
-from recollect.lab.train.manifest import Manifest, damage_of, read_manifest
+from recollect.lab.train.files import remove, remove_partial, write_atomically, write_text
 
 FORMAT = 1
 CHANGEABLE = ("optim.steps", "step.memory_budget", "step.recompute")
 """Settings that a resumed run may change: what it recomputes changes no bit, and more steps are more steps."""
 _NAME = re.compile(r"step_(\d{8})(\.pt)?")
+_MANIFEST = "manifest.json"
+_CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +54,25 @@ class Checkpoint:
     optimizer: dict[str, Any]
     rng: dict[str, Any]
     environment: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is in a checkpoint that is a folder.
+
+    Attributes:
+        step: optimizer steps completed.
+        identity: settings that determine the numbers, see `TrainConfig.identity`.
+        environment: `checkpoint.environment()` of the first process.
+        layout: how the model was spread over the processes that wrote it.
+        files: bytes and CRC-32 of each file, by name.
+    """
+
+    step: int
+    identity: dict[str, Any]
+    environment: dict[str, Any]
+    layout: dict[str, Any]
+    files: dict[str, list[int]]
 
 
 def environment() -> dict[str, Any]:
@@ -141,17 +167,41 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path
     return path
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint to the CPU, and verify the CRC of each of its records.
-
-    Args:
-        path: the path returned by `write_checkpoint`.
+def checksum_of(path: Path) -> list[int]:
+    """Return a file's bytes and CRC-32.
 
     Raises:
-        CheckpointError: the file is truncated, changed, or not a checkpoint; names the newest intact older one.
+        OSError: it cannot be read.
     """
-    refuse_damage(path, find_damage(path))
-    return load_checkpoint(path)
+    crc, count = 0, 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            crc, count = zlib.crc32(chunk, crc), count + len(chunk)
+    return [count, crc]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest into the folder of its checkpoint, atomically."""
+    content = json.dumps({"format": FORMAT, **asdict(manifest)}, default=str)
+    write_text(folder / _MANIFEST, json.dumps({"crc": zlib.crc32(content.encode()), "content": content}) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest | str:
+    """Return the manifest of a checkpoint that is a folder, or what is wrong with it in words."""
+    try:
+        stored = json.loads((folder / _MANIFEST).read_text())
+        content, crc = stored["content"], stored["crc"]
+        if zlib.crc32(content.encode()) != crc:
+            return f"a changed {_MANIFEST}"
+        found = json.loads(content)
+    except FileNotFoundError:
+        return f"a folder without {_MANIFEST}"
+    except OSError as problem:
+        return f"an unreadable {_MANIFEST} ({problem.strerror})"
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return f"a changed {_MANIFEST}"
+    version = found.pop("format")
+    return Manifest(**found) if version == FORMAT else f"format {version!r} instead of {FORMAT}"
 
 
 def load_checkpoint(path: Path, *, is_mapped: bool = False) -> Checkpoint:
@@ -212,7 +262,26 @@ def find_damage(path: Path, *, share: int = 0, shares: int = 1) -> str | None:
     found = read_manifest(path)
     if not isinstance(found, Manifest):
         return found
-    return damage_of(path, found, sorted(found.files)[share::shares])
+    return _damage_of_files(path, found, sorted(found.files)[share::shares])
+
+
+def _damage_of_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
+    """Describe what is wrong with some files of a checkpoint; None if nothing is."""
+    for name in names:
+        size, crc = manifest.files[name]
+        path = folder / name
+        try:
+            # Before reading: a truncated file is known at once.
+            now = path.stat().st_size
+            if now != size:
+                return f"{now} bytes instead of {size} in its file {name}"
+            if checksum_of(path) != [size, crc]:
+                return f"changed bytes in its file {name}"
+        except FileNotFoundError:
+            return f"a folder without its file {name}"
+        except OSError as problem:
+            return f"an unreadable file {name} ({problem.strerror})"
+    return None
 
 
 def _damage_of_file(path: Path) -> str | None:

@@ -12,7 +12,7 @@ from tyro.conf import FlagCreatePairsOff, Suppress, arg
 from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.parallel.flags import ParallelFlags
+from recollect.lab.parallel.layout import ParallelFlags
 from recollect.lab.train.checks import at_least, within
 from recollect.lab.train.model_flags import ModelFlags, SizeName
 from recollect.lab.train.optim_flags import OptimFlags

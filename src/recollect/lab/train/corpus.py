@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from recollect.errors import DataError
 from recollect.lab.train.config import DataFlags
-from recollect.lab.train.documents import Document, read_documents
-from recollect.lab.train.indexed_corpus import load_indexed_windows
-from recollect.lab.train.tokens import Tokenizer, Tokens, open_tokenizer
-from recollect.lab.train.windows import TokenWindows, Windows
+from recollect.lab.train.documents import Document, Tokenizer, Tokens, open_tokenizer, read_documents
+from recollect.lab.train.indexed_dataset import IndexedDataset, content_samples
+from recollect.lab.train.windows import BlendedWindows, PackedDocuments, TokenWindows, Windows
 
-__all__ = ["Corpus", "load_corpus"]
+__all__ = ["Corpus", "load_corpus", "parse_blend", "parse_split"]
+
+_SIDES = ("training", "validation", "test")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +30,8 @@ class Corpus:
         training: windows in random order.
         validation: held-out windows in their own order; None if validation is off.
         vocab_size: all ids are below this.
-        fingerprint: hash of both; equal fingerprints mean equal data.
+        fingerprint: hash of both, of indexed datasets that of indices, proportions and samples of the token ids; equal
+            fingerprints mean equal data.
     """
 
     training: Windows
@@ -51,7 +56,7 @@ def load_corpus(flags: DataFlags, *, seed: int, vocab_size: int | None = None) -
 
     Raises:
         DataError: data is missing, malformed, or shorter than one sequence; the tokenizer cannot be read or has more ids than
-            `vocab_size`; or indexed data comes without tokenizer and `vocab_size`.
+            `vocab_size`; indexed data comes without tokenizer and `vocab_size`; or a flag about it cannot be parsed.
     """
     if flags.is_indexed:
         return _load_indexed(flags, seed, vocab_size)
@@ -67,19 +72,6 @@ def load_corpus(flags: DataFlags, *, seed: int, vocab_size: int | None = None) -
         vocab_size=tokenizer.vocab_size,
         fingerprint=hashlib.sha256(training.tobytes() + b"|" + validation.tobytes()).hexdigest()[:16],
     )
-
-
-def _load_indexed(flags: DataFlags, seed: int, vocab_size: int | None) -> Corpus:
-    if flags.tokenizer is not None:
-        tokenizer = open_tokenizer(flags.tokenizer, vocab_size=vocab_size)
-        vocab_size = vocab_size or tokenizer.vocab_size
-    if vocab_size is None:
-        raise DataError(
-            "indexed dataset: got neither --vocab-size nor --tokenizer, expected one of them, because the files do not store "
-            "the size of the vocabulary. Give --vocab-size N or the tokenizer that made them."
-        )
-    windows = load_indexed_windows(flags, seed=seed, vocab_size=vocab_size)
-    return Corpus(windows.training, windows.validation, vocab_size, windows.fingerprint)
 
 
 def _split_text(tokenizer: Tokenizer, flags: DataFlags) -> tuple[Tokens, Tokens]:
@@ -115,3 +107,135 @@ def _check_length(side: str, tokens: Tokens, seq_length: int, advice: str) -> No
             f"{side} data: got {tokens.size} tokens, expected at least {seq_length + 1} (one sequence of --seq-length "
             f"{seq_length} and the token after it). {advice}"
         )
+
+
+def _load_indexed(flags: DataFlags, seed: int, vocab_size: int | None) -> Corpus:
+    if flags.tokenizer is not None:
+        tokenizer = open_tokenizer(flags.tokenizer, vocab_size=vocab_size)
+        vocab_size = vocab_size or tokenizer.vocab_size
+    if vocab_size is None:
+        raise DataError(
+            "indexed dataset: got neither --vocab-size nor --tokenizer, expected one of them, because the files do not store "
+            "the size of the vocabulary. Give --vocab-size N or the tokenizer that made them."
+        )
+    shares = parse_split(flags.split) if flags.data_path else None
+    blends = _blends(flags, shares)
+    digest = hashlib.sha256(repr((shares, [[weight for _, weight in blend] for blend in blends])).encode())
+    datasets: dict[Path, IndexedDataset] = {}
+    for prefix, _ in [*blends[0], *blends[1]]:
+        if prefix not in datasets:
+            datasets[prefix] = IndexedDataset(prefix)
+            for block in content_samples(datasets[prefix]):
+                digest.update(block)
+    sides: list[Windows | None] = []
+    for side, blend in enumerate(blends):
+        sources: list[PackedDocuments] = []
+        weights: list[float] = []
+        for prefix, weight in blend:
+            dataset = datasets[prefix]
+            source = PackedDocuments(
+                dataset,
+                _sequences(len(dataset), shares, side),
+                seq_length=flags.seq_length,
+                seed=None if side else seed,
+                vocab_size=vocab_size,
+            )
+            _check_has_windows(source, prefix, flags, side)
+            sources.append(source)
+            weights.append(source.num_windows if weight is None else weight)
+        sides.append(BlendedWindows(sources, weights) if len(sources) > 1 else next(iter(sources), None))
+    training, validation = sides
+    if training is None:
+        raise DataError(f"--split {flags.split}: leaves no document to train on, expected a first number above 0.")
+    return Corpus(training, validation, vocab_size, digest.hexdigest()[:16])
+
+
+def parse_blend(words: Sequence[str], flag: str) -> list[tuple[Path, float | None]]:
+    """Parse prefixes, or alternating weights and prefixes.
+
+    Args:
+        words: the words on the command line.
+        flag: their flag, for errors.
+
+    Returns:
+        Prefixes and their weights; without weights, None for each, which means in proportion to its windows.
+
+    Raises:
+        DataError: only some prefixes have weights, or a weight is not above 0.
+
+    Example:
+        >>> parse_blend(["0.3", "a", "0.7", "b"], "--data-path")
+        [(PosixPath('a'), 0.3), (PosixPath('b'), 0.7)]
+        >>> parse_blend(["a", "b"], "--data-path")
+        [(PosixPath('a'), None), (PosixPath('b'), None)]
+    """
+    numbers = [_number(word) for word in words]
+    if all(number is None for number in numbers):
+        return [(Path(word), None) for word in words]
+    weights, prefixes = numbers[::2], words[1::2]
+    is_pairs = len(weights) == len(prefixes) and all(number is None for number in numbers[1::2])
+    if not is_pairs or any(weight is None or weight <= 0 for weight in weights):
+        raise DataError(
+            f"{flag}: got {' '.join(words)}, expected prefixes, or a weight above 0 before each prefix, as in 0.3 a 0.7 b."
+        )
+    return [(Path(prefix), weight) for prefix, weight in zip(prefixes, weights, strict=True)]
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Parse "969,30,1" into fractions for training, validation and test.
+
+    Raises:
+        DataError: not one to three numbers of at least 0, or all of them 0.
+
+    Example:
+        >>> parse_split("90,10")
+        (0.9, 0.1, 0.0)
+    """
+    numbers = [_number(part) for part in text.split(",")]
+    if len(numbers) > len(_SIDES) or any(number is None or number < 0 for number in numbers) or not any(numbers):
+        raise DataError(
+            f"--split {text}: expected one to three numbers of at least 0, for training, validation and test, such as 969,30,1."
+        )
+    given = [number or 0.0 for number in [*numbers, 0.0, 0.0][: len(_SIDES)]]
+    training, validation, test = (number / sum(given) for number in given)
+    return training, validation, test
+
+
+def _blends(
+    flags: DataFlags, shares: tuple[float, float, float] | None
+) -> tuple[list[tuple[Path, float | None]], list[tuple[Path, float | None]]]:
+    """Return the sources of training and validation; an empty list for a side that is off."""
+    if shares is None:
+        return parse_blend(flags.train_data_path, "--train-data-path"), parse_blend(
+            flags.valid_data_path, "--valid-data-path"
+        )
+    blend = parse_blend(flags.data_path, "--data-path")
+    return (blend if shares[0] else []), (blend if shares[1] else [])
+
+
+def _sequences(count: int, shares: tuple[float, float, float] | None, side: int) -> tuple[int, int]:
+    """Return the sequences of a side, from and to (exclusive); the shares follow one another in the file."""
+    if shares is None:
+        return 0, count
+    return round(sum(shares[:side]) * count), round(sum(shares[: side + 1]) * count)
+
+
+def _check_has_windows(source: PackedDocuments, prefix: Path, flags: DataFlags, side: int) -> None:
+    if source.num_windows:
+        return
+    name = _SIDES[side]
+    advice = f"give more data with --{('train', 'valid')[side]}-data-path"
+    if flags.data_path:
+        advice = f"give {name} more documents with --split (a second number of 0 turns validation off)"
+    raise DataError(
+        f"indexed dataset {prefix}: {name} has {source.num_tokens} tokens, expected at least {flags.seq_length + 1} (one "
+        f"sequence of --seq-length {flags.seq_length} and the token after it). Lower --seq-length, or {advice}."
+    )
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,5 +1,7 @@
 """What the processes of a run exchange in a step: gradients, their norm, and losses. One process exchanges nothing.
 
+Those of a pipeline also exchange what goes between stages, and a shared embedding.
+
 Ranks of context parallelism have parts of a batch. Their gradients are those of their parts, times the ranks, and their loss is
 that of all: a mean over the ranks of data and context parallelism is right for either.
 """
@@ -18,9 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recollect.lab.parallel.expert import ExchangedExperts
 from recollect.lab.parallel.mesh import LayoutMesh
+from recollect.lab.parallel.pipeline_step import PipelineStep
+from recollect.lab.parallel.stages import PipelineRank
 from recollect.lab.train.processes import Processes
 
-__all__ = ["Exchange", "RanksExchange", "exchange_of", "local_part"]
+__all__ = ["Exchange", "PipelineExchange", "exchange_of", "local_part"]
+
+# As in `torch.nn.utils.clip_grad_norm_`.
+_EPSILON = 1e-6
 
 
 class Exchange:
@@ -75,7 +82,7 @@ class Exchange:
         return torch.stack(list(losses)).mean().item()
 
 
-class RanksExchange(Exchange):
+class _RanksExchange(Exchange):
     """A step of several processes.
 
     Args:
@@ -140,7 +147,7 @@ class RanksExchange(Exchange):
             assert parameter.grad is not None
             gradients.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter.grad)
         norms = [nn.utils.get_total_norm(found) for found in gradients.values()]
-        return math.hypot(*(_whole(one).item() for one in norms))
+        return math.hypot(*(one.full_tensor().item() if isinstance(one, DTensor) else one.item() for one in norms))
 
     def mean(self, value: Tensor) -> float:
         """See `Exchange`."""
@@ -158,8 +165,64 @@ class RanksExchange(Exchange):
         return value.item()
 
 
-# As in `torch.nn.utils.clip_grad_norm_`.
-_EPSILON = 1e-6
+class PipelineExchange(_RanksExchange):
+    """A step of several processes that share the layers.
+
+    Args:
+        processes: all of them.
+        mesh: which of them share what.
+        rank: the stages of this one.
+        step: runs them.
+
+    Attributes:
+        rank: the stages of this process.
+        step: runs them.
+    """
+
+    def __init__(self, processes: Processes, mesh: LayoutMesh, rank: PipelineRank, step: PipelineStep) -> None:
+        super().__init__(processes, mesh, rank)
+        self.step = step
+        self.rank, self._pipeline = rank, mesh.pipeline
+
+    def accumulate(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], accumulation: int) -> Tensor:
+        """See `Exchange`; the loss is zero where the last stage is not."""
+        losses = self.step.gradients(list(batches))
+        self._add_shared_gradients()
+        zero = torch.zeros((), device=next(self.rank.parameters()).device)
+        return torch.stack([zero, *losses]).sum() / accumulation
+
+    def losses(self, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """See `Exchange`; losses are zero where the last stage is not."""
+        own = list(batches)
+        return self.step.losses(own) or [torch.zeros((), device=own[0][0].device) for _ in own]
+
+    def _norm(self, parameters: Sequence[nn.Parameter]) -> float:
+        copies = set() if self.rank.has_first else {id(parameter) for parameter in self.rank.shared}
+        own = super()._norm([parameter for parameter in parameters if id(parameter) not in copies])
+        device = parameters[0].device
+        squares = torch.tensor(own, dtype=torch.float64, device=device).square()
+        dist.all_reduce(squares, group=self._pipeline.get_group())
+        return squares.sqrt().item()
+
+    def _sum(self, value: Tensor) -> float:
+        dist.all_reduce(value, group=self._pipeline.get_group())
+        return super()._sum(value)
+
+    def _add_shared_gradients(self) -> None:
+        """Give both copies of an embedding the gradient of all of its uses."""
+        shared = self.rank.shared
+        if not shared:
+            return
+        group, ranks = self._pipeline.get_group(), self._pipeline.size()
+        peer = dist.get_global_rank(group, ranks - 1 if self.rank.has_first else 0)
+        own = [_own_rows(parameter) for parameter in shared]
+        others = [torch.empty_like(gradient) for gradient in own]
+        sent = [dist.P2POp(dist.isend, gradient, peer, group) for gradient in own]
+        received = [dist.P2POp(dist.irecv, gradient, peer, group) for gradient in others]
+        for work in dist.batch_isend_irecv([*sent, *received]):
+            work.wait()
+        for gradient, other in zip(own, others, strict=True):
+            gradient.add_(other)
 
 
 def exchange_of(processes: Processes, trained: nn.Module) -> Exchange:
@@ -171,7 +234,7 @@ def exchange_of(processes: Processes, trained: nn.Module) -> Exchange:
     """
     if processes.mesh is None:
         return Exchange()
-    return RanksExchange(processes, processes.mesh, trained)
+    return _RanksExchange(processes, processes.mesh, trained)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -179,5 +242,13 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _own_rows(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of what is here of a parameter."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(parameter, DTensor):
+        # An embedding's gradient has all rows, until something asks for those of this rank.
+        assert isinstance(gradient, DTensor)
+        gradient = gradient.redistribute(placements=parameter.placements)
+        parameter.grad = gradient
+    return local_part(gradient)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,16 +23,19 @@ from torch.profiler import ProfilerActivity
 
 import recollect
 from recollect.lab.train.config import ProfileFlags, TrainConfig
-from recollect.lab.train.display import LiveDisplay, PlainDisplay
 from recollect.lab.train.files import only_run_in
-from recollect.lab.train.memory import measure_step
-from recollect.lab.train.metrics import MetricsFile, TensorBoardLog
-from recollect.lab.train.optim import learning_rate_at, set_learning_rate
-from recollect.lab.train.optimizer_step import resolve_device, train_step, validation_loss
+from recollect.lab.train.optimizer_step import (
+    learning_rate_at,
+    measure_step,
+    resolve_device,
+    set_learning_rate,
+    train_step,
+    validation_loss,
+)
 from recollect.lab.train.pipeline_plans import PipelinePlans
 from recollect.lab.train.prepare import prepare
 from recollect.lab.train.processes import Processes, joined_processes, num_processes
-from recollect.lab.train.records import Log, Outcome, StepRecord
+from recollect.lab.train.records import LiveDisplay, Log, MetricsFile, Outcome, PlainDisplay, StepRecord, TensorBoardLog
 from recollect.lab.train.session import Session, open_session
 from recollect.measuring.device_memory import memory_bytes
 from recollect.plans.plan import Plan
@@ -211,7 +214,7 @@ def _take_step(session: Session, *, is_measured: bool) -> StepRecord:
         learning_rate=learning_rate,
         grad_norm=grad_norm,
         step_s=step_s,
-        tokens_per_s=_tokens_per_step(session) / step_s,
+        tokens_per_s=session.config.data.seq_length * flags.batch_size * flags.num_micro_batches / step_s,
         validation_loss=_validate(session),
         peak_bytes=peak_bytes,
     )
@@ -249,11 +252,6 @@ def _open_logs(session: Session, console: Console, budget_bytes: int | None, sta
         logs.append(PlainDisplay(console, total_steps=total_steps, budget_bytes=budget_bytes, every=run.log_interval))
     stack.callback(logs[-1].close)
     return logs
-
-
-def _tokens_per_step(session: Session) -> int:
-    flags = session.config
-    return flags.data.seq_length * flags.optim.batch_size * flags.optim.num_micro_batches
 
 
 def _fastest_step_s(records: list[StepRecord], session: Session) -> float | None:
@@ -324,9 +322,7 @@ class StopRequest:
                 self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

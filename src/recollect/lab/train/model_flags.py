@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.sizes import NAMED_CONFIGS
+from recollect.lab.train.checks import at_least
 
 __all__ = ["ExpertFlags", "LatentFlags", "ModelFlags", "SizeName", "parse_layer_freq"]
 
@@ -178,10 +179,7 @@ class ModelFlags:
 
     def __post_init__(self) -> None:
         self._refuse_both("tie_embeddings", "untie_embeddings_and_output_weights")
-        if self.make_vocab_size_divisible_by < 1:
-            raise ValueError(
-                f"make_vocab_size_divisible_by: got {self.make_vocab_size_divisible_by}, expected at least 1."
-            )
+        at_least(self, 1, "make_vocab_size_divisible_by")
         if self.use_rotary_position_embeddings and self.position_embedding_type == "learned_absolute":
             self._refuse_both("use_rotary_position_embeddings", "position_embedding_type")
         if self.use_flash_attn and self.attention_backend in ("unfused", "local"):
@@ -214,11 +212,16 @@ class ModelFlags:
         Args:
             vocab_size: rows of the embedding if no flag sets them.
         """
-        given = {**vars(self), **vars(self.experts), **vars(self.latent)}
-        changes = {_FIELD_OF_FLAG.get(name, name): given[name] for name in _VALUES if given[name] is not None}
-        for name, fields in _SWITCHES.items():
-            if given[name]:
-                changes.update(fields)
+        changes: dict[str, Any] = {}
+        for flags in (self, self.experts, self.latent):
+            for flag in fields(flags):
+                name, value = _FIELD_OF_FLAG.get(flag.name, flag.name), getattr(flags, flag.name)
+                if value == flag.default:
+                    continue  # not given
+                if flag.name in _SWITCHES:
+                    changes |= _SWITCHES[flag.name]
+                elif name in _FIELDS:
+                    changes[name] = value
         if "moe_layer_freq" in changes:
             changes["moe_layer_freq"] = parse_layer_freq(changes["moe_layer_freq"])
         if self.group_query_attention:
@@ -260,34 +263,14 @@ _FIELD_OF_FLAG = {
     "norm_epsilon": "layernorm_epsilon",
     "tie_embeddings": "share_embeddings_and_output_weights",
 }
-_VALUES = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-    *("max_position_embeddings", "position_embedding_type", "rotary_base", "normalization", "norm_epsilon"),
-    *(
-        "hidden_dropout",
-        "attention_dropout",
-        "init_method_std",
-        "tie_embeddings",
-        "num_experts",
-        "moe_layer_freq",
-        "moe_ffn_hidden_size",
-    ),
-    *("moe_router_topk", "moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk"),
-    *("moe_router_topk_scaling_factor", "moe_router_bias_update_rate", "moe_router_load_balancing_type"),
-    *("moe_aux_loss_coeff", "moe_shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank", "qk_head_dim"),
-    *("qk_pos_emb_head_dim", "v_head_dim", "mtp_num_layers", "mtp_loss_scaling_factor"),
-)
+# The flags about the vocabulary are more than its size.
+_FIELDS = {field.name for field in fields(TransformerConfig)} - {"vocab_size"}
 _SWITCHES: dict[str, dict[str, Any]] = {
     "swiglu": {"gated_linear_unit": True, "activation_func": "silu"},
     "openai_gelu": {"activation_func": "gelu_tanh"},
     "use_rotary_position_embeddings": {"position_embedding_type": "rope"},
-    "rotary_interleaved": {"rotary_interleaved": True},
     "disable_bias_linear": {"add_bias_linear": False},
-    "add_qkv_bias": {"add_qkv_bias": True},
     "untie_embeddings_and_output_weights": {"share_embeddings_and_output_weights": False},
-    "multi_latent_attention": {"multi_latent_attention": True},
-    "moe_router_enable_expert_bias": {"moe_router_enable_expert_bias": True},
-    "moe_grouped_gemm": {"moe_grouped_gemm": True},
 }
 
 

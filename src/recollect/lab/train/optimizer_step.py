@@ -1,16 +1,26 @@
-"""Find a run's device, run one optimizer step, and compute the validation loss."""
+"""A step of a run: its device, its optimizer and learning rate, what it computes, and the memory that it takes.
+
+The optimizer is AdamW with weight decay for matrices only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recollect._torch_parallel import GradientBuckets
 from recollect.errors import HardwareError
 from recollect.lab.models.gpt import GPTModel
+from recollect.lab.train.config import OptimFlags
 from recollect.lab.train.exchange import Exchange
+from recollect.measuring.meter import measure_peak, storage_bytes
+
+_Result = TypeVar("_Result")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -24,17 +34,81 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
-    except (
-        RuntimeError,
-        AssertionError,
-        NotImplementedError,
-    ) as problem:  # PyTorch has no error class of its own for this
+    except (RuntimeError, AssertionError, NotImplementedError) as problem:
+        # PyTorch has no error class of its own for this.
         here = ", ".join(["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))])
         raise HardwareError(
             f"--device {name}: cannot be used ({str(problem).splitlines()[0]}), expected auto or a device of this machine: "
             f"{here}. To plan for another one, add --fake --hardware H100 (recollect plan, explain, frontier)."
         ) from None
     return device
+
+
+def build_optimizer(model: nn.Module, flags: OptimFlags) -> torch.optim.AdamW:
+    """Return AdamW over `model`: matrices decay, vectors (biases, norm weights) do not; fused if the device supports it."""
+    groups: list[dict[str, Any]] = []
+    for decay, is_wanted in ((flags.weight_decay, _is_matrix), (0.0, _is_vector)):
+        # No kernel takes tensors that are spread over different meshes, or over one and over none.
+        by_mesh: dict[object, list[nn.Parameter]] = {}
+        for parameter in filter(is_wanted, model.parameters()):
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        groups += [{"params": parameters, "weight_decay": decay} for parameters in by_mesh.values()]
+    betas = (flags.beta1, flags.beta2)
+    try:
+        return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_eps, fused=True)
+    except RuntimeError:  # the only way to learn that the device has no fused kernel
+        return torch.optim.AdamW(groups, lr=flags.learning_rate, betas=betas, eps=flags.adam_eps)
+
+
+def parameter_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters as the optimizer of one process numbers them."""
+    named = list(model.named_parameters())
+    return [name for is_wanted in (_is_matrix, _is_vector) for name, parameter in named if is_wanted(parameter)]
+
+
+def _is_matrix(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.dim() >= 2
+
+
+def _is_vector(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.dim() < 2
+
+
+def learning_rate_at(step: int, flags: OptimFlags) -> float:
+    """Return the learning rate of a step: linear warm-up, then decay to the lowest rate, which then stays.
+
+    Args:
+        step: optimizer steps completed before.
+        flags: highest rate, number of steps, warm-up, shape and end of the decay.
+
+    Returns:
+        The rate, at most `flags.learning_rate`.
+
+    Example:
+        >>> flags = OptimFlags(steps=11, warmup_steps=2, learning_rate=1.0, min_lr_fraction=0.1)
+        >>> [round(learning_rate_at(step, flags), 2) for step in (0, 1, 2, 6, 10)]
+        [0.5, 1.0, 1.0, 0.55, 0.1]
+    """
+    if step < flags.warmup_steps:
+        return flags.learning_rate * (step + 1) / flags.warmup_steps
+    last = (flags.lr_decay_iters or flags.steps) - 1
+    progress = min(1.0, (step - flags.warmup_steps) / max(1, last - flags.warmup_steps))
+    lowest = flags.min_lr_fraction
+    if flags.lr_decay_style == "constant":
+        fraction = 1.0
+    elif flags.lr_decay_style == "inverse-square-root":
+        fraction = max(lowest, math.sqrt(max(flags.warmup_steps, 1) / (step + 1)))
+    else:
+        is_linear = flags.lr_decay_style == "linear"
+        left = 1 - progress if is_linear else 0.5 * (1 + math.cos(math.pi * progress))
+        fraction = lowest + (1 - lowest) * left
+    return flags.learning_rate * fraction
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set the learning rate of all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
 
 
 def train_step(
@@ -96,3 +170,30 @@ def validation_loss(
     losses = exchange.losses(model, batches)
     model.train(was_training)
     return exchange.mean_of_all(losses, total)
+
+
+def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of parameters, gradients, buffers, optimizer state and buckets in which gradients are reduced.
+
+    Shared storages count once. Gradients that are parts of buckets must not be there.
+    """
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    tensors += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return storage_bytes(tensors) + sum(GradientBuckets(model, may_communicate=False).sizes_bytes)
+
+
+def measure_step(
+    step: Callable[[], _Result], *, device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[_Result, int]:
+    """Run `step` and return its result and the peak in bytes of all that model, optimizer and step hold during it.
+
+    On CUDA this reads the allocator's counter and costs nothing. Elsewhere a meter measures the growth over what model and
+    optimizer held before, which slows the step down.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        result = step()
+        return result, torch.cuda.max_memory_allocated(device)
+    measurement = measure_peak(step, device=device, baseline_bytes=resident_bytes(model, optimizer))
+    return measurement.result, measurement.peak_bytes

@@ -15,10 +15,10 @@ import recollect
 from recollect.errors import PlanError, PlanFormatError
 from recollect.fields import Field, read_document, read_file
 from recollect.integrations.megatron import megatron_stage_plans
-from recollect.lab.parallel.pipeline_rank import LossStage, PipelineRank
 from recollect.lab.parallel.pipeline_step import received
-from recollect.lab.train.optim import build_optimizer
-from recollect.lab.train.pipeline_exchange import PipelineExchange
+from recollect.lab.parallel.stages import LossStage, PipelineRank
+from recollect.lab.train.exchange import PipelineExchange
+from recollect.lab.train.optimizer_step import build_optimizer
 from recollect.lab.train.session import Session
 from recollect.pipelines.pipeline_plan import PipelinePlan
 from recollect.planning.loss_chunks import fewest_chunks

@@ -15,12 +15,12 @@ from recollect.byte_format import format_bytes
 from recollect.integrations.megatron import megatron_plan
 from recollect.lab.train.config import StepFlags
 from recollect.lab.train.files import read_object, write_text
-from recollect.lab.train.memory import measure_plain
-from recollect.lab.train.optimizer_step import train_step
+from recollect.lab.train.optimizer_step import measure_step, train_step
 from recollect.lab.train.pipeline_plans import PipelinePlans, plan_stages
 from recollect.lab.train.records import Baseline
 from recollect.lab.train.session import Session
 from recollect.lab.train.trained import build_trained
+from recollect.measuring.timing import timed
 from recollect.planning.loss_chunks import plan_with_chunks
 from recollect.printing import columns_of, print_line
 from recollect.profile.profile import Profile
@@ -75,7 +75,11 @@ def prepare(session: Session, console: Console) -> tuple[Plan | PipelinePlans | 
         baseline = dataclasses.replace(baseline, measured_peak_bytes=peak_bytes, measured_step_s=step_s)
     if is_planned:
         print_line(console, f"Recording a step and planning for {_aim(flags)}")
-        plan, predicted_bytes = _decide_stages(session) if is_pipeline else _decide(session)
+        if is_pipeline:
+            plan = plan_stages(session)
+            predicted_bytes = plan.plain_peak_bytes
+        else:
+            plan, predicted_bytes = _decide(session)
         if session.processes.is_first:
             write_text(plan_path, plan.to_json())
         baseline = dataclasses.replace(baseline, predicted_peak_bytes=predicted_bytes)
@@ -100,11 +104,6 @@ def _aim(flags: StepFlags) -> str:
     if flags.recompute is None:
         return str(flags.memory_budget)
     return ", ".join(f"{name}={value}" for name, value in flags.recompute.changed().items()) or "Megatron's defaults"
-
-
-def _decide_stages(session: Session) -> tuple[PipelinePlans, int]:
-    plans = plan_stages(session)
-    return plans, plans.plain_peak_bytes
 
 
 def _decide(session: Session) -> tuple[Plan, int]:
@@ -161,7 +160,10 @@ def _recorded(session: Session, loss_chunks: int) -> Profile:
 
 
 def _measure_plain(session: Session) -> tuple[int, float]:
-    """Measure a copy of the model, so that the run itself does not change."""
+    """Return the peak in bytes of a step without recompute, and the seconds of the fastest of five.
+
+    A copy of the model is measured, so that the run itself does not change.
+    """
     flags = session.config
     copy = build_trained(session.model.config, flags, session.processes)
     batches = list(session.batches(0))
@@ -176,4 +178,7 @@ def _measure_plain(session: Session) -> tuple[int, float]:
             exchange=copy.exchange,
         )
 
-    return measure_plain(step, device=session.device, model=copy.wrapped, optimizer=copy.optimizer)
+    step()  # creates the optimizer state and warms up
+    times = [timed(step, session.device)[1] for _ in range(5)]
+    _, peak_bytes = measure_step(step, device=session.device, model=copy.wrapped, optimizer=copy.optimizer)
+    return peak_bytes, min(times)

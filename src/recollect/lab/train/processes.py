@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from recollect.errors import ConfigError, HardwareError, NotYetError
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.parallel.flags import Sharding
-from recollect.lab.parallel.layout import DeviceLayout
+from recollect.lab.parallel.layout import DeviceLayout, Sharding
 from recollect.lab.parallel.mesh import LayoutMesh, layout_mesh
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.launched import num_launched
@@ -148,8 +147,6 @@ class Processes:
 
 
 ONE_PROCESS = Processes()
-
-
 """A run of one process."""
 
 
@@ -258,7 +255,12 @@ def check_pipeline(config: TrainConfig, dimensions: TransformerConfig, layout: D
         NotYetError: a setting that does not go through a pipeline yet.
     """
     ranks = layout.pipeline_model_parallel_size
-    _refuse_missing(config, ranks)
+    if config.parallel.sharding == "all":
+        raise NotYetError(
+            settings={"use_torch_fsdp2": True, "pipeline_model_parallel_size": ranks},
+            needs="weights that the stages of a pipeline gather for each micro-batch",
+            advice="Use use_distributed_optimizer instead: gradients stay whole until the last micro-batch in either case.",
+        )
     is_interleaved = len(layout.layers_of_stages(dimensions.num_layers)) > ranks
     count = config.optim.num_micro_batches // layout.data_parallel_size
     if count < ranks or (is_interleaved and count % ranks):
@@ -273,13 +275,4 @@ def check_pipeline(config: TrainConfig, dimensions: TransformerConfig, layout: D
             },
             reason=f"each pipeline has {count} micro-batches a step, and needs {needed}",
             advice=f"Choose {choose} {multiple} sequences a step.",
-        )
-
-
-def _refuse_missing(config: TrainConfig, ranks: int) -> None:
-    if config.parallel.sharding == "all":
-        raise NotYetError(
-            settings={"use_torch_fsdp2": True, "pipeline_model_parallel_size": ranks},
-            needs="weights that the stages of a pipeline gather for each micro-batch",
-            advice="Use use_distributed_optimizer instead: gradients stay whole until the last micro-batch in either case.",
         )

@@ -1,9 +1,30 @@
-"""Records of a run: one per step, the baseline without recompute, and the outcome."""
+"""Records of a run, one per step, the baseline without recompute, and the outcome; and where those of steps go.
+
+That is a file with one JSON object per step, TensorBoard events, and on a terminal a live line, elsewhere plain lines.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+
+from recollect.byte_format import format_bytes
+from recollect.errors import CheckpointError
+from recollect.extras import needed
+from recollect.lab.train.files import write_text
+from recollect.printing import print_line
+from recollect.warning import warn_user
+
+_PLAIN_LINES = 20  # readable in the log of a whole run
+_BAR_AND_TIME = 4 + len("0:00:00") + 3  # columns at least: the shortest bar, the time that remains, the gaps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +93,204 @@ class Outcome:
         return max((record.peak_bytes for record in self.records if record.peak_bytes is not None), default=None)
 
 
-class Log(Protocol):
+class Log:
     """Somewhere that a run's records go."""
 
     def note(self, text: str) -> None:
-        """Take a line about the run."""
+        """Take a line about the run; where there are only numbers, do nothing."""
 
     def write(self, record: StepRecord) -> None:
         """Take one step."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Finish; called once, also after an error."""
+
+
+class MetricsFile(Log):
+    """Append one JSON object per step to `path`.
+
+    Args:
+        path: the file, created if missing.
+        first_step: steps completed before.
+
+    Lines after `first_step` are removed first: a killed run may have written steps after its last checkpoint, which the resumed
+    run repeats. Floats read back to the same bits.
+
+    Raises:
+        CheckpointError: a line of the file is no record.
+
+    Warns:
+        UserWarning: the last line is half of one, as a killed process leaves it, and is removed.
+    """
+
+    def __init__(self, path: Path, *, first_step: int) -> None:
+        if path.exists():
+            kept = [line for step, line in _records_in(path) if step <= first_step]
+            write_text(path, "".join(kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: StepRecord) -> None:
+        """Append one line and flush it, so that a killed process loses none."""
+        fields = {name: value for name, value in dataclasses.asdict(record).items() if value is not None}
+        self._file.write(json.dumps(fields) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardLog(Log):
+    """Write each number of a record as a TensorBoard scalar.
+
+    Args:
+        folder: folder of the event files.
+        first_step: steps completed before; events of later steps are removed.
+
+    Raises:
+        MissingPackageError: the package `tensorboard` is not installed.
+    """
+
+    def __init__(self, folder: Path, *, first_step: int) -> None:
+        with needed("tensorboard", by="--tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+        # The resumed run repeats the steps after the checkpoint.
+        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step + 1)
+
+    def write(self, record: StepRecord) -> None:
+        """Add the record's numbers."""
+        for name, value in dataclasses.asdict(record).items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+def _records_in(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the step of each line, and the line."""
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError, IndexError):
+            step = None
+        if isinstance(step, int) and step > 0:
+            yield step, line.decode().rstrip() + "\n"
+        elif line.endswith(b"\n"):
+            raise CheckpointError(
+                f'{path}: line {number} is {line[:40]!r}, expected a JSON object with "step", from 1. Remove the line, or move '
+                "the file away: the run goes on either way, and only what the file said of earlier steps is lost."
+            )
+        else:
+            warn_user(f"{path}: line {number} is half of one, as a killed process leaves it, and is removed.")
+
+
+class LiveDisplay(Log):
+    """Show loss, speed and peak in one line that is updated; notes scroll above it."""
+
+    def __init__(self, console: Console, *, total_steps: int, first_step: int, budget_bytes: int | None) -> None:
+        self._total = total_steps
+        self._budget_bytes = budget_bytes
+        self._peak_bytes: int | None = None
+        self._validation_loss: float | None = None
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # what the others leave
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+        )
+        self._task = self._progress.add_task("starting", total=total_steps, completed=first_step)
+        self._progress.start()
+
+    def note(self, text: str) -> None:
+        """Print a line above the live one."""
+        print_line(self._progress.console, text)
+
+    def write(self, record: StepRecord) -> None:
+        """Show one step."""
+        if record.peak_bytes is not None:
+            self._peak_bytes = max(record.peak_bytes, self._peak_bytes or 0)
+        if record.validation_loss is not None:
+            self._validation_loss = record.validation_loss
+        text = describe(
+            record,
+            validation_loss=self._validation_loss,
+            peak_bytes=self._peak_bytes,
+            budget_bytes=self._budget_bytes,
+            columns=self._progress.console.width - len(f"step {self._total}/{self._total}") - _BAR_AND_TIME,
+        )
+        self._progress.update(self._task, completed=record.step, description=text)
+
+    def close(self) -> None:
+        """Leave the last line on the terminal."""
+        self._progress.stop()
+
+
+class PlainDisplay(Log):
+    """Print about twenty lines per run, or one every `every` steps, and one for each validation or measured peak."""
+
+    def __init__(
+        self, console: Console, *, total_steps: int, budget_bytes: int | None, every: int | None = None
+    ) -> None:
+        self._console = console
+        self._total_steps = total_steps
+        self._every = every or max(1, total_steps // _PLAIN_LINES)
+        self._budget_bytes = budget_bytes
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        print_line(self._console, text)
+
+    def write(self, record: StepRecord) -> None:
+        """Print the step if it is due, the last one, or has a validation loss or a peak."""
+        is_rare = record.validation_loss is not None or record.peak_bytes is not None
+        if is_rare or record.step % self._every == 0 or record.step == self._total_steps:
+            text = describe(
+                record,
+                validation_loss=record.validation_loss,
+                peak_bytes=record.peak_bytes,
+                budget_bytes=self._budget_bytes,
+            )
+            self.note(f"step {record.step}/{self._total_steps}  {text}")
+
+
+def describe(
+    record: StepRecord,
+    *,
+    validation_loss: float | None,
+    peak_bytes: int | None,
+    budget_bytes: int | None,
+    columns: int | None = None,
+) -> str:
+    """Return loss, speed and peak of a step as one line of text.
+
+    Args:
+        record: the step.
+        validation_loss: shown if not None.
+        peak_bytes: shown if not None.
+        budget_bytes: shown after the peak if not None.
+        columns: room for the text, if there is little; what matters least is left out.
+
+    Example:
+        >>> record = StepRecord(step=1, loss=2.5, learning_rate=1e-3, grad_norm=1.0, step_s=0.5, tokens_per_s=2048.0)
+        >>> describe(record, validation_loss=2.75, peak_bytes=1 << 20, budget_bytes=2 << 20)
+        'loss 2.5000  validation 2.7500  2,048 tokens/s  peak 1.0 MiB of 2.0 MiB'
+        >>> describe(record, validation_loss=2.75, peak_bytes=1 << 20, budget_bytes=None, columns=50)
+        'loss 2.5000  validation 2.7500  peak 1.0 MiB'
+    """
+    parts = {"loss": f"loss {record.loss:.4f}"}
+    if validation_loss is not None:
+        parts["validation"] = f"validation {validation_loss:.4f}"
+    parts["speed"] = f"{record.tokens_per_s:,.0f} tokens/s"
+    if peak_bytes is not None:
+        of_budget = "" if budget_bytes is None else f" of {format_bytes(budget_bytes)}"
+        parts["peak"] = f"peak {format_bytes(peak_bytes)}{of_budget}"
+    for least in ("speed", "validation", "peak"):
+        if columns is None or len("  ".join(parts.values())) <= columns:
+            break
+        parts.pop(least, None)
+    return "  ".join(parts.values())

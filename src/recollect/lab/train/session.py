@@ -21,11 +21,13 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.checkpoint import (
     CHANGEABLE,
     Checkpoint,
+    Manifest,
     check_identity,
     environment,
     find_damage,
     list_checkpoints,
     load_checkpoint,
+    read_manifest,
     refuse_damage,
     rng_state,
     set_rng_state,
@@ -34,11 +36,9 @@ from recollect.lab.train.checkpoint import (
 from recollect.lab.train.config import TrainConfig
 from recollect.lab.train.corpus import Corpus, load_corpus
 from recollect.lab.train.files import read_object, remove_partial, write_text
-from recollect.lab.train.manifest import Manifest, read_manifest
 from recollect.lab.train.optimizer_step import resolve_device
 from recollect.lab.train.processes import ONE_PROCESS, Processes
-from recollect.lab.train.sharded_checkpoint import ShardedCheckpoints, read_random_states, read_tensors
-from recollect.lab.train.stored_state import StoredState
+from recollect.lab.train.sharded_checkpoint import ShardedCheckpoints, StoredState, read_random_states, read_tensors
 from recollect.lab.train.trained import Trained, build_trained
 from recollect.lab.train.windows import BatchSampler
 from recollect.ranks.group import Place
@@ -203,7 +203,14 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
         corpus=corpus,
         trained=build_trained(dimensions, config, processes),
         processes=processes,
-        checkpoints=None if ranks.is_alone else _checkpoints(config, folder, processes),
+        checkpoints=None
+        if ranks.is_alone
+        else ShardedCheckpoints(
+            folder / "checkpoints",
+            keep=config.run.keep_checkpoints,
+            layout=processes.spread,
+            timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
+        ),
     )
     problem = None if newest is None else _damage(newest, processes)
 
@@ -217,15 +224,6 @@ def open_session(config: TrainConfig, processes: Processes = ONE_PROCESS) -> Ses
 
     ranks.together(start, Place.START)
     return session
-
-
-def _checkpoints(config: TrainConfig, folder: Path, processes: Processes) -> ShardedCheckpoints:
-    return ShardedCheckpoints(
-        folder / "checkpoints",
-        keep=config.run.keep_checkpoints,
-        layout=processes.spread,
-        timeout=timedelta(minutes=config.parallel.distributed_timeout_minutes),
-    )
 
 
 def _damage(path: Path, processes: Processes) -> str | None:

@@ -1,4 +1,7 @@
-"""Build what a run trains: the model, spread over the processes of the run, and its optimizer."""
+"""Build what a run trains: the model, spread over the processes of the run, and its optimizer.
+
+The model is built and spread on the meta device, where it takes no memory. What a process then has is drawn into place.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,21 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import recollect
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.seed_weights import SeedWeights
-from recollect.lab.parallel.pipeline_rank import pipeline_rank
+from recollect.lab.parallel.mesh import data_parallel, share_model
 from recollect.lab.parallel.pipeline_step import PipelineStep
+from recollect.lab.parallel.stages import pipeline_rank
+from recollect.lab.parallel.tensor import fused_parameters
 from recollect.lab.train.config import TrainConfig
-from recollect.lab.train.exchange import Exchange, exchange_of
-from recollect.lab.train.optim import build_optimizer
-from recollect.lab.train.optimizer_step import resolve_device
-from recollect.lab.train.pipeline_exchange import PipelineExchange
+from recollect.lab.train.exchange import Exchange, PipelineExchange, exchange_of
+from recollect.lab.train.optimizer_step import build_optimizer, resolve_device
 from recollect.lab.train.processes import Processes
-from recollect.lab.train.spread import OwnWeights, shard, share, spread
+from recollect.lab.train.sharded_checkpoint import parts_of
 
 __all__ = ["Trained", "build_trained"]
 
@@ -58,30 +62,29 @@ def build_trained(dimensions: TransformerConfig, config: TrainConfig, processes:
         # of bf16 numbers near the weights and would be lost.
         model = GPTModel(dimensions, compute_dtype=torch.bfloat16 if config.step.precision == "bf16" else None)
     weights = SeedWeights(model, config.step.seed, resolve_device(config.step.device))
-    own = OwnWeights(weights, processes.layout.tensor_model_parallel_size)
     if processes.layout.pipeline_model_parallel_size > 1:
-        return _pipeline(model, own, config, processes)
-    wrapped = spread(model, processes, own)
+        return _pipeline(model, weights, config, processes)
+    wrapped = _spread(model, processes, weights)
     if config.holds_parts and processes.mesh is not None:
         recollect.distribute_saved_activations(wrapped, processes.mesh.tensor.get_group())
     return Trained(model, wrapped, build_optimizer(model, config.optim), exchange_of(processes, wrapped))
 
 
-def _pipeline(model: GPTModel, own: OwnWeights, config: TrainConfig, processes: Processes) -> Trained:
+def _pipeline(model: GPTModel, weights: SeedWeights, config: TrainConfig, processes: Processes) -> Trained:
     mesh = processes.mesh
     assert mesh is not None
     layers = processes.layout.layers_of_stages(model.config.num_layers)
 
     def spread_stage(stage: GPTModel) -> None:
-        share(stage, processes)
+        share_model(stage, processes.layout, mesh)
         if config.holds_parts:
             recollect.distribute_saved_activations(stage, mesh.tensor.get_group())
-        shard(stage, processes)
+        _shard(stage, processes)
 
     rank = pipeline_rank(
         model, layers, rank=mesh.pipeline.get_local_rank(), ranks=mesh.pipeline.size(), spread=spread_stage
     )
-    own.draw(rank)
+    _draw(weights, rank, processes.layout.tensor_model_parallel_size)
     step = PipelineStep(
         rank,
         mesh.pipeline,
@@ -92,3 +95,80 @@ def _pipeline(model: GPTModel, own: OwnWeights, config: TrainConfig, processes: 
         device=resolve_device(config.step.device),
     )
     return Trained(rank, rank, build_optimizer(rank, config.optim), PipelineExchange(processes, mesh, rank, step))
+
+
+@torch.no_grad()
+def _draw(weights: SeedWeights, model: GPTModel, tensor_ranks: int) -> None:
+    """Put weights in the place of parameters on the meta device, and zeros in that of buffers.
+
+    They are new objects, with the hooks of the old ones, which whoever holds them still has.
+
+    Args:
+        weights: those of the whole model, and the device where they go.
+        model: with the names of the whole model; spread or not. Changed in place.
+        tensor_ranks: those of tensor parallelism, which reorders rows.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    fused = fused_parameters(model) if tensor_ranks > 1 else {}
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for place, parameter in [*module.named_parameters(recurse=False)]:
+            if id(parameter) not in made:
+                name = names[id(parameter)]
+                tensor = torch.empty_like(parameter, device=weights.device)
+                for chunk, part in parts_of(tensor, fused.get(name), tensor_ranks):
+                    weights.write(name, part, chunk.offsets)
+                made[id(parameter)] = drawn = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+                for hook in (getattr(parameter, "_backward_hooks", None) or {}).values():
+                    drawn.register_hook(hook)
+            setattr(module, place, made[id(parameter)])
+        for place, buffer in [*module.named_buffers(recurse=False)]:
+            setattr(module, place, torch.zeros_like(buffer, device=weights.device))
+
+
+def _spread(model: GPTModel, processes: Processes, weights: SeedWeights) -> nn.Module:
+    """Leave this process its part of a model, and give it weights.
+
+    Args:
+        model: the whole model, on the meta device; changed in place.
+        processes: what to spread it over.
+        weights: those of the whole model.
+
+    Returns:
+        What runs in training: the model, or what reduces its gradients around it.
+    """
+    mesh, layout = processes.mesh, processes.layout
+    if mesh is None:
+        _draw(weights, model, layout.tensor_model_parallel_size)
+        return model
+    share_model(model, layout, mesh)
+    is_sharded = _shard(model, processes)
+    _draw(weights, model, layout.tensor_model_parallel_size)
+    if is_sharded or mesh.gradients.size() == 1:
+        return model
+    if layout.tensor_model_parallel_size == 1 and layout.expert_model_parallel_size == 1:
+        return DistributedDataParallel(model, process_group=mesh.gradients.get_group(), gradient_as_bucket_view=True)
+    # DDP takes no DTensors either: their gradients are reduced after backward.
+    return model
+
+
+def _shard(model: GPTModel, processes: Processes) -> bool:
+    """Leave this process its part of each parameter, gradient and optimizer state; return False if the run shares none.
+
+    ZeRO-1 is FSDP2 that frees weights only after backward. `ZeroRedundancyOptimizer` takes no DTensors, and so would go with no
+    tensor parallelism.
+
+    Args:
+        model: the whole model, or a stage of a pipeline; changed in place.
+        processes: what to share it among.
+    """
+    mesh = processes.mesh
+    if mesh is None or processes.sharding == "none" or mesh.gradients.size() == 1:
+        return False
+    data_parallel(
+        model,
+        mesh.gradients,
+        expert_mesh=mesh.replicas if processes.layout.expert_model_parallel_size > 1 else None,
+        reshard_after_forward=processes.sharding == "all",
+    )
+    return True

@@ -5,7 +5,8 @@ Each is a function of data, seed and position alone, so a resumed run needs no s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recollect.errors import DataError
+from recollect.lab.train.documents import Tokens
 from recollect.lab.train.indexed_dataset import IndexedDataset
-from recollect.lab.train.tokens import Tokens
 
 __all__ = ["BatchSampler", "BlendedWindows", "PackedDocuments", "TokenWindows", "Windows"]
 
@@ -48,7 +49,8 @@ class TokenWindows:
         self.num_windows = (tokens.size - 1) // seq_length
         self.tokens = tokens
         self._seq_length = seq_length
-        self._order = _EpochCache(lambda epoch: _permutation(self.num_windows, seed, epoch, 0))
+        # Windows are read epoch by epoch.
+        self._order = lru_cache(maxsize=1)(lambda epoch: _permutation(self.num_windows, seed, epoch, 0))
 
     def window(self, index: int) -> NDArray[Any]:
         """Return the ids of a window."""
@@ -99,7 +101,7 @@ class PackedDocuments:
             documents = _permutation(len(lengths), seed, epoch, 1)
             return documents + first, lengths[documents].cumsum(), _permutation(self.num_windows, seed, epoch, 0)
 
-        self._order = _EpochCache(order)
+        self._order = lru_cache(maxsize=1)(order)
 
     def window(self, index: int) -> NDArray[Any]:
         """Return the ids of a window.
@@ -166,20 +168,6 @@ class BlendedWindows:
             self._taken[source] += 1
         source, place = self._places[index]
         return self._sources[source].window(place)
-
-
-class _EpochCache:
-    """Caches the latest epoch's order, as windows are read epoch by epoch."""
-
-    def __init__(self, make: Callable[[int], Any]) -> None:
-        self._make = make
-        self._epoch = -1
-        self._order: Any = None
-
-    def __call__(self, epoch: int) -> Any:
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._make(epoch)
-        return self._order
 
 
 def _permutation(count: int, seed: int | None, epoch: int, stream: int) -> NDArray[np.int64]:

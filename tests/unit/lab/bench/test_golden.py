@@ -11,9 +11,8 @@ import pytest
 from rich.console import Console
 
 from recollect.errors import BenchError
-from recollect.lab.bench.golden import check_comparable, compared, warn_of_versions
 from recollect.lab.bench.report import as_csv, as_markdown, notes, result_table
-from recollect.lab.bench.results import BenchResults, Row
+from recollect.lab.bench.results import BenchResults, Row, check_comparable, compared, warn_of_versions
 
 GOLDEN = Path("golden.json")
 PLAIN = Row(
@@ -46,7 +45,7 @@ RESULTS = BenchResults(
 
 
 def against(*rows: Row, golden: BenchResults = RESULTS, threshold: float = 0.05) -> BenchResults:
-    return compared(RESULTS.with_rows(rows), golden, path=GOLDEN, threshold=threshold)
+    return compared(replace(RESULTS, rows=rows), golden, path=GOLDEN, threshold=threshold)
 
 
 def test_round_trip() -> None:
@@ -79,7 +78,7 @@ def test_a_larger_peak_is_a_regression() -> None:
 def test_out_of_memory_is_a_regression_where_it_was_not_before() -> None:
     gone = replace(PLAIN, result="OOM", step_s=None, peak_bytes=None, versus_golden=None)
     assert against(gone).has_regression
-    golden = RESULTS.with_rows((gone, MLP))
+    golden = replace(RESULTS, rows=(gone, MLP))
     assert not against(gone, MLP, golden=golden).has_regression
     found = against(PLAIN, MLP, golden=golden)
     assert found.rows[0].note == "did not fit when the golden results were measured"
@@ -93,7 +92,7 @@ def test_a_new_setting_is_compared_with_the_golden_reference() -> None:
     assert found.rows[0].golden_name == "none"
     assert "-20.0 % (of none)" in as_markdown(found)
     with pytest.raises(BenchError, match="no times for 'full' nor for the reference"):
-        against(replace(MLP, name="full"), golden=RESULTS.with_rows((MLP,)))
+        against(replace(MLP, name="full"), golden=replace(RESULTS, rows=(MLP,)))
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 import recollect
 from recollect.errors import DataError
 from recollect.lab.models.architectures import gpt_config, llama_config
+from recollect.lab.models.attention import FusedCoreAttention, UnfusedCoreAttention, bias_of_last_positions
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.models.core_attention import FusedCoreAttention, UnfusedCoreAttention, bias_of_last_positions
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 

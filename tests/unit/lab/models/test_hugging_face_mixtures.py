@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from recollect.engine.content import has_same_bits
 from recollect.errors import CheckpointError, UnsupportedModelError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.hugging_face import ARCHITECTURES, load_hugging_face, read_config, save_hugging_face
+from recollect.lab.models.hugging_face_architecture import WeightRule
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.lab.models.weight_rules import convert
 
 MIXTRAL = {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4}
 DEEPSEEK = {
@@ -69,6 +70,10 @@ def theirs_of(case: str) -> Any:
     return model
 
 
+def converted(rules: Iterable[WeightRule], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {rule.ours: rule.read(theirs) for rule in rules if not rule.is_extra}
+
+
 @every_case
 def test_logits_of_a_saved_model(case: str, tmp_path: Path) -> None:
     """transformers writes every expert's matrices on their own."""
@@ -100,7 +105,7 @@ def test_logits_of_a_model_in_memory(case: str) -> None:
     assert any(name.endswith("experts.gate_up_proj") for name in state)
     ours = GPTModel(config)
     ours.load_state_dict(
-        dict(convert(architecture.rules(config), state)), strict=not config.share_embeddings_and_output_weights
+        converted(architecture.rules(config), state), strict=not config.share_embeddings_and_output_weights
     )
     assert_same_logits(ours, theirs)
 
@@ -237,10 +242,10 @@ def test_incomplete_checkpoints_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match="has no 'model.norm.weight', expected it for 'decoder.final_layernorm.weight'"
     ):
-        dict(convert(rules, theirs))
+        converted(rules, theirs)
     del theirs["model.layers.0.block_sparse_moe.experts.2.w3.weight"]
     with pytest.raises(CheckpointError, match=r"has no 'model.layers.0.block_sparse_moe.experts.2.w3.weight'"):
-        dict(convert(rules, theirs))
+        converted(rules, theirs)
     fields = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**fields, "vocab_size": 100}))
     with pytest.raises(CheckpointError, match=r"has shape \[96, 32\], expected \[100, 32\] by its config.json"):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from recollect.lab.models.attention import LatentAttention
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.models.latent_attention import LatentAttention
 from recollect.lab.models.router import TopKRouter
 from recollect.lab.models.sizes import NAMED_CONFIGS
 

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from recollect.engine.content import has_same_bits
 from recollect.lab.models.config import TransformerConfig
-from recollect.lab.models.experts import GroupedLinear
-from recollect.lab.models.mlp import Activation
-from recollect.lab.models.moe import MoELayer
+from recollect.lab.models.mlp import Activation, GroupedLinear, MoELayer
 from recollect.lab.models.router import TopKRouter
 from recollect.lab.models.sizes import NAMED_CONFIGS
 

@@ -15,8 +15,7 @@ from recollect.integrations.megatron.nearest_uniform import nearest_uniform_sett
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster
-from recollect.lab.parallel.cluster_schedule import schedule_of_step
-from recollect.lab.parallel.cluster_step import ClusterStep, RecordedStages, record_stages
+from recollect.lab.parallel.cluster_step import ClusterStep, RecordedStages, record_stages, schedule_of_step
 from recollect.lab.parallel.layout import DeviceLayout
 
 LAYERS, WIDTH, INNER, VOCABULARY, LENGTH = 4, 64, 128, 96, 32

@@ -13,8 +13,7 @@ from recollect.errors import ConfigError
 from recollect.integrations.megatron.nearest_uniform import nearest_uniform_settings
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster
-from recollect.lab.parallel.cluster_schedule import schedule_of_step, send_s
-from recollect.lab.parallel.cluster_step import ClusterStep
+from recollect.lab.parallel.cluster_step import ClusterStep, schedule_of_step, send_s
 from recollect.lab.parallel.layout import DeviceLayout
 
 STEP = ClusterStep(

@@ -1,0 +1,220 @@
+"""What a rank of tensor parallelism runs in the place of a model's modules: its part of a sequence, of experts, or of the loss.
+
+Each rank has some channels of every expert, or whole ones for its part of a sequence.
+With some channels of every expert, and of the shared one, all ranks route all tokens alike. What they send through their parts
+of the experts are parts of a sum; so are the gradients of the tokens and of their weights.
+Where ranks share the experts, too, each sends all of these rows to the ranks with the same channels.
+
+Shape legend: B batch   T positions   L positions of this rank   D hidden_size
+    N tokens   V vocabulary of this rank   R ranks
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, get_rank, get_world_size
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from recollect._torch_parallel import all_gather_rows
+from recollect.lab.models.linear import Linear
+from recollect.lab.models.mlp import Experts, MoELayer
+from recollect.lab.models.router import RouterStatistics
+from recollect.lab.parallel.expert import SharedGroups
+from recollect.lab.parallel.fused_rows import interleaved
+
+__all__ = ["OwnPartMoELayer", "SequenceLinear", "SplitMoELayer", "VocabularyParallelLoss", "with_partial_gradient"]
+
+
+def with_partial_gradient(tensor: Tensor, mesh: DeviceMesh, spread: Shard | Replicate | None = None) -> Tensor:
+    """Return the whole of a tensor, of whose gradient each rank has a part of the sum; backward adds these up.
+
+    Args:
+        tensor: the same on all ranks, or this rank's part of it.
+        mesh: one-dimensional.
+        spread: which of both; None: the same on all ranks.
+    """
+    whole = DTensor.from_local(tensor, mesh, [spread or Replicate()], run_check=False)
+    own: Tensor = whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return own
+
+
+class SequenceLinear(Linear):
+    """Not a DTensor's product: of a batch of parts of sequences it would make a strided view that nothing can be saved of.
+
+    Args:
+        whole: the product; its parameters are taken over.
+        mesh: the ranks.
+    """
+
+    def __init__(self, whole: Linear, mesh: DeviceMesh) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.init_std = whole.in_features, whole.out_features, whole.init_std
+        self.weight, self.bias = whole.weight, whole.bias
+        self.mesh = mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map this rank's part, a DTensor or not."""
+        own = x.to_local() if isinstance(x, DTensor) else x
+        weight, bias = (
+            None if p is None else with_partial_gradient(p, self.mesh).to(own.dtype) for p in (self.weight, self.bias)
+        )
+        assert weight is not None
+        return F.linear(own, weight, bias)
+
+
+class SplitMoELayer(MoELayer):
+    """A mixture of experts, of each of which this rank has some channels.
+
+    Args:
+        whole: all of it; changed in place. The shared expert is that of `whole`, to be split like any MLP.
+        mesh: the ranks.
+        between: how the residual stream is spread: whole on all ranks, or cut along the sequence.
+    """
+
+    def __init__(self, whole: MoELayer, mesh: DeviceMesh, between: Shard | Replicate) -> None:
+        nn.Module.__init__(self)
+        self.router, self.experts, self.shared_experts = whole.router, whole.experts, whole.shared_experts
+        self.mesh, self.between = mesh, between
+        _split(self.experts, mesh)
+        self.train(whole.training)
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, RouterStatistics]:
+        """Return the output for the residual stream, and the router's statistics.
+
+        Args:
+            x_BTD: the normalised residual stream; under sequence parallelism a DTensor, cut along T.
+        """
+        if isinstance(x_BTD, DTensor):
+            x_BTD = x_BTD.redistribute(placements=[Replicate()]).to_local()
+        routing = self.router(x_BTD)
+        probabilities_NJ = with_partial_gradient(routing.probabilities_NJ, self.mesh)
+        rows_ND = with_partial_gradient(x_BTD, self.mesh).flatten(0, 1)
+        part_BTD = self._routed(rows_ND, routing._replace(probabilities_NJ=probabilities_NJ)).view_as(x_BTD)
+        parts_BTD = DTensor.from_local(part_BTD, self.mesh, [Partial()], run_check=False)
+        out_BTD: Tensor = parts_BTD.redistribute(placements=[self.between]).to_local()
+        if self.shared_experts is not None:
+            out_BTD = out_BTD + self.shared_experts(x_BTD)
+        return out_BTD, routing.statistics
+
+
+def _split(experts: Experts, mesh: DeviceMesh) -> None:
+    """Cut the channels inside of each expert into parts."""
+    if experts.activation_func.is_gated:
+        weight_EOI = experts.linear_fc1.weight
+        width = weight_EOI.shape[1] // 2
+        with torch.no_grad():
+            weight_EOI.copy_(interleaved(weight_EOI.transpose(0, 1), (width, width), mesh.size()).transpose(0, 1))
+    experts.linear_fc1 = SharedGroups(experts.linear_fc1, mesh, 1)
+    experts.linear_fc2 = SharedGroups(experts.linear_fc2, mesh, 2)
+
+
+class OwnPartMoELayer(MoELayer):
+    """A mixture of experts for this rank's part of each sequence, which it routes, and sends to whole experts.
+
+    As in Megatron with `--expert-tensor-parallel-size 1`: nothing is gathered for experts, and each row is exchanged once.
+
+    Args:
+        whole: all of it; changed in place. `expert_parallel` shares its experts over ranks of which these are some; the shared
+            expert is to be split like any MLP.
+        mesh: the ranks of sequence parallelism.
+    """
+
+    def __init__(self, whole: MoELayer, mesh: DeviceMesh) -> None:
+        nn.Module.__init__(self)
+        self.router, self.experts, self.shared_experts = whole.router, whole.experts, whole.shared_experts
+        # Of whose gradient each rank finds what its tokens add.
+        self.router.weight_of_all = partial(with_partial_gradient, mesh=mesh)
+        self.mesh = mesh
+        self.train(whole.training)
+
+    def forward(self, x_BLD: Tensor) -> tuple[Tensor, RouterStatistics]:
+        """Return the output for this rank's part of the residual stream, and the router's statistics.
+
+        Args:
+            x_BLD: the normalised residual stream, a DTensor that is cut along the sequence.
+        """
+        assert isinstance(x_BLD, DTensor)
+        own_BLD = x_BLD.to_local()
+        routing = self.router(own_BLD)
+        out_BLD = self._routed(own_BLD.flatten(0, 1), routing).view_as(own_BLD)
+        if self.shared_experts is not None:
+            out_BLD = out_BLD + self.shared_experts(x_BLD)
+        return out_BLD, routing.statistics._replace(aux_loss=self._mean(routing.statistics.aux_loss))
+
+    def _mean(self, loss: Tensor | None) -> Tensor | None:
+        """Return the mean of the ranks' losses, each with the gradient of its own."""
+        if loss is None:
+            return None
+        part = DTensor.from_local(loss / self.mesh.size(), self.mesh, [Partial()], run_check=False)
+        whole: Tensor = part.redistribute(placements=[Replicate()]).to_local()
+        return whole
+
+
+class VocabularyParallelLoss:
+    """Mean cross entropy over the labels that are not ignored, from this rank's logits.
+
+    Each rank knows, for its part of the vocabulary, the largest logit of a token, the sum of exponentials, and the label's
+    logit if the label is there. One all-gather of these three numbers a token gives every rank all that the loss needs; they
+    are put together in the order of the ranks, so that all ranks have the same bits. The gradient of a rank's logits is its own
+    part of softmax minus one-hot, without communication.
+
+    Args:
+        group: the ranks among which the vocabulary is split, in equal parts, in order.
+        ignore_index: the label of ignored tokens.
+    """
+
+    def __init__(self, group: ProcessGroup, ignore_index: int) -> None:
+        self.group = group
+        self.rank = get_rank(group)
+        self.ignore_index = ignore_index
+
+    def __call__(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+        """Return the loss, an fp32 scalar; the same bits on every rank.
+
+        Args:
+            logits_BTV: [..., V] of this rank.
+            labels_BT: [...] int64, ids of the whole vocabulary, the same on all ranks.
+        """
+        logits_NV, labels_N = logits_BTV.flatten(0, -2), labels_BT.flatten()
+        labels_N = labels_N - self.rank * logits_NV.shape[1]
+        loss: Any = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+            logits_NV, labels_N, labels_BT.flatten() != self.ignore_index, self.group
+        )
+        return cast(Tensor, loss)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, counts_N: Tensor, group: ProcessGroup) -> Tensor:
+        """`labels_N`: counted from the first token of this rank's part, beyond it for other ranks' tokens."""
+        wide_NV = logits_NV.float()
+        greatest_N = wide_NV.amax(dim=1)
+        sums_N = (wide_NV - greatest_N.unsqueeze(1)).exp_().sum(dim=1)
+        is_here_N = (labels_N >= 0) & (labels_N < wide_NV.shape[1])
+        own_N = torch.where(is_here_N, labels_N, 0)
+        label_N = torch.where(is_here_N, wide_NV.gather(1, own_N.unsqueeze(1)).squeeze(1), 0.0)
+        del wide_NV
+        facts_N3 = torch.stack((greatest_N, sums_N, label_N), dim=1)
+        facts_RN3 = facts_N3.new_empty(get_world_size(group), *facts_N3.shape)
+        all_gather_rows(facts_RN3.flatten(0, 1), facts_N3, group)
+        greatest_RN, sums_RN, label_RN = facts_RN3.unbind(-1)
+        greatest_N = greatest_RN.amax(dim=0)
+        sums_N = (sums_RN * (greatest_RN - greatest_N).exp()).sum(dim=0)
+        log_sums_N = greatest_N + sums_N.log()
+        num_counted = counts_N.sum()
+        ctx.save_for_backward(logits_NV, own_N, is_here_N, counts_N, log_sums_N, num_counted)
+        return torch.where(counts_N, log_sums_N - label_RN.sum(dim=0), 0.0).sum() / num_counted
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        logits_NV, own_N, is_here_N, counts_N, log_sums_N, num_counted = ctx.saved_tensors
+        gradient_NV = (logits_NV.float() - log_sums_N.unsqueeze(1)).exp_()
+        gradient_NV.scatter_add_(1, own_N.unsqueeze(1), -is_here_N.to(gradient_NV.dtype).unsqueeze(1))
+        weight_N = torch.where(counts_N, grad_outputs[0] / num_counted, 0.0)
+        return gradient_NV.mul_(weight_N.unsqueeze(1)).to(logits_NV.dtype), None, None, None
