@@ -10,11 +10,10 @@ from recollect.plans.engines import Region, Tape
 from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
-from recollect.plans.value_actions import ValueActions
 from recollect.plans.value_names import collective_kind
 from recollect.profile.graph import UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
+from recollect.simulation.call_actions import CallActions, ValueActions
 from recollect.simulation.simulate import Simulation
 
 __all__ = [

@@ -18,8 +18,9 @@ from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.call_actions import CallActions
 from recollect.simulation.decisions import decide
+from recollect.simulation.playback import GENERATOR, OUTSIDE, Owner
 from recollect.simulation.program import ProgramOp
-from recollect.simulation.simulate import GENERATOR, OUTSIDE, Owner
+from recollect.simulation.simulate import run
 from recollect.simulation.watched import EveryToken, WatchedPlayback
 
 __all__ = ["LayerUsage", "kept_outside_bytes", "layer_usage"]
@@ -115,7 +116,7 @@ def kept_outside_bytes(profile: Profile, plan: Plan) -> int:
 
 def _played(profile: Profile, plan: Plan) -> _CountingPlayback:
     playback = _CountingPlayback(EveryToken(profile), decide(profile, plan))
-    playback.run()
+    run(playback)
     return playback
 
 

@@ -12,8 +12,9 @@ from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.call_actions import CallActions
+from recollect.simulation.playback import Owner
 from recollect.simulation.program import Instruction
-from recollect.simulation.simulate import Owner, Simulation
+from recollect.simulation.simulate import Simulation, run
 from recollect.simulation.watched import EveryToken, WatchedPlayback
 
 __all__ = ["LOSS", "Lifetime", "Lifetimes", "lifetimes"]
@@ -73,7 +74,7 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
     """
     untimed_s = _untimed_s(profile)
     playback = _TimedPlayback(_EveryEvent(profile), decisions, untimed_s or 0.0)
-    simulation = playback.run()
+    simulation = run(playback)
     playback.is_over = True
     if playback.phase == FORWARD:
         playback.losses.append((playback.last_return, len(playback.times_s)))

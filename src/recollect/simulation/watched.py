@@ -6,10 +6,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-from recollect.simulation.call_actions import CallActions
-from recollect.simulation.on_tape import calls_on_tape
+from recollect.simulation.call_actions import CallActions, calls_on_tape
+from recollect.simulation.playback import Owner, Playback, Token
 from recollect.simulation.program import Program
-from recollect.simulation.simulate import Owner, Playback, Token
 
 __all__ = ["EveryToken", "WatchedPlayback"]
 

@@ -14,10 +14,9 @@ from recollect.planning.known_costs import KnownCosts
 from recollect.planning.option_table import Choice, OptionTable
 from recollect.planning.output_choices import single_outputs
 from recollect.planning.unit_options import unit_options
-from recollect.plans.value_actions import ValueActions
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
+from recollect.simulation.call_actions import CallActions, ValueActions
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate

@@ -16,10 +16,9 @@ from recollect.planning.checkpoint_times import checkpoint_times
 from recollect.planning.choose import Planner
 from recollect.planning.hull import evaluate, part_index, unit_hull
 from recollect.planning.unit_plans import unit_plan
-from recollect.plans.value_actions import ValueActions
 from recollect.profile.graph import OpRecord, PartRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
+from recollect.simulation.call_actions import CallActions, ValueActions
 from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from recollect.plans.action import Action
-from recollect.plans.value_actions import KEEP_ALL, ValueActions
+from recollect.simulation.call_actions import KEEP_ALL, ValueActions
 
 
 def test_what_is_not_named_is_kept() -> None:
