@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from recollect.pipelines.plan_pipeline import plan_pipeline, predict_pipeline
     from recollect.pipelines.schedule import PipelineSchedule
     from recollect.pipelines.split_pipeline import PipelineSplit, split_pipeline
+    from recollect.planning.batch_search import LargestBatch
     from recollect.planning.choose import plan
     from recollect.planning.classic import classic_plan
     from recollect.planning.frontier import Frontier, frontier
-    from recollect.planning.largest_batch import LargestBatch
     from recollect.plans.plan import Plan
     from recollect.plans.unit_plan import UnitPlan
     from recollect.profile.profile import Profile
@@ -97,7 +97,7 @@ _HOME_OF_NAME = {
     "Attached": "recollect.attaching.attached",
     "Finding": "recollect.doctor.finding",
     "Frontier": "recollect.planning.frontier",
-    "LargestBatch": "recollect.planning.largest_batch",
+    "LargestBatch": "recollect.planning.batch_search",
     "LayerUsage": "recollect.simulation.layer_usage",
     "PeakMeasurement": "recollect.measuring.meter",
     "PeakReport": "recollect.simulation.timeline",

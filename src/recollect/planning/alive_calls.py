@@ -93,7 +93,4 @@ def most_alive(profile: Profile, windows: Sequence[Window]) -> dict[str, int]:
     for number, window in enumerate(windows):
         if window.call >= 0:
             alive[number, window.call] = True
-    calls_of: dict[str, list[int]] = {}
-    for index, call in enumerate(profile.calls):
-        calls_of.setdefault(call.path, []).append(index)
-    return {path: max(1, int(alive[:, calls].sum(axis=1).max(initial=0))) for path, calls in calls_of.items()}
+    return {p: max(1, int(alive[:, calls].sum(axis=1).max(initial=0))) for p, calls in profile.calls_by_path.items()}

@@ -178,7 +178,7 @@ class Chain:
         for index in self._order:
             row = self._table.rows[index]
             kinds[index] = (row.graph, row.outputs, reads_dropped, len(row.calls))
-            reads_dropped = row.output == Action.RECOMPUTE
+            reads_dropped = Action.KEEP not in row.outputs
         return kinds
 
     def _working_of(self, row: int, number: int) -> dict[int, int]:

@@ -52,7 +52,7 @@ _FEWEST_CUTS = 24
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to keep and recompute the values of one unit.
+    """One way to keep and recompute the values of one unit: what becomes of it.
 
     Attributes:
         keep: indices of the kept values; every saved value is among them or can be computed from them. A value v of which
@@ -60,12 +60,14 @@ class Option:
         recompute_ops: indices of the ops that run again in backward.
         kept_bytes: bytes of `keep`, including the unit's output if kept, and of generator states to rerun random ops.
         recompute_s: seconds of `recompute_ops` and to gather parts, plus the overhead of the tape in forward for their modules.
+        output: action of the unit's output.
     """
 
     keep: frozenset[int]
     recompute_ops: frozenset[int]
     kept_bytes: int
     recompute_s: float
+    output: Action = Action.KEEP
 
 
 def part_index(graph: UnitGraph, value: int) -> int:
@@ -168,6 +170,7 @@ class Evaluator:
     def __init__(self, graph: UnitGraph, *, output: Action) -> None:
         values = graph.values
         self._graph = graph
+        self._output = output
         self._saved = _saved(graph)
         self._fixed_ops = _fixed_ops(graph)
         self._outputs = {
@@ -223,6 +226,7 @@ class Evaluator:
             recompute_ops=frozenset(recompute_ops),
             kept_bytes=sum(map(self._nbytes.__getitem__, kept)) + state_bytes,
             recompute_s=math.fsum((*map(self._op_s.__getitem__, recompute_ops), *self._tape_s(recompute_ops))),
+            output=self._output,
         )
 
     def _with_parts(self, kept: set[int], parts: Sequence[PartRecord], recompute_ops: Sequence[int]) -> Option:
@@ -236,6 +240,7 @@ class Evaluator:
             recompute_ops=frozenset(recompute_ops),
             kept_bytes=sum(nbytes) + sum(self._state_bytes[op] for op in recompute_ops),
             recompute_s=math.fsum((*seconds, *self._tape_s([*recompute_ops, *makers]))),
+            output=self._output,
         )
 
     def _tape_s(self, recompute_ops: Collection[int]) -> Iterator[float]:

@@ -142,6 +142,14 @@ class Profile:
         """Bytes alive through the whole step."""
         return sum(self.persistent.values())
 
+    @property
+    def calls_by_path(self) -> dict[str, list[int]]:
+        """Indices in `calls` of each unit's runs, by its path, in the order of the first ones."""
+        found: dict[str, list[int]] = {}
+        for index, call in enumerate(self.calls):
+            found.setdefault(call.path, []).append(index)
+        return found
+
     def graph_of(self, call: UnitCall) -> UnitGraph:
         """Return the graph of one of `calls`."""
         return self.graphs[call.graph]

@@ -7,10 +7,9 @@ import random
 
 import pytest
 
-from recollect.planning.candidate import Candidate
+from recollect.planning.candidate import Candidate, KnownCosts
 from recollect.planning.chain import Chain
 from recollect.planning.hull import evaluate, unit_hull
-from recollect.planning.known_costs import KnownCosts
 from recollect.planning.option_table import Choice, OptionTable
 from recollect.planning.output_choices import single_outputs
 from recollect.planning.unit_options import unit_options

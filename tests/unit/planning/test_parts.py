@@ -15,7 +15,7 @@ from recollect.planning.bound import LowerBound
 from recollect.planning.checkpoint_times import checkpoint_times
 from recollect.planning.choose import Planner
 from recollect.planning.hull import evaluate, part_index, unit_hull
-from recollect.planning.unit_plans import unit_plan
+from recollect.planning.option_table import unit_plan
 from recollect.profile.graph import OpRecord, PartRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.call_actions import CallActions, ValueActions
