@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from recollect.integrations.megatron.config import RecomputeConfig
     from recollect.loss.chunked import chunked_cross_entropy
     from recollect.measuring.meter import PeakMeasurement, measure_peak
-    from recollect.pipelines.pipeline_plan import PipelinePlan
+    from recollect.pipelines.pipeline import PipelinePlan
     from recollect.pipelines.plan_pipeline import plan_pipeline, predict_pipeline
     from recollect.pipelines.schedule import PipelineSchedule
     from recollect.pipelines.split_pipeline import PipelineSplit, split_pipeline
@@ -101,7 +101,7 @@ _HOME_OF_NAME = {
     "LayerUsage": "recollect.simulation.layer_usage",
     "PeakMeasurement": "recollect.measuring.meter",
     "PeakReport": "recollect.simulation.timeline",
-    "PipelinePlan": "recollect.pipelines.pipeline_plan",
+    "PipelinePlan": "recollect.pipelines.pipeline",
     "PipelineSchedule": "recollect.pipelines.schedule",
     "PipelineSplit": "recollect.pipelines.split_pipeline",
     "Plan": "recollect.plans.plan",

@@ -21,7 +21,7 @@ from recollect.planning.checkpoint_times import checkpoint_times
 from recollect.planning.choose import Planner
 from recollect.plans.action import Action
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions, ValueActions
+from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate

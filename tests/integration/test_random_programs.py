@@ -35,7 +35,7 @@ from recollect.applying import apply_policy
 from recollect.errors import MutatedValueError
 from recollect.plans.action import Action
 from recollect.profile.graph import ValueRecord
-from recollect.simulation.call_actions import CallActions, ValueActions
+from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program as StepProgram
 from recollect.simulation.simulate import simulate

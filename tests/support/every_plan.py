@@ -10,7 +10,7 @@ from dataclasses import replace
 from recollect.plans.action import Action
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions, ValueActions
+from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.simulate import simulate
 from watched_modules import on_modules
 

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from recollect.arguments import check_kind
 from recollect.errors import BudgetTooSmallError, ScheduleError
-from recollect.pipelines.pipeline import Pipeline, RecordedPieces
-from recollect.pipelines.pipeline_plan import PipelinePlan
+from recollect.pipelines.pipeline import Pipeline, PipelinePlan, RecordedPieces
 from recollect.pipelines.rank_bound import rank_planner
 from recollect.pipelines.rank_profile import stage_plan
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from recollect.planning.hull import Option
 from recollect.planning.option_table import Choice, OptionTable
-from recollect.simulation.call_actions import CallActions
+from recollect.simulation.decisions import CallActions
 from recollect.simulation.peak_sums import Peaks, PeakSums
 
 __all__ = ["Candidate", "KnownCosts"]

@@ -28,12 +28,11 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.alive_calls import calls_besides
 from recollect.planning.candidate import Candidate
 from recollect.planning.mix import Limits, MixUnit, cheapest_mix
 from recollect.planning.option_table import Choice, OptionTable
 from recollect.plans.action import Action
-from recollect.simulation.windows import Window
+from recollect.simulation.windows import Window, calls_besides
 
 __all__ = ["Chain", "Play", "Stage", "WorkingSets", "cheapest"]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache, cached_property, partial
 
-from recollect.planning.alive_calls import most_alive
 from recollect.planning.candidate import Candidate, KnownCosts
 from recollect.planning.chain import Chain, WorkingSets
 from recollect.planning.lean_search import LeanSearch
@@ -28,7 +27,7 @@ from recollect.plans.action import Action
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
-from recollect.simulation.windows import windows
+from recollect.simulation.windows import most_alive, windows
 
 __all__ = ["ChainSolver"]
 

@@ -29,11 +29,10 @@ from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.quantities import parse_budget
-from recollect.simulation.call_actions import CallActions
-from recollect.simulation.decisions import decide, simulated_plan
+from recollect.simulation.decisions import CallActions, decide
 from recollect.simulation.peak_sums import checked
 from recollect.simulation.program import Program
-from recollect.simulation.simulate import Simulation, simulate
+from recollect.simulation.simulate import Simulation, simulate, simulated_plan
 from recollect.simulation.windows import windows
 
 __all__ = ["SOLVERS", "Planner", "Solver", "plan"]

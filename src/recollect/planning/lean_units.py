@@ -11,7 +11,6 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.alive_calls import most_alive, num_alive
 from recollect.planning.hull import Evaluator, Option, part_index, whole_value
 from recollect.planning.option_table import OptionTable
 from recollect.planning.unit_options import working_bytes
@@ -19,7 +18,7 @@ from recollect.plans.action import Action
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.windows import Window
+from recollect.simulation.windows import Window, most_alive, num_alive
 
 __all__ = ["LeanUnits", "checkpoints", "everything_dropped", "worth_keeping"]
 

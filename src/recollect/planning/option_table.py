@@ -13,8 +13,7 @@ from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
-from recollect.simulation.decisions import decide_call, keep_all_unit
+from recollect.simulation.decisions import CallActions, decide_call, keep_all_unit
 
 __all__ = ["Choice", "OptionTable", "OptionsOf", "UnitRow", "unit_plan", "with_options"]
 

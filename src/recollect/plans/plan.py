@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,7 +30,13 @@ __all__ = ["Plan"]
 _COLUMNS = 80
 _FORMAT = "recollect.plan"
 _VERSION = 1
-_TEXTS = ("note", "torch_version", "device_name")
+# What a document may leave out.
+_READERS: dict[str, Callable[[Field], Any]] = {
+    **dict.fromkeys(("note", "torch_version", "device_name"), Field.text),
+    **dict.fromkeys(("budget_bytes", "predicted_peak_bytes"), partial(Field.integer, least=0)),
+    **dict.fromkeys(("predicted_slowdown", "bound_slowdown"), Field.number),
+    "loss_chunks": partial(Field.integer, least=1),
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,20 +149,9 @@ class Plan:
         """
         root = read_document(text, format=_FORMAT, version=_VERSION, error=PlanFormatError)
         root.keys(allowed=["format", "version", *(field.name for field in fields(cls))])
-        budget, peak = root.find("budget_bytes"), root.find("predicted_peak_bytes")
-        slowdown, bound = root.find("predicted_slowdown"), root.find("bound_slowdown")
-        texts = {name: found.text() for name in _TEXTS if (found := root.find(name)) is not None}
-        loss_chunks = root.find("loss_chunks")
+        found = {name: read(place) for name, read in _READERS.items() if (place := root.find(name)) is not None}
         try:
-            return cls(
-                units=_decode_units(root.get("units")),
-                budget_bytes=None if budget is None else budget.integer(least=0),
-                predicted_peak_bytes=None if peak is None else peak.integer(least=0),
-                predicted_slowdown=None if slowdown is None else slowdown.number(),
-                bound_slowdown=None if bound is None else bound.number(),
-                **texts,
-                loss_chunks=1 if loss_chunks is None else loss_chunks.integer(least=1),
-            )
+            return cls(_decode_units(root.get("units")), **found)
         except PlanFormatError:
             raise
         except PlanError as error:

@@ -10,8 +10,7 @@ from recollect.engine.policy import Policy
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile import events
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
-from recollect.simulation.decisions import decide_call, drop_all
+from recollect.simulation.decisions import CallActions, decide_call, drop_all
 from recollect.simulation.playback import Playback, Token
 from recollect.simulation.program import Key, Program
 from recollect.simulation.simulate import Simulation, run, simulate

@@ -46,7 +46,7 @@ from recollect.recording.timing_rounds import TOGETHER, Rounds, rounds_for
 from recollect.recording.trackers import TrackedOther, filled_storages, tracker_of
 from recollect.recording.unit_samples import NoSamples, UnitSample, UnitSamples
 from recollect.recording.unit_times import measure_unit_times, with_unit_times
-from recollect.simulation.call_actions import CallActions
+from recollect.simulation.decisions import CallActions
 from recollect.simulation.simulate import simulate
 
 __all__ = ["Collectives", "Gradients", "StepRecording"]

@@ -16,12 +16,10 @@ from recollect.plans.value_names import collective_kind
 from recollect.profile.events import BACKWARD
 from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
-from recollect.simulation.decisions import decide
-from recollect.simulation.playback import GENERATOR, OUTSIDE, Owner
+from recollect.simulation.decisions import CallActions, decide
+from recollect.simulation.playback import GENERATOR, OUTSIDE, EveryToken, Owner, WatchedPlayback
 from recollect.simulation.program import ProgramOp
 from recollect.simulation.simulate import run
-from recollect.simulation.watched import EveryToken, WatchedPlayback
 
 __all__ = ["LayerUsage", "kept_outside_bytes", "layer_usage"]
 

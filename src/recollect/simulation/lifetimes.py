@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
-from recollect.simulation.playback import Owner
+from recollect.simulation.decisions import CallActions
+from recollect.simulation.playback import EveryToken, Owner, WatchedPlayback
 from recollect.simulation.program import Instruction
 from recollect.simulation.simulate import Simulation, run
-from recollect.simulation.watched import EveryToken, WatchedPlayback
 
 __all__ = ["LOSS", "Lifetime", "Lifetimes", "lifetimes"]
 

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from recollect.plans.engines import Tape
 from recollect.profile.events import ALLOC, DIES, LET_GO, OP, OPTIMIZER, RETURN, SAVE
-from recollect.simulation.call_actions import CallActions, calls_on_tape
 from recollect.simulation.call_groups import OUTSIDE, Division, Group
+from recollect.simulation.decisions import CallActions, calls_on_tape
 from recollect.simulation.playback import Playback, Token
 from recollect.simulation.program import BULK, Instruction, Key, Program, ProgramOp
 from recollect.simulation.simulate import Simulation, handlers

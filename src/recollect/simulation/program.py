@@ -19,7 +19,7 @@ from recollect.profile.allocator_blocks import block_bytes
 from recollect.profile.events import ALLOC, DIES, FORWARD, FREE, GIVE_BACK, OP, PHASE, RETURN, SAVE, WORK, Event
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
+from recollect.simulation.decisions import CallActions
 from recollect.simulation.windows import Window
 
 __all__ = ["BULK", "WINDOW", "Key", "Program", "ProgramOp", "rounded_bytes"]

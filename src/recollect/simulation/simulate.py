@@ -7,19 +7,20 @@ recorded step, is added for them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from recollect.plans.engines import EngineChoice, Region
+from recollect.plans.plan import Plan
 from recollect.profile.events import BACKWARD, FORWARD, PHASE_NAMES
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions, calls_on_tape
+from recollect.simulation.decisions import CallActions, calls_on_tape, decide
 from recollect.simulation.playback import Actions, Playback
 from recollect.simulation.program import WINDOW, Program
 from recollect.simulation.region_schedule import RegionSchedule
 from recollect.simulation.windows import Window
 
-__all__ = ["SCHEDULES", "Simulation", "handlers", "run", "simulate"]
+__all__ = ["SCHEDULES", "Simulation", "handlers", "predicted_plan", "run", "simulate", "simulated_plan"]
 
 SCHEDULES: Final[Mapping[type[EngineChoice], type[RegionSchedule]]] = {Region: RegionSchedule}
 """The one place to register a new engine's schedule; the tape has no entry: the playback itself plays it."""
@@ -75,6 +76,29 @@ def simulate(
         raise ValueError(f"got {len(decisions)} decisions for {len(profile.calls)} unit calls, expected one for each")
     on_tape = calls_on_tape(decisions)
     return run(Playback(program or Program(profile, windows), dict(enumerate(decisions)), on_tape))
+
+
+def predicted_plan(profile: Profile, plan: Plan) -> Plan:
+    """Return the plan with the predictions of a simulation filled in.
+
+    Raises:
+        PlanError: as `decide`.
+    """
+    return simulated_plan(profile, plan, simulate(profile, decide(profile, plan)))
+
+
+def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan:
+    """Return the plan with the simulation's predictions filled in."""
+    slowdown = simulation.recompute_s / profile.step_s if profile.step_s > 0 else 0.0
+    return replace(
+        plan,
+        predicted_peak_bytes=simulation.peak_bytes,
+        predicted_slowdown=slowdown,
+        torch_version=profile.torch_version,
+        # A fake profile belongs to no device: its times are modelled.
+        device_name="" if profile.fake else profile.device_name,
+        loss_chunks=profile.loss_chunks,
+    )
 
 
 def run(playback: Playback) -> Simulation:

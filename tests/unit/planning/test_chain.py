@@ -15,7 +15,7 @@ from recollect.planning.output_choices import single_outputs
 from recollect.planning.unit_options import unit_options
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions, ValueActions
+from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate

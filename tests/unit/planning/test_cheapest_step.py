@@ -16,7 +16,7 @@ from recollect.plans.action import Action
 from recollect.profile.events import BACKWARD, DIES, OP, PHASE, RELEASE, SAVE, USE, StepLog
 from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions, ValueActions
+from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
 

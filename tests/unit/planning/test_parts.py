@@ -18,7 +18,7 @@ from recollect.planning.hull import evaluate, part_index, unit_hull
 from recollect.planning.option_table import unit_plan
 from recollect.profile.graph import OpRecord, PartRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions, ValueActions
+from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
 

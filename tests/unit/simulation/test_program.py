@@ -10,7 +10,7 @@ import pytest
 from recollect.plans.action import Action
 from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, SAVE, WORK
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions, ValueActions
+from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.program import BULK, WINDOW, Program, rounded_bytes
 from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import windows

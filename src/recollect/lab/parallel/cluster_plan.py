@@ -10,7 +10,7 @@ from recollect.byte_format import format_bytes
 from recollect.errors import ConfigError
 from recollect.lab.parallel.cluster_schedule import schedule_of_step, send_s
 from recollect.lab.parallel.cluster_step import Axis, ClusterStep, RecordedStages, record_stages
-from recollect.pipelines.pipeline_plan import PipelinePlan
+from recollect.pipelines.pipeline import PipelinePlan
 from recollect.pipelines.plan_pipeline import plan_pipeline
 from recollect.pipelines.schedule import INPUT
 from recollect.pipelines.split_pipeline import PipelineSplit, split_pipeline
