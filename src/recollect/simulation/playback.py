@@ -7,32 +7,19 @@ same reference counts. Values are therefore computed, cached and released exactl
 from __future__ import annotations
 
 import weakref
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 from recollect.plans.action import Action
 from recollect.profile import events
 from recollect.profile.events import BACKWARD, FORWARD, PHASE_NAMES
 from recollect.profile.graph import OpRecord
 from recollect.replay import KeptPass, Node, Recipes, Value
-from recollect.simulation.decisions import CallActions, calls_on_tape
+from recollect.simulation.decisions import CallActions
 from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp, rounded_bytes
 
-__all__ = [
-    "GENERATOR",
-    "OUTSIDE",
-    "Actions",
-    "EveryToken",
-    "Owner",
-    "Playback",
-    "Saved",
-    "Token",
-    "WatchedPlayback",
-]
-
-_Made = TypeVar("_Made")
+__all__ = ["GENERATOR", "OUTSIDE", "Actions", "Owner", "Playback", "Saved", "Token"]
 
 Actions: TypeAlias = Mapping[int, Callable[..., None]]
 """A handler for each instruction code of a program, called with the operands."""
@@ -70,7 +57,7 @@ class Token:
 class Playback:
     """Plays a step back, with a decision for each call.
 
-    `WatchedPlayback` subclasses it to see who owns which bytes when, `simulation/peak_sums.py` to play parts of a step.
+    `simulation/lifetimes.py` subclasses it to see who owns which bytes when, `simulation/peak_sums.py` to play parts of a step.
     """
 
     token_type: Callable[[Any, int, Owner], Token] = Token
@@ -289,49 +276,6 @@ class Playback:
         self.peaks_bytes[phase] = max(self.peaks_bytes[phase], self.alive_bytes)
         if phase == BACKWARD:
             self.kept_bytes = max(self.kept_bytes, self.alive_bytes - self.profile.persistent_bytes)
-
-
-class EveryToken(Program):
-    """Gives every value its own token, even where counting bytes would do."""
-
-    def counted(self, call: int, dropped: frozenset[int]) -> frozenset[int]:
-        """Return that no values of a call need only be counted."""
-        return frozenset()
-
-
-class _WatchedToken(Token):
-    __slots__ = ("made", "watch")
-
-    def __init__(self, playback: WatchedPlayback[Any], nbytes: int, owner: Owner) -> None:
-        super().__init__(playback, nbytes, owner)
-        self.watch = playback
-        self.made = playback.begin(owner, nbytes)
-
-    def __del__(self) -> None:
-        super().__del__()
-        self.watch.end(self.made)
-
-
-class WatchedPlayback(Playback, Generic[_Made]):
-    """Plays a step back, and says when bytes are made and freed.
-
-    Args:
-        program: of the recorded step.
-        decisions: one for each of the step's calls, in order.
-    """
-
-    token_type = _WatchedToken
-
-    def __init__(self, program: EveryToken, decisions: Sequence[CallActions]) -> None:
-        super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
-
-    @abstractmethod
-    def begin(self, owner: Owner, nbytes: int) -> _Made:
-        """Take note that bytes are made; return what `end` is to be told of them."""
-
-    @abstractmethod
-    def end(self, made: _Made) -> None:
-        """Take note that they are freed."""
 
 
 class _Nothing:
