@@ -10,7 +10,7 @@ import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from recollect.errors import HardwareError
 from recollect.fields import Field, read_document
@@ -176,18 +176,14 @@ class Hardware:
         root = read_document(text, format=_FORMAT, version=_VERSION, error=HardwareError)
         numbers = [f.name for f in fields(cls) if f.name not in ("name", "device", "rates", "elements")]
         root.keys(allowed=["format", "version", "name", "device", *numbers, "rates", "elements_per_s"])
-        found = {name: root.get(name).number() for name in numbers}
+        found: dict[str, Any] = {name: root.get(name).number() for name in numbers}
+        found |= {name: root.get(name).integer() for name in ("memory_bytes", "cache_bytes")}
         rates, elements = root.get("rates"), root.get("elements_per_s")
         try:
             return cls(
                 name=root.get("name").text(),
                 device=root.get("device").text(),
-                memory_bytes=root.get("memory_bytes").integer(),
-                bandwidth_bytes_per_s=found["bandwidth_bytes_per_s"],
-                launch_s=found["launch_s"],
-                traffic_efficiency=found["traffic_efficiency"],
-                cache_bytes=root.get("cache_bytes").integer(),
-                cache_bytes_per_s=found["cache_bytes_per_s"],
+                **found,
                 rates=tuple(_decode_rate(dtype, rates.get(dtype)) for dtype in rates.keys()),
                 elements=tuple(ElementRate(kind, elements.get(kind).number()) for kind in elements.keys()),
             )

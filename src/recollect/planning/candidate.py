@@ -55,7 +55,7 @@ class Candidate:
 
 
 class KnownCosts:
-    """Makes candidates of choices, and remembers their costs.
+    """Makes candidates of choices of one table, and remembers their exact costs, so that each is computed once.
 
     Args:
         peak_sums: computes the cost of decisions.

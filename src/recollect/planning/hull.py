@@ -39,7 +39,7 @@ from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import PartRecord, UnitGraph
 
-__all__ = ["Evaluator", "Option", "evaluate", "part_index", "unit_hull", "whole_value"]
+__all__ = ["Evaluator", "Option", "part_index", "unit_hull", "whole_value"]
 
 _INFINITE = 2**31 - 1
 # The sum of the finite capacities, so that no flow reaches _INFINITE.
@@ -105,7 +105,7 @@ def unit_hull(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option
         [(64, 0.5), (320, 0.0)]
     """
     network = _Network(graph, keeps_output=output == Action.KEEP)
-    fattest = evaluate(graph, _saved(graph), output=output)
+    fattest = network.evaluator.option(graph.saved_values)
     leanest = network.cut(byte_price=1.0, second_price=0.0)
     found = {_point(fattest): fattest, _point(leanest): leanest}
     # The largest triangle first, so that what a limit on the work leaves out matters least.
@@ -149,16 +149,12 @@ class _Segments:
         return heapq.heappop(self._heap)[2:]
 
 
-def evaluate(graph: UnitGraph, keep: Iterable[int], *, output: Action = Action.KEEP) -> Option:
-    """Return the option that keeps `keep`: find the ops that must run again, and leave out kept values of no use.
-
-    Needed values that cannot be computed again are kept even if not in `keep`, as in the engine.
-    """
-    return Evaluator(graph, output=output).option(keep)
-
-
 class Evaluator:
-    """Evaluates many sets of kept values for one unit, as `evaluate` does for one.
+    """Evaluates sets of kept values for one unit.
+
+    Args:
+        graph: the unit.
+        output: as in `unit_hull`.
 
     Example:
         >>> from recollect.profile.graph import OpRecord, ValueRecord
@@ -167,11 +163,11 @@ class Evaluator:
         0.5
     """
 
-    def __init__(self, graph: UnitGraph, *, output: Action) -> None:
+    def __init__(self, graph: UnitGraph, *, output: Action = Action.KEEP) -> None:
         values = graph.values
         self._graph = graph
         self._output = output
-        self._saved = _saved(graph)
+        self._saved = graph.saved_values
         self._fixed_ops = _fixed_ops(graph)
         self._outputs = {
             i for i, v in enumerate(values) if output == Action.KEEP and v.is_output and v.producer is not None
@@ -193,7 +189,10 @@ class Evaluator:
         return [(index, op.outputs, inputs) for index, (op, inputs) in ops][::-1]
 
     def option(self, keep: Iterable[int]) -> Option:
-        """Return the option that keeps these values."""
+        """Return the option that keeps these values: find the ops that must run again, and leave out values of no use.
+
+        Needed values that cannot be computed again are kept even if not among these, as in the engine.
+        """
         # One byte per value, for speed: this runs hundreds of times per unit.
         wanted = set(keep)
         # Where a part is kept, the whole is not.
@@ -251,10 +250,6 @@ class Evaluator:
             yield self._module_tape_s[module]
 
 
-def _saved(graph: UnitGraph) -> set[int]:
-    return {i for i, value in enumerate(graph.values) if value.saved and value.producer is not None}
-
-
 def _fixed_ops(graph: UnitGraph) -> set[int]:
     """Return the ops that can never run again: a result must be kept, or a leaf that they read is mutated later."""
     fixed = {value.producer for value in graph.values if value.must_keep and value.producer is not None}
@@ -282,7 +277,7 @@ class _Network:
 
     def __init__(self, graph: UnitGraph, *, keeps_output: bool) -> None:
         self._graph = graph
-        self._evaluator = Evaluator(graph, output=Action.KEEP if keeps_output else Action.RECOMPUTE)
+        self.evaluator = Evaluator(graph, output=Action.KEEP if keeps_output else Action.RECOMPUTE)
         self._num_values = len(graph.values)
         self._source = self._num_values + len(graph.ops)
         self._sink = self._source + 1
@@ -361,4 +356,4 @@ class _Network:
             and byte_price * part.nbytes + second_price * part.gather_s
             < byte_price * self._graph.values[part.value].nbytes
         }
-        return self._evaluator.option(keep)
+        return self.evaluator.option(keep)

@@ -102,8 +102,7 @@ class LeanUnits:
 
     def ends(self, row: int, output: Action) -> list[Option]:
         """Return the options of a unit that drop everything, and that keep what autograd saves."""
-        values = self.profile.graphs[self.rows[row].graph].values
-        saved = (index for index, value in enumerate(values) if value.saved and value.producer is not None)
+        saved = self.profile.graphs[self.rows[row].graph].saved_values
         return [self.option(row, (), output), self.option(row, saved, output)]
 
     def neighbors(self, row: int, option: Option) -> list[Option]:

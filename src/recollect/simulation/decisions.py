@@ -118,10 +118,10 @@ def recompute_all_unit(graph: UnitGraph, *, output: Action = Action.KEEP) -> Uni
     A unit that mostly saves values without a recipe (compiled code, kernels invisible to PyTorch) is re-run as a whole
     instead.
     """
-    saved = [value for value in graph.values if value.saved and value.producer is not None]
+    saved = [graph.values[index] for index in graph.saved_values]
     # Not collectives: the tape sees them, and a module that is re-run as a whole would run them again.
     opaque_bytes = sum(value.nbytes for value in saved if value.must_keep and not collective_kind(value.name))
-    if opaque_bytes > _OPAQUE_FRACTION * sum(value.nbytes for value in saved):
+    if opaque_bytes > _OPAQUE_FRACTION * graph.saved_bytes:
         return UnitPlan({}, output=output, engine=Region())
     actions: dict[str, Action] = {
         value.name: Action.KEEP if value.must_keep else Action.RECOMPUTE

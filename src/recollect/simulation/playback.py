@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from recollect.plans.action import Action
 from recollect.profile import events
@@ -278,15 +278,12 @@ class Playback:
             self.kept_bytes = max(self.kept_bytes, self.alive_bytes - self.profile.persistent_bytes)
 
 
-class _Nothing:
-    """Bytes counted elsewhere: parameters, or what was made outside the units."""
-
-
-_NOTHING = _Nothing()
+_NOTHING: Final = object()
+"""Bytes counted elsewhere: parameters, or what was made outside the units."""
 
 
 class _Rerun:
-    """Runs an op again: allocates its results anew and counts its time."""
+    """Runs an op again as the tape does, on byte counts instead of tensors: allocates its results anew and counts its time."""
 
     __slots__ = ("op", "results", "sizes", "state", "step")
 
@@ -312,7 +309,10 @@ class _Rerun:
 
 
 def _gather_of_part(step: Playback, run: ProgramOp, value: int) -> tuple[_Rerun, list[Value]]:
-    """Return what gathers a value that an op has just computed, and its arguments: the bytes of this rank's part."""
+    """Return what gathers a value that an op has just computed, and its arguments: the bytes of this rank's part.
+
+    `recollect.engine.sharded_keep` really holds and gathers it.
+    """
     profile = step.profile
     key, nbytes = next(result for result in run.results if result[0][1] == value)
     part_bytes = -(-nbytes // profile.shard_ranks)

@@ -14,7 +14,7 @@ from recollect.errors import BudgetTooSmallError
 from recollect.planning.bound import LowerBound
 from recollect.planning.checkpoint_times import checkpoint_times
 from recollect.planning.choose import Planner
-from recollect.planning.hull import evaluate, part_index, unit_hull
+from recollect.planning.hull import Evaluator, part_index, unit_hull
 from recollect.planning.option_table import unit_plan
 from recollect.profile.graph import OpRecord, PartRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
@@ -94,7 +94,7 @@ def test_the_hull_is_that_of_all_choices(seed: int) -> None:
         found_s = min(price * option.kept_bytes + option.recompute_s for option in options)
         assert found_s == pytest.approx(best_s, rel=1e-6)
     for option in options:
-        assert option == evaluate(graph, option.keep)
+        assert option == Evaluator(graph).option(option.keep)
 
 
 def test_a_part_is_kept_where_the_whole_is_dear() -> None:
