@@ -6,7 +6,7 @@ Also the buffers through which stages exchange what they make, where torch makes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Loop, PipelineAction
 from recollect.pipelines.stage_parts import RecordedStage
@@ -50,9 +50,8 @@ class RankStage:
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for stages that do alike."""
-        parts = [None if found is None else id(found) for found in (self.recorded.whole, self.recorded.halves)]
-        others = (self.next_is_here, self.previous_is_here, self.next_is_inside, self.previous_is_inside)
-        return *parts, self.output_bytes, self.is_first, self.is_last, *others
+        others = (getattr(self, field.name) for field in fields(self) if field.name != "recorded")
+        return id(self.recorded.whole), id(self.recorded.halves), *others
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +79,8 @@ class Rank:
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for ranks that do alike."""
-        stages = tuple(stage.key for stage in self.stages)
-        return stages, self.actions, self.num_micro_batches, self.loop, self.as_needed, self.receives, self.left_out
+        others = (getattr(self, field.name) for field in fields(self) if field.name != "stages")
+        return tuple(stage.key for stage in self.stages), *others
 
 
 def first_actions(actions: Sequence[PipelineAction]) -> tuple[PipelineAction, ...]:
