@@ -34,8 +34,7 @@ from layout_models import LAYOUTS, Layout, loss_of
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import decide, simulated_plan
-from recollect.simulation.simulate import simulate
+from recollect.simulation.simulate import predicted_plan
 
 RESULTS = Path(__file__).parent / "results" / "layouts.csv"
 OVER_GLOO = ("DDP", "FSDP2", "TP")
@@ -123,7 +122,7 @@ def random_plan(profile: Profile, *, keeps_outputs: bool, seed: int = 1) -> Plan
             output="recompute" if drops_output else "keep",
         )
     plan = Plan(units)
-    return simulated_plan(profile, plan, simulate(profile, decide(profile, plan)))
+    return predicted_plan(profile, plan)
 
 
 def rows(name: str, layout: Layout, wanted: Sequence[str]) -> Iterator[Row]:

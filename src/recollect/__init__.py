@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from recollect.integrations.megatron.config import RecomputeConfig
     from recollect.loss.chunked import chunked_cross_entropy
     from recollect.measuring.meter import PeakMeasurement, measure_peak
-    from recollect.pipelines.pipeline_plan import PipelinePlan
+    from recollect.pipelines.pipeline import PipelinePlan
     from recollect.pipelines.plan_pipeline import plan_pipeline, predict_pipeline
     from recollect.pipelines.schedule import PipelineSchedule
     from recollect.pipelines.split_pipeline import PipelineSplit, split_pipeline
+    from recollect.planning.batch_search import LargestBatch
     from recollect.planning.choose import plan
     from recollect.planning.classic import classic_plan
     from recollect.planning.frontier import Frontier, frontier
-    from recollect.planning.largest_batch import LargestBatch
     from recollect.plans.plan import Plan
     from recollect.plans.unit_plan import UnitPlan
     from recollect.profile.profile import Profile
@@ -97,11 +97,11 @@ _HOME_OF_NAME = {
     "Attached": "recollect.attaching.attached",
     "Finding": "recollect.doctor.finding",
     "Frontier": "recollect.planning.frontier",
-    "LargestBatch": "recollect.planning.largest_batch",
+    "LargestBatch": "recollect.planning.batch_search",
     "LayerUsage": "recollect.simulation.layer_usage",
     "PeakMeasurement": "recollect.measuring.meter",
     "PeakReport": "recollect.simulation.timeline",
-    "PipelinePlan": "recollect.pipelines.pipeline_plan",
+    "PipelinePlan": "recollect.pipelines.pipeline",
     "PipelineSchedule": "recollect.pipelines.schedule",
     "PipelineSplit": "recollect.pipelines.split_pipeline",
     "Plan": "recollect.plans.plan",

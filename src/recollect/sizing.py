@@ -12,8 +12,7 @@ from recollect.applying import without_plans
 from recollect.arguments import check_kind
 from recollect.costs.hardware import Hardware
 from recollect.errors import ArgumentError, RecordError
-from recollect.planning.batch_search import MAX_SIZE, search_batches
-from recollect.planning.largest_batch import LargestBatch
+from recollect.planning.batch_search import MAX_SIZE, LargestBatch, search_batches
 from recollect.profile.profile import Profile
 from recollect.recording.model_step import LossFunction
 from recollect.recording.optimizers import Optimizers, check_optimizers

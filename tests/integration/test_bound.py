@@ -20,9 +20,8 @@ from recollect.planning.cheapest_step import CheapestStep
 from recollect.planning.checkpoint_times import checkpoint_times
 from recollect.planning.choose import Planner
 from recollect.plans.action import Action
-from recollect.plans.value_actions import ValueActions
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
+from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate

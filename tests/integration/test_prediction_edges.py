@@ -17,10 +17,10 @@ from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import decide, simulated_plan
+from recollect.simulation.decisions import decide
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
-from recollect.simulation.simulate import simulate
+from recollect.simulation.simulate import simulate, simulated_plan
 from recollect.simulation.windows import windows
 
 pytestmark = pytest.mark.integration

@@ -34,9 +34,8 @@ from programs import (
 from recollect.applying import apply_policy
 from recollect.errors import MutatedValueError
 from recollect.plans.action import Action
-from recollect.plans.value_actions import ValueActions
 from recollect.profile.graph import ValueRecord
-from recollect.simulation.call_actions import CallActions
+from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program as StepProgram
 from recollect.simulation.simulate import simulate

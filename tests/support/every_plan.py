@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from recollect.plans.action import Action
-from recollect.plans.value_actions import ValueActions
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
+from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.simulate import simulate
 from watched_modules import on_modules
 

@@ -32,8 +32,7 @@ from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import collective_kind
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import decide, simulated_plan
-from recollect.simulation.simulate import simulate
+from recollect.simulation.simulate import predicted_plan
 from watch import Watch
 
 RANKS = 2
@@ -261,7 +260,7 @@ def planned_parts(profile: Profile, seed: int | None) -> Plan:
             actions[value.name] = coin.choice(words)
         units[call.path] = UnitPlan(actions)
     plan = Plan(units)
-    return simulated_plan(profile, plan, simulate(profile, decide(profile, plan)))
+    return predicted_plan(profile, plan)
 
 
 def loss_in_chunks() -> dict[str, Any]:

@@ -21,8 +21,7 @@ from recollect.profile.profile import Profile
 from recollect.recording.fake_model import fake_run
 from recollect.recording.model_step import call_model, device_of
 from recollect.recording.restored_state import undisturbed
-from recollect.simulation.decisions import decide, simulated_plan
-from recollect.simulation.simulate import simulate
+from recollect.simulation.simulate import predicted_plan
 
 __all__ = ["policy_plan"]
 
@@ -86,7 +85,7 @@ def policy_plan(
     _run_forward(model, batch, list(graphs), tape, is_fake=profile.fake)
     units = {path: _unit(graph, tape.kept.get(path, set())) for path, graph in graphs.items()}
     plan = Plan(units, note="selective checkpointing by a policy")
-    return simulated_plan(profile, plan, simulate(profile, decide(profile, plan)))
+    return predicted_plan(profile, plan)
 
 
 def _run_forward(model: nn.Module, batch: Any, paths: list[str], tape: PolicyTape, *, is_fake: bool) -> None:

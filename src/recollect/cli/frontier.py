@@ -15,8 +15,7 @@ from recollect.byte_format import format_bytes
 from recollect.cli.commands import DrawFrontier
 from recollect.cli.output import check_pictures, describe_step
 from recollect.cli.recorded_step import step_recorder
-from recollect.pictures.next_steps import name_points
-from recollect.pictures.page import write_frontier_page
+from recollect.pictures.page import name_points, write_frontier_page
 from recollect.pictures.png import draw_frontier
 from recollect.pictures.words import percent
 from recollect.planning.frontier import Frontier

@@ -14,8 +14,7 @@ from recollect.cli.commands import MakePlan
 from recollect.cli.output import write_file
 from recollect.cli.recorded_step import build_step, step_recorder
 from recollect.pictures.words import percent
-from recollect.planning.batch_search import MAX_SIZE, search_batches
-from recollect.planning.largest_batch import LargestBatch, TriedSize
+from recollect.planning.batch_search import MAX_SIZE, LargestBatch, TriedSize, search_batches
 from recollect.printing import print_line
 from recollect.profile.profile import Profile
 from recollect.quantities import check_budget

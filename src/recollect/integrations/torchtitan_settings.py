@@ -23,8 +23,7 @@ from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import decide, simulated_plan
-from recollect.simulation.simulate import simulate
+from recollect.simulation.simulate import predicted_plan
 
 __all__ = ["TitanPolicy", "nearest_policy", "torchtitan_flags", "torchtitan_plan"]
 
@@ -74,7 +73,7 @@ def torchtitan_plan(profile: Profile, policy: TitanPolicy) -> Plan:
     graphs = {call.path: profile.graph_of(call) for call in profile.calls if call.repeated}
     made = {id(graph): _selective(graph) for graph in graphs.values()}
     plan = Plan({path: made[id(graph)] for path, graph in graphs.items()}, note="torchtitan: selective")
-    return simulated_plan(profile, plan, simulate(profile, decide(profile, plan)))
+    return predicted_plan(profile, plan)
 
 
 def nearest_policy(profile: Profile, plan: Plan) -> Nearest[TitanPolicy]:

@@ -22,11 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from recollect.byte_format import format_bytes
+from recollect.byte_format import format_bytes, least_amount
 from recollect.errors import RecollectError
 from recollect.extras import needed
 from recollect.pictures.curves import memory_curve
-from recollect.pictures.next_steps import CATEGORY_MEANINGS, meaning_of, name_points, next_steps, slug_of
 from recollect.pictures.style import CATEGORY_COLORS
 from recollect.pictures.words import bound_corners, byte_unit, classics_of, describe_profile, percent, time_unit_of
 from recollect.planning.classic import classic_plan
@@ -35,7 +34,7 @@ from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.simulation.timeline import CATEGORIES, PeakReport, timeline
 
-__all__ = ["require_plotly", "write_frontier_page", "write_plan_page"]
+__all__ = ["name_points", "require_plotly", "write_frontier_page", "write_plan_page"]
 
 _NUM_POINTS = 300
 _DIGITS = 5
@@ -43,6 +42,19 @@ _MOST_HOVER_LINES = 9
 _HOVER_COLUMNS = 64
 _LEFT_FRACTION = 0.15
 _RIGHT_FRACTION = 0.05
+_CATEGORY_MEANINGS = {
+    "parameters": "the weights; there before the step",
+    "optimizer state": "such as the moments of AdamW; there before the step",
+    "buffers and batch": "what the model holds besides weights, and the input; there before the step",
+    "other allocations": "what else the allocator counts, such as library workspaces and other models",
+    "gradients": "of the parameters: what backward leaves behind, or found there (accumulation)",
+    "kept values": "made in forward by the units (mostly layers), for backward",
+    "outside of the units": "made in forward between the units, such as by the loss",
+    "recomputed values": "dropped in forward, made again for backward",
+    "passing values": "die in the phase that made them, such as gradients on their way",
+    "working memory": "an op's workspace while it runs",
+    "calibration": "measured peak of the recorded step minus its simulated one",
+}
 
 
 def require_plotly() -> Any:
@@ -126,7 +138,7 @@ def _write(profile: Profile, out: str | Path, title: str, data: dict[str, Any]) 
         "bytes": [_rounded(nbytes / unit_bytes) for nbytes in plain.total_bytes[curve.moments].tolist()],
     }
     data["categories"] = [
-        {"name": name, "color": CATEGORY_COLORS[name], "meaning": CATEGORY_MEANINGS[name]} for name in CATEGORIES
+        {"name": name, "color": CATEGORY_COLORS[name], "meaning": _CATEGORY_MEANINGS[name]} for name in CATEGORIES
     ]
     parts = {
         "title": html.escape(title),
@@ -174,7 +186,7 @@ def _plan_entry(
     names = list(dict.fromkeys(places))
     number_of = {name: number for number, name in enumerate(names)}
     name = point.name
-    command, code = next_steps(point, step_flags)
+    command, code = _next_steps(point, step_flags)
     headline = f"{format_bytes(point.peak_bytes)}, {percent(point.slowdown)} slower"
     bound = point.bound_slowdown
     has_bound = bound is not None and math.isfinite(bound)
@@ -183,8 +195,8 @@ def _plan_entry(
     budget_bytes = point.plan.budget_bytes
     return {
         "name": name,
-        "slug": slug_of(name),
-        "meaning": meaning_of(name, point) if name else "",
+        "slug": _slug_of(name),
+        "meaning": _meaning_of(name, point) if name else "",
         "command": command,
         "code": code,
         "group": group,
@@ -236,3 +248,68 @@ def _rounded(value: float) -> float:
     """Round to as many digits as are visible; whole numbers become integers, which are shorter."""
     short = float(f"{value:.{_DIGITS}g}")
     return int(short) if short.is_integer() else short
+
+
+def name_points(frontier: Frontier) -> list[str]:
+    """Return a name for each of the frontier's points: "plan 1", the leanest, "plan 2", ..., and "keep all"."""
+    return [
+        "keep all" if _keeps_all(point) else point.name or f"plan {number}"
+        for number, point in enumerate(frontier.points, start=1)
+    ]
+
+
+def _slug_of(name: str) -> str:
+    """Return a name as it stands in the page's address.
+
+    Example:
+        >>> _slug_of("sqrt, every 6")
+        'sqrt-every-6'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _meaning_of(name: str, point: FrontierPoint) -> str:
+    """Say what a plan's name means.
+
+    Args:
+        name: as `name_points` gave it, or the point's own.
+        point: the plan.
+    """
+    note = point.plan.note
+    if _keeps_all(point):
+        return "keeps everything for backward and recomputes nothing"
+    if name.startswith("plan "):
+        return "the fastest plan that recollect found within this peak"
+    if note == "full":
+        return "keeps the input of each layer and recomputes the rest of it"
+    if note.startswith("sqrt"):
+        return f"keeps the input of every {_stride(note)}th layer: the square root of the number of layers, rounded"
+    return f"keeps the input of every {_stride(note)}th layer".replace("2th", "2nd").replace("3th", "3rd")
+
+
+def _next_steps(point: FrontierPoint, step_flags: Sequence[str]) -> tuple[str, str]:
+    """Return the command that writes this plan, "" if there is none, and the code that trains with it.
+
+    Args:
+        point: the plan.
+        step_flags: flags of `recollect plan` that describe the recorded step; none: it was recorded in Python.
+    """
+    note = point.plan.note
+    amount = least_amount(point.peak_bytes)
+    if _keeps_all(point):
+        return "", "# Nothing to do: train as you do now.\n"
+    if note == "full":
+        return "", 'plan = recollect.classic_plan(profile, "full")\nrecollect.apply(model, plan)\n'
+    if stride := _stride(note):
+        return "", f'plan = recollect.classic_plan(profile, "every_nth", n={stride})\nrecollect.apply(model, plan)\n'
+    command = " ".join(["recollect plan", *step_flags, f"--memory-budget {amount} --out plan.json"])
+    return command if step_flags else "", f'attached = recollect.attach(model, optimizer, budget="{amount}")\n'
+
+
+def _stride(note: str) -> int:
+    found = re.search(r"every (\d+)$", note)
+    return int(found[1]) if found else 0
+
+
+def _keeps_all(point: FrontierPoint) -> bool:
+    return point.slowdown == 0 and not any(unit.recomputes_anything for unit in point.plan.units.values())

@@ -7,12 +7,10 @@ from typing import Any
 
 from recollect.arguments import check_kind
 from recollect.errors import BudgetTooSmallError, ScheduleError
-from recollect.pipelines.pipeline import Pipeline, RecordedPieces
-from recollect.pipelines.pipeline_plan import PipelinePlan, StagePlans
-from recollect.pipelines.rank_bound import rank_planner
+from recollect.pipelines.pipeline import Pipeline, PipelinePlan, RecordedPieces, StagePlans
+from recollect.pipelines.rank_bound import rank_planners
 from recollect.pipelines.rank_profile import stage_plan
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
-from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage as progress_stage
@@ -77,7 +75,7 @@ def plan_pipeline(
     """
     pipeline = _checked(profiles, schedule, split_profiles, "plan_pipeline(profiles, schedule, budget)")
     with progress_stage("planning the pipeline"):
-        planners = _planners(pipeline)
+        planners = rank_planners(pipeline.ranks, {})
         plain_peak_bytes = max(planner.plain_peak_bytes for planner in planners)
         device_bytes = min(profile.device_memory_bytes for profile in profiles)
         budget_bytes = parse_budget(budget, reference_bytes=plain_peak_bytes, device_bytes=device_bytes)
@@ -160,15 +158,6 @@ def _checked(profiles: Sequence[Profile], schedule: Any, split_profiles: Sequenc
                 f"got {len(given)} {name} for a schedule of {found.num_stages} stages, expected one for each"
             )
     return Pipeline(found, RecordedPieces(profiles, split_profiles))
-
-
-def _planners(pipeline: Pipeline) -> list[Planner]:
-    """Return a planner for each rank; ranks that do alike share one."""
-    known: dict[object, Planner] = {}
-    for rank in pipeline.ranks:
-        if rank.key not in known:
-            known[rank.key] = rank_planner(rank)
-    return [known[rank.key] for rank in pipeline.ranks]
 
 
 def _too_small(error: BudgetTooSmallError, schedule: PipelineSchedule, rank: int, plain: int) -> BudgetTooSmallError:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from recollect.errors import ScheduleError
 from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineAction, PipelineSchedule
 
-__all__ = ["StageTimes", "played_s", "step_s"]
+__all__ = ["StageTimes", "played_s"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +28,6 @@ class StageTimes:
     def of(self, kind: str) -> float:
         """Return the seconds of an action of this kind."""
         return {FORWARD: self.forward_s, BACKWARD: self.backward_s, INPUT: self.input_s, WEIGHT: self.weight_s}[kind]
-
-
-def step_s(schedule: PipelineSchedule, times: Sequence[StageTimes], *, send_s: float = 0.0) -> float:
-    """Return the seconds from the first forward to the last backward.
-
-    Args:
-        schedule: what each rank runs.
-        times: of all stages, for every micro-batch alike.
-        send_s: see `played_s`.
-
-    Raises:
-        ScheduleError: the ranks wait for each other for ever.
-    """
-    return played_s(schedule, lambda action: times[action.stage].of(action.kind), send_s=send_s)
 
 
 def played_s(schedule: PipelineSchedule, lasts: Callable[[PipelineAction], float], *, send_s: float = 0.0) -> float:

@@ -30,10 +30,8 @@ from recollect.planning.checkpoint_times import checkpoint_times, fixed_bytes
 from recollect.planning.choose import Planner
 from recollect.profile.events import StepLog
 
-__all__ = ["rank_bound", "rank_planner"]
+__all__ = ["rank_bound", "rank_planner", "rank_planners"]
 
-_ENDS = {FORWARD: (FORWARD,), INPUT: (FORWARD, INPUT)}
-"""What a micro-batch has run when it waits, by its last action."""
 _PARTS = {BACKWARD: (FORWARD, BACKWARD), INPUT: (FORWARD, INPUT, WEIGHT)}
 
 
@@ -41,6 +39,14 @@ def rank_planner(rank: Rank) -> Planner:
     """Return a planner of a rank's step, with a bound that knows that its micro-batches are alike."""
     step = rank_step(rank)
     return Planner(step.profile, make_bound=partial(rank_bound, rank, step))
+
+
+def rank_planners(ranks: Sequence[Rank], known: dict[object, Planner]) -> list[Planner]:
+    """Return a planner for each rank, from those that are known by the key of their rank, or else a new one."""
+    for rank in ranks:
+        if rank.key not in known:
+            known[rank.key] = rank_planner(rank)
+    return [known[rank.key] for rank in ranks]
 
 
 def rank_bound(rank: Rank, step: RankStep) -> LowerBound:

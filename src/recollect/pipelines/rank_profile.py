@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from recollect.errors import ProfileFormatError
-from recollect.pipelines.buffers import Buffers
-from recollect.pipelines.rank import Rank, RankStage
+from recollect.pipelines.rank import Buffers, Rank, RankStage
 from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineAction
 from recollect.pipelines.stage_parts import STORAGE_EVENTS, RecordedStage, StageParts
 from recollect.plans.plan import Plan

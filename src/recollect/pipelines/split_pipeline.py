@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, Final
 
 from recollect.arguments import check_kind
 from recollect.errors import BudgetTooSmallError, ScheduleError
-from recollect.pipelines.pipeline import Pipeline, RecordedPieces
-from recollect.pipelines.pipeline_plan import PipelinePlan
-from recollect.pipelines.rank_bound import rank_planner
+from recollect.pipelines.pipeline import Pipeline, PipelinePlan, RecordedPieces
+from recollect.pipelines.rank_bound import rank_planners
 from recollect.pipelines.rank_profile import stage_plan
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 from recollect.planning.choose import Planner
@@ -156,14 +155,14 @@ class _Search:
         self._schedule = schedule
         self._send_s = send_s
         self._planners: dict[object, Planner] = {}
-        self._planned: dict[object, Plan | BudgetTooSmallError] = {}
+        self._planned: dict[Planner, Plan | BudgetTooSmallError] = {}
         self._known: dict[tuple[int, ...], _Found] = {}
         self._plain_s: dict[tuple[int, ...], float] = {}
         num_stages = schedule.num_stages
         share, rest = divmod(len(layers), num_stages)
         self._even = tuple(share + (stage < rest) for stage in range(num_stages))
-        even = self._pipeline(self._even)
-        self._plain_peak_bytes = max(self._planner(key).plain_peak_bytes for key in self._ranks(even))
+        even = rank_planners(self._pipeline(self._even).ranks, self._planners)
+        self._plain_peak_bytes = max(planner.plain_peak_bytes for planner in even)
         self._budget_bytes = parse_budget(
             budget,
             reference_bytes=self._plain_peak_bytes,
@@ -178,21 +177,6 @@ class _Search:
             raise self._too_small(best)
         return self._split(best)
 
-    def exhaustive(self) -> PipelineSplit:
-        """Return the best of all splits: for tests of small cases."""
-        return self._split(min((self._at(sizes) for sizes in self._all()), key=lambda found: found.order))
-
-    def _all(self) -> Iterator[tuple[int, ...]]:
-        def divided(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
-            if num_stages == 1:
-                yield (num_layers,)
-                return
-            for size in range(1, num_layers - num_stages + 2):
-                for rest in divided(num_layers - size, num_stages - 1):
-                    yield (size, *rest)
-
-        return divided(len(self._layers), self._schedule.num_stages)
-
     def _split(self, found: _Found) -> PipelineSplit:
         pipeline = self._pipeline(found.sizes)
         predicted = pipeline.predicted(
@@ -204,23 +188,13 @@ class _Search:
     def _pipeline(self, sizes: tuple[int, ...]) -> Pipeline:
         return Pipeline(self._schedule, self._recorded, sizes)
 
-    def _ranks(self, pipeline: Pipeline) -> list[object]:
-        """Return the keys of the ranks, which have planners from then on."""
-        for rank in pipeline.ranks:
-            if rank.key not in self._planners:
-                self._planners[rank.key] = rank_planner(rank)
-        return [rank.key for rank in pipeline.ranks]
-
-    def _planner(self, key: object) -> Planner:
-        return self._planners[key]
-
-    def _plan(self, key: object) -> Plan | BudgetTooSmallError:
-        if key not in self._planned:
+    def _plan(self, planner: Planner) -> Plan | BudgetTooSmallError:
+        if planner not in self._planned:
             try:
-                self._planned[key] = self._planner(key).plan(self._budget_bytes)
+                self._planned[planner] = planner.plan(self._budget_bytes)
             except BudgetTooSmallError as error:
-                self._planned[key] = error
-        return self._planned[key]
+                self._planned[planner] = error
+        return self._planned[planner]
 
     def _fastest_plain(self) -> tuple[int, ...]:
         """Return a split whose step without recompute no single move shortens."""
@@ -256,7 +230,7 @@ class _Search:
 
     def _planned_at(self, sizes: tuple[int, ...]) -> _Found:
         pipeline = self._pipeline(sizes)
-        chosen = [self._plan(key) for key in self._ranks(pipeline)]
+        chosen = [self._plan(planner) for planner in rank_planners(pipeline.ranks, self._planners)]
         shortfall_bytes = max(
             plan.least_peak_bytes - self._budget_bytes if isinstance(plan, BudgetTooSmallError) else 0
             for plan in chosen

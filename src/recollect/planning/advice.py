@@ -31,7 +31,7 @@ def advice(
         What lives through the whole step takes 1.8 KiB by itself (parameters 600 B, optimizer state 1.2 KiB), which no \
 recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 parameters.
     """
-    fixed = {**{kind: n for kind, n in profile.persistent.items() if n}}
+    fixed = {kind: nbytes for kind, nbytes in profile.persistent.items() if nbytes}
     made_bytes = lasting_bytes(profile)
     if made_bytes:
         fixed["gradients"] = fixed.get("gradients", 0) + made_bytes

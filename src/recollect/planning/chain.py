@@ -11,8 +11,8 @@ survives. Each result is simulated; if the peak of a window differs from the mod
 program runs again.
 
 Units that run several times take one option for all their calls. A window then finds more alive than the units before its
-own: other passes through the same layers. How much, depends on the whole choice. The program assumes some amount, and the
-least one is taken that its own result does not exceed.
+own: other passes through the same layers. How much, depends on the whole choice, which a linear program makes then
+(`planning/mix.py`).
 
 Limitation: the model assumes that the peak of a window depends only on its own unit and the sum of what others keep. Where
 that fails (dropped outputs), corrections make up for it, and the best simulated plan counts, whatever the model says.
@@ -28,20 +28,17 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.alive_calls import calls_besides
 from recollect.planning.candidate import Candidate
 from recollect.planning.mix import Limits, MixUnit, cheapest_mix
 from recollect.planning.option_table import Choice, OptionTable
 from recollect.plans.action import Action
-from recollect.simulation.windows import Window
+from recollect.simulation.windows import Window, calls_besides
 
 __all__ = ["Chain", "Play", "Stage", "WorkingSets", "cheapest"]
 
 _NUM_CELLS = 1000
 _NO_LIMIT = 2**62
 _MOST_ROUNDS = 8
-# Halvings of the range of bytes that other passes through the units may keep.
-_NUM_BISECTIONS = 8
 
 _Kind = tuple[int, tuple[Action, ...], bool, int]
 WorkingSets = dict[tuple[_Kind, int], dict[int, int]]
@@ -92,8 +89,6 @@ class Chain:
         self._others = calls_besides(
             table.profile, windows, [u.calls for u in units], [position for position, _ in self._places]
         )
-        # Bytes of what is alive besides the units before the window's own, as the model has them at present.
-        self._others_bytes = np.zeros(len(windows), dtype=np.int64)
         self._base = np.zeros(len(windows), dtype=np.int64)
         # Bytes withheld from the model in each window, because a plan that it thought would fit did not.
         self._refused = np.zeros(len(windows), dtype=np.int64)
@@ -104,7 +99,6 @@ class Chain:
         self._reference = tuple(
             row.outputs.index(Action.KEEP) if Action.KEEP in row.outputs else 0 for row in table.rows
         )
-        self._last: Choice | None = None
         # The probe with the lowest peak, for the model to fall back on.
         self._leanest: Candidate | None = None
         self._measure()
@@ -178,7 +172,7 @@ class Chain:
         for index in self._order:
             row = self._table.rows[index]
             kinds[index] = (row.graph, row.outputs, reads_dropped, len(row.calls))
-            reads_dropped = row.output == Action.RECOMPUTE
+            reads_dropped = Action.KEEP not in row.outputs
         return kinds
 
     def _working_of(self, row: int, number: int) -> dict[int, int]:
@@ -187,18 +181,11 @@ class Chain:
 
     def _earlier(self, choice: Choice) -> list[int]:
         """Return, for each window, the bytes kept by the calls that are alive, except its own."""
-        prefix = self._before(choice)
+        before = self._before(choice)
         if self._others is None:
-            return prefix
-        return [before + int(more) for before, more in zip(prefix, self._bytes_of_others(choice), strict=True)]
-
-    def _bytes_of_others(self, choice: Choice, *, sign: int = 0) -> NDArray[np.int64]:
-        """Return, for each window, the bytes besides those before it; with a sign, of the counts above or below 0 only."""
-        counts = np.zeros((len(self._places), len(self._order))) if self._others is None else self._others
-        if sign:
-            counts = np.maximum(counts, 0.0) if sign > 0 else np.minimum(counts, 0.0)
+            return before
         kept = np.array([self._table.rows[row].options[choice[row]].kept_bytes for row in self._order], dtype=float)
-        return np.asarray(np.rint(counts @ kept), dtype=np.int64)
+        return [nbytes + int(more) for nbytes, more in zip(before, np.rint(self._others @ kept), strict=True)]
 
     def _before(self, choice: Choice) -> list[int]:
         """Return, for each window, the bytes kept by the units before its own."""
@@ -218,7 +205,6 @@ class Chain:
 
     def correct(self, candidate: Candidate) -> None:
         """Correct the model by the simulated peaks of a candidate."""
-        self._last = candidate.choice
         earlier = self._earlier(candidate.choice)
         for window, (position, number) in enumerate(self._places):
             if position >= 0:
@@ -265,7 +251,7 @@ class Chain:
 
     def _floor(self, window: int) -> int:
         """Return what the model adds to the working set of any option in a window, and to the bytes kept before it."""
-        return int(self._base[window] + self._refused[window] + self._others_bytes[window])
+        return int(self._base[window] + self._refused[window])
 
     def _stages(self, windows: Iterable[int]) -> list[Stage]:
         """Return the stages of the program, constrained by some windows only."""
@@ -281,9 +267,10 @@ class Chain:
 
     def _solve(self, budget_bytes: int) -> Choice | None:
         if self._others is None:
-            return self._solved(budget_bytes)
-        units = [MixUnit(stage.kept_bytes, stage.recompute_s) for stage in self._stages(())]
-        chosen = cheapest_mix(units, self._limits(), budget_bytes)
+            chosen = cheapest(self._stages(range(len(self._places))), budget_bytes)
+        else:
+            units = [MixUnit(stage.kept_bytes, stage.recompute_s) for stage in self._stages(())]
+            chosen = cheapest_mix(units, self._limits(), budget_bytes)
         return None if chosen is None else self._choice_of(chosen)
 
     def _limits(self) -> Limits:
@@ -298,10 +285,6 @@ class Chain:
             num_options = len(self._table.rows[self._order[position]].options)
             own.append(_filled_in(self._working_of(self._order[position], number), num_options) + self._floor(window))
         return Limits(positions, counts, own)
-
-    def _solved(self, budget_bytes: int) -> Choice | None:
-        chosen = cheapest(self._stages(range(len(self._places))), budget_bytes)
-        return None if chosen is None else self._choice_of(chosen)
 
     def _choice_of(self, chosen: Sequence[int]) -> Choice:
         """Reorder chosen options from chain positions to table rows."""

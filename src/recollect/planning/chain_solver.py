@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache, cached_property, partial
 
-from recollect.planning.alive_calls import most_alive
-from recollect.planning.candidate import Candidate
+from recollect.planning.candidate import Candidate, KnownCosts
 from recollect.planning.chain import Chain, WorkingSets
-from recollect.planning.known_costs import KnownCosts
 from recollect.planning.lean_search import LeanSearch
-from recollect.planning.option_table import OptionsOf, OptionTable, with_fates
+from recollect.planning.option_table import OptionsOf, OptionTable, with_options
 from recollect.planning.output_choices import (
     first_outputs,
     folded_outputs,
@@ -29,7 +27,7 @@ from recollect.plans.action import Action
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
-from recollect.simulation.windows import windows
+from recollect.simulation.windows import most_alive, windows
 
 __all__ = ["ChainSolver"]
 
@@ -90,7 +88,7 @@ class ChainSolver:
         )
         self._lean = lean
         if lean is not None:
-            self._options_of = with_fates(self._options_of, lean.table, lean.fates)
+            self._options_of = with_options(self._options_of, lean.table, lean.options)
         self._most_dropped = most_folded(profile)
         self._working: WorkingSets = {}
         self._has_tape_s = any(graph.tape_s for graph in profile.graphs)
@@ -203,7 +201,7 @@ class ChainSolver:
             costs = KnownCosts(self._peak_sums, table)
             chain = Chain(table, self._windows, costs.candidate, most_probes=self._most_probes, working=self._working)
             if self._lean is not None and self._lean.table.drops_outputs == dropped:
-                chain.correct(costs.candidate(table.choice_of(self._lean.fates)))
+                chain.correct(costs.candidate(table.choice_of(self._lean.options)))
             self._chains[dropped] = costs, chain
         return self._chains[dropped]
 

@@ -20,19 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.profile.events import (
-    ALLOC,
-    BACKWARD,
-    DIES,
-    FREE,
-    OP,
-    OPTIMIZER,
-    PHASE,
-    RELEASE,
-    SAVE,
-    USE,
-    WORK,
-)
+from recollect.profile.events import ALLOC, BACKWARD, DIES, FREE, OP, OPTIMIZER, PHASE, RELEASE, SAVE, USE, WORK
 from recollect.profile.profile import Profile
 from recollect.simulation.program import rounded_bytes
 from recollect.simulation.windows import windows

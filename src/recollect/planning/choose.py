@@ -1,6 +1,6 @@
 """Make the plan for a budget: search, check and fall back.
 
-1. The solvers (`planning/solver.py`) search for the candidate with the least recompute whose peak is within the budget.
+1. All solvers (`SOLVERS`) search for the candidate with the least recompute whose peak is within the budget.
 2. The bound (`planning/bound.py`) says how much faster any plan could be, and so when to stop.
 3. The simulator has the last word: no plan over its budget is returned.
 4. If no solver finds a plan, try full recompute of the layers; if that does not fit either, the error names the lowest
@@ -9,36 +9,63 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Protocol
 
 from recollect.arguments import check_kind
 from recollect.errors import BudgetTooSmallError, ProfileFormatError
 from recollect.planning.advice import advice
 from recollect.planning.bound import LowerBound, check_bound, is_all_on_tape
 from recollect.planning.candidate import Candidate
+from recollect.planning.chain_solver import ChainSolver
 from recollect.planning.classic import classic_plan
-from recollect.planning.collector import without_collections
 from recollect.planning.option_table import OptionTable
-from recollect.planning.solver import SOLVERS, Solver
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.quantities import parse_budget
-from recollect.simulation.call_actions import CallActions
-from recollect.simulation.decisions import decide, simulated_plan
+from recollect.simulation.decisions import CallActions, decide
 from recollect.simulation.peak_sums import checked
 from recollect.simulation.program import Program
-from recollect.simulation.simulate import Simulation, simulate
+from recollect.simulation.simulate import Simulation, simulate, simulated_plan
 from recollect.simulation.windows import windows
 
-__all__ = ["Planner", "plan"]
+__all__ = ["SOLVERS", "Planner", "Solver", "plan"]
 
 # Stop searching this close to the bound: a fraction of the bound itself, and one of the step.
 _SMALL_GAP = 0.01
 _SMALL_GAP_OF_STEP = 0.001
+
+
+class Solver(Protocol):
+    """Finds candidates for any number of budgets; deterministic, with no wall-clock limit.
+
+    Args:
+        profile: a recorded step with its events.
+        program: the program of the profile and its windows, to reuse.
+    """
+
+    def __init__(self, profile: Profile, *, program: Program | None = None) -> None: ...
+
+    def best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
+        """Return the fastest candidate found within the budget, or None; never None if `leanest` is within the budget.
+
+        Args:
+            budget_bytes: limit on the peak of the whole step.
+            enough_s: recompute seconds that are good enough to end the search.
+        """
+
+    def leanest(self) -> Candidate:
+        """Return the candidate with the lowest peak found, independent of earlier calls and of the times of ops."""
+
+
+SOLVERS: tuple[type[Solver], ...] = (ChainSolver,)
+"""The solvers, in the order the planner calls them; the best answer wins."""
 
 
 def plan(profile: Profile, budget: int | str) -> Plan:
@@ -75,6 +102,29 @@ def plan(profile: Profile, budget: int | str) -> Plan:
         return Planner(profile).plan(budget)
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect no garbage in a with-block or function, in any thread.
+
+    A planner makes many small objects that refer to each other and soon go by their reference counts. Collections would find
+    next to nothing, and take half of the time: there are as many as objects are made, each looks at all of a large step.
+
+    Example:
+        >>> with _without_collections():
+        ...     gc.isenabled()
+        False
+        >>> gc.isenabled()
+        True
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class Planner:
     """Plans one profile for any number of budgets, reusing computation from one to the next.
 
@@ -97,7 +147,7 @@ class Planner:
         (0.0, True)
     """
 
-    @without_collections()
+    @_without_collections()
     def __init__(self, profile: Profile, *, make_bound: Callable[[], LowerBound] | None = None) -> None:
         check_kind("plan(profile, budget)", "profile", profile, Profile, "recollect.Profile")
         if profile.calls and not profile.log.sequence:
@@ -130,14 +180,14 @@ class Planner:
         """Return the predicted peak of the step that keeps everything."""
         return self._plain.peak_bytes
 
-    @without_collections()
+    @_without_collections()
     def bound_slowdown(self, budget_bytes: int) -> float | None:
         """Return a lower bound on the slowdown of any plan within a budget; inf if no plan fits, None if unknown."""
         if self.profile.step_s <= 0 or not self.profile.calls:
             return None
         return self._bound_s(budget_bytes) / self.profile.step_s
 
-    @without_collections()
+    @_without_collections()
     def plan(self, budget: int | str) -> Plan:
         """Return the plan for a budget, as `plan` does, or a better one found for an earlier budget.
 

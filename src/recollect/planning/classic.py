@@ -25,8 +25,8 @@ from recollect.planning.output_choices import dropped_outputs, longest_chain
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import decide, keep_all_unit, recompute_all_unit, simulated_plan
-from recollect.simulation.simulate import simulate
+from recollect.simulation.decisions import keep_all_unit, recompute_all_unit
+from recollect.simulation.simulate import predicted_plan
 
 __all__ = ["CLASSIC_NAMES", "ClassicName", "classic_plan"]
 
@@ -71,7 +71,7 @@ def classic_plan(profile: Profile, name: ClassicName, n: int | None = None) -> P
         output: Action = Action.RECOMPUTE if call.path in dropped else Action.KEEP
         units[call.path] = keep_all_unit(graph) if stride == 0 else recompute_all_unit(graph, output=output)
     plan = Plan(units, note=note)
-    return simulated_plan(profile, plan, simulate(profile, decide(profile, plan)))
+    return predicted_plan(profile, plan)
 
 
 def _stride(profile: Profile, name: str, n: int | None) -> tuple[int, str]:

@@ -181,7 +181,7 @@ def _groups(accounts: tuple[LayerUsage, ...]) -> tuple[LayerGroup, ...]:
         LayerGroup(
             paths=tuple(compress_paths(list(dict.fromkeys(account.path for account in group)))),
             num_layers=sum(account.num_runs for account in group),
-            kept=dict(sorted(_added_up(group[0]).items(), key=lambda item: -item[1])),
+            kept=dict(_added_up(group[0]).most_common()),
             generator_bytes=group[0].generator_bytes,
             recomputed=dict(Counter(group[0].recomputed)),
             recompute_s=group[0].recompute_s,
@@ -190,12 +190,12 @@ def _groups(accounts: tuple[LayerUsage, ...]) -> tuple[LayerGroup, ...]:
     )
 
 
-def _added_up(account: LayerUsage) -> dict[str, int]:
+def _added_up(account: LayerUsage) -> Counter[str]:
     """Return bytes by name; leaves can share a name."""
     total: Counter[str] = Counter()
     for name, nbytes in account.kept:
         total[name] += nbytes
-    return dict(total)
+    return total
 
 
 def _data(explained: Explained) -> dict[str, Any]:

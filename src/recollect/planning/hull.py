@@ -39,7 +39,7 @@ from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import PartRecord, UnitGraph
 
-__all__ = ["Evaluator", "Option", "evaluate", "part_index", "unit_hull", "whole_value"]
+__all__ = ["Evaluator", "Option", "part_index", "unit_hull", "whole_value"]
 
 _INFINITE = 2**31 - 1
 # The sum of the finite capacities, so that no flow reaches _INFINITE.
@@ -52,7 +52,7 @@ _FEWEST_CUTS = 24
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to keep and recompute the values of one unit.
+    """One way to keep and recompute the values of one unit: what becomes of it.
 
     Attributes:
         keep: indices of the kept values; every saved value is among them or can be computed from them. A value v of which
@@ -60,12 +60,14 @@ class Option:
         recompute_ops: indices of the ops that run again in backward.
         kept_bytes: bytes of `keep`, including the unit's output if kept, and of generator states to rerun random ops.
         recompute_s: seconds of `recompute_ops` and to gather parts, plus the overhead of the tape in forward for their modules.
+        output: action of the unit's output.
     """
 
     keep: frozenset[int]
     recompute_ops: frozenset[int]
     kept_bytes: int
     recompute_s: float
+    output: Action = Action.KEEP
 
 
 def part_index(graph: UnitGraph, value: int) -> int:
@@ -103,7 +105,7 @@ def unit_hull(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option
         [(64, 0.5), (320, 0.0)]
     """
     network = _Network(graph, keeps_output=output == Action.KEEP)
-    fattest = evaluate(graph, _saved(graph), output=output)
+    fattest = network.evaluator.option(graph.saved_values)
     leanest = network.cut(byte_price=1.0, second_price=0.0)
     found = {_point(fattest): fattest, _point(leanest): leanest}
     # The largest triangle first, so that what a limit on the work leaves out matters least.
@@ -147,16 +149,12 @@ class _Segments:
         return heapq.heappop(self._heap)[2:]
 
 
-def evaluate(graph: UnitGraph, keep: Iterable[int], *, output: Action = Action.KEEP) -> Option:
-    """Return the option that keeps `keep`: find the ops that must run again, and leave out kept values of no use.
-
-    Needed values that cannot be computed again are kept even if not in `keep`, as in the engine.
-    """
-    return Evaluator(graph, output=output).option(keep)
-
-
 class Evaluator:
-    """Evaluates many sets of kept values for one unit, as `evaluate` does for one.
+    """Evaluates sets of kept values for one unit.
+
+    Args:
+        graph: the unit.
+        output: as in `unit_hull`.
 
     Example:
         >>> from recollect.profile.graph import OpRecord, ValueRecord
@@ -165,10 +163,11 @@ class Evaluator:
         0.5
     """
 
-    def __init__(self, graph: UnitGraph, *, output: Action) -> None:
+    def __init__(self, graph: UnitGraph, *, output: Action = Action.KEEP) -> None:
         values = graph.values
         self._graph = graph
-        self._saved = _saved(graph)
+        self._output = output
+        self._saved = graph.saved_values
         self._fixed_ops = _fixed_ops(graph)
         self._outputs = {
             i for i, v in enumerate(values) if output == Action.KEEP and v.is_output and v.producer is not None
@@ -190,7 +189,10 @@ class Evaluator:
         return [(index, op.outputs, inputs) for index, (op, inputs) in ops][::-1]
 
     def option(self, keep: Iterable[int]) -> Option:
-        """Return the option that keeps these values."""
+        """Return the option that keeps these values: find the ops that must run again, and leave out values of no use.
+
+        Needed values that cannot be computed again are kept even if not among these, as in the engine.
+        """
         # One byte per value, for speed: this runs hundreds of times per unit.
         wanted = set(keep)
         # Where a part is kept, the whole is not.
@@ -223,6 +225,7 @@ class Evaluator:
             recompute_ops=frozenset(recompute_ops),
             kept_bytes=sum(map(self._nbytes.__getitem__, kept)) + state_bytes,
             recompute_s=math.fsum((*map(self._op_s.__getitem__, recompute_ops), *self._tape_s(recompute_ops))),
+            output=self._output,
         )
 
     def _with_parts(self, kept: set[int], parts: Sequence[PartRecord], recompute_ops: Sequence[int]) -> Option:
@@ -236,6 +239,7 @@ class Evaluator:
             recompute_ops=frozenset(recompute_ops),
             kept_bytes=sum(nbytes) + sum(self._state_bytes[op] for op in recompute_ops),
             recompute_s=math.fsum((*seconds, *self._tape_s([*recompute_ops, *makers]))),
+            output=self._output,
         )
 
     def _tape_s(self, recompute_ops: Collection[int]) -> Iterator[float]:
@@ -244,10 +248,6 @@ class Evaluator:
             yield self._graph.tape_s
         for module in self._module_tape_s.keys() & set(map(self._modules.__getitem__, recompute_ops)):
             yield self._module_tape_s[module]
-
-
-def _saved(graph: UnitGraph) -> set[int]:
-    return {i for i, value in enumerate(graph.values) if value.saved and value.producer is not None}
 
 
 def _fixed_ops(graph: UnitGraph) -> set[int]:
@@ -277,7 +277,7 @@ class _Network:
 
     def __init__(self, graph: UnitGraph, *, keeps_output: bool) -> None:
         self._graph = graph
-        self._evaluator = Evaluator(graph, output=Action.KEEP if keeps_output else Action.RECOMPUTE)
+        self.evaluator = Evaluator(graph, output=Action.KEEP if keeps_output else Action.RECOMPUTE)
         self._num_values = len(graph.values)
         self._source = self._num_values + len(graph.ops)
         self._sink = self._source + 1
@@ -356,4 +356,4 @@ class _Network:
             and byte_price * part.nbytes + second_price * part.gather_s
             < byte_price * self._graph.values[part.value].nbytes
         }
-        return self._evaluator.option(keep)
+        return self.evaluator.option(keep)

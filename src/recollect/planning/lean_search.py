@@ -1,19 +1,34 @@
 """Find the plan with the least peak from bytes alone, so that it is the same however long the ops took.
 
 Try which outputs to drop, with everything else dropped too (`planning/output_choices.py`). From the best of these, lower
-the peaks unit by unit (`planning/lean_descent.py`), and see whether more outputs or fewer would be better.
+the peaks by changing what units keep, one unit or one kind of unit at a time, and see whether more outputs or fewer would be
+better.
+
+Keeping more of a unit's values needs less workspace in its own backward, but more bytes until then. In each window
+(`simulation/windows.py`) the model adds up
+
+    what is there + sum over units of (the bytes it keeps if it is alive + the effect of what it keeps)
+
+Effects are measured: simulate the step with all units of a kind changed alike; what the kept bytes do not explain is the
+effect. It is mostly workspace in the units' own windows, but nothing says that it must be. First measure what differs from
+the present step by one value. Then take what the model thinks best if the simulator agrees.
+
+Several windows are near the peak at once, and lowering one may raise another. So the descent lowers a soft maximum of
+all windows, the logarithm of a sum of exponentials.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from recollect.planning.candidate import Candidate
-from recollect.planning.known_costs import KnownCosts
-from recollect.planning.lean_descent import LeanDescent
+import numpy as np
+from numpy.typing import NDArray
+
+from recollect.planning.candidate import Candidate, KnownCosts
+from recollect.planning.hull import Option
 from recollect.planning.lean_units import LeanUnits, everything_dropped
-from recollect.planning.option_table import Fate, OptionTable, with_fates
+from recollect.planning.option_table import OptionTable, with_options
 from recollect.planning.output_choices import (
     folded_outputs,
     inner_outputs,
@@ -27,6 +42,18 @@ from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.windows import Window
 
 __all__ = ["LeanSearch"]
+
+# Softness of the maximum, as parts of what the step needs beside what is always there.
+_SOFTNESS = (0.05, 0.003)
+# Units matter whose windows have this part of the weight of all windows.
+_LEAST_WEIGHT = 0.003
+_MOST_ROUNDS = 20
+# A soft maximum that is lower by less, in units of the softness, is not lower. Machines differ in the last digits.
+_SMALLEST_GAIN = 1e-4
+_NUM_DIGITS = 6
+
+_Team = tuple[int, ...]
+_Peaks = NDArray[np.float64]
 
 
 class LeanSearch:
@@ -50,18 +77,18 @@ class LeanSearch:
         single = [row for row in rows if self._units.rows[row].path in self._single]
         inner_paths = inner_outputs(self._profile)
         inner = [row for row in rows if self._units.rows[row].path in inner_paths]
-        fates, before_bytes = self._best_start(), math.inf
+        options, before_bytes = self._best_start(), math.inf
         while True:
-            descent = LeanDescent(self._units, fates)
+            descent = _Descent(self._units, options)
             descent.run(single)
             descent.flip(inner)
             if descent.best_bytes >= before_bytes:
                 return self._candidate(descent.best)
-            fates, before_bytes = descent.best, descent.best_bytes
+            options, before_bytes = descent.best, descent.best_bytes
 
-    def _best_start(self) -> list[Fate]:
+    def _best_start(self) -> list[Option]:
         """Return the step that drops everything in the layers, and those of their outputs that make its peak lowest."""
-        starts: dict[int, list[Fate]] = {}
+        starts: dict[int, list[Option]] = {}
         peaks: dict[int, float] = {}
         most = most_folded(self._profile)
         number: int | None = 0
@@ -74,23 +101,212 @@ class LeanSearch:
                 number = number_between(sorted(peaks), min(peaks, key=lambda known: peaks[known]))
         return starts[min(peaks, key=lambda known: peaks[known])]
 
-    def _start(self, number: int) -> list[Fate]:
+    def _start(self, number: int) -> list[Option]:
         """Return a step that drops everything in the layers, and so many of their outputs."""
         units = self._units
         dropped = folded_outputs(self._profile, units.working_bytes, num_dropped=number, num_alive=units.most_alive)
         return [
-            units.fate(index, (), Action.RECOMPUTE if row.path in dropped else Action.KEEP)
+            units.option(index, (), Action.RECOMPUTE if row.path in dropped else Action.KEEP)
             if self._profile.calls[row.calls[0]].repeated
             else units.ends(index, Action.KEEP)[-1]
             for index, row in enumerate(units.rows)
         ]
 
-    def _candidate(self, fates: Sequence[Fate]) -> Candidate:
-        dropped = {row.path for row, (_, output) in zip(self._units.rows, fates, strict=True) if output != Action.KEEP}
+    def _candidate(self, options: Sequence[Option]) -> Candidate:
+        rows = zip(self._units.rows, options, strict=True)
+        dropped = {row.path for row, option in rows if option.output != Action.KEEP}
         table = OptionTable(
             self._profile,
             dropped_outputs=dropped - self._single,
-            options_of=with_fates(everything_dropped, self._units.table, fates),
+            options_of=with_options(everything_dropped, self._units.table, options),
             free_outputs=self._single,
         )
-        return KnownCosts(self._peak_sums, table).candidate(table.choice_of(fates))
+        return KnownCosts(self._peak_sums, table).candidate(table.choice_of(options))
+
+
+class _Descent:
+    """Lowers the peaks of one step.
+
+    Args:
+        units: the units of the step.
+        options: those to begin with.
+
+    Attributes:
+        options: the present option of each unit.
+        peaks: the simulated peaks with these options.
+        best: the options with the lowest peak so far.
+        best_bytes: that peak.
+    """
+
+    def __init__(self, units: LeanUnits, options: Sequence[Option]) -> None:
+        self._units = units
+        self.options = list(options)
+        self.peaks = units.peaks(options)
+        self.best, self.best_bytes = self.options, float(self.peaks.max())
+        self._scale = max(1.0, self.best_bytes - units.profile.persistent_bytes)
+        self._teams = self._sorted_into_teams()
+        self._team_of = {row: team for team in self._teams for row in team}
+        self._first_output = {row: options[row].output for row in self._team_of}
+        self._shares = {row: self._share(row) for row in self._team_of}
+        # For each team and each single unit: the effects of options on all windows, less that of the first option.
+        self._effects: dict[_Team, dict[Option, _Peaks]] = {team: {} for team in self._movers()}
+        for row in self._team_of:
+            self._effects[row,][options[row]] = np.zeros(len(self.peaks))
+
+    def run(self, free_outputs: Iterable[int]) -> None:
+        """Lower the peaks until nothing helps.
+
+        Args:
+            free_outputs: rows that may keep or drop their output.
+        """
+        self._measure_ends(frozenset(free_outputs))
+        for softness in _SOFTNESS:
+            self._lower(softness * self._scale)
+
+    def flip(self, rows: Iterable[int]) -> None:
+        """Keep outputs that are dropped, or drop some that are kept, where that helps."""
+        temperature = _SOFTNESS[-1] * self._scale
+        can_flip = set(rows)
+        teams = [tuple(row for row in team if row in can_flip) for team in self._teams]
+        for mover in [*(team for team in teams if len(team) > 1), *((row,) for team in teams for row in team)]:
+            for options in self._flips(mover):
+                if self._units.is_spent or self._take(options, self._units.peaks(options), temperature):
+                    break
+
+    def _flips(self, mover: _Team) -> Iterator[list[Option]]:
+        """Yield steps where these rows drop their output if they keep it, or the other way around."""
+        for flipped in self._units.flipped(mover[0], self.options[mover[0]]):
+            options = self._changed(mover, flipped)
+            yield options
+            # Who reads an output that is dropped may rather keep what it computes from it.
+            for reader in self._units.readers[mover[0]] if len(mover) == 1 else ():
+                for other in self._units.neighbors(reader, options[reader]):
+                    if other.keep > options[reader].keep:
+                        yield [other if row == reader else known for row, known in enumerate(options)]
+
+    def _sorted_into_teams(self) -> list[_Team]:
+        """Return the rows that are alike, so that what helps one of them may help all."""
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        for index, row in enumerate(self._units.rows):
+            if self._units.phases[index]:
+                reads_dropped = self._units.reads_dropped(index, self.options)
+                kind = row.graph, self.options[index].output, reads_dropped, self._units.phases[index]
+                kinds.setdefault(kind, []).append(index)
+        return [tuple(rows) for rows in kinds.values()]
+
+    def _movers(self) -> list[_Team]:
+        """Return what moves together: teams, and each unit alone."""
+        return list(dict.fromkeys([*self._teams, *((row,) for row in self._team_of)]))
+
+    def _share(self, row: int) -> _Peaks:
+        """Return the part of its team's effect that is this row's: all in its own windows, none in the others' own."""
+        team = self._team_of[row]
+        share = np.full(len(self.peaks), 1 / len(team))
+        share[np.concatenate([self._units.own_windows[other] for other in team])] = 0.0
+        share[self._units.own_windows[row]] = 1.0
+        return share
+
+    def _measure_ends(self, free_outputs: frozenset[int]) -> None:
+        for row in self._team_of:
+            outputs = (Action.KEEP, Action.RECOMPUTE) if row in free_outputs else (self.options[row].output,)
+            for output in outputs:
+                mover = self._mover(row, output)
+                for option in self._units.ends(row, output):
+                    if option not in self._effects[mover]:
+                        self._measure(mover, option)
+
+    def _lower(self, temperature: float) -> None:
+        self._improves(temperature)
+        for _ in range(_MOST_ROUNDS):
+            self._measure_nearby(temperature)
+            if not self._improves(temperature):
+                return
+
+    def _measure_nearby(self, temperature: float) -> None:
+        """Measure what units in high windows could keep or drop next."""
+        weights = np.exp((self.peaks - self.peaks.max()) / temperature)
+        weights /= weights.sum()
+        for row in self._team_of:
+            if weights[self._units.own_windows[row]].sum() >= _LEAST_WEIGHT:
+                mover = self._mover(row, self.options[row].output)
+                for option in self._units.neighbors(row, self.options[row]):
+                    if option not in self._effects[mover] and not self._units.is_spent:
+                        self._measure(mover, option)
+
+    def _mover(self, row: int, output: Action) -> _Team:
+        """Return the team of a row, or the row alone if this output is not the team's."""
+        return self._team_of[row] if output == self._first_output[row] else (row,)
+
+    def _measure(self, mover: _Team, option: Option) -> tuple[list[Option], _Peaks]:
+        """Simulate an option of these rows and remember its effect."""
+        options = self._changed(mover, option)
+        peaks = self._units.peaks(options)
+        change = peaks - self.peaks - self._kept_changes(mover, [option])[0]
+        self._effects[mover][option] = self._effect_now(mover) + change
+        return options, peaks
+
+    def _changed(self, mover: _Team, option: Option) -> list[Option]:
+        return [option if row in mover else known for row, known in enumerate(self.options)]
+
+    def _kept_changes(self, mover: _Team, options: Sequence[Option]) -> _Peaks:
+        """Return, for each of these options, how the bytes kept change in each window."""
+        num_alive = self._units.num_alive[:, list(mover)]
+        kept_bytes = np.array([option.kept_bytes for option in options])
+        now = num_alive @ np.array([self.options[row].kept_bytes for row in mover])
+        changes: _Peaks = np.outer(kept_bytes, num_alive.sum(axis=1)) - now
+        return changes
+
+    def _effect_now(self, mover: _Team) -> _Peaks:
+        total = np.zeros(len(self.peaks))
+        for row in mover:
+            option, own = self.options[row], self._effects[row,]
+            total += own[option] if option in own else self._shares[row] * self._effects[self._team_of[row]][option]
+        return total
+
+    def _known(self, mover: _Team) -> dict[Option, _Peaks]:
+        """Return the known options of these rows with their effects; a single unit has its share of its team's."""
+        known = self._effects[mover]
+        team = self._team_of[mover[0]]
+        if mover == team:
+            return known
+        return {option: self._shares[mover[0]] * effect for option, effect in self._effects[team].items()} | known
+
+    def _improves(self, temperature: float) -> bool:
+        """Change units as long as that helps; return whether any was changed."""
+        before = self.options
+        for _ in range(_MOST_ROUNDS):
+            last = self.options
+            for mover in self._movers():
+                self._improve(mover, temperature)
+            if self.options is last:
+                break
+        return self.options is not before
+
+    def _improve(self, mover: _Team, temperature: float) -> None:
+        """Give these rows the option that the model thinks best, if it is better."""
+        known = self._known(mover)
+        if not known or self._units.is_spent:
+            return
+        options = list(known)
+        changes = self._kept_changes(mover, options) + np.array(list(known.values())) - self._effect_now(mover)
+        scores = _soft_maximum(self.peaks + changes, temperature)
+        best = int(np.argmin(scores))
+        if scores[best] <= _soft_maximum(self.peaks, temperature) - _SMALLEST_GAIN:
+            self._take(*self._measure(mover, options[best]), temperature)
+
+    def _take(self, options: list[Option], peaks: _Peaks, temperature: float) -> bool:
+        """Make these the present options if they are better; return whether they are."""
+        if _soft_maximum(peaks, temperature) > _soft_maximum(self.peaks, temperature) - _SMALLEST_GAIN:
+            return False
+        self.options, self.peaks = options, peaks
+        if peaks.max() < self.best_bytes:
+            self.best, self.best_bytes = options, float(peaks.max())
+        return True
+
+
+def _soft_maximum(peaks: _Peaks, temperature: float) -> NDArray[np.float64]:
+    """Return the soft maximum over the last axis, in units of the temperature."""
+    scaled = peaks / temperature
+    top = scaled.max(axis=-1, keepdims=True)
+    found: NDArray[np.float64] = top[..., 0] + np.log(np.exp(scaled - top).sum(axis=-1))
+    return np.round(found, _NUM_DIGITS)

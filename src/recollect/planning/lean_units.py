@@ -11,15 +11,14 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.alive_calls import most_alive, num_alive
 from recollect.planning.hull import Evaluator, Option, part_index, whole_value
-from recollect.planning.option_table import Fate, OptionTable
+from recollect.planning.option_table import OptionTable
 from recollect.planning.unit_options import working_bytes
 from recollect.plans.action import Action
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
-from recollect.simulation.windows import Window
+from recollect.simulation.windows import Window, most_alive, num_alive
 
 __all__ = ["LeanUnits", "checkpoints", "everything_dropped", "worth_keeping"]
 
@@ -42,7 +41,7 @@ class LeanUnits:
 
     Attributes:
         profile: the recorded step.
-        table: the units as rows; what fates they can have is up to the search.
+        table: the units as rows; what options they have is up to the search.
         rows: the units, one row each.
         own_windows: for each row, the windows that belong to its calls.
         phases: for each row, the phases of these windows.
@@ -68,7 +67,7 @@ class LeanUnits:
             for source in sorted(sources):
                 self.readers[source].append(index)
         self._num_left = max(_FEWEST_SIMULATIONS, _SIMULATED_EVENTS // (profile.log.num_events or 1))
-        self._fates: dict[tuple[int, frozenset[int], Action], Fate] = {}
+        self._options: dict[tuple[int, frozenset[int], Action], Option] = {}
         self._evaluators: dict[tuple[int, Action], Evaluator] = {}
         self._worth: dict[int, list[int]] = {}
         self._checkpoints: dict[int, list[int]] = {}
@@ -91,54 +90,51 @@ class LeanUnits:
         found = {g: working_bytes(graphs[g], *everything_dropped(graphs[g], output=Action.RECOMPUTE)) for g in repeated}
         return [found[call.graph] if call.repeated else 0 for call in self.profile.calls]
 
-    def fate(self, row: int, keep: Iterable[int], output: Action) -> Fate:
-        """Return the fate of a unit that keeps these values, as far as that is of use."""
+    def option(self, row: int, keep: Iterable[int], output: Action) -> Option:
+        """Return the option of a unit that keeps these values, as far as that is of use."""
         graph, kept = self.rows[row].graph, frozenset(keep)
         key = graph, kept, output
-        if key not in self._fates:
+        if key not in self._options:
             if (graph, output) not in self._evaluators:
                 self._evaluators[graph, output] = Evaluator(self.profile.graphs[graph], output=output)
-            self._fates[key] = self._evaluators[graph, output].option(kept), output
-        return self._fates[key]
+            self._options[key] = self._evaluators[graph, output].option(kept)
+        return self._options[key]
 
-    def ends(self, row: int, output: Action) -> list[Fate]:
-        """Return the fates of a unit that drops everything, and of one that keeps what autograd saves."""
-        values = self.profile.graphs[self.rows[row].graph].values
-        saved = (index for index, value in enumerate(values) if value.saved and value.producer is not None)
-        return [self.fate(row, (), output), self.fate(row, saved, output)]
+    def ends(self, row: int, output: Action) -> list[Option]:
+        """Return the options of a unit that drop everything, and that keep what autograd saves."""
+        saved = self.profile.graphs[self.rows[row].graph].saved_values
+        return [self.option(row, (), output), self.option(row, saved, output)]
 
-    def neighbors(self, row: int, fate: Fate) -> list[Fate]:
-        """Return the fates that differ in one value."""
-        option, output = fate
+    def neighbors(self, row: int, option: Option) -> list[Option]:
+        """Return the options that differ in one value."""
         graph = self.rows[row].graph
         if graph not in self._worth:
             self._worth[graph] = worth_keeping(self.profile.graphs[graph])
         parts = [part_index(self.profile.graphs[graph], part.value) for part in self.profile.graphs[graph].parts]
-        return [self.fate(row, option.keep ^ {value}, output) for value in (*self._worth[graph], *parts)]
+        return [self.option(row, option.keep ^ {value}, option.output) for value in (*self._worth[graph], *parts)]
 
-    def flipped(self, row: int, fate: Fate) -> list[Fate]:
-        """Return fates of a unit that drops its output if it keeps it, and the other way around."""
-        option, output = fate
+    def flipped(self, row: int, option: Option) -> list[Option]:
+        """Return options of a unit that drop its output if this one keeps it, and the other way around."""
         graph = self.rows[row].graph
         values = self.profile.graphs[graph].values
         whole = partial(whole_value, self.profile.graphs[graph])
         inner = frozenset(index for index in option.keep if not values[whole(index)].is_output)
-        if output == Action.RECOMPUTE:
-            return [self.fate(row, keep, Action.KEEP) for keep in dict.fromkeys((frozenset[int](), inner))]
+        if option.output == Action.RECOMPUTE:
+            return [self.option(row, keep, Action.KEEP) for keep in dict.fromkeys((frozenset[int](), inner))]
         if graph not in self._checkpoints:
             inputs = {value for call in self.rows[row].calls for value, _, _ in self.profile.calls[call].origins}
             self._checkpoints[graph] = checkpoints(self.profile.graphs[graph], inputs)
         others = [inner | {value} for value in self._checkpoints[graph][:_MOST_CHECKPOINTS]]
-        return [self.fate(row, keep, Action.RECOMPUTE) for keep in dict.fromkeys((frozenset[int](), inner, *others))]
+        return [self.option(row, keep, Action.RECOMPUTE) for keep in dict.fromkeys((frozenset[int](), inner, *others))]
 
-    def reads_dropped(self, row: int, fates: Sequence[Fate]) -> bool:
+    def reads_dropped(self, row: int, options: Sequence[Option]) -> bool:
         """Return whether a unit reads an output that is dropped."""
-        return any(fates[source][1] == Action.RECOMPUTE for source in self.table.sources[row])
+        return any(options[source].output == Action.RECOMPUTE for source in self.table.sources[row])
 
-    def peaks(self, fates: Sequence[Fate]) -> NDArray[np.float64]:
+    def peaks(self, options: Sequence[Option]) -> NDArray[np.float64]:
         """Return the peak of each window."""
         self._num_left -= 1
-        peaks = self._peak_sums.peaks(self.table.decisions_of(fates))
+        peaks = self._peak_sums.peaks(self.table.decisions_of(options))
         return np.array(peaks.window_peaks, dtype=np.float64)
 
 

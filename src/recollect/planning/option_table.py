@@ -7,23 +7,18 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-from recollect.planning.hull import Evaluator, Option, part_index, unit_hull
-from recollect.planning.unit_plans import unit_plan
+from recollect.planning.hull import Evaluator, Option, part_index, unit_hull, whole_value
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
-from recollect.simulation.decisions import decide_call, keep_all_unit
+from recollect.simulation.decisions import CallActions, decide_call, keep_all_unit
 
-__all__ = ["OptionTable", "Choice", "Fate", "UnitRow", "with_fates"]
+__all__ = ["Choice", "OptionTable", "OptionsOf", "UnitRow", "unit_plan", "with_options"]
 
 Choice = tuple[int, ...]
 """The index of the chosen option of each row."""
-
-Fate = tuple[Option, Action]
-"""What becomes of a unit's values, and of its output."""
 
 
 class OptionsOf(Protocol):
@@ -41,19 +36,20 @@ class UnitRow:
         path: module path of the unit.
         calls: indices in `Profile.calls`; several if the model runs the module several times.
         graph: index in `Profile.graphs` of the call that saves most.
-        num_runs: seconds of all calls, in those of one run of that graph.
-        output: action of the unit's output; the first one if options differ in it.
         options: from the leanest to the fattest.
-        outputs: action of the unit's output for each option.
+        num_runs: seconds of all calls, in those of one run of that graph.
     """
 
     path: str
     calls: tuple[int, ...]
     graph: int
-    output: Action
     options: tuple[Option, ...]
-    outputs: tuple[Action, ...]
     num_runs: float = 1.0
+
+    @property
+    def outputs(self) -> tuple[Action, ...]:
+        """The action of the unit's output under each option."""
+        return tuple(option.output for option in self.options)
 
 
 class OptionTable:
@@ -100,65 +96,62 @@ class OptionTable:
         """Return the choice of the last option of every row."""
         return tuple(len(row.options) - 1 for row in self.rows)
 
-    def fates(self, choice: Choice) -> list[Fate]:
-        """Return what becomes of each row's unit."""
-        return [(row.options[column], row.outputs[column]) for row, column in zip(self.rows, choice, strict=True)]
+    def options(self, choice: Choice) -> list[Option]:
+        """Return the chosen option of each row."""
+        return [row.options[column] for row, column in zip(self.rows, choice, strict=True)]
 
-    def choice_of(self, fates: Sequence[Fate]) -> Choice:
-        """Return the choice with these fates.
+    def choice_of(self, options: Sequence[Option]) -> Choice:
+        """Return the choice of options that keep the same.
 
         Raises:
             ValueError: a row has no such option.
         """
-        choice = []
-        for row, (option, output) in zip(self.rows, fates, strict=True):
-            choices = [(known.keep, action) for known, action in zip(row.options, row.outputs, strict=True)]
-            choice.append(choices.index((option.keep, output)))
-        return tuple(choice)
+        return tuple(
+            [(known.keep, known.output) for known in row.options].index((option.keep, option.output))
+            for row, option in zip(self.rows, options, strict=True)
+        )
 
     def decisions(self, choice: Choice) -> list[CallActions]:
         """Return what each call of the profile drops."""
-        return self.decisions_of(self.fates(choice))
+        return self.decisions_of(self.options(choice))
 
-    def decisions_of(self, fates: Sequence[Fate]) -> list[CallActions]:
-        """Return what each call drops if these are the fates of the rows, which need not be among their options."""
+    def decisions_of(self, options: Sequence[Option]) -> list[CallActions]:
+        """Return what each call drops under an option for each row, which need not be one of the row's."""
         result = [CallActions()] * len(self.profile.calls)
-        for index, fate in enumerate(fates):
-            known = self._row_decisions(index, fate, is_named=self._is_named(index, fates))
+        for index, option in enumerate(options):
+            known = self._row_decisions(index, option, is_named=self._is_named(index, options))
             for call, decision in zip(self.rows[index].calls, known, strict=True):
                 result[call] = decision
         return result
 
-    def _is_named(self, index: int, fates: Sequence[Fate]) -> bool:
+    def _is_named(self, index: int, options: Sequence[Option]) -> bool:
         """Return whether the plan names the row: it is a layer, recomputes, or reads an output that is dropped or a part."""
         return (
             self._is_repeated[self.rows[index].path]
-            or self._unit_plan(index, fates[index]).recomputes_anything
-            or any(self._lacks_output(source, fates[source]) for source in self.sources[index])
+            or self._unit_plan(index, options[index]).recomputes_anything
+            or any(self._lacks_output(source, options[source]) for source in self.sources[index])
         )
 
-    def _lacks_output(self, index: int, fate: Fate) -> bool:
+    def _lacks_output(self, index: int, option: Option) -> bool:
         """Return whether a row's output is not in memory as a whole."""
         graph = self.profile.graphs[self.rows[index].graph]
-        option, output = fate
-        return output == Action.RECOMPUTE or any(
+        return option.output == Action.RECOMPUTE or any(
             part_index(graph, part.value) in option.keep for part in graph.parts if graph.values[part.value].is_output
         )
 
-    def _row_decisions(self, index: int, fate: Fate, *, is_named: bool) -> tuple[CallActions, ...]:
-        option, output = fate
-        key = (index, option.keep, output, is_named)
+    def _row_decisions(self, index: int, option: Option, *, is_named: bool) -> tuple[CallActions, ...]:
+        key = (index, option.keep, option.output, is_named)
         if key not in self._decisions:
-            unit = self._unit_plan(index, fate) if is_named else None
+            unit = self._unit_plan(index, option) if is_named else None
             graphs = [self.profile.graph_of(self.profile.calls[call]) for call in self.rows[index].calls]
             self._decisions[key] = tuple(decide_call(graph, unit) for graph in graphs)
         return self._decisions[key]
 
-    def _unit_plan(self, index: int, fate: Fate) -> UnitPlan:
-        row, (option, output) = self.rows[index], fate
-        key = (row.graph, option.keep, output)
+    def _unit_plan(self, index: int, option: Option) -> UnitPlan:
+        row = self.rows[index]
+        key = (row.graph, option.keep, option.output)
         if key not in self._unit_plans:
-            self._unit_plans[key] = unit_plan(self.profile.graphs[row.graph], option, output=output)
+            self._unit_plans[key] = unit_plan(self.profile.graphs[row.graph], option)
         shared = self._unit_plans[key]
         others = {self.profile.calls[call].graph for call in row.calls} - {row.graph}
         if not others:
@@ -173,11 +166,11 @@ class OptionTable:
 
     def plan(self, choice: Choice) -> Plan:
         """Return the plan; it names units outside the repeated layers only if they must be on the tape."""
-        fates = self.fates(choice)
+        options = self.options(choice)
         units = {
-            row.path: self._unit_plan(index, fates[index])
+            row.path: self._unit_plan(index, options[index])
             for index, row in enumerate(self.rows)
-            if self._is_named(index, fates)
+            if self._is_named(index, options)
         }
         return Plan(units)
 
@@ -185,52 +178,78 @@ class OptionTable:
 def _rows(
     profile: Profile, dropped_outputs: Collection[str], options_of: OptionsOf, free_outputs: Collection[str]
 ) -> tuple[UnitRow, ...]:
-    calls_of: dict[str, list[int]] = {}
-    for index, call in enumerate(profile.calls):
-        calls_of.setdefault(call.path, []).append(index)
-    known: dict[tuple[int, tuple[Action, ...]], list[tuple[Option, Action]]] = {}
+    known: dict[tuple[int, tuple[Action, ...]], tuple[Option, ...]] = {}
     rows = []
-    for path, calls in calls_of.items():
+    for path, calls in profile.calls_by_path.items():
         graph = max((profile.calls[call].graph for call in calls), key=lambda g: profile.graphs[g].saved_bytes)
-        fates: tuple[Action, ...] = (Action.RECOMPUTE,) if path in dropped_outputs else (Action.KEEP,)
+        outputs: tuple[Action, ...] = (Action.RECOMPUTE,) if path in dropped_outputs else (Action.KEEP,)
         if path in free_outputs and path not in dropped_outputs:
-            fates = (Action.KEEP, Action.RECOMPUTE)
-        if (graph, fates) not in known:
-            known[graph, fates] = _choices(profile.graphs[graph], fates, options_of)
-        options, outputs = zip(*known[graph, fates], strict=True)
+            outputs = (Action.KEEP, Action.RECOMPUTE)
+        if (graph, outputs) not in known:
+            known[graph, outputs] = _options(profile.graphs[graph], outputs, options_of)
         runs = [profile.calls[call] for call in calls]
         one_s = profile.graphs[graph].forward_s
         num_runs = sum(r.num_runs * (profile.graph_of(r).forward_s / one_s if one_s else 1.0) for r in runs)
-        rows.append(UnitRow(path, tuple(calls), graph, fates[0], options, outputs, num_runs))
+        rows.append(UnitRow(path, tuple(calls), graph, known[graph, outputs], num_runs))
     return tuple(rows)
 
 
-def with_fates(options_of: OptionsOf, table: OptionTable, fates: Sequence[Fate]) -> OptionsOf:
-    """Return what gives the options of a unit, and those that keep what it keeps under these fates.
+def with_options(options_of: OptionsOf, table: OptionTable, known: Sequence[Option]) -> OptionsOf:
+    """Return what gives the options of a unit, and those that keep what it keeps under known ones.
 
     Args:
         options_of: gives the other options.
-        table: its rows have these fates.
-        fates: what becomes of each row.
+        table: its rows have the known options.
+        known: an option for each row.
     """
     keeps: dict[UnitGraph, set[frozenset[int]]] = {}
-    for row, (option, _) in zip(table.rows, fates, strict=True):
+    for row, option in zip(table.rows, known, strict=True):
         keeps.setdefault(table.profile.graphs[row.graph], set()).add(option.keep)
 
     @cache
-    def options_with_fates(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
+    def options_with_known(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
         evaluator = Evaluator(graph, output=output)
         options = *options_of(graph, output=output), *map(evaluator.option, keeps.get(graph, ()))
         found = {option.keep: option for option in options}
         return tuple(sorted(found.values(), key=lambda o: (o.kept_bytes, -o.recompute_s, sorted(o.keep))))
 
-    return options_with_fates
+    return options_with_known
 
 
-def _choices(graph: UnitGraph, fates: Sequence[Action], options_of: OptionsOf) -> list[tuple[Option, Action]]:
-    choices = [(option, fate) for fate in fates for option in options_of(graph, output=fate)]
-    if len(fates) == 1:
-        return choices
-    # Of two options that cost the same, prefer the one that keeps the output.
-    choices.sort(key=lambda choice: (choice[0].kept_bytes, -choice[0].recompute_s, choice[1]))
-    return choices
+def _options(graph: UnitGraph, outputs: Sequence[Action], options_of: OptionsOf) -> tuple[Option, ...]:
+    options = [option for output in outputs for option in options_of(graph, output=output)]
+    if len(outputs) > 1:
+        # Of two options that cost the same, prefer the one that keeps the output.
+        options.sort(key=lambda option: (option.kept_bytes, -option.recompute_s, option.output))
+    return tuple(options)
+
+
+def unit_plan(graph: UnitGraph, option: Option) -> UnitPlan:
+    """Return the plan of a unit for one option.
+
+    "recompute" goes to results of ops that run again, unless a reader needs them kept, and "shard" to those kept as parts.
+    Values that nobody needs after forward get "keep": that costs no bytes and lets the tape skip modules that compute
+    nothing else. If the output is dropped, its readers may need it, so the ops that compute it run again too.
+    """
+    ops = option.recompute_ops | (_ops_of_outputs(graph, option) if option.output == Action.RECOMPUTE else frozenset())
+    needed = {value for op in ops for value in graph.ops[op].inputs}
+    actions: dict[str, Action] = {}
+    for index, value in enumerate(graph.values):
+        if value.producer is not None:
+            is_kept = value.must_keep or (index in option.keep and (value.saved or index in needed))
+            actions[value.name] = Action.RECOMPUTE if value.producer in ops and not is_kept else Action.KEEP
+            if part_index(graph, index) in option.keep:
+                actions[value.name] = Action.SHARD
+    return UnitPlan(actions, output=option.output)
+
+
+def _ops_of_outputs(graph: UnitGraph, option: Option) -> frozenset[int]:
+    """Return the ops that compute the outputs of the unit from what is kept."""
+    kept = {whole_value(graph, index) for index in option.keep}
+    needed = {index for index, value in enumerate(graph.values) if value.is_output} - kept
+    ops = set()
+    for index in range(len(graph.ops) - 1, -1, -1):
+        if not needed.isdisjoint(graph.ops[index].outputs):
+            ops.add(index)
+            needed.update(v for v in graph.ops[index].inputs if v not in kept)
+    return frozenset(ops)

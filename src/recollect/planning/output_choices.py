@@ -34,10 +34,9 @@ def chains(profile: Profile) -> list[list[int]]:
     their calls, since these share a decision. A chain has only outputs that no other call reads, since a skip connection
     would hold them anyway.
     """
-    calls_of = _calls_of(profile)
-    following = _following(profile, calls_of)
+    following = _following(profile)
     result: list[list[int]] = []
-    for path, calls in calls_of.items():
+    for path, calls in profile.calls_by_path.items():
         if not profile.calls[calls[0]].repeated:
             continue
         if result and following.get(profile.calls[result[-1][-1]].path) == path:
@@ -47,15 +46,9 @@ def chains(profile: Profile) -> list[list[int]]:
     return result
 
 
-def _calls_of(profile: Profile) -> dict[str, list[int]]:
-    calls_of: dict[str, list[int]] = {}
-    for index, call in enumerate(profile.calls):
-        calls_of.setdefault(call.path, []).append(index)
-    return calls_of
-
-
-def _following(profile: Profile, calls_of: Mapping[str, Sequence[int]]) -> dict[str, str]:
+def _following(profile: Profile) -> dict[str, str]:
     """Return for each layer the one that alone reads its output, and runs right after it every time."""
+    calls_of = profile.calls_by_path
     readers: dict[int, set[int]] = {}
     for index, call in enumerate(profile.calls):
         for _, origin, _ in call.origins:
@@ -190,7 +183,7 @@ def single_outputs(profile: Profile) -> frozenset[str]:
     Backward reads their output itself, so the options of the unit alone price dropping it. A layer that feeds itself or
     another layer in some of its calls would lengthen their segments.
     """
-    calls_of = _calls_of(profile)
+    calls_of = profile.calls_by_path
     feeding = {profile.calls[source].path for call in profile.calls if call.repeated for _, source, _ in call.origins}
     inner = inner_outputs(profile)
     return frozenset(

@@ -41,7 +41,7 @@ def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options
     # The hull without overhead of the tape adds corners: small savings that the overhead per module hides.
     free = hull if not graph.module_tape_s else unit_hull(replace(graph, tape_s=0.0, module_tape_s=()), output=output)
     corners = [*hull, *(option for option in free if option not in hull)]
-    produced = _produced(graph)
+    produced = frozenset(i for i, value in enumerate(graph.values) if value.producer is not None)
     useful = {whole_value(graph, v) for option in corners for v in option.keep} | {
         i for i in produced if graph.values[i].saved
     }
@@ -75,10 +75,6 @@ def _without_modules(graph: UnitGraph, option: Option) -> Iterator[frozenset[int
     for op in sorted(option.recompute_ops):
         computed.setdefault(module_of(graph.ops[op].name), set()).update(graph.ops[op].outputs)
     yield from (option.keep | values for values in computed.values())
-
-
-def _produced(graph: UnitGraph) -> frozenset[int]:
-    return frozenset(i for i, value in enumerate(graph.values) if value.producer is not None)
 
 
 def _evaluated(
@@ -135,7 +131,5 @@ def _thinned(options: list[Option], hull: frozenset[frozenset[int]], most_option
     """Return at most `most_options` options, evenly spread; those of the hull always stay."""
     others = [option for option in options if option.keep not in hull]
     room = max(0, most_options - (len(options) - len(others)))
-    if len(others) > room:
-        others = [others[len(others) * i // room] for i in range(room)]
-    chosen = {option.keep for option in others} | hull
+    chosen = {option.keep for option in _spread(others, room)} | hull
     return tuple(option for option in options if option.keep in chosen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -65,11 +65,7 @@ class UnitPlan:
         return self.engine != Tape() or {self.output, *self.actions.values()} != {Action.KEEP}
 
 
-def _action(what: str, word: str, allowed: Iterable[Action] = tuple(Action)) -> Action:
-    _check_word(what, word, allowed)
-    return Action(word)
-
-
-def _check_word(what: str, word: str, allowed: Iterable[str]) -> None:
+def _action(what: str, word: str, allowed: Collection[str] = tuple(Action)) -> Action:
     if word not in allowed:
         raise PlanError(f"{what}: got {word!r}, expected {' or '.join(repr(str(other)) for other in allowed)}")
+    return Action(word)

@@ -4,44 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from recollect.profile.events import (
-    ALLOC,
-    DIES,
-    FREE,
-    GIVE_BACK,
-    LET_GO,
-    OP,
-    PEEK,
-    PHASE,
-    PHASE_NAMES,
-    RELEASE,
-    RETURN,
-    SAVE,
-    USE,
-    WORK,
-    Event,
-    StepLog,
-)
+from recollect.profile import events
+from recollect.profile.events import PHASE_NAMES, Event, StepLog
 from recollect.profile.graph import UnitGraph
 
 __all__ = ["check_log"]
-
-# Name, and the numbers of operands that the event may have. Old profiles have no times of what runs outside the units.
-_EVENTS = {
-    ALLOC: ("ALLOC", (2,)),
-    FREE: ("FREE", (1,)),
-    OP: ("OP", (2,)),
-    DIES: ("DIES", (2,)),
-    SAVE: ("SAVE", (4,)),
-    USE: ("USE", (1,)),
-    RELEASE: ("RELEASE", (1,)),
-    RETURN: ("RETURN", (1,)),
-    PHASE: ("PHASE", (1,)),
-    WORK: ("WORK", (1, 2)),
-    PEEK: ("PEEK", (1,)),
-    LET_GO: ("LET_GO", (1,)),
-    GIVE_BACK: ("GIVE_BACK", (1,)),
-}
 
 
 def check_log(log: StepLog, graphs: Sequence[UnitGraph]) -> None:
@@ -68,21 +35,33 @@ class _Checker:
         self._graphs = graphs
         self._storages: set[int] = set()
         self._handles: set[int] = set()
-        self._check: dict[int, Callable[..., str]] = {
-            ALLOC: self._alloc, FREE: self._free, OP: self._op, DIES: self._value, SAVE: self._save, USE: self._handle,
-            RELEASE: self._release, RETURN: self._call, PHASE: self._phase, WORK: self._work,
-            PEEK: self._handle, LET_GO: self._call, GIVE_BACK: self._handle,
-        }  # fmt: skip
+        # Name, the numbers of operands that the event may have, and what checks them. Old profiles have no times of what runs
+        # outside the units.
+        self._rules: dict[int, tuple[str, tuple[int, ...], Callable[..., str]]] = {
+            events.ALLOC: ("ALLOC", (2,), self._alloc),
+            events.FREE: ("FREE", (1,), self._free),
+            events.OP: ("OP", (2,), self._op),
+            events.DIES: ("DIES", (2,), self._value),
+            events.SAVE: ("SAVE", (4,), self._save),
+            events.USE: ("USE", (1,), self._handle),
+            events.RELEASE: ("RELEASE", (1,), self._release),
+            events.RETURN: ("RETURN", (1,), self._call),
+            events.PHASE: ("PHASE", (1,), self._phase),
+            events.WORK: ("WORK", (1, 2), self._work),
+            events.PEEK: ("PEEK", (1,), self._handle),
+            events.LET_GO: ("LET_GO", (1,), self._call),
+            events.GIVE_BACK: ("GIVE_BACK", (1,), self._handle),
+        }
 
     def problem_of(self, event: Event) -> str:
         """Return what is wrong with the next event; "" if nothing is."""
         code, *operands = event
-        if code not in _EVENTS:
-            return f"got event {code}, expected one of {', '.join(map(str, _EVENTS))}"
-        name, counts = _EVENTS[code]
+        if code not in self._rules:
+            return f"got event {code}, expected one of {', '.join(map(str, self._rules))}"
+        name, counts, check = self._rules[code]
         if len(operands) not in counts:
             return f"{name} with {len(operands)} operands, expected {' or '.join(map(str, counts))}"
-        problem = self._check[code](*operands)
+        problem = check(*operands)
         return problem and f"{name} {problem}"
 
     def _alloc(self, storage: int, nbytes: int) -> str:

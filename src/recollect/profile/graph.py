@@ -173,9 +173,14 @@ class UnitGraph:
         return self.tape_s + math.fsum(seconds for module, seconds in self.module_tape_s if module in modules)
 
     @property
+    def saved_values(self) -> list[int]:
+        """Indices of what autograd saves in the step without recompute, except inputs of the unit and other leaves."""
+        return [index for index, value in enumerate(self.values) if value.saved and value.producer is not None]
+
+    @property
     def saved_bytes(self) -> int:
-        """Bytes that autograd saves in the step without recompute, except inputs of the unit and other leaves."""
-        return sum(value.nbytes for value in self.values if value.saved and value.producer is not None)
+        """Bytes of these values."""
+        return sum(self.values[index].nbytes for index in self.saved_values)
 
     @property
     def forward_s(self) -> float:

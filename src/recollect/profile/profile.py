@@ -75,15 +75,12 @@ class Profile:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "persistent", MappingProxyType(dict(self.persistent)))
-        if not (math.isfinite(self.step_s) and self.step_s >= 0):
-            raise ValueError(f"step_s: got {self.step_s}, expected a finite number of seconds, 0 or more")
-        if self.loss_chunks < 1:
-            raise ValueError(f"loss_chunks: got {self.loss_chunks}, expected 1 or more")
+        for name in ("loss_chunks", "shard_ranks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected 1 or more")
         if self.device_memory_bytes < 0:
             raise ValueError(f"device_memory_bytes: got {self.device_memory_bytes} bytes, expected 0 or more")
-        if self.shard_ranks < 1:
-            raise ValueError(f"shard_ranks: got {self.shard_ranks}, expected 1 or more")
-        for name in ("gather_latency_s", "gather_s_per_byte"):
+        for name in ("step_s", "gather_latency_s", "gather_s_per_byte"):
             seconds = getattr(self, name)
             if not (math.isfinite(seconds) and seconds >= 0):
                 raise ValueError(f"{name}: got {seconds}, expected a finite number of seconds, 0 or more")
@@ -131,6 +128,14 @@ class Profile:
     def persistent_bytes(self) -> int:
         """Bytes alive through the whole step."""
         return sum(self.persistent.values())
+
+    @property
+    def calls_by_path(self) -> dict[str, list[int]]:
+        """Indices in `calls` of each unit's runs, by its path, in the order of the first ones."""
+        found: dict[str, list[int]] = {}
+        for index, call in enumerate(self.calls):
+            found.setdefault(call.path, []).append(index)
+        return found
 
     def graph_of(self, call: UnitCall) -> UnitGraph:
         """Return the graph of one of `calls`."""

@@ -12,7 +12,7 @@ with the output is up to the plan: then the last two are stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from recollect.profile.events import ALLOC, DIES, FREE, LET_GO, OP, PHASE, RETURN, SAVE, Event, StepLog
 from recollect.profile.graph import UnitCall
@@ -60,20 +60,23 @@ def fold(profile: Profile) -> Profile:
     return _Folding(profile, found, runs, gone).folded()
 
 
+@dataclass(frozen=True, slots=True)
 class _Run:
     """Equal blocks of stretches.
 
     Attributes:
         first, end: the stretches to leave out, from the first up to but excluding the end.
         period: the number of stretches of a block.
-        num_runs: the number of blocks that the one at `end` stands for.
     """
 
-    def __init__(self, first: int, end: int, period: int) -> None:
-        self.first = first
-        self.end = end
-        self.period = period
-        self.num_runs = (end - first) // period + 1
+    first: int
+    end: int
+    period: int
+
+    @property
+    def num_runs(self) -> int:
+        """The number of blocks that the one at `end` stands for."""
+        return (self.end - self.first) // self.period + 1
 
 
 def _runs(found: Sequence[Stretch]) -> list[_Run]:

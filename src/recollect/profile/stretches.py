@@ -4,26 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
+from recollect.profile import events
 from recollect.profile.allocator_blocks import block_bytes
-from recollect.profile.events import (
-    ALLOC,
-    DIES,
-    FORWARD,
-    FREE,
-    GIVE_BACK,
-    LET_GO,
-    OP,
-    OPTIMIZER,
-    PEEK,
-    PHASE,
-    RELEASE,
-    RETURN,
-    SAVE,
-    USE,
-    WORK,
-)
 from recollect.profile.profile import Profile
 
 __all__ = ["Held", "Item", "Stretch", "stretches"]
@@ -97,17 +82,13 @@ class _Reader:
     def read(self) -> list[Stretch]:
         """Return the stretches."""
         handlers: dict[int, Callable[..., object]] = {
-            ALLOC: self._alloc, FREE: self._free, OP: self._op, DIES: self._dies, SAVE: self._save, USE: self._use,
-            RELEASE: self._release, RETURN: self._return, WORK: self._work, PEEK: self._peek,
-            LET_GO: self._lets_go, GIVE_BACK: self._give_back,
+            events.ALLOC: self._alloc, events.FREE: self._free, events.OP: self._op, events.DIES: self._dies,
+            events.SAVE: self._save, events.RELEASE: self._release, events.WORK: self._work, events.PHASE: self._phase,
+            **{code: partial(self._asks, code) for code in (events.USE, events.PEEK, events.GIVE_BACK)},
+            **{code: partial(self._ends_call, code) for code in (events.LET_GO, events.RETURN)},
         }  # fmt: skip
         self._begin()
-        for event in self._profile.log.events():
-            code, *operands = event
-            if code == PHASE:
-                self._phase(*operands)
-            else:
-                handlers[code](*operands)
+        for _ in self._profile.log.play(handlers):
             self._position += 1
         self._end()
         return self._found
@@ -172,24 +153,24 @@ class _Reader:
         return ("ago", here - home, number) if storage in self._freed else ("earlier", storage)
 
     def _phase(self, phase: int) -> None:
-        if phase in (FORWARD, OPTIMIZER) and not self._waiting and self._position:
+        if phase in (events.FORWARD, events.OPTIMIZER) and not self._waiting and self._position:
             self._end()
             self._begin()
-        self._steps.append((PHASE, phase))
+        self._steps.append((events.PHASE, phase))
 
     def _alloc(self, storage: int, nbytes: int) -> None:
         self._storages[storage] = len(self._found) - 1, self._num_storages
         self._num_storages += 1
         self._hold((-1, storage), nbytes)
-        self._steps.append((ALLOC, nbytes))
+        self._steps.append((events.ALLOC, nbytes))
 
     def _free(self, storage: int) -> None:
         self._freed.add(storage)
         self._let_go((-1, storage))
-        self._steps.append((FREE, *self._storage_name(storage)))
+        self._steps.append((events.FREE, *self._storage_name(storage)))
 
     def _work(self, nbytes: int, _time_ns: int = 0) -> None:
-        self._steps.append((WORK, nbytes))
+        self._steps.append((events.WORK, nbytes))
 
     def _op(self, call: int, index: int) -> None:
         name = self._runs(call)
@@ -202,7 +183,7 @@ class _Reader:
         else:
             for value in op.outputs:
                 self._hold((call, value), graph.values[value].nbytes)
-        self._steps.append((OP, *name, index))
+        self._steps.append((events.OP, *name, index))
 
     def _runs(self, call: int) -> tuple[object, ...]:
         """Name a call that runs now."""
@@ -214,12 +195,12 @@ class _Reader:
         self._let_go((call, value))
         first = self._first_call
         if call >= first:
-            self._steps.append((DIES, call - first, value))
+            self._steps.append((events.DIES, call - first, value))
             return
         home = self._homes[call]
         number = call - self._found[home].calls.start
         graph = self._profile.calls[call].graph
-        self._steps.append((DIES, "ago", len(self._found) - 1 - home, number, graph, value))
+        self._steps.append((events.DIES, "ago", len(self._found) - 1 - home, number, graph, value))
 
     def _save(self, call: int, value: int, handle: int, saver: int) -> None:
         self._waiting.add(handle)
@@ -229,26 +210,17 @@ class _Reader:
             names.append(self._runs(index))
             if index < self._first_call:
                 self._found[-1].reads_calls.add(index)
-        self._steps.append((SAVE, *names, value, self._handles[handle]))
+        self._steps.append((events.SAVE, *names, value, self._handles[handle]))
 
-    def _use(self, handle: int) -> None:
-        self._steps.append((USE, self._handles.get(handle, ("earlier", handle))))
-
-    def _peek(self, handle: int) -> None:
-        self._steps.append((PEEK, self._handles.get(handle, ("earlier", handle))))
-
-    def _give_back(self, handle: int) -> None:
-        self._steps.append((GIVE_BACK, self._handles.get(handle, ("earlier", handle))))
-
-    def _lets_go(self, call: int) -> None:
-        self._steps.append((LET_GO, *self._runs(call)))
+    def _asks(self, code: int, handle: int) -> None:
+        self._steps.append((code, self._handles.get(handle, ("earlier", handle))))
 
     def _release(self, handle: int) -> None:
         self._waiting.discard(handle)
-        self._steps.append((RELEASE, self._handles.get(handle, ("earlier", handle))))
+        self._asks(events.RELEASE, handle)
 
-    def _return(self, call: int) -> None:
-        self._steps.append((RETURN, *self._runs(call)))
+    def _ends_call(self, code: int, call: int) -> None:
+        self._steps.append((code, *self._runs(call)))
 
     def _hold(self, item: Item, nbytes: int) -> None:
         self._held[item] = Held(nbytes, birth=self._position)

@@ -14,8 +14,7 @@ from recollect.plans.plan import Plan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.ranks.group import Place, Ranks
-from recollect.simulation.decisions import decide, simulated_plan
-from recollect.simulation.simulate import simulate
+from recollect.simulation.simulate import predicted_plan
 
 __all__ = ["check_same_plans", "common_plan", "with_common_times"]
 
@@ -46,7 +45,7 @@ def common_plan(
     # Of the same profile all have made the same plan.
     plans = (offered[process][1] for process in hungriest)
     tried = list({digest_of(plan.units, plan.loss_chunks): plan for plan in plans}.values())[:_MOST_TRIED]
-    mine = [simulated_plan(profile, plan, simulate(profile, decide(profile, plan))) for plan in tried]
+    mine = [predicted_plan(profile, plan) for plan in tried]
     results = ranks.gather([_excess_and_slowdown(plan, budget_bytes) for plan in mine], place)
 
     def cost(index: int) -> tuple[int, float, int]:

@@ -10,10 +10,10 @@ from recollect.engine.policy import Policy
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile import events
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
-from recollect.simulation.decisions import decide_call, drop_all
+from recollect.simulation.decisions import CallActions, decide_call, drop_all
+from recollect.simulation.playback import Playback, Token
 from recollect.simulation.program import Key, Program
-from recollect.simulation.simulate import Playback, Simulation, Token, simulate
+from recollect.simulation.simulate import Simulation, run, simulate
 
 __all__ = ["in_one_backward", "leanest_of", "recorded_under"]
 
@@ -52,7 +52,7 @@ def recorded_under(profile: Profile, policy: Policy) -> Simulation:
             unit = UnitPlan({name: policy.action(call.path, name) for name in names}, policy.output_action(call.path))
             known[call.graph, call.path] = decide_call(graph, unit)
     decisions = dict(enumerate(known[call.graph, call.path] for call in profile.calls))
-    return _Copying(Program(profile), decisions, frozenset(decisions)).run()
+    return run(_Copying(Program(profile), decisions, frozenset(decisions)))
 
 
 class _Copy(Token):

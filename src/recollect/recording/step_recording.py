@@ -44,7 +44,7 @@ from recollect.recording.step_recorder import Costs, StepRecorder
 from recollect.recording.trackers import TrackedOther, UnrelatedMemory, filled_storages, tracker_of
 from recollect.recording.unit_samples import NoSamples, UnitSample, UnitSamples
 from recollect.recording.unit_times import TOGETHER, Rounds, measure_unit_times, rounds_for, with_unit_times
-from recollect.simulation.call_actions import CallActions
+from recollect.simulation.decisions import CallActions
 from recollect.simulation.simulate import simulate
 
 __all__ = ["Collectives", "Gradients", "StepRecording"]

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from recollect.plans.action import Action
-from recollect.plans.value_actions import ValueActions
 from recollect.profile.events import ALLOC, GIVE_BACK, LET_GO, OP, PEEK, PHASE, RELEASE, RETURN, SAVE, USE
-from recollect.simulation.call_actions import CallActions
+from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp
 
 __all__ = ["OUTSIDE", "Division", "Group", "Part"]

@@ -1,34 +1,110 @@
-"""Turns plans into decisions for the simulator, and builds a unit's two extreme plans: keep or recompute everything."""
+"""What a plan says about each call of a unit, by index, as the simulator plays it; and the two extreme plans of a unit."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from recollect.errors import PlanError
 from recollect.plans.action import Action
-from recollect.plans.engines import Region, Tape
+from recollect.plans.engines import EngineChoice, Region, Tape
 from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
-from recollect.plans.value_actions import ValueActions
 from recollect.plans.value_names import collective_kind
 from recollect.profile.graph import UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
-from recollect.simulation.simulate import Simulation
 
 __all__ = [
+    "KEEP_ALL",
+    "CallActions",
+    "ValueActions",
+    "calls_on_tape",
     "decide",
     "decide_call",
     "drop_all",
     "keep_all_unit",
     "recompute_all_unit",
-    "simulated_plan",
 ]
-
 
 # The tape keeps routing indices and the like, a few percent of a unit; a unit of foreign kernels is almost all opaque.
 _OPAQUE_FRACTION = 0.5
+
+
+class ValueActions(NamedTuple):
+    """An action for each value of a unit, as one set of values for each action; values in no set are kept.
+
+    Sets, because the simulator looks values up at each op and compares them for each plan.
+
+    Attributes:
+        recomputed: the values with `Action.RECOMPUTE`.
+        sharded: the values with `Action.SHARD`.
+
+    Example:
+        >>> actions = ValueActions.of({2: Action.RECOMPUTE, 4: Action.KEEP})
+        >>> str(actions.action(2)), str(actions.action(3))
+        ('recompute', 'keep')
+        >>> actions == ValueActions.recomputing([2])
+        True
+    """
+
+    recomputed: frozenset[int] = frozenset()
+    sharded: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, actions: Mapping[int, Action]) -> ValueActions:
+        """Return the actions in a mapping; naming a value with `Action.KEEP` is the same as not naming it."""
+        recomputed = frozenset([value for value, action in actions.items() if action is Action.RECOMPUTE])
+        return cls(recomputed, frozenset([value for value, action in actions.items() if action is Action.SHARD]))
+
+    @classmethod
+    def recomputing(cls, values: Iterable[int]) -> ValueActions:
+        """Return the actions that recompute these values and keep all others."""
+        return cls(recomputed=frozenset(values))
+
+    def action(self, value: int) -> Action:
+        """Return what happens to a value."""
+        if value in self.sharded:
+            return Action.SHARD
+        return Action.RECOMPUTE if value in self.recomputed else Action.KEEP
+
+    @property
+    def dropped(self) -> frozenset[int]:
+        """The values that are not in memory as a whole, whichever way they come back."""
+        return self.recomputed | self.sharded if self.sharded else self.recomputed
+
+
+KEEP_ALL = ValueActions()
+
+
+@dataclass(frozen=True, slots=True)
+class CallActions:
+    """What happens to one call's values and output.
+
+    Attributes:
+        values: actions by index in the call's graph.
+        output: action for what the call returns.
+        is_planned: whether the plan names the unit, even if only to keep everything.
+        engine: which engine carries the plan out. Engines other than the tape play the call by their own schedule
+            (`recollect.simulation.simulate`) and have no actions for single values.
+    """
+
+    values: ValueActions = KEEP_ALL
+    output: Action = Action.KEEP
+    is_planned: bool = True
+    engine: EngineChoice = Tape()
+
+
+def calls_on_tape(decisions: Sequence[CallActions]) -> frozenset[int]:
+    """Return the calls whose units `apply` puts on the tape: if any output is dropped or a part, all that the plan names."""
+    keep = Action.KEEP
+    keeps_outputs = all([decision.output is keep and not decision.values.sharded for decision in decisions])
+    return frozenset(
+        call
+        for call, d in enumerate(decisions)
+        if type(d.engine) is Tape and (any(d.values) or d.output is not keep or (d.is_planned and not keeps_outputs))
+    )
 
 
 def keep_all_unit(graph: UnitGraph) -> UnitPlan:
@@ -42,10 +118,10 @@ def recompute_all_unit(graph: UnitGraph, *, output: Action = Action.KEEP) -> Uni
     A unit that mostly saves values without a recipe (compiled code, kernels invisible to PyTorch) is re-run as a whole
     instead.
     """
-    saved = [value for value in graph.values if value.saved and value.producer is not None]
+    saved = [graph.values[index] for index in graph.saved_values]
     # Not collectives: the tape sees them, and a module that is re-run as a whole would run them again.
     opaque_bytes = sum(value.nbytes for value in saved if value.must_keep and not collective_kind(value.name))
-    if opaque_bytes > _OPAQUE_FRACTION * sum(value.nbytes for value in saved):
+    if opaque_bytes > _OPAQUE_FRACTION * graph.saved_bytes:
         return UnitPlan({}, output=output, engine=Region())
     actions: dict[str, Action] = {
         value.name: Action.KEEP if value.must_keep else Action.RECOMPUTE
@@ -112,17 +188,3 @@ def _check_no_shards(plan: Plan) -> None:
                 f"cannot predict the plan: {unit_words(path)} holds {name!r} as parts, one on each rank, and the profile was "
                 "recorded without. Call recollect.distribute_saved_activations(model, group) before recollect.record."
             )
-
-
-def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan:
-    """Return the plan with the simulation's predictions filled in."""
-    slowdown = simulation.recompute_s / profile.step_s if profile.step_s > 0 else 0.0
-    return replace(
-        plan,
-        predicted_peak_bytes=simulation.peak_bytes,
-        predicted_slowdown=slowdown,
-        torch_version=profile.torch_version,
-        # A fake profile belongs to no device: its times are modelled.
-        device_name="" if profile.fake else profile.device_name,
-        loss_chunks=profile.loss_chunks,
-    )

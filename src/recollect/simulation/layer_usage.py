@@ -6,21 +6,20 @@ predictions.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 from recollect.arguments import check_kind
 from recollect.plans.plan import Plan
 from recollect.plans.value_names import collective_kind
-from recollect.profile.events import BACKWARD
 from recollect.profile.graph import OpRecord, UnitGraph
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
-from recollect.simulation.decisions import decide
-from recollect.simulation.program import ProgramOp
-from recollect.simulation.simulate import GENERATOR, OUTSIDE, Owner
-from recollect.simulation.watched import EveryToken, WatchedPlayback
+from recollect.simulation.decisions import calls_on_tape, decide
+from recollect.simulation.lifetimes import Lifetimes, lifetimes
+from recollect.simulation.playback import GENERATOR, OUTSIDE
 
 __all__ = ["LayerUsage", "kept_outside_bytes", "layer_usage"]
 
@@ -75,7 +74,7 @@ def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
     Raises:
         ArgumentError: an argument is of another kind.
 
-    Complexity: about two simulations.
+    Complexity: about three simulations.
 
     Example:
         >>> from recollect.profile.events import StepLog
@@ -85,20 +84,28 @@ def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
     """
     check_kind("layer_usage(profile, plan)", "profile", profile, Profile, "recollect.Profile")
     check_kind("layer_usage(profile, plan)", "plan", plan, Plan, "recollect.Plan")
-    playback = _played(profile, plan)
+    decisions = decide(profile, plan)
+    on_tape = calls_on_tape(decisions)
+    lives = lifetimes(profile, decisions)
+    kept = _kept(lives)
+    reruns: dict[int, list[OpRecord]] = {}
+    for index, op in lives.reruns:
+        reruns.setdefault(index, []).append(op)
     accounts = []
     for index, call in enumerate(profile.calls):
-        graph, count = profile.graph_of(call), playback.counts[index]
-        dropped = playback.decisions[index].values.dropped
-        tape_s = graph.watched_s(dropped) if index in playback.on_tape else 0.0
+        graph, again = profile.graph_of(call), reruns.get(index, [])
+        tape_s = graph.watched_s(decisions[index].values.dropped) if index in on_tape else 0.0
         names = _names(graph)
         accounts.append(
             LayerUsage(
                 path=call.path,
-                kept=tuple((names[value], nbytes) for value, nbytes in sorted(count.kept.items())),
-                generator_bytes=count.generator_bytes,
-                recomputed=tuple(count.recomputed),
-                recompute_s=count.recompute_s + tape_s,
+                kept=tuple(
+                    (names[value], nbytes) for value, nbytes in sorted(kept[index].items()) if value >= 0 and nbytes
+                ),
+                generator_bytes=kept[index][GENERATOR],
+                recomputed=tuple(op.name for op in again),
+                # One after the other: `sum` rounds in another way in newer Pythons.
+                recompute_s=reduce(add, (op.time_s for op in again), 0.0) + tape_s,
                 num_runs=call.num_runs,
             )
         )
@@ -108,15 +115,24 @@ def layer_usage(profile: Profile, plan: Plan) -> tuple[LayerUsage, ...]:
 def kept_outside_bytes(profile: Profile, plan: Plan) -> int:
     """Return the bytes made outside of all units that are alive where `Simulation.kept_bytes` is counted.
 
-    Complexity: about two simulations.
+    Complexity: about three simulations.
     """
-    return _played(profile, plan).outside_bytes
+    lives = lifetimes(profile, decide(profile, plan))
+    alive = [[storage for storage in lives.storages if storage.is_alive_at(moment)] for moment in lives.backwards]
+    most = max(alive, key=lambda storages: sum(storage.nbytes for storage in storages), default=[])
+    return sum(storage.nbytes for storage in most if storage.owner[0] == OUTSIDE)
 
 
-def _played(profile: Profile, plan: Plan) -> _CountingPlayback:
-    playback = _CountingPlayback(EveryToken(profile), decide(profile, plan))
-    playback.run()
-    return playback
+def _kept(lives: Lifetimes) -> defaultdict[int, Counter[int]]:
+    """Return the bytes of each call's values, and of its `GENERATOR` states, when the backward after its forward begins."""
+    moments = [*lives.backwards, len(lives.time_s)]
+    after = {call: moments[bisect_left(lives.backwards, began)] for call, began in lives.began.items()}
+    found: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for storage in lives.storages:
+        call, value = storage.owner if storage.owner[0] != GENERATOR else storage.owner[::-1]
+        if call in after and storage.is_alive_at(after[call]):
+            found[call][value] += storage.nbytes
+    return found
 
 
 def _names(graph: UnitGraph) -> list[str]:
@@ -134,66 +150,3 @@ def _names(graph: UnitGraph) -> list[str]:
         saved = [value for value in chain if graph.values[value].saved]
         names[first] = graph.values[(saved or chain)[-1]].name
     return names
-
-
-@dataclass(slots=True)
-class _Count:
-    kept: dict[int, int] = field(default_factory=dict)
-    generator_bytes: int = 0
-    recomputed: list[str] = field(default_factory=list)
-    recompute_s: float = 0.0
-    has_run: bool = False
-
-
-class _CountingPlayback(WatchedPlayback[tuple[Owner, int]]):
-    """Charges bytes to their owner's account while they are alive."""
-
-    def __init__(self, program: EveryToken, decisions: Sequence[CallActions]) -> None:
-        self.counts = [_Count() for _ in program.profile.calls]
-        # The calls whose backward has begun; the bytes of all units; and those of nobody, where most were kept.
-        self.closed: set[int] = set()
-        self.units_bytes = 0
-        self.outside_bytes = 0
-        self.most_kept_bytes = -1
-        super().__init__(program, decisions)
-
-    def runs_again(self, call: int, op: OpRecord) -> None:
-        super().runs_again(call, op)
-        self.counts[call].recomputed.append(op.name)
-        self.counts[call].recompute_s += op.time_s
-
-    def begin(self, owner: Owner, nbytes: int) -> tuple[Owner, int]:
-        self._add(owner, nbytes)
-        return owner, nbytes
-
-    def end(self, made: tuple[Owner, int]) -> None:
-        owner, nbytes = made
-        self._add(owner, -nbytes)
-
-    def _add(self, owner: Owner, nbytes: int) -> None:
-        """Count bytes that forward makes or frees; those of the loss and the parameters belong to no unit."""
-        call, value = owner
-        if call != OUTSIDE:
-            self.units_bytes += nbytes
-        if (value if call == GENERATOR else call) in self.closed:
-            return
-        if call == GENERATOR:
-            self.counts[value].generator_bytes += nbytes
-        elif call >= 0:
-            kept = self.counts[call].kept
-            kept[value] = kept.get(value, 0) + nbytes
-            if not kept[value]:
-                del kept[value]
-
-    def _begin_phase(self, phase: int) -> None:
-        super()._begin_phase(phase)
-        if phase != BACKWARD:
-            return
-        self.closed.update(call for call, count in enumerate(self.counts) if count.has_run)
-        kept_bytes = self.alive_bytes - self.profile.persistent_bytes
-        if kept_bytes > self.most_kept_bytes:
-            self.most_kept_bytes, self.outside_bytes = kept_bytes, kept_bytes - self.units_bytes
-
-    def _op(self, call: int, run: ProgramOp) -> None:
-        self.counts[call].has_run = True
-        super()._op(call, run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
-from recollect.simulation.program import Instruction
-from recollect.simulation.simulate import Owner, Simulation
-from recollect.simulation.watched import EveryToken, WatchedPlayback
+from recollect.simulation.decisions import CallActions, calls_on_tape
+from recollect.simulation.playback import Owner, Playback, Token
+from recollect.simulation.program import Instruction, Program, ProgramOp
+from recollect.simulation.simulate import Simulation, run
 
 __all__ = ["LOSS", "Lifetime", "Lifetimes", "lifetimes"]
 
@@ -39,6 +39,10 @@ class Lifetime:
     op: str | None = None
     died: int = -1
 
+    def is_alive_at(self, moment: int) -> bool:
+        """Return whether it is alive where backward begins at a moment, or at the end of the step."""
+        return self.born < moment and not 0 <= self.died <= moment
+
 
 @dataclass(frozen=True, eq=False)
 class Lifetimes:
@@ -52,6 +56,9 @@ class Lifetimes:
         calls: index of the unit call that runs, or whose values backward asks for; -1 if none.
         has_times: False if the profile has no times for ops outside the units; the rest of `step_s` is then spread
             evenly over them.
+        backwards: the moments at which backward begins.
+        began: for each call that has an op, the moment at which the first one runs.
+        reruns: each op that runs again, with its call.
     """
 
     simulation: Simulation
@@ -60,6 +67,9 @@ class Lifetimes:
     phases: NDArray[np.int8]
     calls: NDArray[np.int32]
     has_times: bool
+    backwards: tuple[int, ...]
+    began: Mapping[int, int]
+    reruns: tuple[tuple[int, OpRecord], ...]
 
 
 def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
@@ -73,7 +83,7 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
     """
     untimed_s = _untimed_s(profile)
     playback = _TimedPlayback(_EveryEvent(profile), decisions, untimed_s or 0.0)
-    simulation = playback.run()
+    simulation = run(playback)
     playback.is_over = True
     if playback.phase == FORWARD:
         playback.losses.append((playback.last_return, len(playback.times_s)))
@@ -87,6 +97,9 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
         phases=phases,
         calls=np.array(playback.calls, dtype=np.int32),
         has_times=untimed_s is None,
+        backwards=tuple(playback.backwards),
+        began=playback.began,
+        reruns=tuple(playback.reruns),
     )
 
 
@@ -107,16 +120,34 @@ def _untimed_s(profile: Profile) -> float | None:
     return missing_s / untimed
 
 
-class _EveryEvent(EveryToken):
-    """Works nothing out in advance."""
+class _EveryEvent(Program):
+    """Works nothing out in advance, and gives every value its own token, even where counting bytes would do."""
+
+    def counted(self, call: int, dropped: frozenset[int]) -> frozenset[int]:
+        return frozenset()
 
     def _instructions(self) -> Iterator[Instruction]:
         return ((event[0], self.operands(event)) for event in self.profile.log.events())
 
 
-class _TimedPlayback(WatchedPlayback[Lifetime]):
-    def __init__(self, program: EveryToken, decisions: Sequence[CallActions], untimed_s: float) -> None:
-        super().__init__(program, decisions)
+class _TimedToken(Token):
+    __slots__ = ("made", "watch")
+
+    def __init__(self, playback: _TimedPlayback, nbytes: int, owner: Owner) -> None:
+        super().__init__(playback, nbytes, owner)
+        self.watch = playback
+        self.made = playback.begin(owner, nbytes)
+
+    def __del__(self) -> None:
+        super().__del__()
+        self.watch.end(self.made)
+
+
+class _TimedPlayback(Playback):
+    token_type = _TimedToken
+
+    def __init__(self, program: _EveryEvent, decisions: Sequence[CallActions], untimed_s: float) -> None:
+        super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
         self.untimed_s = untimed_s
         self.is_over = False
         self.clock_s = 0.0
@@ -127,6 +158,9 @@ class _TimedPlayback(WatchedPlayback[Lifetime]):
         # Where the last unit of a forward returned, and the stretches after that, up to backward.
         self.last_return = 0
         self.losses: list[tuple[int, int]] = []
+        self.backwards: list[int] = []
+        self.began: dict[int, int] = {}
+        self.reruns: list[tuple[int, OpRecord]] = []
         self.moment()
 
     def moment(self) -> int:
@@ -163,6 +197,14 @@ class _TimedPlayback(WatchedPlayback[Lifetime]):
         if working is not None:
             self.end(working)
 
+    def runs_again(self, call: int, op: OpRecord) -> None:
+        super().runs_again(call, op)
+        self.reruns.append((call, op))
+
+    def _op(self, call: int, run: ProgramOp) -> None:
+        self.began.setdefault(call, len(self.times_s))
+        super()._op(call, run)
+
     def _return(self, call: int) -> None:
         super()._return(call)
         if self.phase == FORWARD:
@@ -174,5 +216,7 @@ class _TimedPlayback(WatchedPlayback[Lifetime]):
         elif self.phase != FORWARD:
             self.last_return = len(self.times_s)
         super()._begin_phase(phase)
-        if phase in (BACKWARD, OPTIMIZER):
+        if phase == BACKWARD:
+            self.backwards.append(self.moment())
+        elif phase == OPTIMIZER:
             self.moment()

@@ -19,22 +19,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.plans.action import Action
-from recollect.plans.engines import EngineChoice, Tape
-from recollect.plans.value_actions import KEEP_ALL, ValueActions
+from recollect.plans.engines import Tape
 from recollect.profile.events import ALLOC, DIES, LET_GO, OP, OPTIMIZER, RETURN, SAVE
-from recollect.simulation.call_actions import CallActions
 from recollect.simulation.call_groups import OUTSIDE, Division, Group
-from recollect.simulation.on_tape import added_s, calls_on_tape
+from recollect.simulation.decisions import CallActions, calls_on_tape
+from recollect.simulation.playback import Playback, Token
 from recollect.simulation.program import BULK, Instruction, Key, Program, ProgramOp
-from recollect.simulation.simulate import Playback, Simulation, Token
+from recollect.simulation.simulate import Simulation, handlers
 
 __all__ = ["Peaks", "PeakSums", "checked"]
 
 _NEVER = 2**62
 
-_Choice = tuple[ValueActions, Action, bool, EngineChoice]
-"""A call's value actions, its output's action, whether it is on the tape, and its engine."""
+_Played = tuple[CallActions, bool]
+"""What a call does, and whether it is on the tape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ class PeakSums:
         program: the program of the profile and its windows.
 
     Complexity: a call under a choice new to it and its identical calls costs its share of a whole simulation; a plan
-        of known choices costs about a thirtieth of one.
+        of known played costs about a thirtieth of one.
     """
 
     def __init__(self, program: Program) -> None:
@@ -105,8 +103,8 @@ class PeakSums:
         self._division = Division(program)
         self._forms = _Forms(self._division)
         self._layouts: dict[Group, _Layout] = {}
-        self._traces: dict[tuple[Any, tuple[_Choice, ...], tuple[int, ...]], _Trace] = {}
-        self._placed: dict[tuple[Group, tuple[_Choice, ...]], _Placed] = {}
+        self._traces: dict[tuple[Any, tuple[_Played, ...], tuple[int, ...]], _Trace] = {}
+        self._placed: dict[tuple[Group, tuple[_Played, ...]], _Placed] = {}
         starts = np.array(self._division.window_starts, dtype=np.int64)
         self._starts, self._nothing = starts, np.zeros(len(starts), dtype=np.int64)
         self._phases = np.array([window.phase for window in self.windows])
@@ -118,13 +116,10 @@ class PeakSums:
     def peaks(self, decisions: Sequence[CallActions]) -> Peaks:
         """Return the same peaks as `simulate`, without where the peak is."""
         on_tape = calls_on_tape(decisions)
-        choices: dict[int, _Choice] = {
-            call: (decision.values, decision.output, call in on_tape, decision.engine)
-            for call, decision in enumerate(decisions)
-        }
-        choices[OUTSIDE] = (KEEP_ALL, Action.KEEP, False, Tape())
+        played: dict[int, _Played] = {call: (decision, call in on_tape) for call, decision in enumerate(decisions)}
+        played[OUTSIDE] = CallActions(), False
         placed = [
-            self._placed_trace(group, tuple([choices[call] for call in group]))
+            self._placed_trace(group, tuple([played[call] for call in group]))
             for group in self._division.groups(decisions)
         ]
         change_bytes = np.concatenate([self._nothing, *[p.trace.change_bytes for p in placed]])
@@ -138,9 +133,7 @@ class PeakSums:
         window_peaks = np.maximum.reduceat(tops, firsts) + self._calibration_bytes
         return Peaks(
             peak_bytes=max(int(window_peaks.max()), self._least_peak_bytes),
-            recompute_s=added_s(
-                self._program, decisions, on_tape, chain.from_iterable(p.trace.rerun_s for p in placed)
-            ),
+            recompute_s=self._program.added_s(decisions, on_tape, chain.from_iterable(p.trace.rerun_s for p in placed)),
             window_peaks=tuple(window_peaks.tolist()),
         )
 
@@ -157,27 +150,27 @@ class PeakSums:
             if position != _NEVER:
                 change_bytes[piece] -= self._division.nbytes[key]
 
-    def _placed_trace(self, group: Group, choices: tuple[_Choice, ...]) -> _Placed:
-        placed = self._placed.get((group, choices))
+    def _placed_trace(self, group: Group, played: tuple[_Played, ...]) -> _Placed:
+        placed = self._placed.get((group, played))
         if placed is None:
             if group not in self._layouts:
                 self._layouts[group] = _Layout(self._division, self._forms, group)
             layout = self._layouts[group]
-            key = layout.shape, choices, self._sizes_inside(group, choices)
+            key = layout.shape, played, self._sizes_inside(group, played)
             if key not in self._traces:
-                self._traces[key] = _PartPlayback(self._division, layout, choices).trace()
+                self._traces[key] = _PartPlayback(self._division, layout, played).trace()
             trace = self._traces[key]
             positions = layout.run_positions[trace.runs]
             ends = tuple(
                 (layout.keys[number], _NEVER if piece < 0 else int(positions[piece]), piece)
                 for number, piece in trace.ends
             )
-            placed = self._placed[group, choices] = _Placed(positions, trace, ends)
+            placed = self._placed[group, played] = _Placed(positions, trace, ends)
         return placed
 
-    def _sizes_inside(self, group: Group, choices: tuple[_Choice, ...]) -> tuple[int, ...]:
+    def _sizes_inside(self, group: Group, played: tuple[_Played, ...]) -> tuple[int, ...]:
         """Return the sizes of what calls allocate without an op: engines that re-run a call allocate it again."""
-        calls = [call for call, choice in zip(group, choices, strict=True) if type(choice[3]) is not Tape]
+        calls = [call for call, (decision, _) in zip(group, played, strict=True) if type(decision.engine) is not Tape]
         forwards = [self._program.forwards[call] for call in calls]
         return tuple([operands[1] for forward in forwards for code, operands in forward if code == ALLOC])
 
@@ -309,14 +302,10 @@ class _Shared(Token):
 class _PartPlayback(Playback):
     """Plays one group and records its trace."""
 
-    def __init__(self, division: Division, layout: _Layout, choices: Sequence[_Choice]) -> None:
-        decisions = {
-            call: CallActions(values, output, engine=engine)
-            for call, (values, output, _, engine) in zip(layout.group, choices, strict=True)
-            if call != OUTSIDE
-        }
-        on_tape = {call for call, choice in zip(layout.group, choices, strict=True) if choice[2]}
-        super().__init__(division.program, decisions, on_tape)
+    def __init__(self, division: Division, layout: _Layout, played: Sequence[_Played]) -> None:
+        calls = {call: one for call, one in zip(layout.group, played, strict=True) if call != OUTSIDE}
+        on_tape = {call for call, (_, is_on_tape) in calls.items() if is_on_tape}
+        super().__init__(division.program, {call: decision for call, (decision, _) in calls.items()}, on_tape)
         self._layout = layout
         self._made = {key: number for number, key in enumerate(layout.keys) if number >= layout.num_outer}
         self.held: set[int] = set()
@@ -329,7 +318,7 @@ class _PartPlayback(Playback):
 
     def trace(self) -> _Trace:
         """Play the group."""
-        play = self.plays()
+        play = handlers(self)
         changes = iter([*self._layout.changes, (_NEVER, 0, True)])
         change = next(changes)
         for run, instructions in enumerate(self._layout.runs):

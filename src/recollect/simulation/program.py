@@ -7,16 +7,19 @@ much it has changed in the end (`BULK`).
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Final
 
 from recollect.profile.allocator_blocks import block_bytes
 from recollect.profile.events import ALLOC, DIES, FORWARD, FREE, GIVE_BACK, OP, PHASE, RETURN, SAVE, WORK, Event
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
+from recollect.simulation.decisions import CallActions
 from recollect.simulation.windows import Window
 
 __all__ = ["BULK", "WINDOW", "Key", "Program", "ProgramOp", "rounded_bytes"]
@@ -144,6 +147,15 @@ class Program:
         if key not in self._tape_s:
             self._tape_s[key] = self.profile.graphs[graph].watched_s(dropped)
         return num_runs * self._tape_s[key]
+
+    def added_s(
+        self,
+        decisions: Mapping[int, CallActions] | Sequence[CallActions],
+        on_tape: Collection[int],
+        rerun_s: Iterable[float],
+    ) -> float:
+        """Return the seconds that a plan adds: the tape's overhead plus the ops that run again, in any order."""
+        return math.fsum(chain((self.tape_s(call, decisions[call].values.dropped) for call in on_tape), rerun_s))
 
     def _instructions(self) -> Iterator[Instruction]:
         starts = iter([*(window.start for window in self.windows[1:]), -1])

@@ -19,8 +19,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from recollect.profile.events import ALLOC, DIES, FREE, OP, RETURN, SAVE
+from recollect.simulation.playback import Actions, Playback
 from recollect.simulation.program import BULK, Instruction, Key, ProgramOp
-from recollect.simulation.schedule import Actions, PlayedStep
 
 __all__ = ["RegionSchedule"]
 
@@ -33,7 +33,7 @@ class RegionSchedule:
         calls: the calls to play as regions.
     """
 
-    def __init__(self, step: PlayedStep, calls: Collection[int]) -> None:
+    def __init__(self, step: Playback, calls: Collection[int]) -> None:
         self._step = step
         self._calls = frozenset(calls)
         # The calls that are running.
@@ -85,7 +85,7 @@ class _SavedByRegion:
 class _Region:
     """One call: exists while it runs and while backward may ask for something it saved."""
 
-    def __init__(self, step: PlayedStep, call: int, play: Actions) -> None:
+    def __init__(self, step: Playback, call: int, play: Actions) -> None:
         self._step = step
         self._call = call
         self._play = play

@@ -1,54 +1,29 @@
 """Predicts a plan's peak by playing back the recorded step's memory events under the plan.
 
-The `replay` code that computes dropped tensors in a real backward runs here on tokens that only count bytes, with the
-same reference counts. Values are therefore computed, cached and released exactly when they will be in the real step.
-
 The events miss bytes that the allocator hands out behind PyTorch's ops; `Profile.calibration_bytes`, measured on the
 recorded step, is added for them.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
-from recollect.plans.action import Action
-from recollect.profile.events import (
-    ALLOC,
-    BACKWARD,
-    DIES,
-    FORWARD,
-    FREE,
-    GIVE_BACK,
-    LET_GO,
-    OP,
-    PEEK,
-    PHASE,
-    PHASE_NAMES,
-    RELEASE,
-    RETURN,
-    SAVE,
-    USE,
-)
-from recollect.profile.graph import OpRecord
+from recollect.plans.engines import EngineChoice, Region
+from recollect.plans.plan import Plan
+from recollect.profile.events import BACKWARD, FORWARD, PHASE_NAMES
 from recollect.profile.profile import Profile
-from recollect.replay import KeptPass, Node, Recipes, Value
-from recollect.simulation.call_actions import CallActions
-from recollect.simulation.on_tape import added_s, calls_on_tape
-from recollect.simulation.parts import gather_of_part
-from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp, rounded_bytes
-from recollect.simulation.rerun import Rerun
-from recollect.simulation.schedule import Actions, Saved
-from recollect.simulation.schedules import with_schedules
+from recollect.simulation.decisions import CallActions, calls_on_tape, decide
+from recollect.simulation.playback import Actions, Playback
+from recollect.simulation.program import WINDOW, Program
+from recollect.simulation.region_schedule import RegionSchedule
 from recollect.simulation.windows import Window
 
-Owner: TypeAlias = tuple[int, int]
-"""Who owns bytes: the `Key` of a value, or one of the following constants with the number of the storage or call."""
-OUTSIDE = -1
-GENERATOR = -2
+__all__ = ["SCHEDULES", "Simulation", "handlers", "predicted_plan", "run", "simulate", "simulated_plan"]
+
+SCHEDULES: Final[Mapping[type[EngineChoice], type[RegionSchedule]]] = {Region: RegionSchedule}
+"""The one place to register a new engine's schedule; the tape has no entry: the playback itself plays it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,293 +75,73 @@ def simulate(
     if len(decisions) != len(profile.calls):
         raise ValueError(f"got {len(decisions)} decisions for {len(profile.calls)} unit calls, expected one for each")
     on_tape = calls_on_tape(decisions)
-    return Playback(program or Program(profile, windows), dict(enumerate(decisions)), on_tape).run()
+    return run(Playback(program or Program(profile, windows), dict(enumerate(decisions)), on_tape))
 
 
-class Token:
-    """Bytes that stay alive as long as anything refers to this object."""
+def predicted_plan(profile: Profile, plan: Plan) -> Plan:
+    """Return the plan with the predictions of a simulation filled in.
 
-    __slots__ = ("nbytes", "playback")
-
-    def __init__(self, playback: Playback, nbytes: int, owner: Owner) -> None:
-        self.playback = playback
-        self.nbytes = nbytes
-        # Inlined, since it runs for every value of every simulation.
-        playback.alive_bytes += nbytes
-        if playback.alive_bytes > playback.window_peak_bytes:
-            playback.note_peak()
-
-    def __del__(self) -> None:
-        self.playback.alive_bytes -= self.nbytes
-
-
-class Playback:
-    """Plays a step back, with a decision for each call.
-
-    `simulation/watched.py` subclasses it to see who owns which bytes when, `simulation/peak_sums.py` to play parts of a step.
+    Raises:
+        PlanError: as `decide`.
     """
-
-    token_type: Callable[[Any, int, Owner], Token] = Token
-
-    def __init__(self, program: Program, decisions: Mapping[int, CallActions], on_tape: Collection[int]) -> None:
-        self.program = program
-        self.profile = profile = program.profile
-        self.decisions = decisions
-        self.on_tape = on_tape
-        self.recomputed = {call: decision.values.recomputed for call, decision in decisions.items()}
-        self.counted = {call: program.counted(call, d.values.dropped) for call, d in decisions.items()}
-        self.alive_bytes = profile.persistent_bytes
-        # Never below the alive bytes at the window's start, so that an allocation compares with one number only.
-        self.window_peak_bytes = self.alive_bytes
-        self.window_peaks: list[int] = []
-        self.peaks_bytes = [self.alive_bytes] * len(PHASE_NAMES)
-        self.peaks_at = [(-1, "")] * len(PHASE_NAMES)
-        self.kept_bytes = 0
-        # Seconds of each op that runs again, and the number of times that ops do.
-        self.rerun_s: list[float] = []
-        self.num_rerun = 0
-        self.phase = FORWARD
-        self.call = -1
-        self.is_recomputing = ""
-        # A plain number of bytes replaces the token where nothing else can hold it.
-        self.tensors: dict[Key, Token | int] = {}
-        self.dropped: dict[Key, Value] = {}
-        # Values that hold a tensor which an op will write to: they then get a private copy.
-        self.leaves: dict[Key, list[weakref.ref[Value]]] = {}
-        self.handles: dict[int, tuple[Saved, int]] = {}
-        # Of each call; and the backward that keeps its graph, one at a time, with what its formulas hold.
-        self.recipes: defaultdict[int, Recipes] = defaultdict(Recipes)
-        self.kept_pass = KeptPass()
-        self.peeked: dict[int, object] = {}
-
-    def run(self) -> Simulation:
-        """Play back the whole step."""
-        play = self.plays()
-        for code, operands in self.program.instructions:
-            play[code](*operands)
-        return self._finished()
-
-    def plays(self) -> Actions:
-        """Return the handler for each code of the program, with each call played as its engine would."""
-        return with_schedules(
-            self.actions(), self, {call: decision.engine for call, decision in self.decisions.items()}
-        )
-
-    def actions(self) -> dict[int, Callable[..., None]]:
-        """Return the tape's handler for each code of the program."""
-        return {
-            BULK: self._bulk,
-            WINDOW: self._end_window,
-            ALLOC: self._alloc,
-            FREE: self._dies,
-            OP: self._op,
-            DIES: self._dies,
-            SAVE: self._save,
-            USE: self._use,
-            PEEK: self._peek,
-            GIVE_BACK: self._gives_back,
-            LET_GO: self._lets_go,
-            RELEASE: self._release,
-            RETURN: self._return,
-            PHASE: self._begin_phase,
-        }
-
-    def _finished(self) -> Simulation:
-        self._end_window()
-        # Calibration was measured on forward and backward; it does not apply to the optimizer step.
-        calibration_bytes = (self.profile.calibration_bytes, self.profile.calibration_bytes, 0)
-        totals = [peak + extra for peak, extra in zip(self.peaks_bytes, calibration_bytes, strict=True)]
-        peak_call, peak_note = self._describe_peak(totals.index(max(totals)))
-        windows = zip(self.window_peaks, self.program.windows, strict=False)
-        return Simulation(
-            peak_bytes=max(totals),
-            forward_peak_bytes=self.peaks_bytes[FORWARD],
-            backward_peak_bytes=self.peaks_bytes[BACKWARD],
-            recompute_s=added_s(self.program, self.decisions, self.on_tape, self.rerun_s),
-            recomputed_ops=self.num_rerun,
-            peak_call=peak_call,
-            peak_note=peak_note,
-            kept_bytes=self.kept_bytes,
-            window_peaks=tuple(peak + calibration_bytes[window.phase] for peak, window in windows),
-        )
-
-    def note_peak(self) -> None:
-        """Record a new peak: more bytes are alive than ever before in this window."""
-        self.window_peak_bytes = self.alive_bytes
-        if self.alive_bytes > self.peaks_bytes[self.phase]:
-            self.peaks_bytes[self.phase] = self.alive_bytes
-            self.peaks_at[self.phase] = (self.call, self.is_recomputing)
-
-    def work(self, op: OpRecord) -> None:
-        """Run an op in its workspace, results included: everything that is alive at once, if only for a moment."""
-        if op.working_bytes:
-            self._bulk(op.working_bytes, 0)
-
-    def _bulk(self, most_bytes: int, change_bytes: int) -> None:
-        if self.alive_bytes + most_bytes > self.window_peak_bytes:
-            self.alive_bytes += most_bytes
-            self.note_peak()
-            self.alive_bytes -= most_bytes
-        self.alive_bytes += change_bytes
-
-    def _end_window(self) -> None:
-        self.window_peaks.append(self.window_peak_bytes)
-        self.window_peak_bytes = self.alive_bytes
-
-    def make(self, key: Key, nbytes: int) -> Token:
-        """Return a token for the bytes of a value."""
-        return self.token_type(self, nbytes, key)
-
-    def generator_state(self, call: int, nbytes: int) -> Token:
-        """Return a token for the state of a random generator that a call holds."""
-        return self.token_type(self, rounded_bytes(self.profile, nbytes), (GENERATOR, call))
-
-    def runs_again(self, call: int, op: OpRecord) -> None:
-        """Count an op that runs a second time, in each of the runs that the call stands for."""
-        num_runs = self.profile.calls[call].num_runs
-        self.num_rerun += num_runs
-        self.rerun_s.append(num_runs * op.time_s)
-        self.is_recomputing = op.name
-
-    def _alloc(self, key: Key, nbytes: int) -> None:
-        self.tensors[key] = self.token_type(self, nbytes, key)
-
-    def _op(self, call: int, run: ProgramOp) -> None:
-        op = run.op
-        self.call = call
-        drops = self.recomputed[call]
-        self.work(op)
-        if op.mutates:
-            self._write(call, run, drops)
-            return
-        counted = self.counted[call]
-        for key, nbytes in run.results:
-            if key[1] in counted:
-                self.tensors[key] = nbytes
-                self._bulk(nbytes, nbytes)
-            else:
-                self.tensors[key] = self.token_type(self, nbytes, key)
-        for value in self.decisions[call].values.sharded.intersection(op.outputs):
-            gather = Node(*gather_of_part(self, run, value), recipes=self.recipes[call])
-            self._record(call, gather, (value,), drops=frozenset((value,)))
-        if not drops.isdisjoint(op.outputs):
-            node = Node(Rerun(self, run, run.sizes), self._values(run.inputs), recipes=self.recipes[call])
-            self._record(call, node, op.outputs, drops=drops)
-
-    def _write(self, call: int, run: ProgramOp, drops: frozenset[int]) -> None:
-        op = run.op
-        old, new = (call, op.inputs[0]), (call, op.outputs[0])
-        token = self.tensors.pop(old, None)
-        if not isinstance(token, Token):
-            return
-        for reference in self.leaves.pop(old, ()):
-            leaf = reference()
-            if leaf is not None:
-                leaf.tensor = self.token_type(self, token.nbytes, old)
-        node = None
-        if new[1] in drops and old in self.dropped:
-            again = Rerun(self, run, (token.nbytes,))
-            node = Node(again, self._values(run.inputs), mutates=True, recipes=self.recipes[call])
-        self.dropped.pop(old, None)
-        self.tensors[new] = token
-        if node is not None:
-            self._record(call, node, (new[1],), drops=drops)
-
-    def _record(self, call: int, node: Node, results: Sequence[int], *, drops: frozenset[int]) -> None:
-        """Note that a node makes these results of a call; nobody needs those that are not dropped."""
-        for value in results:
-            recorded = None
-            if value in drops:
-                recorded = self.dropped[call, value] = Value(node=node)
-            node.add_output(recorded)
-
-    def _values(self, keys: Sequence[Key]) -> list[Value]:
-        """Return a value for each key: the recipe if it was dropped, else one that holds its bytes."""
-        dropped = self.dropped
-        return [dropped[key] if key in dropped else self._held(key) for key in keys]
-
-    def bytes_of(self, key: Key) -> object:
-        """Return what the tape holds of a value that is there."""
-        return self.tensors.get(key, _NOTHING)
-
-    def _held(self, key: Key) -> Value:
-        held = Value(tensor=self.bytes_of(key))
-        held.is_viewed = True
-        if key in self.program.written:
-            self.leaves.setdefault(key, []).append(weakref.ref(held))
-        return held
-
-    def _dies(self, key: Key) -> None:
-        token = self.tensors.pop(key, None)
-        if type(token) is int:
-            self.alive_bytes -= token
-        self.dropped.pop(key, None)
-
-    def _save(self, call: int, key: Key, handle: int, saver: int) -> None:
-        # Off the tape, autograd itself saves the unit's inputs, so they stay whatever the plan says.
-        is_seen = saver == call or saver in self.on_tape
-        value = self.dropped.get(key) if is_seen else None
-        if value is None:
-            # A later write makes no private copy of it: it is to another part of the storage, or autograd refuses.
-            value = Value(tensor=self.bytes_of(key))
-        value.is_saved()
-        # Backward asks for it in the unit that saved it, no matter which unit made it.
-        self.handles[handle] = (value, saver)
-
-    def _use(self, handle: int) -> None:
-        value, self.call = self.handles[handle]
-        value.get()
-        self.is_recomputing = ""
-
-    def _peek(self, handle: int) -> None:
-        value, self.call = self.handles[handle]
-        # What a region runs again it holds until its graph is gone.
-        found = self.kept_pass.get(value) if isinstance(value, Value) and value.tensor is None else value.get()
-        if self.program.gives_back:
-            self.peeked[handle] = found
-        self.is_recomputing = ""
-
-    def _gives_back(self, handle: int) -> None:
-        self.peeked.pop(handle, None)
-
-    def _lets_go(self, call: int) -> None:
-        self.kept_pass.end(self.recipes[call])
-
-    def _release(self, handle: int) -> None:
-        del self.handles[handle]
-
-    def _return(self, call: int) -> None:
-        graph = self.profile.graphs[self.profile.calls[call].graph]
-        if self.decisions[call].output is Action.KEEP:
-            parts = self.decisions[call].values.sharded
-            for index, value in enumerate(graph.values):
-                recorded = self.dropped.pop((call, index), None) if value.is_output and index not in parts else None
-                if recorded is not None:
-                    recorded.tensor, recorded.node, recorded.is_viewed = self.bytes_of((call, index)), None, True
-        self.call = -1
-
-    def _begin_phase(self, phase: int) -> None:
-        if phase != self.phase:
-            # A new phase begins a new window.
-            self.window_peak_bytes = self.alive_bytes
-        self.phase = phase
-        self.call = -1
-        self.peaks_bytes[phase] = max(self.peaks_bytes[phase], self.alive_bytes)
-        if phase == BACKWARD:
-            self.kept_bytes = max(self.kept_bytes, self.alive_bytes - self.profile.persistent_bytes)
-
-    def _describe_peak(self, phase: int) -> tuple[str, str]:
-        call, op = self.peaks_at[phase]
-        during = PHASE_NAMES[phase]
-        if call < 0:
-            where = "the loss and what surrounds the units" if phase in (FORWARD, BACKWARD) else "the optimizer step"
-            return where, f"{during}, outside of the units"
-        path = self.profile.calls[call].path
-        return path, f"{during} of {path}" + (f", while {op} runs again" if op else "")
+    return simulated_plan(profile, plan, simulate(profile, decide(profile, plan)))
 
 
-class _Nothing:
-    """Bytes counted elsewhere: parameters, or what was made outside the units."""
+def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan:
+    """Return the plan with the simulation's predictions filled in."""
+    slowdown = simulation.recompute_s / profile.step_s if profile.step_s > 0 else 0.0
+    return replace(
+        plan,
+        predicted_peak_bytes=simulation.peak_bytes,
+        predicted_slowdown=slowdown,
+        torch_version=profile.torch_version,
+        # A fake profile belongs to no device: its times are modelled.
+        device_name="" if profile.fake else profile.device_name,
+        loss_chunks=profile.loss_chunks,
+    )
 
 
-_NOTHING = _Nothing()
+def run(playback: Playback) -> Simulation:
+    """Play back the whole step."""
+    play = handlers(playback)
+    for code, operands in playback.program.instructions:
+        play[code](*operands)
+    play[WINDOW]()
+    profile, peaks_bytes = playback.profile, playback.peaks_bytes
+    # Calibration was measured on forward and backward; it does not apply to the optimizer step.
+    calibration_bytes = (profile.calibration_bytes, profile.calibration_bytes, 0)
+    totals = [peak + extra for peak, extra in zip(peaks_bytes, calibration_bytes, strict=True)]
+    peak_call, peak_note = _describe_peak(playback, totals.index(max(totals)))
+    windows = zip(playback.window_peaks, playback.program.windows, strict=False)
+    return Simulation(
+        peak_bytes=max(totals),
+        forward_peak_bytes=peaks_bytes[FORWARD],
+        backward_peak_bytes=peaks_bytes[BACKWARD],
+        recompute_s=playback.program.added_s(playback.decisions, playback.on_tape, playback.rerun_s),
+        recomputed_ops=playback.num_rerun,
+        peak_call=peak_call,
+        peak_note=peak_note,
+        kept_bytes=playback.kept_bytes,
+        window_peaks=tuple(peak + calibration_bytes[window.phase] for peak, window in windows),
+    )
+
+
+def handlers(playback: Playback) -> Actions:
+    """Return the handler for each code of the program, with each call played as its engine would."""
+    play: Actions = playback.actions()
+    for engine, schedule in SCHEDULES.items():
+        calls = [call for call, decision in playback.decisions.items() if type(decision.engine) is engine]
+        if calls:
+            play = schedule(playback, calls).actions(play)
+    return play
+
+
+def _describe_peak(playback: Playback, phase: int) -> tuple[str, str]:
+    """Return what runs at the peak of a phase, and where that is, in words."""
+    call, op = playback.peaks_at[phase]
+    during = PHASE_NAMES[phase]
+    if call < 0:
+        where = "the loss and what surrounds the units" if phase in (FORWARD, BACKWARD) else "the optimizer step"
+        return where, f"{during}, outside of the units"
+    path = playback.profile.calls[call].path
+    return path, f"{during} of {path}" + (f", while {op} runs again" if op else "")

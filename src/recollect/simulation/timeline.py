@@ -34,7 +34,7 @@ from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER
 from recollect.profile.profile import Profile, kind_text
 from recollect.simulation.decisions import decide
 from recollect.simulation.lifetimes import LOSS, Lifetime, Lifetimes, lifetimes
-from recollect.simulation.simulate import GENERATOR, OUTSIDE
+from recollect.simulation.playback import GENERATOR, OUTSIDE
 
 __all__ = ["CATEGORIES", "PHASES", "AliveItem", "PeakReport", "Timeline", "explain_peak", "timeline"]
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from recollect.errors import ConfigError, ScheduleError
-from recollect.pipelines.playback import StageTimes, step_s
+from recollect.pipelines.playback import StageTimes, played_s
 from recollect.pipelines.rank import first_actions
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
+
+
+def step_s(schedule: PipelineSchedule, times: Sequence[StageTimes], *, send_s: float = 0.0) -> float:
+    return played_s(schedule, lambda action: times[action.stage].of(action.kind), send_s=send_s)
 
 
 def in_flight_of_ranks(schedule: PipelineSchedule) -> list[int]:

@@ -7,17 +7,15 @@ import random
 
 import pytest
 
-from recollect.planning.candidate import Candidate
+from recollect.planning.candidate import Candidate, KnownCosts
 from recollect.planning.chain import Chain
-from recollect.planning.hull import evaluate, unit_hull
-from recollect.planning.known_costs import KnownCosts
+from recollect.planning.hull import Evaluator, unit_hull
 from recollect.planning.option_table import Choice, OptionTable
 from recollect.planning.output_choices import single_outputs
 from recollect.planning.unit_options import unit_options
-from recollect.plans.value_actions import ValueActions
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
+from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate
@@ -77,7 +75,7 @@ def test_menu_has_the_hull_and_only_options_that_are_what_they_say(seed: int) ->
     assert len(menu) <= max(12, len(hull))
     assert len({option.keep for option in menu}) == len(menu)
     for option in menu:
-        assert option == evaluate(graph, option.keep)
+        assert option == Evaluator(graph).option(option.keep)
 
 
 def test_no_plan_where_nothing_can_fit() -> None:

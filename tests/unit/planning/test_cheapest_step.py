@@ -13,11 +13,10 @@ from every_plan import all_plans, on_a_slow_tape
 from recollect.planning.cheapest_step import CheapestStep
 from recollect.planning.checkpoint_times import CheckpointTimes, checkpoint_times
 from recollect.plans.action import Action
-from recollect.plans.value_actions import ValueActions
 from recollect.profile.events import BACKWARD, DIES, OP, PHASE, RELEASE, SAVE, USE, StepLog
 from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
+from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
 

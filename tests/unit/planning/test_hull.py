@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from recollect.planning.hull import Option, evaluate, unit_hull
+from recollect.planning.hull import Evaluator, Option, unit_hull
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from watched_modules import on_modules
 
@@ -95,7 +95,7 @@ def test_equals_enumeration(output: Output) -> None:
         found = [(option.kept_bytes, option.recompute_s) for option in options]
         # Keeping everything ends the list even where ops cost no time and something leaner is as fast.
         if found[-1] not in expected:
-            assert options[-1] == evaluate(graph, range(len(graph.values)), output=output), seed
+            assert options[-1] == Evaluator(graph, output=output).option(range(len(graph.values))), seed
             found.pop()
         assert found == expected, seed
 
@@ -115,7 +115,7 @@ def test_options_are_what_they_say(seed: int) -> None:
         assert lean.kept_bytes < fat.kept_bytes
         assert lean.recompute_s >= fat.recompute_s
     for option in options:
-        assert option == evaluate(graph, option.keep)
+        assert option == Evaluator(graph).option(option.keep)
 
 
 def chain(*, bytes_and_seconds: list[tuple[int, float]], **flags: dict[str, bool]) -> UnitGraph:

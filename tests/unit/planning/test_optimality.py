@@ -16,8 +16,7 @@ from recollect.planning.bound import LowerBound, is_all_on_tape
 from recollect.planning.choose import Planner
 from recollect.planning.choose import plan as choose
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
-from recollect.simulation.decisions import decide
+from recollect.simulation.decisions import CallActions, decide
 from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
 

@@ -12,10 +12,8 @@ from recollect.planning.choose import plan
 from recollect.planning.classic import classic_plan
 from recollect.planning.output_choices import dropped_outputs, first_outputs, folded_outputs, longest_chain, most_folded
 from recollect.plans.action import Action
-from recollect.plans.value_actions import ValueActions
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
-from recollect.simulation.decisions import decide
+from recollect.simulation.decisions import CallActions, ValueActions, decide
 from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
 from toy_profile import stack

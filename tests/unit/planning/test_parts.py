@@ -14,12 +14,11 @@ from recollect.errors import BudgetTooSmallError
 from recollect.planning.bound import LowerBound
 from recollect.planning.checkpoint_times import checkpoint_times
 from recollect.planning.choose import Planner
-from recollect.planning.hull import evaluate, part_index, unit_hull
-from recollect.planning.unit_plans import unit_plan
-from recollect.plans.value_actions import ValueActions
+from recollect.planning.hull import Evaluator, part_index, unit_hull
+from recollect.planning.option_table import unit_plan
 from recollect.profile.graph import OpRecord, PartRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
+from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
 
@@ -95,7 +94,7 @@ def test_the_hull_is_that_of_all_choices(seed: int) -> None:
         found_s = min(price * option.kept_bytes + option.recompute_s for option in options)
         assert found_s == pytest.approx(best_s, rel=1e-6)
     for option in options:
-        assert option == evaluate(graph, option.keep)
+        assert option == Evaluator(graph).option(option.keep)
 
 
 def test_a_part_is_kept_where_the_whole_is_dear() -> None:

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from blocks import Block
 from recollect.errors import BudgetTooSmallError
-from recollect.planning.alive_calls import alive_calls, most_alive
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
 from recollect.planning.output_choices import chains, most_folded, single_outputs
 from recollect.plans.action import Action
 from recollect.profile.profile import Profile
 from recollect.profile.repeated_steps import fold
-from recollect.simulation.windows import windows
+from recollect.simulation.windows import alive_calls, most_alive, windows
 from recorded_steps import Phases, recorded
 
 WIDTH = 32

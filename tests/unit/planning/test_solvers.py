@@ -7,9 +7,9 @@ import math
 import pytest
 
 from recollect.planning.bound import LowerBound
-from recollect.planning.solver import SOLVERS, Solver
+from recollect.planning.choose import SOLVERS, Solver
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
+from recollect.simulation.decisions import CallActions
 from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
 

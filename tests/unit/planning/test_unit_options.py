@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from recollect.planning.hull import Evaluator, Option, evaluate, unit_hull
+from recollect.planning.hull import Evaluator, Option, unit_hull
 from recollect.planning.unit_options import unit_options
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
@@ -48,13 +48,15 @@ def unbeaten(graph: UnitGraph) -> set[tuple[int, float, int]]:
     """Costs of the options of both hulls and of their neighbours, without those that another one beats."""
     hull = unit_hull(graph)
     free = unit_hull(replace(graph, tape_s=0.0, module_tape_s=()))
-    corners = [*hull, *(evaluate(graph, option.keep) for option in free)]
+    corners = [*hull, *(Evaluator(graph).option(option.keep) for option in free)]
     of_use = {i for option in corners for i in option.keep} | {i for i in produced(graph) if graph.values[i].saved}
-    neighbours = [evaluate(graph, option.keep ^ {index}) for option in corners for index in of_use]
+    neighbours = [Evaluator(graph).option(option.keep ^ {index}) for option in corners for index in of_use]
     for option in corners:
         for module in {module_of(graph.ops[op].name) for op in option.recompute_ops}:
             ops = [op for op in option.recompute_ops if module_of(graph.ops[op].name) == module]
-            neighbours.append(evaluate(graph, option.keep | {index for op in ops for index in graph.ops[op].outputs}))
+            neighbours.append(
+                Evaluator(graph).option(option.keep | {index for op in ops for index in graph.ops[op].outputs})
+            )
     neighbours += corners
     costs = {cost(graph, option) for option in (*hull, *neighbours) if option in hull or can_be_kept(graph, option)}
     return {c for c in costs if not any(o != c and all(a <= b for a, b in zip(o, c, strict=True)) for o in costs)}

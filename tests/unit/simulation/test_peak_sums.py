@@ -11,12 +11,11 @@ import pytest
 from recollect.planning.choose import plan
 from recollect.plans.action import Action
 from recollect.plans.engines import Region
-from recollect.plans.value_actions import ValueActions
 from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, RETURN, SAVE, USE, StepLog
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
 from recollect.simulation.call_groups import OUTSIDE, Division
+from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 
 from recollect.plans.action import Action
-from recollect.plans.value_actions import ValueActions
 from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, SAVE, WORK
 from recollect.profile.profile import Profile
-from recollect.simulation.call_actions import CallActions
+from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.program import BULK, WINDOW, Program, rounded_bytes
 from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import windows

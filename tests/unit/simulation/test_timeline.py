@@ -19,7 +19,8 @@ from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK, StepLog
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide, recompute_all_unit
 from recollect.simulation.lifetimes import LOSS, lifetimes
-from recollect.simulation.simulate import GENERATOR, simulate
+from recollect.simulation.playback import GENERATOR
+from recollect.simulation.simulate import simulate
 from recollect.simulation.timeline import CATEGORIES, PHASES, AliveItem, PeakReport
 from small_llama import batch_of, llama
 from synthetic_step import random_step

@@ -26,8 +26,8 @@ from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.simulation.decisions import decide, keep_all_unit, recompute_all_unit, simulated_plan
-from recollect.simulation.simulate import simulate
+from recollect.simulation.decisions import keep_all_unit, recompute_all_unit
+from recollect.simulation.simulate import predicted_plan
 from recollect.warning import warn_user
 
 __all__ = ["megatron_plan"]
@@ -100,7 +100,7 @@ def megatron_plan(
     if config.distribute_saved_activations:
         units = with_inputs_as_parts(profile, units, _with_kept_inputs(choice, chunks, heads))
     plan = Plan(units, note=f"Megatron: {choice}")
-    return simulated_plan(profile, plan, simulate(profile, decide(profile, plan)))
+    return predicted_plan(profile, plan)
 
 
 def _units(profile: Profile, choice: Choice, chunks: Chunks, heads: Sequence[str]) -> dict[str, UnitPlan]:

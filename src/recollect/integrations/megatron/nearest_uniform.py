@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from recollect.errors import BudgetTooSmallError
 from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.nearest import choices
-from recollect.pipelines.pipeline_plan import PipelinePlan
+from recollect.pipelines.pipeline import PipelinePlan
 from recollect.pipelines.plan_pipeline import predict_pipeline
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile

@@ -16,7 +16,7 @@ from recollect.lab.parallel.cluster_step import (
     schedule_of_step,
     send_s,
 )
-from recollect.pipelines.pipeline_plan import PipelinePlan
+from recollect.pipelines.pipeline import PipelinePlan
 from recollect.pipelines.plan_pipeline import plan_pipeline
 from recollect.pipelines.schedule import INPUT
 from recollect.pipelines.split_pipeline import PipelineSplit, split_pipeline

@@ -20,7 +20,7 @@ from recollect.lab.parallel.stages import LossStage, PipelineRank
 from recollect.lab.train.exchange import PipelineExchange
 from recollect.lab.train.optimizer_step import build_optimizer
 from recollect.lab.train.session import Session
-from recollect.pipelines.pipeline_plan import PipelinePlan
+from recollect.pipelines.pipeline import PipelinePlan
 from recollect.planning.loss_chunks import fewest_chunks
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile

@@ -1,0 +1,325 @@
+"""Plays back the memory events of a recorded step under a plan.
+
+The `replay` code that computes dropped tensors in a real backward runs here on tokens that only count bytes, with the
+same reference counts. Values are therefore computed, cached and released exactly when they will be in the real step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeAlias
+
+from recollect.plans.action import Action
+from recollect.profile import events
+from recollect.profile.events import BACKWARD, FORWARD, PHASE_NAMES
+from recollect.profile.graph import OpRecord
+from recollect.replay import KeptPass, Node, Recipes, Value
+from recollect.simulation.decisions import CallActions
+from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp, rounded_bytes
+
+__all__ = ["GENERATOR", "OUTSIDE", "Actions", "Owner", "Playback", "Saved", "Token"]
+
+Actions: TypeAlias = Mapping[int, Callable[..., None]]
+"""A handler for each instruction code of a program, called with the operands."""
+
+Owner: TypeAlias = tuple[int, int]
+"""Who owns bytes: the `Key` of a value, or one of the following constants with the number of the storage or call."""
+OUTSIDE = -1
+GENERATOR = -2
+
+
+class Saved(Protocol):
+    """What autograd holds in place of a tensor."""
+
+    def get(self) -> Any:
+        """Return the bytes that backward asks for, computing them first if needed."""
+
+
+class Token:
+    """Bytes that stay alive as long as anything refers to this object."""
+
+    __slots__ = ("nbytes", "playback")
+
+    def __init__(self, playback: Playback, nbytes: int, owner: Owner) -> None:
+        self.playback = playback
+        self.nbytes = nbytes
+        # Inlined, since it runs for every value of every simulation.
+        playback.alive_bytes += nbytes
+        if playback.alive_bytes > playback.window_peak_bytes:
+            playback.note_peak()
+
+    def __del__(self) -> None:
+        self.playback.alive_bytes -= self.nbytes
+
+
+class Playback:
+    """Plays a step back, with a decision for each call.
+
+    `simulation/lifetimes.py` subclasses it to see who owns which bytes when, `simulation/peak_sums.py` to play parts of a step.
+    """
+
+    token_type: Callable[[Any, int, Owner], Token] = Token
+
+    def __init__(self, program: Program, decisions: Mapping[int, CallActions], on_tape: Collection[int]) -> None:
+        self.program = program
+        self.profile = profile = program.profile
+        self.decisions = decisions
+        self.on_tape = on_tape
+        self.recomputed = {call: decision.values.recomputed for call, decision in decisions.items()}
+        self.counted = {call: program.counted(call, d.values.dropped) for call, d in decisions.items()}
+        self.alive_bytes = profile.persistent_bytes
+        # Never below the alive bytes at the window's start, so that an allocation compares with one number only.
+        self.window_peak_bytes = self.alive_bytes
+        self.window_peaks: list[int] = []
+        self.peaks_bytes = [self.alive_bytes] * len(PHASE_NAMES)
+        self.peaks_at = [(-1, "")] * len(PHASE_NAMES)
+        self.kept_bytes = 0
+        # Seconds of each op that runs again, and the number of times that ops do.
+        self.rerun_s: list[float] = []
+        self.num_rerun = 0
+        self.phase = FORWARD
+        self.call = -1
+        self.is_recomputing = ""
+        # A plain number of bytes replaces the token where nothing else can hold it.
+        self.tensors: dict[Key, Token | int] = {}
+        self.dropped: dict[Key, Value] = {}
+        # Values that hold a tensor which an op will write to: they then get a private copy.
+        self.leaves: dict[Key, list[weakref.ref[Value]]] = {}
+        self.handles: dict[int, tuple[Saved, int]] = {}
+        # Of each call; and the backward that keeps its graph, one at a time, with what its formulas hold.
+        self.recipes: defaultdict[int, Recipes] = defaultdict(Recipes)
+        self.kept_pass = KeptPass()
+        self.peeked: dict[int, object] = {}
+
+    def actions(self) -> dict[int, Callable[..., None]]:
+        """Return the tape's handler for each code of the program."""
+        return {
+            BULK: self._bulk,
+            WINDOW: self._end_window,
+            events.ALLOC: self._alloc,
+            events.FREE: self._dies,
+            events.OP: self._op,
+            events.DIES: self._dies,
+            events.SAVE: self._save,
+            events.USE: self._use,
+            events.PEEK: self._peek,
+            events.GIVE_BACK: self._gives_back,
+            events.LET_GO: self._lets_go,
+            events.RELEASE: self._release,
+            events.RETURN: self._return,
+            events.PHASE: self._begin_phase,
+        }
+
+    def note_peak(self) -> None:
+        """Record a new peak: more bytes are alive than ever before in this window."""
+        self.window_peak_bytes = self.alive_bytes
+        if self.alive_bytes > self.peaks_bytes[self.phase]:
+            self.peaks_bytes[self.phase] = self.alive_bytes
+            self.peaks_at[self.phase] = (self.call, self.is_recomputing)
+
+    def work(self, op: OpRecord) -> None:
+        """Run an op in its workspace, results included: everything that is alive at once, if only for a moment."""
+        if op.working_bytes:
+            self._bulk(op.working_bytes, 0)
+
+    def _bulk(self, most_bytes: int, change_bytes: int) -> None:
+        if self.alive_bytes + most_bytes > self.window_peak_bytes:
+            self.alive_bytes += most_bytes
+            self.note_peak()
+            self.alive_bytes -= most_bytes
+        self.alive_bytes += change_bytes
+
+    def _end_window(self) -> None:
+        self.window_peaks.append(self.window_peak_bytes)
+        self.window_peak_bytes = self.alive_bytes
+
+    def make(self, key: Key, nbytes: int) -> Token:
+        """Return a token for the bytes of a value."""
+        return self.token_type(self, nbytes, key)
+
+    def generator_state(self, call: int, nbytes: int) -> Token:
+        """Return a token for the state of a random generator that a call holds."""
+        return self.token_type(self, rounded_bytes(self.profile, nbytes), (GENERATOR, call))
+
+    def runs_again(self, call: int, op: OpRecord) -> None:
+        """Count an op that runs a second time, in each of the runs that the call stands for."""
+        num_runs = self.profile.calls[call].num_runs
+        self.num_rerun += num_runs
+        self.rerun_s.append(num_runs * op.time_s)
+        self.is_recomputing = op.name
+
+    def _alloc(self, key: Key, nbytes: int) -> None:
+        self.tensors[key] = self.token_type(self, nbytes, key)
+
+    def _op(self, call: int, run: ProgramOp) -> None:
+        op = run.op
+        self.call = call
+        drops = self.recomputed[call]
+        self.work(op)
+        if op.mutates:
+            self._write(call, run, drops)
+            return
+        counted = self.counted[call]
+        for key, nbytes in run.results:
+            if key[1] in counted:
+                self.tensors[key] = nbytes
+                self._bulk(nbytes, nbytes)
+            else:
+                self.tensors[key] = self.token_type(self, nbytes, key)
+        for value in self.decisions[call].values.sharded.intersection(op.outputs):
+            gather = Node(*_gather_of_part(self, run, value), recipes=self.recipes[call])
+            self._record(call, gather, (value,), drops=frozenset((value,)))
+        if not drops.isdisjoint(op.outputs):
+            node = Node(_Rerun(self, run, run.sizes), self._values(run.inputs), recipes=self.recipes[call])
+            self._record(call, node, op.outputs, drops=drops)
+
+    def _write(self, call: int, run: ProgramOp, drops: frozenset[int]) -> None:
+        op = run.op
+        old, new = (call, op.inputs[0]), (call, op.outputs[0])
+        token = self.tensors.pop(old, None)
+        if not isinstance(token, Token):
+            return
+        for reference in self.leaves.pop(old, ()):
+            leaf = reference()
+            if leaf is not None:
+                leaf.tensor = self.token_type(self, token.nbytes, old)
+        node = None
+        if new[1] in drops and old in self.dropped:
+            again = _Rerun(self, run, (token.nbytes,))
+            node = Node(again, self._values(run.inputs), mutates=True, recipes=self.recipes[call])
+        self.dropped.pop(old, None)
+        self.tensors[new] = token
+        if node is not None:
+            self._record(call, node, (new[1],), drops=drops)
+
+    def _record(self, call: int, node: Node, results: Sequence[int], *, drops: frozenset[int]) -> None:
+        """Note that a node makes these results of a call; nobody needs those that are not dropped."""
+        for value in results:
+            recorded = None
+            if value in drops:
+                recorded = self.dropped[call, value] = Value(node=node)
+            node.add_output(recorded)
+
+    def _values(self, keys: Sequence[Key]) -> list[Value]:
+        """Return a value for each key: the recipe if it was dropped, else one that holds its bytes."""
+        dropped = self.dropped
+        return [dropped[key] if key in dropped else self._held(key) for key in keys]
+
+    def bytes_of(self, key: Key) -> object:
+        """Return what the tape holds of a value that is there."""
+        return self.tensors.get(key, _NOTHING)
+
+    def _held(self, key: Key) -> Value:
+        held = Value(tensor=self.bytes_of(key))
+        held.is_viewed = True
+        if key in self.program.written:
+            self.leaves.setdefault(key, []).append(weakref.ref(held))
+        return held
+
+    def _dies(self, key: Key) -> None:
+        token = self.tensors.pop(key, None)
+        if type(token) is int:
+            self.alive_bytes -= token
+        self.dropped.pop(key, None)
+
+    def _save(self, call: int, key: Key, handle: int, saver: int) -> None:
+        # Off the tape, autograd itself saves the unit's inputs, so they stay whatever the plan says.
+        is_seen = saver == call or saver in self.on_tape
+        value = self.dropped.get(key) if is_seen else None
+        if value is None:
+            # A later write makes no private copy of it: it is to another part of the storage, or autograd refuses.
+            value = Value(tensor=self.bytes_of(key))
+        value.is_saved()
+        # Backward asks for it in the unit that saved it, no matter which unit made it.
+        self.handles[handle] = (value, saver)
+
+    def _use(self, handle: int) -> None:
+        value, self.call = self.handles[handle]
+        value.get()
+        self.is_recomputing = ""
+
+    def _peek(self, handle: int) -> None:
+        value, self.call = self.handles[handle]
+        # What a region runs again it holds until its graph is gone.
+        found = self.kept_pass.get(value) if isinstance(value, Value) and value.tensor is None else value.get()
+        if self.program.gives_back:
+            self.peeked[handle] = found
+        self.is_recomputing = ""
+
+    def _gives_back(self, handle: int) -> None:
+        self.peeked.pop(handle, None)
+
+    def _lets_go(self, call: int) -> None:
+        self.kept_pass.end(self.recipes[call])
+
+    def _release(self, handle: int) -> None:
+        del self.handles[handle]
+
+    def _return(self, call: int) -> None:
+        graph = self.profile.graphs[self.profile.calls[call].graph]
+        if self.decisions[call].output is Action.KEEP:
+            parts = self.decisions[call].values.sharded
+            for index, value in enumerate(graph.values):
+                recorded = self.dropped.pop((call, index), None) if value.is_output and index not in parts else None
+                if recorded is not None:
+                    recorded.tensor, recorded.node, recorded.is_viewed = self.bytes_of((call, index)), None, True
+        self.call = -1
+
+    def _begin_phase(self, phase: int) -> None:
+        if phase != self.phase:
+            # A new phase begins a new window.
+            self.window_peak_bytes = self.alive_bytes
+        self.phase = phase
+        self.call = -1
+        self.peaks_bytes[phase] = max(self.peaks_bytes[phase], self.alive_bytes)
+        if phase == BACKWARD:
+            self.kept_bytes = max(self.kept_bytes, self.alive_bytes - self.profile.persistent_bytes)
+
+
+_NOTHING: Final = object()
+"""Bytes counted elsewhere: parameters, or what was made outside the units."""
+
+
+class _Rerun:
+    """Runs an op again as the tape does, on byte counts instead of tensors: allocates its results anew and counts its time."""
+
+    __slots__ = ("op", "results", "sizes", "state", "step")
+
+    def __init__(self, step: Playback, run: ProgramOp, sizes: Sequence[int]) -> None:
+        self.step = step
+        self.op = run.op
+        self.results = run.results
+        self.sizes = sizes
+        op = run.op
+        self.state = step.generator_state(run.results[0][0][0], op.state_bytes) if op.state_bytes else None
+
+    def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
+        """Run the op when `recollect.replay` asks for it."""
+        step, op, results = self.step, self.op, self.results
+        step.runs_again(results[0][0][0], op)
+        if op.working_bytes:
+            step.work(op)
+        if op.mutates and may_overwrite_first:
+            return (tensors[0],)
+        if len(results) == 1:
+            return (step.make(results[0][0], self.sizes[0]),)
+        return [step.make(key, nbytes) for (key, _), nbytes in zip(results, self.sizes, strict=True)]
+
+
+def _gather_of_part(step: Playback, run: ProgramOp, value: int) -> tuple[_Rerun, list[Value]]:
+    """Return what gathers a value that an op has just computed, and its arguments: the bytes of this rank's part.
+
+    `recollect.engine.sharded_keep` really holds and gathers it.
+    """
+    profile = step.profile
+    key, nbytes = next(result for result in run.results if result[0][1] == value)
+    part_bytes = -(-nbytes // profile.shard_ranks)
+    whole_bytes = part_bytes * profile.shard_ranks
+    time_s = profile.gather_latency_s + whole_bytes * profile.gather_s_per_byte
+    op = OpRecord(f"{run.op.name}._c10d_functional:all_gather_into_tensor", (), (value,), time_s)
+    size = rounded_bytes(profile, whole_bytes)
+    part = Value(tensor=step.make(key, rounded_bytes(profile, part_bytes)))
+    part.is_viewed = True
+    return _Rerun(step, ProgramOp(op, (), ((key, size),), (size,)), (size,)), [part]
