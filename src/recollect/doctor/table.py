@@ -25,7 +25,7 @@ TOPICS: dict[str, tuple[Rule, ...]] = {
     "Megatron's errors": MEGATRON_TEXT_RULES,
     "Megatron's settings": MEGATRON_RULES,
 }
-NUM_CLASHES = sum(rule.alone is not None or rule.within is not None for rule in CLASHES)
+NUM_CLASHES = sum(rule.is_checked for rule in CLASHES)
 NUM_RULES = sum(map(len, TOPICS.values())) + NUM_CLASHES
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from recollect.errors import ConfigError, ConfigWarning
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule
@@ -10,19 +12,47 @@ from recollect.integrations.megatron.rules_modules import MODULE_RULES
 from recollect.integrations.megatron.rules_offload import OFFLOAD_RULES
 from recollect.integrations.megatron.rules_others import OTHER_RULES, mtp_block_clash
 from recollect.integrations.megatron.rules_recompute import RECOMPUTE_RULES, num_layers_clash
-from recollect.integrations.megatron.rules_stash import STASH_RULES
-from recollect.integrations.megatron.rules_types import TYPE_RULES
 from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.warning import warn_user
 
 __all__ = ["RULES", "check_config", "check_setting", "report_mtp_block", "report_num_layers"]
 
+_OPTIONAL_NUMBERS = (
+    "mhc_recompute_layer_num",
+    "num_microbatches_with_partial_activation_checkpoints",
+    "fine_grained_offloading_max_inflight_offloads",
+)
+
+
+def _types(config: RecomputeSettings) -> Clash | None:
+    for field in fields(config):
+        value, default = getattr(config, field.name), field.default
+        if isinstance(default, bool):
+            expected, is_right = "True or False", isinstance(value, bool)
+        elif isinstance(default, int):
+            expected, is_right = "a whole number", type(value) is int
+        elif isinstance(default, float):
+            expected, is_right = "a number", type(value) in (int, float)
+        elif field.name in _OPTIONAL_NUMBERS:
+            expected, is_right = "a whole number or None", value is None or type(value) is int
+        else:
+            continue
+        if not is_right:
+            return Clash({field.name: value}, f"{type(value).__name__} is the wrong type", f"Set it to {expected}.")
+    return None
+
+
 RULES: tuple[Rule, ...] = (
-    *TYPE_RULES,
+    Rule(
+        name="types",
+        when="a value of another type than the setting's, such as the string `'false'`",
+        megatron="nothing; the string is true",
+        why="meaningless",
+        alone=_types,
+    ),
     *RECOMPUTE_RULES,
     *MODULE_RULES,
     *OFFLOAD_RULES,
-    *STASH_RULES,
     *CUDA_GRAPH_RULES,
     *OTHER_RULES,
 )
@@ -32,14 +62,14 @@ RULES: tuple[Rule, ...] = (
 def check_config(config: RecomputeSettings) -> None:
     """Check the rules that need only the configuration."""
     for rule in RULES:
-        if rule.alone is not None and (clash := rule.clash(config)) is not None:
+        if not rule.needs_training and (clash := rule.clash(config)) is not None:
             _report(rule, clash)
 
 
 def check_setting(config: RecomputeSettings, setting: TrainingSetting) -> None:
     """Check the rules that compare with other settings."""
     for rule in RULES:
-        if rule.within is not None and (clash := rule.clash(config, setting)) is not None:
+        if rule.needs_training and (clash := rule.clash(config, setting)) is not None:
             _report(rule, clash)
 
 

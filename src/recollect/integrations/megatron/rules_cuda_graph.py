@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from recollect.integrations.megatron.condition import ON, Condition, one_of, other_than, version_of
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule, found
-from recollect.integrations.megatron.rules_offload import version_of
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["CUDA_GRAPH_RULES"]
 
 _PER_LAYER = ("local", "transformer_engine")
+_OF_LAYERS = Condition(lambda impl: impl in _PER_LAYER, "graphs of layers")
 _PARTIAL_MOE = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 _GRAPH = ("cuda_graph_impl", "cuda_graph_modules")
 _NO_GRAPH = "Set cuda_graph_impl to 'none'"
@@ -92,27 +93,23 @@ CUDA_GRAPH_RULES = (
         when="`cuda_graph_impl` is not one of its four values",
         megatron="AssertionError",
         why="meaningless",
-        within=lambda _, setting: setting.cuda_graph_impl not in ("none", *_PER_LAYER, "full_iteration"),
-        settings=("cuda_graph_impl",),
+        breaks={"cuda_graph_impl": other_than("none", *_PER_LAYER, "full_iteration")},
         reason="unknown way to capture",
         advice=f"{_NO_GRAPH}, or one of {_PER_LAYER}.",
     ),
     Rule(
         name="graph-layer-offload",
-        when="`cpu_offloading` with graphs of layers",
-        megatron="ValueError",
         why=_LATER,
-        within=lambda config, setting: config.cpu_offloading and setting.cuda_graph_impl in _PER_LAYER,
+        breaks={"cpu_offloading": ON, "cuda_graph_impl": _OF_LAYERS},
         settings=("cpu_offloading", *_GRAPH),
         reason="a layer's graph cannot hold copies to the host",
         advice=f"{_NO_GRAPH} or 'full_iteration'.",
     ),
     Rule(
         name="graph-full",
-        when="`full` with graphs of layers",
         megatron="AssertionError",
         why=_LATER,
-        within=lambda config, setting: config.recompute_granularity == "full" and setting.cuda_graph_impl in _PER_LAYER,
+        breaks={"recompute_granularity": one_of("full"), "cuda_graph_impl": _OF_LAYERS},
         settings=("recompute_granularity", *_GRAPH),
         reason="recompute of whole layers does not fit into graphs of single layers",
         advice=f"Set recompute_granularity to 'selective'. Or: {_NO_GRAPH} or 'full_iteration'.",

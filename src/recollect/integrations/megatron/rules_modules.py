@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from recollect.integrations.megatron.condition import OFF, has, other_than
 from recollect.integrations.megatron.modules import MODULES
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule, found
 
 __all__ = ["MODULE_RULES"]
+
+_DELTA_NETS = ("gdn", "gdn2", "gated_delta_net")
 
 
 def _is_a_list(config: RecomputeSettings) -> Clash | None:
@@ -83,48 +86,36 @@ MODULE_RULES = (
     ),
     Rule(
         name="moe-act-needs-experts",
-        when="`moe_act` in a model without experts",
         megatron="ValueError, through the next rule",
         why="the model has no such module",
-        within=lambda config, setting: "moe_act" in config.modules and not setting.num_moe_experts,
-        settings=("modules", "num_moe_experts"),
+        breaks={"modules": has("moe_act"), "num_moe_experts": OFF},
         reason="a model without experts has no moe_act",
         advice="Leave it out; a dense model's activation is inside mlp.",
     ),
     Rule(
         name="moe-act-needs-grouped-gemm",
         when="`moe_act` without `moe_grouped_gemm`",
-        megatron="ValueError",
         ours="free",
         why="the tape also sees the activations of experts that run one after the other",
     ),
     Rule(
         name="mla-up-proj-needs-mla",
-        when="`mla_up_proj` without `multi_latent_attention`",
-        megatron="ValueError",
         why="the model has no such module",
-        within=lambda config, setting: "mla_up_proj" in config.modules and not setting.multi_latent_attention,
-        settings=("modules", "multi_latent_attention"),
+        breaks={"modules": has("mla_up_proj"), "multi_latent_attention": OFF},
         reason="the model has no up-projection from latents",
         advice="Leave out mla_up_proj, or set multi_latent_attention.",
     ),
     Rule(
         name="gdn-needs-gdn",
         when="`gdn_norm_out` without a gated delta net",
-        megatron="ValueError",
         why="the model has no such module",
-        within=lambda config, setting: (
-            "gdn_norm_out" in config.modules
-            and setting.experimental_attention_variant not in ("gdn", "gdn2", "gated_delta_net")
-        ),
-        settings=("modules", "experimental_attention_variant"),
+        breaks={"modules": has("gdn_norm_out"), "experimental_attention_variant": other_than(*_DELTA_NETS)},
         reason="only a gated delta net has gdn_norm_out",
         advice="Leave it out, or set experimental_attention_variant to 'gdn' or 'gdn2'.",
     ),
     Rule(
         name="shared-experts-overlap",
         when="`shared_experts` with `moe_shared_expert_overlap`",
-        megatron="ValueError",
         ours="free",
         why="single values are recomputed, not a region of Python that has to run in one piece",
     ),

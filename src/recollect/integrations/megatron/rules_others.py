@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from recollect.integrations.megatron.condition import OFF, ON, SET, SEVERAL_RANKS, before, below, has, one_of
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule, found
-from recollect.integrations.megatron.rules_offload import version_of
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["OTHER_RULES", "mtp_block_clash"]
 
-_8_BIT_SENSITIVE = ("moe_act", "layernorm")
-
-
-def _is_8_bit_sensitive(config: RecomputeSettings, setting: TrainingSetting) -> bool:
-    return setting.fp8 is not None and any(name in config.modules for name in _8_BIT_SENSITIVE)
+_8_BIT_SENSITIVE = has("moe_act", "layernorm")
 
 
 def _overlap(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
@@ -50,22 +46,16 @@ OTHER_RULES = (
     Rule(
         name="fp8-delayed",
         when="`fp8` by the recipe `delayed` with `moe_act` or `layernorm`",
-        megatron="ValueError",
         why="a limit of the recipe",
-        within=lambda config, setting: _is_8_bit_sensitive(config, setting) and setting.fp8_recipe == "delayed",
-        settings=("modules", "fp8", "fp8_recipe"),
+        breaks={"modules": _8_BIT_SENSITIVE, "fp8": SET, "fp8_recipe": one_of("delayed")},
         reason="delayed scaling records what it sees, and recompute would show it everything twice",
         advice="Choose another fp8_recipe, or leave out moe_act and layernorm.",
     ),
     Rule(
         name="fp8-version",
         when="`fp8` with `moe_act` or `layernorm` on a Transformer Engine before 2.6",
-        megatron="ValueError",
         why="a limit of that library",
-        within=lambda config, setting: (
-            _is_8_bit_sensitive(config, setting) and version_of(setting.transformer_engine_version) < (2, 6)
-        ),
-        settings=("modules", "fp8", "transformer_engine_version"),
+        breaks={"modules": _8_BIT_SENSITIVE, "fp8": SET, "transformer_engine_version": before(2, 6)},
         reason="the layer after them has to keep its input in 16 bits, which Transformer Engine supports from 2.6 on",
         advice="Update it, or leave out moe_act and layernorm.",
     ),
@@ -78,18 +68,14 @@ OTHER_RULES = (
     ),
     Rule(
         name="mhc-needs-mhc",
-        when="`mhc` without `enable_mhc_connections`",
-        megatron="ValueError",
         why="the model has no such module",
-        within=lambda config, setting: "mhc" in config.modules and not setting.enable_mhc_connections,
-        settings=("modules", "enable_mhc_connections"),
+        breaks={"modules": has("mhc"), "enable_mhc_connections": OFF},
         reason="there are no hyper-connections",
         advice="Leave out mhc, or set enable_mhc_connections.",
     ),
     Rule(
         name="mhc-and-mlp",
         when="`mhc` with `mlp`",
-        megatron="ValueError",
         why="no model here has hyper-connections to try it on",
         alone=lambda config: "mhc" in config.modules and "mlp" in config.modules,
         settings=("modules",),
@@ -98,25 +84,17 @@ OTHER_RULES = (
     ),
     Rule(
         name="mhc-num-layers",
-        when="`mhc` with `mhc_recompute_layer_num` below 1",
-        megatron="ValueError",
         why="meaningless",
-        alone=lambda config: (
-            "mhc" in config.modules
-            and config.mhc_recompute_layer_num is not None
-            and config.mhc_recompute_layer_num < 1
-        ),
+        breaks={"modules": has("mhc"), "mhc_recompute_layer_num": below(1)},
         settings=("mhc_recompute_layer_num",),
         reason="not a number of layers",
         advice="Set it to 1 or more, or None for all.",
     ),
     Rule(
         name="mhc-and-offload",
-        when="`mhc` with `fine_grained_activation_offloading`",
         megatron="NotImplementedError",
         why="no model here has hyper-connections to try it on",
-        alone=lambda config: "mhc" in config.modules and config.fine_grained_activation_offloading,
-        settings=("modules", "fine_grained_activation_offloading"),
+        breaks={"modules": has("mhc"), "fine_grained_activation_offloading": ON},
         reason="mhc would be recomputed before its inputs are back",
         advice="Leave out one of them.",
     ),
@@ -135,31 +113,23 @@ OTHER_RULES = (
     ),
     Rule(
         name="mhc-and-full",
-        when="`enable_mhc_connections` with `full`",
         megatron="NotImplementedError",
         why="no model here has hyper-connections to try it on",
-        within=lambda config, setting: setting.enable_mhc_connections and config.recompute_granularity == "full",
-        settings=("enable_mhc_connections", "recompute_granularity"),
-        reason="no model here has hyper-connections to try it on",
+        breaks={"enable_mhc_connections": ON, "recompute_granularity": one_of("full")},
         advice="Set recompute_granularity to 'selective' with mhc.",
     ),
     Rule(
         name="mhc-and-pipeline",
-        when="`enable_mhc_connections` with `pipeline_model_parallel_size` above 1",
         megatron="NotImplementedError",
         why="as above",
-        within=lambda _, setting: setting.enable_mhc_connections and setting.pipeline_model_parallel_size != 1,
-        settings=("enable_mhc_connections", "pipeline_model_parallel_size"),
+        breaks={"enable_mhc_connections": ON, "pipeline_model_parallel_size": SEVERAL_RANKS},
         reason="stages would pass on several residual streams",
         advice="Set pipeline_model_parallel_size to 1.",
     ),
     Rule(
         name="mhc-and-mtp",
-        when="`enable_mhc_connections` with `mtp_num_layers`",
-        megatron="ValueError",
         why="as above",
-        within=lambda _, setting: setting.enable_mhc_connections and setting.mtp_num_layers is not None,
-        settings=("enable_mhc_connections", "mtp_num_layers"),
+        breaks={"enable_mhc_connections": ON, "mtp_num_layers": SET},
         reason="multi-token prediction layers expect one residual stream",
         advice="Leave out one of them.",
     ),

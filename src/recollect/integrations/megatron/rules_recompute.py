@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+from recollect.integrations.megatron.condition import ON, ONE_RANK, SET, UNSET, below, one_of, other_than
 from recollect.integrations.megatron.pipeline import chunk_sizes
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
-from recollect.integrations.megatron.rule import Clash, Rule, found
+from recollect.integrations.megatron.rule import Clash, Rule
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["RECOMPUTE_RULES", "num_layers_clash"]
 
-_WHAT = ("recompute_granularity", "recompute_method")
-
-
-def _other(value: object, *known: object) -> list[object]:
-    return [] if value in known else [value]
-
-
-def _is_number_of_layers(value: object) -> bool:
-    return value is None or (type(value) is int and value >= 1)
+_MICRO_BATCHES = "num_microbatches_with_partial_activation_checkpoints"
 
 
 def _num_layers_in_range(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
@@ -31,7 +24,7 @@ def num_layers_clash(config: RecomputeSettings, sizes: list[int]) -> Clash | Non
         return None
     chunks = "the model has" if len(sizes) == 1 else f"the largest of {len(sizes)} model chunks has"
     return Clash(
-        found(config, "recompute_method", "recompute_num_layers"),
+        {"recompute_method": config.recompute_method, "recompute_num_layers": value},
         f"{chunks} {max(sizes)} layers",
         f"Set recompute_num_layers to 1 to {max(sizes)}; it is counted in each virtual pipeline stage.",
     )
@@ -56,7 +49,7 @@ def _moe_layer_recompute(config: RecomputeSettings) -> Clash | None:
         return None
     names = " ".join(config.modules)
     return Clash(
-        found(config, "moe_layer_recompute"),
+        {"moe_layer_recompute": True},
         f"it is deprecated, and means selective recompute of {names}",
         f"Set recompute_granularity to 'selective' and recompute_modules to {list(config.modules)}.",
     )
@@ -66,10 +59,8 @@ RECOMPUTE_RULES = (
     Rule(
         name="granularity",
         when="`recompute_granularity` is not None, `full` or `selective`",
-        megatron="ValueError",
         why="meaningless; recollect suggests the closest word",
-        alone=lambda config: _other(config.recompute_granularity, None, "full", "selective"),
-        settings=("recompute_granularity",),
+        breaks={"recompute_granularity": other_than(None, "full", "selective")},
         reason="no such granularity",
         advice="Set it to 'full', 'selective' or None.",
         known=("full", "selective"),
@@ -79,8 +70,7 @@ RECOMPUTE_RULES = (
         when="`recompute_method` is not None, `uniform` or `block`",
         megatron="ValueError if there is a granularity, else nothing",
         why="meaningless",
-        alone=lambda config: _other(config.recompute_method, None, "uniform", "block"),
-        settings=("recompute_method",),
+        breaks={"recompute_method": other_than(None, "uniform", "block")},
         reason="no such method",
         advice="Set it to 'uniform' or 'block'.",
         known=("uniform", "block"),
@@ -90,28 +80,22 @@ RECOMPUTE_RULES = (
         when="`recompute_num_layers` is 0, negative, a bool or not a whole number",
         megatron="nothing; `uniform` with 0 never ends",
         why="meaningless",
-        alone=lambda config: not _is_number_of_layers(config.recompute_num_layers),
-        settings=("recompute_num_layers",),
+        breaks={"recompute_num_layers": below(1)},
         reason="not a number of layers",
         advice="Set it to a whole number, 1 or more; to recompute nothing, leave out recompute_granularity.",
     ),
     Rule(
         name="full-needs-method",
-        when="`full` without `recompute_method`",
-        megatron="ValueError",
         why="`uniform` and `block` differ; nobody can guess which. ROLL's default is in `recollect.integrations.megatron.roll`",
-        alone=lambda config: config.recompute_granularity == "full" and config.recompute_method is None,
-        settings=_WHAT,
+        breaks={"recompute_granularity": one_of("full"), "recompute_method": UNSET},
         reason="full recompute needs a method",
         advice="Set recompute_method to 'uniform' or 'block'.",
     ),
     Rule(
         name="full-needs-num-layers",
-        when="`full` without `recompute_num_layers`",
         megatron="ValueError, which names a range that it never checks",
         why="as above",
-        alone=lambda config: config.recompute_granularity == "full" and config.recompute_num_layers is None,
-        settings=("recompute_granularity", "recompute_num_layers"),
+        breaks={"recompute_granularity": one_of("full"), "recompute_num_layers": UNSET},
         reason="full recompute needs a number of layers",
         advice="Set recompute_num_layers, for example to 1",
     ),
@@ -131,21 +115,16 @@ RECOMPUTE_RULES = (
     ),
     Rule(
         name="selective-has-no-num-layers",
-        when="`selective` with `recompute_num_layers`",
-        megatron="ValueError",
         why="it would have no effect; Megatron-Bridge's `-rl` beside `--recompute_modules` ends here",
-        alone=lambda config: config.recompute_granularity == "selective" and config.recompute_num_layers is not None,
-        settings=("recompute_granularity", "recompute_num_layers"),
+        breaks={"recompute_granularity": one_of("selective"), "recompute_num_layers": SET},
         reason="selective recompute is the same in every layer",
         advice="Leave recompute_num_layers out, or set recompute_granularity to 'full'.",
     ),
     Rule(
         name="selective-has-no-method",
-        when="`selective` with `recompute_method`",
         megatron="AssertionError on the command line; the configuration object ignores it",
         why="it would have no effect",
-        alone=lambda config: config.recompute_granularity == "selective" and config.recompute_method is not None,
-        settings=_WHAT,
+        breaks={"recompute_granularity": one_of("selective"), "recompute_method": SET},
         reason="a method says which whole layers to recompute, and selective recomputes modules of all",
         advice="Leave recompute_method out, or set recompute_granularity to 'full'.",
     ),
@@ -180,41 +159,31 @@ RECOMPUTE_RULES = (
     ),
     Rule(
         name="moe-layer-recompute-with-full",
-        when="`moe_layer_recompute` with `full`",
-        megatron="ValueError",
         why="they contradict each other",
-        alone=lambda config: config.moe_layer_recompute and config.recompute_granularity == "full",
-        settings=("recompute_granularity", "moe_layer_recompute"),
+        breaks={"recompute_granularity": one_of("full"), "moe_layer_recompute": ON},
         reason="one asks for whole layers, the other for modules",
         advice="Leave out moe_layer_recompute: full recompute takes the experts with the rest of the layer.",
     ),
     Rule(
         name="distribute-needs-full",
-        when="`distribute_saved_activations` without `full`",
         megatron="AssertionError on the command line; ignored by the configuration object, though its guide shows it",
         why="it would have no effect",
-        alone=lambda config: config.distribute_saved_activations and config.recompute_granularity != "full",
-        settings=("recompute_granularity", "distribute_saved_activations"),
+        breaks={"recompute_granularity": other_than("full"), "distribute_saved_activations": ON},
         reason="only the kept inputs of whole layers are ever distributed",
         advice="Leave it out, or set recompute_granularity to 'full'.",
     ),
     Rule(
         name="distribute-without-tensor-parallel",
-        when="`distribute_saved_activations` with `tensor_model_parallel_size` 1",
         megatron="AssertionError on the command line; nothing in the configuration object",
         why="it would have no effect",
-        within=lambda config, setting: config.distribute_saved_activations and setting.tensor_model_parallel_size <= 1,
-        settings=("distribute_saved_activations", "tensor_model_parallel_size"),
+        breaks={"distribute_saved_activations": ON, "tensor_model_parallel_size": ONE_RANK},
         reason="there are no ranks to distribute to",
         advice="Leave it out, or set tensor_model_parallel_size to 2 or more.",
     ),
     Rule(
         name="distribute-with-sequence-parallel",
-        when="`distribute_saved_activations` with `sequence_parallel`",
-        megatron="ValueError",
         why="the kept values are already split",
-        within=lambda config, setting: config.distribute_saved_activations and setting.sequence_parallel,
-        settings=("distribute_saved_activations", "sequence_parallel"),
+        breaks={"distribute_saved_activations": ON, "sequence_parallel": ON},
         reason="sequence parallelism has already split the kept values",
         advice="Leave out distribute_saved_activations.",
     ),
@@ -228,20 +197,15 @@ RECOMPUTE_RULES = (
             config.num_microbatches_with_partial_activation_checkpoints is not None
             and (config.recompute_granularity, config.recompute_method) != ("full", "block")
         ),
-        settings=(*_WHAT, "num_microbatches_with_partial_activation_checkpoints"),
+        settings=("recompute_granularity", "recompute_method", _MICRO_BATCHES),
         reason="all micro-batches recompute the same",
         advice="Leave it out, or set recompute_granularity to 'full' and recompute_method to 'block'.",
     ),
     Rule(
         name="micro-batches-without-pipeline",
-        when="`num_microbatches_with_partial_activation_checkpoints` with `pipeline_model_parallel_size` 1",
         megatron="nothing; it is ignored",
         why="it would have no effect",
-        within=lambda config, setting: (
-            config.num_microbatches_with_partial_activation_checkpoints is not None
-            and setting.pipeline_model_parallel_size <= 1
-        ),
-        settings=("num_microbatches_with_partial_activation_checkpoints", "pipeline_model_parallel_size"),
+        breaks={_MICRO_BATCHES: SET, "pipeline_model_parallel_size": ONE_RANK},
         reason="several micro-batches are in flight in a pipeline only",
         advice="Leave it out, or set pipeline_model_parallel_size to 2 or more.",
     ),
