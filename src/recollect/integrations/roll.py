@@ -15,8 +15,8 @@ from recollect.applying import apply_policy
 from recollect.arguments import check_kind
 from recollect.engine.placed_forward import Applied
 from recollect.errors import ConfigError
-from recollect.integrations.key_value_cache import CacheOff
 from recollect.integrations.megatron.roll import RollCheckpointing
+from recollect.integrations.trainers import CacheOff
 from recollect.recording.find_units import find_units
 from recollect.recording.leanest_policy import DropAll
 
