@@ -6,7 +6,7 @@ the same as a plan for a recorded step.
 
 from __future__ import annotations
 
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -23,7 +23,7 @@ from recollect.recording.leanest_policy import DropAll
 __all__ = ["RollApplied", "apply_roll_checkpointing"]
 
 
-class RollApplied:
+class RollApplied(AbstractContextManager["RollApplied"]):
     """ROLL's switches in effect on a model. `remove()`, or the end of a with-block, ends them.
 
     Attributes:
@@ -42,12 +42,7 @@ class RollApplied:
             handle.remove()
         self._handles = []
 
-    def __enter__(self) -> RollApplied:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 

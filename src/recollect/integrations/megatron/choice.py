@@ -7,7 +7,9 @@
 | full, block, n | `BlockFull(n)` |
 | selective, modules | `Selective({module: what happens to its output})` |
 
-The compiler reads these, so that no meaningless combination of settings can reach it.
+The compiler reads these, so that no meaningless combination of settings can reach it. The names of modules, and what Megatron
+does with the output of each, are read in Megatron-LM main at d98e8a64 (`TransformerConfig.recompute_modules`,
+`offload_modules`).
 """
 
 from __future__ import annotations
@@ -15,12 +17,46 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
-from recollect.integrations.megatron.modules import MODULES, ModuleName
 from recollect.plans.action import Action
 
-__all__ = ["BlockFull", "Choice", "NoRecompute", "Selective", "UniformFull"]
+__all__ = ["MEGATRON_OUTPUT", "MODULES", "OFFLOAD_MODULES", "BlockFull", "Choice", "ModuleName"]
+__all__ += ["NoRecompute", "Selective", "UniformFull"]
+
+ModuleName = Literal[
+    "core_attn",
+    "mlp",
+    "moe",
+    "shared_experts",
+    "layernorm",
+    "moe_act",
+    "mla_up_proj",
+    "gdn_norm_out",
+    "gdp_in_proj",
+    "gdp_qkv",
+    "mhc",
+]
+MODULES: Final[tuple[ModuleName, ...]] = get_args(ModuleName)
+
+_ORDINARY = frozenset({"core_attn", "mlp", "moe", "shared_experts"})
+MEGATRON_OUTPUT: Final[dict[ModuleName, Action]] = {
+    name: Action.KEEP if name in _ORDINARY else Action.RECOMPUTE for name in MODULES
+}
+"""What Megatron does with what a module returns: "keep" under `CheckpointFunction`, "recompute" under
+`CheckpointWithoutOutput`, which it calls output-discarding."""
+
+OFFLOAD_MODULES: Final[tuple[str, ...]] = (
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "expert_fc1",
+    "moe_act",
+    "fused_group_mlp",
+    "gdp_qkv",
+)
 
 
 @dataclass(frozen=True, slots=True)

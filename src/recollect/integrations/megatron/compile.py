@@ -13,10 +13,9 @@ from itertools import chain
 
 from recollect.arguments import check_kind
 from recollect.errors import ConfigError, ConfigWarning
-from recollect.integrations.megatron.choice import BlockFull, Choice, NoRecompute, Selective, UniformFull
+from recollect.integrations.megatron.choice import BlockFull, Choice, ModuleName, NoRecompute, Selective, UniformFull
 from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.module_values import LayerOps, values_of_module
-from recollect.integrations.megatron.modules import ModuleName
 from recollect.integrations.megatron.not_yet import refuse_not_yet
 from recollect.integrations.megatron.pipeline import model_chunks
 from recollect.integrations.megatron.rules import report_mtp_block, report_num_layers
@@ -48,7 +47,7 @@ def megatron_plan(
 
     Full recompute drops everything that can be recomputed, and outputs between the layers of one `uniform` region too.
     Selective recompute drops what the named modules compute; their outputs are kept or dropped as in Megatron
-    (`MEGATRON_OUTPUT` in `modules.py`), unless `recompute_discard_outputs` says otherwise. What cannot be recomputed (a
+    (`MEGATRON_OUTPUT` in `choice.py`), unless `recompute_discard_outputs` says otherwise. What cannot be recomputed (a
     router's choices) is always kept. With `distribute_saved_activations` the inputs that full recompute keeps have the action
     "shard".
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from recollect.integrations.megatron.modules import ModuleName
+from recollect.integrations.megatron.choice import ModuleName
 from recollect.profile.graph import UnitGraph
 
 __all__ = ["LayerOps", "values_of_module"]

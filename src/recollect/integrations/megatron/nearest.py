@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from recollect.errors import BudgetTooSmallError, ConfigError, ConfigWarning, NotYetError
+from recollect.integrations.megatron.choice import MODULES
 from recollect.integrations.megatron.compile import megatron_plan
 from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.module_values import LayerOps, values_of_module
-from recollect.integrations.megatron.modules import MODULES
 from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.integrations.nearest import Nearest, nearest
 from recollect.pipelines.pipeline_plan import PipelinePlan

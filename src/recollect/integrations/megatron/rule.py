@@ -40,32 +40,32 @@ class Rule:
     """One rule. What breaks it is said in one of three ways, `breaks`, `alone` and `within`; or in none, if nothing does here.
 
     Attributes:
-        name: as in errors and in the table.
+        name: as in errors and in the table, which is the key of a rule in the files by topic.
         when: the settings that break it, in words; empty: the words of `breaks`.
         megatron: Megatron's answer, in words.
         ours: recollect's answer.
-        why: the reason for it.
+        why: the reason for it; by default the settings have no meaning.
         breaks: the conditions that all hold of a configuration, and of the rest of the training's settings, that break it;
             "modules" are the recomputed ones, with defaults.
         alone: tells whether the configuration breaks it.
         within: tells whether the configuration breaks it, with the rest of the training's settings.
         settings: what an error shows, in this order; empty: those of `breaks`.
         reason: what an error gives as its reason; empty: `why`.
-        advice: what an error says to do.
+        advice: what an error says to do; by default for two settings that exclude each other.
         known: the right names, if the wrong one that breaks the rule may be a misspelling.
     """
 
-    name: str
+    name: str = ""
     when: str = ""
     megatron: str = "ValueError"
     ours: Answer = "error"
-    why: str
+    why: str = "meaningless"
     breaks: Mapping[str, Condition] = field(default_factory=dict)
     alone: Alone | None = None
     within: Within | None = None
     settings: tuple[str, ...] = ()
     reason: str = ""
-    advice: str = ""
+    advice: str = "Leave out one of them."
     known: tuple[str, ...] = ()
 
     @property

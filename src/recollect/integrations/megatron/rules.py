@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from recollect.errors import ConfigError, ConfigWarning
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule
 from recollect.integrations.megatron.rules_cuda_graph import CUDA_GRAPH_RULES
-from recollect.integrations.megatron.rules_modules import MODULE_RULES
 from recollect.integrations.megatron.rules_offload import OFFLOAD_RULES
 from recollect.integrations.megatron.rules_others import OTHER_RULES, mtp_block_clash
 from recollect.integrations.megatron.rules_recompute import RECOMPUTE_RULES, num_layers_clash
@@ -42,20 +41,13 @@ def _types(config: RecomputeSettings) -> Clash | None:
     return None
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
-        name="types",
-        when="a value of another type than the setting's, such as the string `'false'`",
-        megatron="nothing; the string is true",
-        why="meaningless",
-        alone=_types,
-    ),
-    *RECOMPUTE_RULES,
-    *MODULE_RULES,
-    *OFFLOAD_RULES,
-    *CUDA_GRAPH_RULES,
-    *OTHER_RULES,
+_TYPE_RULE = Rule(
+    when="a value of another type than the setting's, such as the string `'false'`",
+    megatron="nothing; the string is true",
+    alone=_types,
 )
+_RULES = {"types": _TYPE_RULE, **RECOMPUTE_RULES, **OFFLOAD_RULES, **CUDA_GRAPH_RULES, **OTHER_RULES}
+RULES: tuple[Rule, ...] = tuple(replace(rule, name=name) for name, rule in _RULES.items())
 """In the order in which they are checked: rules about single values first."""
 
 

@@ -87,26 +87,22 @@ def _fine_grained(config: RecomputeSettings, setting: TrainingSetting) -> Clash 
 
 _LATER = "nothing here can show yet that it works"
 
-CUDA_GRAPH_RULES = (
-    Rule(
-        name="graph-impl",
+CUDA_GRAPH_RULES = {
+    "graph-impl": Rule(
         when="`cuda_graph_impl` is not one of its four values",
         megatron="AssertionError",
-        why="meaningless",
         breaks={"cuda_graph_impl": other_than("none", *_PER_LAYER, "full_iteration")},
         reason="unknown way to capture",
         advice=f"{_NO_GRAPH}, or one of {_PER_LAYER}.",
     ),
-    Rule(
-        name="graph-layer-offload",
+    "graph-layer-offload": Rule(
         why=_LATER,
         breaks={"cpu_offloading": ON, "cuda_graph_impl": _OF_LAYERS},
         settings=("cpu_offloading", *_GRAPH),
         reason="a layer's graph cannot hold copies to the host",
         advice=f"{_NO_GRAPH} or 'full_iteration'.",
     ),
-    Rule(
-        name="graph-full",
+    "graph-full": Rule(
         megatron="AssertionError",
         why=_LATER,
         breaks={"recompute_granularity": one_of("full"), "cuda_graph_impl": _OF_LAYERS},
@@ -114,8 +110,7 @@ CUDA_GRAPH_RULES = (
         reason="recompute of whole layers does not fit into graphs of single layers",
         advice=f"Set recompute_granularity to 'selective'. Or: {_NO_GRAPH} or 'full_iteration'.",
     ),
-    Rule(
-        name="graph-moe-router",
+    "graph-moe-router": Rule(
         when="`moe` with a graph of `moe_router` by Transformer Engine",
         megatron="AssertionError",
         why="a graph cannot lie inside recomputed code",
@@ -124,8 +119,7 @@ CUDA_GRAPH_RULES = (
         reason="the graph of the router lies inside recomputed code",
         advice="Leave out moe, or moe_router.",
     ),
-    Rule(
-        name="graph-attention-dropout",
+    "graph-attention-dropout": Rule(
         when="`core_attn` in a graph with `attention_dropout`",
         megatron="AssertionError",
         why=_LATER,
@@ -136,8 +130,7 @@ CUDA_GRAPH_RULES = (
         reason=_RANDOM,
         advice="Set attention_dropout to 0, or leave core_attn or the graph of attn out.",
     ),
-    Rule(
-        name="graph-hidden-dropout",
+    "graph-hidden-dropout": Rule(
         when="`mlp` or `moe` in a graph with `hidden_dropout`",
         megatron="AssertionError",
         why=_LATER,
@@ -150,8 +143,7 @@ CUDA_GRAPH_RULES = (
         reason=_RANDOM,
         advice="Set hidden_dropout to 0, or leave {} out on one side.",
     ),
-    Rule(
-        name="graph-jitter",
+    "graph-jitter": Rule(
         when="`moe` in a graph with `moe_input_jitter_eps`",
         megatron="AssertionError",
         why=_LATER,
@@ -162,8 +154,7 @@ CUDA_GRAPH_RULES = (
         reason=_RANDOM,
         advice="Leave out moe_input_jitter_eps, or moe on one side.",
     ),
-    Rule(
-        name="graph-gtp",
+    "graph-gtp": Rule(
         when="`shared_experts` in a local graph, in 8 or 4 bits, with `gtp_weight_remat_size` above 1",
         megatron="AssertionError",
         why=_LATER,
@@ -172,16 +163,14 @@ CUDA_GRAPH_RULES = (
         reason="capture takes gradients in a way that recompute of an 8-bit module cannot",
         advice="Leave out shared_experts, or set cuda_graph_impl to 'full_iteration'.",
     ),
-    Rule(
-        name="graph-fine-grained",
+    "graph-fine-grained": Rule(
         when="`fine_grained_activation_offloading` with graphs: other modules than the experts' in local ones, whole layers, "
         "`moe` captured, no warm-up step, a whole step without `fine_grained_offloading_max_inflight_offloads`",
         megatron="AssertionError",
         why=_LATER,
         within=_fine_grained,
     ),
-    Rule(
-        name="graph-offload-version",
+    "graph-offload-version": Rule(
         when="`fine_grained_activation_offloading` with graphs by a Transformer Engine before 2.14",
         megatron="AssertionError when the model is built",
         why="a limit of that library",
@@ -194,8 +183,7 @@ CUDA_GRAPH_RULES = (
         reason="graphs can offload from Transformer Engine 2.14 on",
         advice="Update it, or set cuda_graph_impl to 'none'.",
     ),
-    Rule(
-        name="graph-norm",
+    "graph-norm": Rule(
         when="`layernorm` with a graph of `moe_router` at whose edge the norm lies",
         megatron="warning when the model is built; the norm is kept",
         why="the request would silently not be met",
@@ -204,8 +192,7 @@ CUDA_GRAPH_RULES = (
         reason="the norm before the experts lies at the edge of the graph of the router, and would silently be kept",
         advice="Leave out layernorm, or moe_router of cuda_graph_modules.",
     ),
-    Rule(
-        name="graph-offload-norm",
+    "graph-offload-norm": Rule(
         when="offload of `attn_norm` or `mlp_norm` with a graph that takes the same input",
         megatron="warning when the model is built; the input stays",
         why="the request would silently not be met",
@@ -218,4 +205,4 @@ CUDA_GRAPH_RULES = (
         reason="the input of {} belongs to the graph, and would silently stay on the device",
         advice="Leave out {}, or the graph.",
     ),
-)
+}

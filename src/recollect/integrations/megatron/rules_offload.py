@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+from recollect.integrations.megatron.choice import OFFLOAD_MODULES
 from recollect.integrations.megatron.condition import (
     OFF,
     ON,
@@ -20,7 +21,6 @@ from recollect.integrations.megatron.condition import (
     other_than,
     version_of,
 )
-from recollect.integrations.megatron.modules import OFFLOAD_MODULES
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule
 from recollect.integrations.megatron.training_setting import TrainingSetting
@@ -59,9 +59,8 @@ _NEEDS_OLDER_PATH = Condition(
 )
 _LATER = "nothing here can show yet that it works; the tape has no such limit"
 
-OFFLOAD_RULES = (
-    Rule(
-        name="offload-num-layers",
+OFFLOAD_RULES = {
+    "offload-num-layers": Rule(
         when="`cpu_offloading` with `cpu_offloading_num_layers` not below `num_layers`",
         why="the last layer's values are needed at once",
         within=_every_layer,
@@ -69,17 +68,14 @@ OFFLOAD_RULES = (
         reason="all layers cannot be offloaded: the last one is needed at once",
         advice="Set cpu_offloading_num_layers to {} or less.",
     ),
-    Rule(
-        name="offload-num-layers-type",
+    "offload-num-layers-type": Rule(
         when="`cpu_offloading_num_layers` negative or not a whole number",
         megatron="ValueError for negative numbers if `cpu_offloading`, else nothing",
-        why="meaningless",
         breaks={"cpu_offloading_num_layers": below(0)},
         reason="not a number of layers",
         advice="Set it to a whole number, 0 or more.",
     ),
-    Rule(
-        name="offload-no-layers",
+    "offload-no-layers": Rule(
         megatron="nothing; Bridge's harness did so by accident (issue 2992)",
         ours="warning",
         why="it has no effect",
@@ -87,8 +83,7 @@ OFFLOAD_RULES = (
         reason="no layer is offloaded",
         advice="Set cpu_offloading_num_layers, or leave out cpu_offloading.",
     ),
-    Rule(
-        name="offload-layers-without-switch",
+    "offload-layers-without-switch": Rule(
         megatron="nothing in the configuration object; its command line sets `cpu_offloading`",
         ours="warning",
         why="it has no effect; `recollect train` sets it too",
@@ -96,40 +91,33 @@ OFFLOAD_RULES = (
         reason="nothing is offloaded",
         advice="Set cpu_offloading, or leave out cpu_offloading_num_layers.",
     ),
-    Rule(
-        name="offload-pipeline",
+    "offload-pipeline": Rule(
         why=_LATER,
         breaks={"cpu_offloading": ON, "pipeline_model_parallel_size": SEVERAL_RANKS},
         reason="whole layers are offloaded in the order of one forward and one backward",
         advice="Leave out cpu_offloading, or set pipeline_model_parallel_size to 1.",
     ),
-    Rule(
-        name="offload-and-recompute",
+    "offload-and-recompute": Rule(
         when="`cpu_offloading` with any recompute",
         why=_LATER,
         alone=lambda config: config.cpu_offloading and (config.recompute_granularity or config.is_selective),
         settings=("cpu_offloading", "recompute_granularity", "moe_layer_recompute"),
         reason="one brings back what the other drops",
-        advice="Leave out one of them.",
     ),
-    Rule(
-        name="fine-grained-and-layers",
+    "fine-grained-and-layers": Rule(
         megatron="AssertionError",
         why="both would take the same values",
         breaks={"fine_grained_activation_offloading": ON, "cpu_offloading": ON},
         reason="both would offload the same values",
-        advice="Leave out one of them.",
     ),
-    Rule(
-        name="offload-modules-empty",
+    "offload-modules-empty": Rule(
         megatron="AssertionError without a message",
         why="it would have no effect",
         breaks={"fine_grained_activation_offloading": ON, "offload_modules": OFF},
         reason="nothing to offload is named",
         advice=f"Set offload_modules to some of {', '.join(OFFLOAD_MODULES)}.",
     ),
-    Rule(
-        name="offload-modules-known",
+    "offload-modules-known": Rule(
         when="an unknown name in `offload_modules`",
         megatron="AssertionError if `fine_grained_activation_offloading`, else nothing",
         why="recollect suggests the closest name",
@@ -139,8 +127,7 @@ OFFLOAD_RULES = (
         advice=f"Choose from {', '.join(OFFLOAD_MODULES)}.",
         known=OFFLOAD_MODULES,
     ),
-    Rule(
-        name="offload-modules-without-switch",
+    "offload-modules-without-switch": Rule(
         megatron="nothing; they are ignored",
         ours="warning",
         why="it has no effect",
@@ -148,8 +135,7 @@ OFFLOAD_RULES = (
         reason="nothing is offloaded",
         advice="Set fine_grained_activation_offloading, or leave out offload_modules.",
     ),
-    Rule(
-        name="offload-attn-proj",
+    "offload-attn-proj": Rule(
         when="offload of `attn_proj` without `core_attn`",
         why="its input would stay on the device anyway",
         alone=lambda config: _offloads(config, "attn_proj") and "core_attn" not in config.offload_modules,
@@ -157,33 +143,26 @@ OFFLOAD_RULES = (
         reason="the input of attn_proj is the output of core_attn, which core_attn's backward holds",
         advice="Add core_attn.",
     ),
-    Rule(
-        name="offload-gdp-qkv",
+    "offload-gdp-qkv": Rule(
         when="offload of `gdp_qkv` with recompute of `gdp_in_proj`",
         why="nothing is left to offload",
         breaks={"offload_modules": has("gdp_qkv"), "modules": has("gdp_in_proj")},
         reason="recompute of gdp_in_proj drops what gdp_qkv would offload",
-        advice="Leave out one of them.",
     ),
-    Rule(
-        name="offload-inside-moe",
+    "offload-inside-moe": Rule(
         when="offload of `moe_act`, `expert_fc1` or `fused_group_mlp` with recompute of `moe`",
         megatron="AssertionError",
         why="nothing is left to offload",
         alone=lambda config: "moe" in config.modules and _offloads(config, *_EXPERT_PARTS),
         settings=("offload_modules", "modules"),
         reason="recompute of moe drops what {} would offload",
-        advice="Leave out one of them.",
     ),
-    Rule(
-        name="offload-numbers",
+    "offload-numbers": Rule(
         when="a negative size, or a fraction outside 0 to 1, among the companions of `offload_modules`",
         megatron="AssertionError if `fine_grained_activation_offloading`; `..._max_inflight_offloads` with graphs only",
-        why="meaningless",
         alone=_numbers,
     ),
-    Rule(
-        name="offload-fused-needs-fuser",
+    "offload-fused-needs-fuser": Rule(
         when="offload of `fused_group_mlp` without `use_transformer_engine_op_fuser`",
         why="the model has no such module",
         within=lambda config, setting: (
@@ -193,8 +172,7 @@ OFFLOAD_RULES = (
         reason="there is no fused MLP of experts",
         advice="Set use_transformer_engine_op_fuser, or offload expert_fc1 and moe_act instead.",
     ),
-    Rule(
-        name="offload-fused-or-parts",
+    "offload-fused-or-parts": Rule(
         when="offload of `fused_group_mlp` with `expert_fc1` or `moe_act`",
         why="they name the same values",
         alone=lambda config: _offloads(config, "fused_group_mlp") and _offloads(config, "expert_fc1", "moe_act"),
@@ -202,8 +180,7 @@ OFFLOAD_RULES = (
         reason="fused_group_mlp includes the others",
         advice="Leave out {}, or fused_group_mlp.",
     ),
-    Rule(
-        name="offload-transformer-engine",
+    "offload-transformer-engine": Rule(
         when="`fine_grained_activation_offloading` with another `transformer_impl`",
         megatron="AssertionError on the command line",
         why=_LATER,
@@ -211,8 +188,7 @@ OFFLOAD_RULES = (
         reason="modules are offloaded only in Transformer Engine's layers",
         advice="Set transformer_impl to 'transformer_engine'.",
     ),
-    Rule(
-        name="offload-v1",
+    "offload-v1": Rule(
         megatron="AssertionError on the command line",
         why="a limit of that library",
         breaks={"fine_grained_activation_offloading": ON, "transformer_engine_version": _NEEDS_OLDER_PATH},
@@ -220,25 +196,21 @@ OFFLOAD_RULES = (
         advice="Set the environment variable NVTE_CPU_OFFLOAD_V1 to 1.",
     ),
     # A paged stash.
-    Rule(
-        name="stash-and-layers",
+    "stash-and-layers": Rule(
         why="both would take the same values",
         breaks={"moe_paged_stash": ON, "cpu_offloading": ON},
-        advice="Leave out one of them.",
     ),
-    Rule(
-        name="stash-needs-capacity",
+    "stash-needs-capacity": Rule(
         why="it would have no effect",
         breaks={"moe_paged_stash": ON, "moe_expert_rank_capacity_factor": UNSET},
         reason="without a capacity there is nothing to page",
         advice="Set moe_expert_rank_capacity_factor, or leave out moe_paged_stash.",
     ),
-    Rule(
-        name="stash-or-offload",
+    "stash-or-offload": Rule(
         when="`moe_paged_stash` with offload of `expert_fc1`, `moe_act` or `fused_group_mlp`",
         why="both would take the same values",
         breaks={"moe_paged_stash": ON, "offload_modules": has(*_EXPERT_PARTS)},
         reason="the stash holds these activations already",
         advice="Leave out {}.",
     ),
-)
+}

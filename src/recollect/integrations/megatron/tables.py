@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recollect.integrations.megatron.modules import MEGATRON_OUTPUT, OFFLOAD_MODULES
+from recollect.integrations.megatron.choice import MEGATRON_OUTPUT, OFFLOAD_MODULES
 from recollect.integrations.megatron.not_yet import NOT_YET
 from recollect.integrations.megatron.rules import RULES
 

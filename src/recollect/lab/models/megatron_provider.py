@@ -93,7 +93,11 @@ class GPTModelProvider:
     """
 
     config: ClassVar[TransformerConfig | None] = None
-    """A configuration whose fields are the defaults of a subclass."""
+    """A configuration whose fields are the defaults of a subclass; a subclass with a `size` has the one of that name."""
+
+    def __init_subclass__(cls, size: str | None = None) -> None:
+        if size is not None:
+            cls.config = NAMED_CONFIGS[size]
 
     def __init__(self, **settings: Any) -> None:
         for name, default in self._defaults().items():
@@ -286,46 +290,32 @@ class LlamaModelProvider(GPTModelProvider):
     share_embeddings_and_output_weights = False
 
 
-class Llama2ModelProvider7B(GPTModelProvider):
+class Llama2ModelProvider7B(GPTModelProvider, size="7b"):
     """LLaMA 2 7B."""
 
-    config = NAMED_CONFIGS["7b"]
 
-
-class Llama2ModelProvider13B(GPTModelProvider):
+class Llama2ModelProvider13B(GPTModelProvider, size="13b"):
     """LLaMA 2 13B."""
 
-    config = NAMED_CONFIGS["13b"]
 
-
-class Llama2ModelProvider70B(GPTModelProvider):
+class Llama2ModelProvider70B(GPTModelProvider, size="70b"):
     """LLaMA 2 70B."""
 
-    config = NAMED_CONFIGS["70b"]
 
-
-class Llama3ModelProvider8B(GPTModelProvider):
+class Llama3ModelProvider8B(GPTModelProvider, size="8b"):
     """LLaMA 3 8B."""
 
-    config = NAMED_CONFIGS["8b"]
 
-
-class GPTProvider175B(GPTModelProvider):
+class GPTProvider175B(GPTModelProvider, size="gpt3-175b"):
     """GPT-3 175B."""
 
-    config = NAMED_CONFIGS["gpt3-175b"]
 
-
-class MixtralModelProvider8x7B(GPTModelProvider):
+class MixtralModelProvider8x7B(GPTModelProvider, size="mixtral-8x7b"):
     """Mixtral 8x7B."""
 
-    config = NAMED_CONFIGS["mixtral-8x7b"]
 
-
-class DeepSeekV3ModelProvider(GPTModelProvider):
+class DeepSeekV3ModelProvider(GPTModelProvider, size="deepseek-v3-671b"):
     """DeepSeek-V3 671B."""
-
-    config = NAMED_CONFIGS["deepseek-v3-671b"]
 
 
 def _names(kind: type) -> list[str]:
