@@ -18,7 +18,9 @@ from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.module_values import LayerOps, values_of_module
 from recollect.integrations.megatron.not_yet import refuse_not_yet
 from recollect.integrations.megatron.pipeline import model_chunks
-from recollect.integrations.megatron.rules import report_mtp_block, report_num_layers
+from recollect.integrations.megatron.rules import report
+from recollect.integrations.megatron.rules_others import mtp_block_clash
+from recollect.integrations.megatron.rules_recompute import num_layers_clash
 from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.planning.output_choices import outputs_within
 from recollect.plans.action import Action
@@ -92,10 +94,10 @@ def megatron_plan(
     choice = config.choice
     chunks = _chunks(profile, setting)
     if isinstance(choice, (UniformFull, BlockFull)):
-        report_num_layers(config, [len(chunk) for chunk in chunks])
+        report("num-layers-range", num_layers_clash(config, [len(chunk) for chunk in chunks]))
     heads = _prediction_heads(profile)
     if heads and isinstance(choice, BlockFull) and not (setting is not None and setting.mtp_num_layers):
-        report_mtp_block(config, len(heads))
+        report("mtp-block", mtp_block_clash(config, len(heads)))
     units = _units(profile, choice, chunks, heads)
     if config.distribute_saved_activations:
         units = _with_inputs_as_parts(profile, units, _with_kept_inputs(choice, chunks, heads))

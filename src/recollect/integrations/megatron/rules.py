@@ -9,12 +9,12 @@ from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule
 from recollect.integrations.megatron.rules_cuda_graph import CUDA_GRAPH_RULES
 from recollect.integrations.megatron.rules_offload import OFFLOAD_RULES
-from recollect.integrations.megatron.rules_others import OTHER_RULES, mtp_block_clash
-from recollect.integrations.megatron.rules_recompute import RECOMPUTE_RULES, num_layers_clash
+from recollect.integrations.megatron.rules_others import OTHER_RULES
+from recollect.integrations.megatron.rules_recompute import RECOMPUTE_RULES
 from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.warning import warn_user
 
-__all__ = ["RULES", "check_config", "check_setting", "report_mtp_block", "report_num_layers"]
+__all__ = ["RULES", "check", "report"]
 
 _OPTIONAL_NUMBERS = (
     "mhc_recompute_layer_num",
@@ -51,38 +51,18 @@ RULES: tuple[Rule, ...] = tuple(replace(rule, name=name) for name, rule in _RULE
 """In the order in which they are checked: rules about single values first."""
 
 
-def check_config(config: RecomputeSettings) -> None:
-    """Check the rules that need only the configuration."""
+def check(config: RecomputeSettings, setting: TrainingSetting | None = None) -> None:
+    """Check the rules that compare the configuration with a setting; without one, those that need only the configuration."""
     for rule in RULES:
-        if not rule.needs_training and (clash := rule.clash(config)) is not None:
-            _report(rule, clash)
+        if rule.needs_training == (setting is not None):
+            report(rule.name, rule.clash(config, setting))
 
 
-def check_setting(config: RecomputeSettings, setting: TrainingSetting) -> None:
-    """Check the rules that compare with other settings."""
-    for rule in RULES:
-        if rule.needs_training and (clash := rule.clash(config, setting)) is not None:
-            _report(rule, clash)
-
-
-def report_num_layers(config: RecomputeSettings, sizes: list[int]) -> None:
-    """Check that a model with chunks of these sizes has as many layers as should be recomputed."""
-    if (clash := num_layers_clash(config, sizes)) is not None:
-        _report(_rule("num-layers-range"), clash)
-
-
-def report_mtp_block(config: RecomputeSettings, num_heads: int) -> None:
-    """Warn that a model's multi-token prediction layers are not recomputed."""
-    _report(_rule("mtp-block"), mtp_block_clash(config, num_heads))
-
-
-def _rule(name: str) -> Rule:
-    return next(rule for rule in RULES if rule.name == name)
-
-
-def _report(rule: Rule, clash: Clash) -> None:
-    """Raise or warn, according to the rule."""
-    error = ConfigError(rule=rule.name, settings=clash.settings, reason=clash.reason, advice=clash.advice)
-    if rule.ours == "error":
+def report(name: str, clash: Clash | None) -> None:
+    """Raise or warn, according to a rule, if there is a clash."""
+    if clash is None:
+        return
+    error = ConfigError(rule=name, settings=clash.settings, reason=clash.reason, advice=clash.advice)
+    if _RULES[name].ours == "error":
         raise error
     warn_user(str(error), ConfigWarning)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from recollect.integrations.megatron.condition import ON, Condition, one_of, other_than, version_of
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule, found
@@ -86,6 +88,7 @@ def _fine_grained(config: RecomputeSettings, setting: TrainingSetting) -> Clash 
 
 
 _LATER = "nothing here can show yet that it works"
+_assertion = partial(Rule, megatron="AssertionError", why=_LATER)
 
 CUDA_GRAPH_RULES = {
     "graph-impl": Rule(
@@ -102,9 +105,7 @@ CUDA_GRAPH_RULES = {
         reason="a layer's graph cannot hold copies to the host",
         advice=f"{_NO_GRAPH} or 'full_iteration'.",
     ),
-    "graph-full": Rule(
-        megatron="AssertionError",
-        why=_LATER,
+    "graph-full": _assertion(
         breaks={"recompute_granularity": one_of("full"), "cuda_graph_impl": _OF_LAYERS},
         settings=("recompute_granularity", *_GRAPH),
         reason="recompute of whole layers does not fit into graphs of single layers",
@@ -119,10 +120,8 @@ CUDA_GRAPH_RULES = {
         reason="the graph of the router lies inside recomputed code",
         advice="Leave out moe, or moe_router.",
     ),
-    "graph-attention-dropout": Rule(
+    "graph-attention-dropout": _assertion(
         when="`core_attn` in a graph with `attention_dropout`",
-        megatron="AssertionError",
-        why=_LATER,
         within=lambda config, setting: (
             "core_attn" in config.modules and setting.attention_dropout and _captures(setting, "attn")
         ),
@@ -130,10 +129,8 @@ CUDA_GRAPH_RULES = {
         reason=_RANDOM,
         advice="Set attention_dropout to 0, or leave core_attn or the graph of attn out.",
     ),
-    "graph-hidden-dropout": Rule(
+    "graph-hidden-dropout": _assertion(
         when="`mlp` or `moe` in a graph with `hidden_dropout`",
-        megatron="AssertionError",
-        why=_LATER,
         within=lambda config, setting: [
             module
             for module in ("mlp", "moe")
@@ -143,10 +140,8 @@ CUDA_GRAPH_RULES = {
         reason=_RANDOM,
         advice="Set hidden_dropout to 0, or leave {} out on one side.",
     ),
-    "graph-jitter": Rule(
+    "graph-jitter": _assertion(
         when="`moe` in a graph with `moe_input_jitter_eps`",
-        megatron="AssertionError",
-        why=_LATER,
         within=lambda config, setting: (
             "moe" in config.modules and setting.moe_input_jitter_eps is not None and _captures(setting, "moe")
         ),
@@ -154,20 +149,16 @@ CUDA_GRAPH_RULES = {
         reason=_RANDOM,
         advice="Leave out moe_input_jitter_eps, or moe on one side.",
     ),
-    "graph-gtp": Rule(
+    "graph-gtp": _assertion(
         when="`shared_experts` in a local graph, in 8 or 4 bits, with `gtp_weight_remat_size` above 1",
-        megatron="AssertionError",
-        why=_LATER,
         within=_is_gtp_in_8_bits,
         settings=("modules", "gtp_weight_remat_size", "fp8", "fp4", *_GRAPH),
         reason="capture takes gradients in a way that recompute of an 8-bit module cannot",
         advice="Leave out shared_experts, or set cuda_graph_impl to 'full_iteration'.",
     ),
-    "graph-fine-grained": Rule(
+    "graph-fine-grained": _assertion(
         when="`fine_grained_activation_offloading` with graphs: other modules than the experts' in local ones, whole layers, "
         "`moe` captured, no warm-up step, a whole step without `fine_grained_offloading_max_inflight_offloads`",
-        megatron="AssertionError",
-        why=_LATER,
         within=_fine_grained,
     ),
     "graph-offload-version": Rule(

@@ -48,14 +48,9 @@ _OWN: dict[str, Any] = {"seq_length": 1024, "make_vocab_size_divisible_by": 1, "
 _OWN |= {"context_parallel_size": 1, "expert_tensor_parallel_size": 1}
 # Kernels and dtypes that configurations of Megatron-Bridge choose; here PyTorch's kernels are used in any case.
 _WITHOUT_EFFECT = (
-    *(
-        "masked_softmax_fusion",
-        "bias_activation_fusion",
-        "bias_dropout_fusion",
-        "persist_layer_norm",
-        "apply_rope_fusion",
-    ),
-    *("gradient_accumulation_fusion", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "moe_permute_fusion"),
+    *("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "persist_layer_norm"),
+    *("apply_rope_fusion", "gradient_accumulation_fusion", "cross_entropy_loss_fusion"),
+    *("cross_entropy_fusion_impl", "moe_permute_fusion"),
     *("attention_softmax_in_fp32", "params_dtype", "pipeline_dtype", "autocast_dtype", "use_cpu_initialization"),
 )
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
