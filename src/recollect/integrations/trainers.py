@@ -28,13 +28,7 @@ __all__ = [
 
 
 class BudgetCallback:
-    """What `MemoryBudget` is for every trainer.
-
-    Args:
-        budget: bytes of the whole step.
-        on_larger: what to do at a step that no plan was made for.
-        units: module paths of the layers to plan, where they are not found.
-    """
+    """What `MemoryBudget` is for every trainer; each says what its arguments are."""
 
     def __init__(
         self,

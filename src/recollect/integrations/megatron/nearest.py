@@ -86,16 +86,16 @@ def nearest_uniform_settings(
     def added_s(config: RecomputeConfig) -> float:
         return sum((plans[id(p)][config].predicted_slowdown or 0.0) * p.step_s for p in profiles)
 
-    least = 0
+    peaks: list[int] = []
     for config in sorted(everywhere, key=added_s):
         chosen: list[Plan] = [plans[id(profile)][config] for profile in profiles]
         found = predict_pipeline(profiles, planned.schedule, chosen, split_profiles=split_profiles, send_s=send_s)
         if found.peak_bytes <= budget_bytes:
             return config, found
-        least = found.peak_bytes if not least else min(least, found.peak_bytes)
+        peaks.append(found.peak_bytes)
     raise BudgetTooSmallError(
         budget_bytes=budget_bytes,
-        least_peak_bytes=least,
+        least_peak_bytes=min(peaks),
         unit="the fullest rank",
         advice=("That is the leanest of Megatron's settings, the same for all stages.",),
     )

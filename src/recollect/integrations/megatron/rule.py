@@ -44,13 +44,13 @@ class Rule:
         when: the settings that break it, in words; empty: the words of `breaks`.
         megatron: Megatron's answer, in words.
         ours: recollect's answer.
-        why: the reason for it; by default the settings have no meaning.
+        why: the reason for it, where an error gives another or none.
         breaks: the conditions that all hold of a configuration, and of the rest of the training's settings, that break it;
             "modules" are the recomputed ones, with defaults.
         alone: tells whether the configuration breaks it.
         within: tells whether the configuration breaks it, with the rest of the training's settings.
         settings: what an error shows, in this order; empty: those of `breaks`.
-        reason: what an error gives as its reason; empty: `why`.
+        reason: what an error gives as its reason.
         advice: what an error says to do; by default for two settings that exclude each other.
         known: the right names, if the wrong one that breaks the rule may be a misspelling.
     """
@@ -59,7 +59,7 @@ class Rule:
     when: str = ""
     megatron: str = "ValueError"
     ours: Answer = "error"
-    why: str = "meaningless"
+    why: str = ""
     breaks: Mapping[str, Condition] = field(default_factory=dict)
     alone: Alone | None = None
     within: Within | None = None
@@ -100,7 +100,7 @@ class Rule:
             "recompute_modules" if name == "modules" else name: _value(config, setting, name)
             for name in self.settings or self.breaks
         }
-        return Clash(shown, (self.reason or self.why).format(*details), hint + self.advice.format(*details))
+        return Clash(shown, self.reason.format(*details), hint + self.advice.format(*details))
 
     def _broken(self, config: RecomputeSettings, setting: TrainingSetting | None) -> Broken:
         if self.alone is not None:

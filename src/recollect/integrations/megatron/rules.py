@@ -44,6 +44,7 @@ def _types(config: RecomputeSettings) -> Clash | None:
 _TYPE_RULE = Rule(
     when="a value of another type than the setting's, such as the string `'false'`",
     megatron="nothing; the string is true",
+    why="meaningless",
     alone=_types,
 )
 _RULES = {"types": _TYPE_RULE, **RECOMPUTE_RULES, **OFFLOAD_RULES, **CUDA_GRAPH_RULES, **OTHER_RULES}

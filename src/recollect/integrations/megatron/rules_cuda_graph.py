@@ -114,7 +114,6 @@ CUDA_GRAPH_RULES = {
     "graph-moe-router": Rule(
         when="`moe` with a graph of `moe_router` by Transformer Engine",
         megatron="AssertionError",
-        why="a graph cannot lie inside recomputed code",
         within=lambda config, setting: "moe" in config.modules and _is_router_captured(setting),
         settings=("modules", *_GRAPH),
         reason="the graph of the router lies inside recomputed code",

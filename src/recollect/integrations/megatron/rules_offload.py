@@ -62,7 +62,6 @@ _LATER = "nothing here can show yet that it works; the tape has no such limit"
 OFFLOAD_RULES = {
     "offload-num-layers": Rule(
         when="`cpu_offloading` with `cpu_offloading_num_layers` not below `num_layers`",
-        why="the last layer's values are needed at once",
         within=_every_layer,
         settings=("cpu_offloading_num_layers", "num_layers"),
         reason="all layers cannot be offloaded: the last one is needed at once",
@@ -78,7 +77,6 @@ OFFLOAD_RULES = {
     "offload-no-layers": Rule(
         megatron="nothing; Bridge's harness did so by accident (issue 2992)",
         ours="warning",
-        why="it has no effect",
         breaks={"cpu_offloading": ON, "cpu_offloading_num_layers": OFF},
         reason="no layer is offloaded",
         advice="Set cpu_offloading_num_layers, or leave out cpu_offloading.",
@@ -106,13 +104,11 @@ OFFLOAD_RULES = {
     ),
     "fine-grained-and-layers": Rule(
         megatron="AssertionError",
-        why="both would take the same values",
         breaks={"fine_grained_activation_offloading": ON, "cpu_offloading": ON},
         reason="both would offload the same values",
     ),
     "offload-modules-empty": Rule(
         megatron="AssertionError without a message",
-        why="it would have no effect",
         breaks={"fine_grained_activation_offloading": ON, "offload_modules": OFF},
         reason="nothing to offload is named",
         advice=f"Set offload_modules to some of {', '.join(OFFLOAD_MODULES)}.",
@@ -130,14 +126,12 @@ OFFLOAD_RULES = {
     "offload-modules-without-switch": Rule(
         megatron="nothing; they are ignored",
         ours="warning",
-        why="it has no effect",
         breaks={"fine_grained_activation_offloading": OFF, "offload_modules": ON},
         reason="nothing is offloaded",
         advice="Set fine_grained_activation_offloading, or leave out offload_modules.",
     ),
     "offload-attn-proj": Rule(
         when="offload of `attn_proj` without `core_attn`",
-        why="its input would stay on the device anyway",
         alone=lambda config: _offloads(config, "attn_proj") and "core_attn" not in config.offload_modules,
         settings=("offload_modules",),
         reason="the input of attn_proj is the output of core_attn, which core_attn's backward holds",
@@ -145,7 +139,6 @@ OFFLOAD_RULES = {
     ),
     "offload-gdp-qkv": Rule(
         when="offload of `gdp_qkv` with recompute of `gdp_in_proj`",
-        why="nothing is left to offload",
         breaks={"offload_modules": has("gdp_qkv"), "modules": has("gdp_in_proj")},
         reason="recompute of gdp_in_proj drops what gdp_qkv would offload",
     ),
@@ -160,11 +153,11 @@ OFFLOAD_RULES = {
     "offload-numbers": Rule(
         when="a negative size, or a fraction outside 0 to 1, among the companions of `offload_modules`",
         megatron="AssertionError if `fine_grained_activation_offloading`; `..._max_inflight_offloads` with graphs only",
+        why="meaningless",
         alone=_numbers,
     ),
     "offload-fused-needs-fuser": Rule(
         when="offload of `fused_group_mlp` without `use_transformer_engine_op_fuser`",
-        why="the model has no such module",
         within=lambda config, setting: (
             _offloads(config, "fused_group_mlp") and not setting.use_transformer_engine_op_fuser
         ),
@@ -174,7 +167,6 @@ OFFLOAD_RULES = {
     ),
     "offload-fused-or-parts": Rule(
         when="offload of `fused_group_mlp` with `expert_fc1` or `moe_act`",
-        why="they name the same values",
         alone=lambda config: _offloads(config, "fused_group_mlp") and _offloads(config, "expert_fc1", "moe_act"),
         settings=("offload_modules",),
         reason="fused_group_mlp includes the others",
@@ -197,18 +189,16 @@ OFFLOAD_RULES = {
     ),
     # A paged stash.
     "stash-and-layers": Rule(
-        why="both would take the same values",
+        reason="both would take the same values",
         breaks={"moe_paged_stash": ON, "cpu_offloading": ON},
     ),
     "stash-needs-capacity": Rule(
-        why="it would have no effect",
         breaks={"moe_paged_stash": ON, "moe_expert_rank_capacity_factor": UNSET},
         reason="without a capacity there is nothing to page",
         advice="Set moe_expert_rank_capacity_factor, or leave out moe_paged_stash.",
     ),
     "stash-or-offload": Rule(
         when="`moe_paged_stash` with offload of `expert_fc1`, `moe_act` or `fused_group_mlp`",
-        why="both would take the same values",
         breaks={"moe_paged_stash": ON, "offload_modules": has(*_EXPERT_PARTS)},
         reason="the stash holds these activations already",
         advice="Leave out {}.",

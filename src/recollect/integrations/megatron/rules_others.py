@@ -45,7 +45,6 @@ def mtp_block_clash(config: RecomputeSettings, num_heads: int) -> Clash:
 OTHER_RULES = {
     "fp8-delayed": Rule(
         when="`fp8` by the recipe `delayed` with `moe_act` or `layernorm`",
-        why="a limit of the recipe",
         breaks={"modules": _8_BIT_SENSITIVE, "fp8": SET, "fp8_recipe": one_of("delayed")},
         reason="delayed scaling records what it sees, and recompute would show it everything twice",
         advice="Choose another fp8_recipe, or leave out moe_act and layernorm.",
@@ -64,7 +63,6 @@ OTHER_RULES = {
         why="nor are `fp8` and `fp4`",
     ),
     "mhc-needs-mhc": Rule(
-        why="the model has no such module",
         breaks={"modules": has("mhc"), "enable_mhc_connections": OFF},
         reason="there are no hyper-connections",
         advice="Leave out mhc, or set enable_mhc_connections.",
@@ -92,7 +90,6 @@ OTHER_RULES = {
         when="`enable_mhc_connections` without recompute of `mhc`",
         megatron="warning",
         ours="warning",
-        why="hyper-connections keep many values",
         within=lambda config, setting: (
             setting.enable_mhc_connections and "mhc" not in config.modules and config.recompute_granularity != "full"
         ),
@@ -102,7 +99,7 @@ OTHER_RULES = {
     ),
     "mhc-and-full": Rule(
         megatron="NotImplementedError",
-        why="no model here has hyper-connections to try it on",
+        reason="no model here has hyper-connections to try it on",
         breaks={"enable_mhc_connections": ON, "recompute_granularity": one_of("full")},
         advice="Set recompute_granularity to 'selective' with mhc.",
     ),
@@ -141,7 +138,6 @@ OTHER_RULES = {
     "expert-overlap-offload": Rule(
         when="`overlap_moe_expert_parallel_comm` on `ncclep` with offload of `expert_fc1`",
         megatron="AssertionError",
-        why="what would be offloaded is freed",
         within=lambda config, setting: (
             setting.overlap_moe_expert_parallel_comm
             and (setting.moe_token_dispatcher_type, setting.moe_flex_dispatcher_backend) == ("flex", "ncclep")

@@ -137,7 +137,6 @@ RECOMPUTE_RULES = {
     ),
     "selective-has-no-method": Rule(
         megatron="AssertionError on the command line; the configuration object ignores it",
-        why="it would have no effect",
         breaks={"recompute_granularity": one_of("selective"), "recompute_method": SET},
         reason="a method says which whole layers to recompute, and selective recomputes modules of all",
         advice="Leave recompute_method out, or set recompute_granularity to 'full'.",
@@ -169,27 +168,23 @@ RECOMPUTE_RULES = {
         alone=_moe_layer_recompute,
     ),
     "moe-layer-recompute-with-full": Rule(
-        why="they contradict each other",
         breaks={"recompute_granularity": one_of("full"), "moe_layer_recompute": ON},
         reason="one asks for whole layers, the other for modules",
         advice="Leave out moe_layer_recompute: full recompute takes the experts with the rest of the layer.",
     ),
     "distribute-needs-full": Rule(
         megatron="AssertionError on the command line; ignored by the configuration object, though its guide shows it",
-        why="it would have no effect",
         breaks={"recompute_granularity": other_than("full"), "distribute_saved_activations": ON},
         reason="only the kept inputs of whole layers are ever distributed",
         advice="Leave it out, or set recompute_granularity to 'full'.",
     ),
     "distribute-without-tensor-parallel": Rule(
         megatron="AssertionError on the command line; nothing in the configuration object",
-        why="it would have no effect",
         breaks={"distribute_saved_activations": ON, "tensor_model_parallel_size": ONE_RANK},
         reason="there are no ranks to distribute to",
         advice="Leave it out, or set tensor_model_parallel_size to 2 or more.",
     ),
     "distribute-with-sequence-parallel": Rule(
-        why="the kept values are already split",
         breaks={"distribute_saved_activations": ON, "sequence_parallel": ON},
         reason="sequence parallelism has already split the kept values",
         advice="Leave out distribute_saved_activations.",
@@ -198,7 +193,6 @@ RECOMPUTE_RULES = {
         when="`num_microbatches_with_partial_activation_checkpoints` without `full` and `block`",
         megatron="nothing",
         ours="warning",
-        why="it has no effect",
         alone=lambda config: (
             config.num_microbatches_with_partial_activation_checkpoints is not None
             and (config.recompute_granularity, config.recompute_method) != ("full", "block")
@@ -209,7 +203,6 @@ RECOMPUTE_RULES = {
     ),
     "micro-batches-without-pipeline": Rule(
         megatron="nothing; it is ignored",
-        why="it would have no effect",
         breaks={_MICRO_BATCHES: SET, "pipeline_model_parallel_size": ONE_RANK},
         reason="several micro-batches are in flight in a pipeline only",
         advice="Leave it out, or set pipeline_model_parallel_size to 2 or more.",
@@ -260,7 +253,6 @@ RECOMPUTE_RULES = {
     ),
     "moe-act-needs-experts": Rule(
         megatron="ValueError, through the next rule",
-        why="the model has no such module",
         breaks={"modules": has("moe_act"), "num_moe_experts": OFF},
         reason="a model without experts has no moe_act",
         advice="Leave it out; a dense model's activation is inside mlp.",
@@ -271,14 +263,12 @@ RECOMPUTE_RULES = {
         why="the tape also sees the activations of experts that run one after the other",
     ),
     "mla-up-proj-needs-mla": Rule(
-        why="the model has no such module",
         breaks={"modules": has("mla_up_proj"), "multi_latent_attention": OFF},
         reason="the model has no up-projection from latents",
         advice="Leave out mla_up_proj, or set multi_latent_attention.",
     ),
     "gdn-needs-gdn": Rule(
         when="`gdn_norm_out` without a gated delta net",
-        why="the model has no such module",
         breaks={"modules": has("gdn_norm_out"), "experimental_attention_variant": other_than(*_DELTA_NETS)},
         reason="only a gated delta net has gdn_norm_out",
         advice="Leave it out, or set experimental_attention_variant to 'gdn' or 'gdn2'.",

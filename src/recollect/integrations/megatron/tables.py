@@ -25,7 +25,7 @@ def rules_table() -> str:
         >>> rules_table().splitlines()[0]
         '| rule | settings | Megatron | here | why |'
     """
-    rows = [(f"`{rule.name}`", rule.words, rule.megatron, rule.ours, rule.why) for rule in RULES]
+    rows = [(f"`{rule.name}`", rule.words, rule.megatron, rule.ours, rule.why or rule.reason) for rule in RULES]
     return _table(("rule", "settings", "Megatron", "here", "why"), *rows)
 
 
