@@ -93,13 +93,6 @@ _FIXED = (
         "Set it to 1, or leave it out.",
         "--num-distributed-optimizer-instances= --tensor-parallel-size= --model-parallel-size=",
     ),
-    _only(
-        "",
-        (),
-        "another way to count virtual stages",
-        "Use --num-layers-per-virtual-pipeline-stage.",
-        "--num-virtual-stages-per-pipeline-rank=",
-    ),
     _only("AdamW is the optimizer", ("adam",), "other optimizers than AdamW", "Leave it out.", "--optimizer="),
     _only(
         "AdamW decays weights apart from gradients",
@@ -151,6 +144,9 @@ _MISSING = {
     ),
     ("loss scaling, without which small gradients vanish in fp16", "Use --bf16."): (
         "--fp16 --loss-scale= --initial-loss-scale= --min-loss-scale= --hysteresis= --loss-scale-window="
+    ),
+    ("another way to count virtual stages", "Use --num-layers-per-virtual-pipeline-stage."): (
+        "--num-virtual-stages-per-pipeline-rank="
     ),
     ("data made up on the way", "Leave it out; without data, the source of Python is read."): "--mock-data",
     ("GPT-2's tokenizer from two files", "Give a tokenizer.json of the tokenizers library with --tokenizer."): (

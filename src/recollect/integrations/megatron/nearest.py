@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import combinations
 
 from recollect.errors import BudgetTooSmallError, ConfigError, ConfigWarning, NotYetError
@@ -135,16 +136,16 @@ def bridge_lines(config: RecomputeConfig) -> str:
     return "\n".join(f"cfg.model.{name} = {value!r}" for name, value in written.items())
 
 
-def _choices(profile: Profile, setting: TrainingSetting | None = None) -> Iterator[tuple[RecomputeConfig, Plan]]:
-    """Yield Megatron's settings for a recorded step, each with the plan that it means; see `nearest_settings`."""
-    for config in _configs(profile):
-        with warnings.catch_warnings():
-            # What is chosen is compiled again by whoever reads it, and warns then.
-            warnings.simplefilter("ignore", ConfigWarning)
-            try:
-                yield config, megatron_plan(profile, config, setting)
-            except (ConfigError, NotYetError):
-                continue
+def _choices(profile: Profile, setting: TrainingSetting | None = None) -> list[tuple[RecomputeConfig, Plan]]:
+    """Return Megatron's settings for a recorded step, each with the plan that it means; see `nearest_settings`."""
+    found = []
+    with warnings.catch_warnings():
+        # What is chosen is compiled again by whoever reads it, and warns then.
+        warnings.simplefilter("ignore", ConfigWarning)
+        for config in _configs(profile):
+            with suppress(ConfigError, NotYetError):
+                found.append((config, megatron_plan(profile, config, setting)))
+    return found
 
 
 def _configs(profile: Profile) -> Iterator[RecomputeConfig]:
@@ -160,7 +161,4 @@ def _configs(profile: Profile) -> Iterator[RecomputeConfig]:
     there = [name for name in MODULES if any(values_of_module(layer, name) for layer in layers)]
     for count in range(1, len(there) + 1):
         for names in combinations(there, count):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ConfigWarning)
-                config = RecomputeConfig(recompute_granularity="selective", recompute_modules=names)
-            yield config
+            yield RecomputeConfig(recompute_granularity="selective", recompute_modules=names)

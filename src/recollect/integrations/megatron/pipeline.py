@@ -6,7 +6,7 @@ Megatron counts `recompute_num_layers` in each chunk, because each chunk is a se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 
 from recollect.errors import ConfigError
 from recollect.integrations.megatron.training_setting import TrainingSetting
@@ -30,10 +30,8 @@ def model_chunks(setting: TrainingSetting, num_layers: int) -> tuple[range, ...]
         >>> model_chunks(setting, 8)
         (range(0, 2), range(2, 4), range(4, 6), range(6, 8))
     """
-    starts = [0]
-    for size in chunk_sizes(setting, num_layers):
-        starts.append(starts[-1] + size)
-    return tuple(range(start, end) for start, end in zip(starts, starts[1:], strict=False))
+    edges = accumulate(chunk_sizes(setting, num_layers), initial=0)
+    return tuple(range(start, end) for start, end in pairwise(edges))
 
 
 def chunk_sizes(setting: TrainingSetting, num_layers: int) -> list[int]:

@@ -163,7 +163,6 @@ CUDA_GRAPH_RULES = {
     "graph-offload-version": Rule(
         when="`fine_grained_activation_offloading` with graphs by a Transformer Engine before 2.14",
         megatron="AssertionError when the model is built",
-        why="a limit of that library",
         within=lambda config, setting: (
             _offloads_in_layers(config, setting)
             and setting.transformer_engine_version is not None
@@ -176,7 +175,6 @@ CUDA_GRAPH_RULES = {
     "graph-norm": Rule(
         when="`layernorm` with a graph of `moe_router` at whose edge the norm lies",
         megatron="warning when the model is built; the norm is kept",
-        why="the request would silently not be met",
         within=_is_norm_at_edge,
         settings=("modules", "moe_token_dispatcher_type", "moe_shared_expert_overlap", *_GRAPH),
         reason="the norm before the experts lies at the edge of the graph of the router, and would silently be kept",

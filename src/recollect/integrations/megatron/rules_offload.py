@@ -182,7 +182,6 @@ OFFLOAD_RULES = {
     ),
     "offload-v1": Rule(
         megatron="AssertionError on the command line",
-        why="a limit of that library",
         breaks={"fine_grained_activation_offloading": ON, "transformer_engine_version": _NEEDS_OLDER_PATH},
         reason="from 2.10 on, this needs the older of its two offload paths",
         advice="Set the environment variable NVTE_CPU_OFFLOAD_V1 to 1.",

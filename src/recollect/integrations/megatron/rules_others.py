@@ -51,7 +51,6 @@ OTHER_RULES = {
     ),
     "fp8-version": Rule(
         when="`fp8` with `moe_act` or `layernorm` on a Transformer Engine before 2.6",
-        why="a limit of that library",
         breaks={"modules": _8_BIT_SENSITIVE, "fp8": SET, "transformer_engine_version": before(2, 6)},
         reason="the layer after them has to keep its input in 16 bits, which Transformer Engine supports from 2.6 on",
         advice="Update it, or leave out moe_act and layernorm.",

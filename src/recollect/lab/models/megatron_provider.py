@@ -6,7 +6,6 @@ Only `provide`, `plan` and `apply` import PyTorch.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -120,7 +119,8 @@ class GPTModelProvider:
     __hash__ = None  # type: ignore[assignment]  # fields change
 
     def __repr__(self) -> str:
-        changed = (f"{name}={value!r}" for name, value in self._changed())
+        defaults = GPTModelProvider._defaults()
+        changed = (f"{name}={value!r}" for name, value in vars(self).items() if value != defaults[name])
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def transformer_config(self) -> TransformerConfig:
@@ -266,10 +266,6 @@ class GPTModelProvider:
             found |= cls.config.given()
             found["seq_length"] = cls.config.max_position_embeddings
         return found
-
-    def _changed(self) -> Iterator[tuple[str, Any]]:
-        defaults = GPTModelProvider._defaults()
-        return ((name, value) for name, value in vars(self).items() if value != defaults[name])
 
 
 class LlamaModelProvider(GPTModelProvider):
