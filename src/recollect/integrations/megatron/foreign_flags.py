@@ -43,7 +43,9 @@ def _named(names: str, **meaning: Any) -> Iterator[ForeignFlag]:
         yield ForeignFlag(name=name, arity=arity, **meaning)
 
 
-def _only(why: str, allowed: tuple[str, ...], needs: str, advice: str, names: str) -> Iterator[ForeignFlag]:
+def _only(
+    why: str, allowed: tuple[str, ...], needs: str, names: str, advice: str = "Leave it out."
+) -> Iterator[ForeignFlag]:
     return _named(names, allowed=allowed, why=why, needs=needs, advice=advice)
 
 
@@ -90,49 +92,34 @@ _FIXED = (
         "this is not split",
         ("1",),
         "layouts with another size for the optimizer",
-        "Set it to 1, or leave it out.",
         "--num-distributed-optimizer-instances= --tensor-parallel-size= --model-parallel-size=",
+        "Set it to 1, or leave it out.",
     ),
-    _only("AdamW is the optimizer", ("adam",), "other optimizers than AdamW", "Leave it out.", "--optimizer="),
+    _only("AdamW is the optimizer", ("adam",), "other optimizers than AdamW", "--optimizer="),
     _only(
         "AdamW decays weights apart from gradients",
         ("constant",),
         "a weight decay that changes in the run",
-        "Leave it out; --weight-decay is constant.",
         "--weight-decay-incr-style=",
+        "Leave it out; --weight-decay is constant.",
     ),
-    _only(
-        "the rate rises from near 0", ("0", "0.0"), "a warm-up from another rate", "Leave it out.", "--lr-warmup-init="
-    ),
-    _only("no graphs are captured", ("none",), "CUDA graphs", "Leave it out, or set it to none.", "--cuda-graph-impl="),
-    _only(
-        "all channels are turned",
-        ("1.0", "1"),
-        "positions for a part of the channels",
-        "Leave it out.",
-        "--rotary-percent=",
-    ),
-    _only(
-        "no frequencies are scaled",
-        ("1.0", "1"),
-        "scaled rotary frequencies",
-        "Leave it out.",
-        "--rotary-scaling-factor=",
-    ),
+    _only("the rate rises from near 0", ("0", "0.0"), "a warm-up from another rate", "--lr-warmup-init="),
+    _only("no graphs are captured", ("none",), "CUDA graphs", "--cuda-graph-impl=", "Leave it out, or set it to none."),
+    _only("all channels are turned", ("1.0", "1"), "positions for a part of the channels", "--rotary-percent="),
+    _only("no frequencies are scaled", ("1.0", "1"), "scaled rotary frequencies", "--rotary-scaling-factor="),
     _only(
         "the data are read in an order drawn from the seed",
         ("single", "cyclic"),
         "readers of one's own",
-        "Leave it out.",
         "--dataloader-type=",
     ),
-    _only("the router computes in fp32", ("fp32",), "a router in fp64", "Set it to fp32.", "--moe-router-dtype="),
+    _only("the router computes in fp32", ("fp32",), "a router in fp64", "--moe-router-dtype=", "Set it to fp32."),
     _only(
         "token ids come from --tokenizer, or from the files of --data-path with --vocab-size",
         ("NullTokenizer", "HuggingFaceTokenizer"),
         "tokenizers other than `tokenizer.json` files of the tokenizers library",
-        "Give that file with --tokenizer, or tokenized data with --data-path and --vocab-size.",
         "--tokenizer-type=",
+        "Give that file with --tokenizer, or tokenized data with --data-path and --vocab-size.",
     ),
 )
 
