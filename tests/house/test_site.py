@@ -30,7 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-PRIVATE_INTEGRATIONS = {"key_value_cache", "nearest", "running_trainer", "wrapped_model"}
+PRIVATE_INTEGRATIONS = {"nearest", "trainers"}
 
 
 def public_names() -> set[str]:

@@ -26,7 +26,7 @@ from metered_trainers import FEW_STEPS, NUM_STEPS  # noqa: E402
 from recollect.attaching.attached import Attached  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
 from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError, QuantityError  # noqa: E402
-from recollect.integrations.running_trainer import RemovingTrain  # noqa: E402
+from recollect.integrations.trainers import RemovingTrain  # noqa: E402
 from recollect.integrations.transformers import MemoryBudget  # noqa: E402
 
 pytestmark = pytest.mark.integration

@@ -11,9 +11,8 @@ from recollect.cli.output import write_file
 from recollect.costs.hardware_table import choose_hardware
 from recollect.costs.links import cluster_of
 from recollect.errors import ConfigError, NotYetError
-from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags
-from recollect.integrations.megatron.nearest_uniform import nearest_uniform_settings
-from recollect.integrations.megatron.pipeline_split import split_flags
+from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags, nearest_uniform_settings
+from recollect.integrations.megatron.pipeline import split_flags
 from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster, plan_cluster_with_chunks
 from recollect.lab.parallel.cluster_step import ClusterStep, send_s
 from recollect.printing import columns_of, print_line

@@ -7,7 +7,7 @@ from recollect.integrations.megatron.rules import RULES as CLASHES
 
 __all__ = ["NUM_RULES", "rules_table"]
 
-NUM_CLASHES = sum(rule.alone is not None or rule.within is not None for rule in CLASHES)
+NUM_CLASHES = sum(rule.is_checked for rule in CLASHES)
 NUM_RULES = len(RULES) + NUM_CLASHES
 
 

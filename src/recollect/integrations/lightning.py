@@ -12,20 +12,13 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable
 from typing import Any, Final
 
-from packaging.version import Version
-
 from recollect.attaching.attach import attach
-from recollect.attaching.attached import Attached, OnLarger
-from recollect.attaching.report import numbers_of
-from recollect.errors import ConfigError, NotYetError
+from recollect.attaching.attached import Attached
+from recollect.errors import NotYetError
 from recollect.extras import needed
-from recollect.fitting import DEFAULT_BUDGET
-from recollect.integrations.key_value_cache import CacheOff
-from recollect.integrations.wrapped_model import in_wrapper
-from recollect.ranks.members import Presence
+from recollect.integrations.trainers import BudgetCallback, CacheOff, check_version, in_wrapper
 
 __all__ = ["BudgetHooks", "MemoryBudget"]  # noqa: F822, the second is made when it is asked for
 
@@ -35,7 +28,7 @@ _LEAST_VERSION: Final = "2.4"
 _STRATEGIES: Final = ("SingleDevice", "DDP", "ModelParallel")
 
 
-class BudgetHooks:
+class BudgetHooks(BudgetCallback):
     """What `MemoryBudget` does: keeps every training step within a memory budget; see `recollect.attach`.
 
     The first step is recorded as `training_step` runs it, in its precision, and planned; the line about the plan goes to
@@ -61,24 +54,11 @@ class BudgetHooks:
     Example: `Trainer(callbacks=[MemoryBudget("22GiB")]).fit(module, loader)`.
     """
 
-    def __init__(
-        self,
-        budget: int | str = DEFAULT_BUDGET,
-        *,
-        on_larger: OnLarger = "replan",
-        units: Iterable[str] | None = None,
-    ) -> None:
-        self.budget = budget
-        self.on_larger: OnLarger = on_larger
-        self.units = None if units is None else list(units)
-        self.attached: Attached | None = None
-        self._presence = Presence("MemoryBudget")
-        self._num_logged = 0
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse what a plan cannot be combined with."""
         if stage == "fit":
-            _check_version(_package_of(trainer))
+            package = _package_of(trainer)
+            check_version(package.partition(".")[0], importlib.import_module(package).__version__, _LEAST_VERSION)
             _check_strategy(trainer, pl_module)
             self._presence.tell()
 
@@ -98,27 +78,20 @@ class BudgetHooks:
 
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
         """Hand the numbers of a new plan to the loggers."""
-        attached = self.attached
-        if attached is None or len(attached.recorded_steps) == self._num_logged:
-            return
-        self._num_logged = len(attached.recorded_steps)
-        for logger in trainer.loggers:
-            logger.log_metrics(numbers_of(attached.planned[-1]), step=trainer.global_step)
+        if numbers := self._new_numbers():
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the model as it was."""
-        self._remove(pl_module)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the model as it was, also if training ends with an error."""
-        self._remove(pl_module)
-
-    def _remove(self, pl_module: Any) -> None:
-        if self.attached is not None:
-            self.attached.remove()
+        self._remove()
         step = vars(pl_module).get("training_step")
         if isinstance(step, _TrainingStep):
             step.take_off()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the model as it was, also if training ends with an error."""
+        self.on_train_end(trainer, pl_module)
 
 
 class _TrainingStep:
@@ -162,16 +135,6 @@ def _budget_class(loaded: tuple[str, ...]) -> type[BudgetHooks]:
 def _package_of(trainer: Any) -> str:
     """Return the name of the package that a trainer comes from."""
     return next(p for p in _PACKAGES if p in sys.modules and isinstance(trainer, sys.modules[p].Trainer))
-
-
-def _check_version(package: str) -> None:
-    version = importlib.import_module(package).__version__
-    if Version(version) < Version(_LEAST_VERSION):
-        raise ConfigError(
-            settings={package.partition(".")[0]: version},
-            reason="its Trainer is older than any that MemoryBudget was run with",
-            advice=f"Install {_LEAST_VERSION} or later.",
-        )
 
 
 def _check_strategy(trainer: Any, pl_module: Any) -> None:

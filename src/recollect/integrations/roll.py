@@ -6,7 +6,7 @@ the same as a plan for a recorded step.
 
 from __future__ import annotations
 
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -16,14 +16,14 @@ from recollect.arguments import check_kind
 from recollect.engine.placed_forward import Applied
 from recollect.engine.policy import DropAll
 from recollect.errors import ConfigError
-from recollect.integrations.key_value_cache import CacheOff
 from recollect.integrations.megatron.roll import RollCheckpointing
+from recollect.integrations.trainers import CacheOff
 from recollect.recording.find_units import find_units
 
 __all__ = ["RollApplied", "apply_roll_checkpointing"]
 
 
-class RollApplied:
+class RollApplied(AbstractContextManager["RollApplied"]):
     """ROLL's switches in effect on a model. `remove()`, or the end of a with-block, ends them.
 
     Attributes:
@@ -42,12 +42,7 @@ class RollApplied:
             handle.remove()
         self._handles = []
 
-    def __enter__(self) -> RollApplied:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 

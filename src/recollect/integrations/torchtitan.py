@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -35,6 +34,7 @@ from recollect.byte_format import format_bytes
 from recollect.errors import BudgetWarning, ConfigError, ConfigWarning, NotYetError
 from recollect.extras import needed
 from recollect.fitting import DEFAULT_BUDGET
+from recollect.integrations.trainers import check_version
 from recollect.planning.choose import plan as planned
 from recollect.plans.plan import Plan
 from recollect.profile.graph import UnitGraph
@@ -51,7 +51,6 @@ with needed("torchtitan", by="recollect.integrations.torchtitan"):
 
 __all__ = ["MemoryBudget"]
 
-_LEAST_VERSION: Final = "0.3"
 _PLAN_FILE: Final = "recollect_plan.json"
 _PARALLEL: Final = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree")
 _HIDDEN_ATTENTION: Final = ("FlexAttention", "VarlenAttention")
@@ -104,7 +103,8 @@ class MemoryBudget(ActivationCheckpointing):
     config: Config
 
     def __init__(self, config: Config, dump_folder: str = "") -> None:
-        _check_version(torchtitan.__version__)
+        reason = "its activation_checkpoint is configured otherwise"
+        check_version("torchtitan", torchtitan.__version__, "torchtitan 0.3", reason)
         super().__init__(config, dump_folder)
         self.plan: Plan | None = None
         self._has_warned = False
@@ -296,15 +296,6 @@ def _line(plan: Plan, config: MemoryBudget.Config, seconds: float) -> str:
         return f"recollect: applied the plan of {config.plan_file}"
     peak, budget = (format_bytes(nbytes or 0) for nbytes in (plan.predicted_peak_bytes, plan.budget_bytes))
     return f"recollect: {budget} budget, predicted peak {peak}, {plan.predicted_slowdown or 0:+.1%}, planned in {seconds:.1f} s"
-
-
-def _check_version(version: str) -> None:
-    if Version(version) < Version(_LEAST_VERSION):
-        raise ConfigError(
-            settings={"torchtitan": version},
-            reason="its activation_checkpoint is configured otherwise",
-            advice=f"Install torchtitan {_LEAST_VERSION} or later.",
-        )
 
 
 def _check_job(job: Any, *, is_planned: bool) -> None:

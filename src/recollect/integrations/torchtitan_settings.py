@@ -32,17 +32,12 @@ TitanPolicy = Literal["none", "selective", "full"]
 _PRODUCTS: Final = frozenset({"mm", "linear"})
 _SAVED: Final = frozenset(
     {"addmm", "bmm", "convolution", "convolution_backward", "_scaled_mm", "max", "topk", "upsample_bilinear2d"}
-    | {
-        "_flash_attention_forward",
-        "_efficient_attention_forward",
-        "_scaled_dot_product_attention_math",
-        "flex_attention",
-    }
+    | {"_flash_attention_forward", "_efficient_attention_forward", "_scaled_dot_product_attention_math"}
+    | {"_scaled_dot_product_fused_attention_overrideable", "flex_attention"}
     | {f"_scaled_dot_product_{k}_attention" for k in ("flash", "efficient", "cudnn")}
     # The CPU's stands for the GPU's in a step that was recorded without one.
     | {"_scaled_dot_product_flash_attention_for_cpu"}
-    | {"_scaled_dot_product_fused_attention_overrideable", "_c10d_functional:reduce_scatter_tensor"}
-    | {"_c10d_functional:all_to_all_single"}
+    | {"_c10d_functional:reduce_scatter_tensor", "_c10d_functional:all_to_all_single"}
 )
 _GATE: Final = "moe.router.gate"
 

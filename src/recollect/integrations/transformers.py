@@ -19,22 +19,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from packaging.version import Version
 from torch import nn
 
 from recollect._torch_parallel import is_data_parallel
 from recollect.attaching.attach import attach
 from recollect.attaching.attached import Attached, OnLarger
-from recollect.attaching.report import numbers_of
 from recollect.errors import ConfigError, NotYetError
 from recollect.extras import needed
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.integrations.deepspeed.engine import AttachedEngine, check_before
 from recollect.integrations.deepspeed.json_file import BudgetSection
-from recollect.integrations.key_value_cache import CacheOff
-from recollect.integrations.running_trainer import RemovingTrain, calling_trainer
-from recollect.integrations.wrapped_model import in_wrapper
-from recollect.ranks.members import Presence
+from recollect.integrations.trainers import (
+    BudgetCallback,
+    CacheOff,
+    RemovingTrain,
+    calling_trainer,
+    check_version,
+    in_wrapper,
+    say_nothing,
+)
 
 with needed("transformers", by="recollect.integrations.transformers"):
     import transformers
@@ -43,7 +46,6 @@ with needed("transformers", by="recollect.integrations.transformers"):
 
 __all__ = ["MemoryBudget", "enable_memory_budget"]
 
-_LEAST_VERSION: Final = "4.50"
 _CHECKPOINTING: Final = ("gradient_checkpointing", "activation_checkpointing")
 
 
@@ -91,13 +93,13 @@ def enable_memory_budget(
         >>> attached.plan is None
         False
     """
-    _check_version(transformers.__version__)
+    _check_version()
     attached = attach(model, optimizer, budget, on_larger=on_larger, units=units, log=log)
     attached.remove_too(CacheOff(model))
     return attached
 
 
-class MemoryBudget(TrainerCallback):
+class MemoryBudget(BudgetCallback, TrainerCallback):
     """Keeps every training step of a `Trainer` within a memory budget; see `enable_memory_budget`.
 
     The first step is recorded and planned when training begins; the line about the plan goes to the trainer's log, and its
@@ -121,20 +123,8 @@ class MemoryBudget(TrainerCallback):
     Example: `Trainer(model, args, train_dataset=texts, callbacks=[MemoryBudget("22GiB")]).train()`.
     """
 
-    def __init__(
-        self,
-        budget: int | str = DEFAULT_BUDGET,
-        *,
-        on_larger: OnLarger = "replan",
-        units: Iterable[str] | None = None,
-    ) -> None:
-        _check_version(transformers.__version__)
-        self.budget = budget
-        self.on_larger: OnLarger = on_larger
-        self.units = None if units is None else list(units)
-        self.attached: Attached | None = None
-        self._presence = Presence("MemoryBudget")
-        self._num_logged = 0
+    def _check_library(self) -> None:
+        _check_version()
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Refuse arguments that clash with a plan, before any data is read; have a training that fails leave a plain model."""
@@ -158,7 +148,7 @@ class MemoryBudget(TrainerCallback):
         self._num_logged = 0
         wrapped = _wrapped(calling_trainer(), args, model)
         # The level of what a trainer says without being asked for more.
-        log = logging.get_logger("transformers.trainer").warning if state.is_world_process_zero else _say_nothing
+        log = logging.get_logger("transformers.trainer").warning if state.is_world_process_zero else say_nothing
         # What makes replicas, and DeepSpeed, sends the parameters of the first process to all.
         self._presence.check(is_after_barrier=bool(args.deepspeed) or is_data_parallel(wrapped))
         if args.deepspeed:
@@ -172,12 +162,8 @@ class MemoryBudget(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the numbers of a new plan into the trainer's history."""
-        attached = self.attached
-        if attached is None or len(attached.recorded_steps) == self._num_logged:
-            return
-        self._num_logged = len(attached.recorded_steps)
-        numbers = numbers_of(attached.planned[-1])
-        state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
+        if numbers := self._new_numbers():
+            state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the model as it was."""
@@ -188,10 +174,6 @@ class MemoryBudget(TrainerCallback):
         budget = None if self.budget == DEFAULT_BUDGET else self.budget
         on_larger: OnLarger | None = None if self.on_larger == "replan" else self.on_larger
         return BudgetSection.of(_config_of(args)).with_arguments(budget, on_larger, self.units)
-
-    def _remove(self) -> None:
-        if self.attached is not None:
-            self.attached.remove()
 
 
 def _wrapped(trainer: Any, args: Any, model: Any) -> Any:
@@ -209,23 +191,14 @@ def _wrapped(trainer: Any, args: Any, model: Any) -> Any:
     return trainer.model_wrapped
 
 
-def _say_nothing(_line: str) -> None:
-    pass
-
-
 def _config_of(args: Any) -> dict[str, Any]:
     """Return DeepSpeed's configuration, in which the trainer replaces "auto" by its arguments."""
     config: dict[str, Any] = args.hf_deepspeed_config.config
     return config
 
 
-def _check_version(version: str) -> None:
-    if Version(version) < Version(_LEAST_VERSION):
-        raise ConfigError(
-            settings={"transformers": version},
-            reason="its Trainer is older than any that MemoryBudget was run with",
-            advice=f"Install transformers {_LEAST_VERSION} or later.",
-        )
+def _check_version() -> None:
+    check_version("transformers", transformers.__version__, "transformers 4.50")
 
 
 def _check_arguments(args: Any) -> None:

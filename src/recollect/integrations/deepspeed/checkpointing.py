@@ -23,16 +23,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from recollect.checkpointing.checkpoint import checkpoint as checkpoint_on_tape
-from recollect.errors import ConfigError, NotYetError
+from recollect.errors import ConfigError
 from recollect.integrations.deepspeed.json_file import read_config
 from recollect.integrations.deepspeed.section import ActivationCheckpointing
 
 __all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
-
-_NEEDS = {
-    "partition_activations": "kept values that are split among the ranks of tensor parallelism",
-    "cpu_checkpointing": "values that are copied to host memory and back",
-}
 
 
 class _State:
@@ -86,9 +81,8 @@ def configure(
     section = dict(read_config({"config": deepspeed_config}).get("activation_checkpointing", {}))
     section.update((name, value) for name, value in given.items() if value is not None)
     checked = ActivationCheckpointing.of({"activation_checkpointing": section})
-    for name, needs in _NEEDS.items():
-        if getattr(checked, name):
-            raise NotYetError(settings={name: True}, needs=needs, advice="Leave it out; what a call gets is then kept.")
+    if checked is not None:
+        checked.refuse_not_yet("Leave it out; what a call gets is then kept.")
     theirs = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
     if theirs is not None and theirs.is_configured():
         raise ConfigError(

@@ -17,10 +17,9 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import nn
 
 from recollect.applying import applied_to, apply_policy
@@ -31,6 +30,7 @@ from recollect.extras import needed
 from recollect.integrations.deepspeed import checkpointing
 from recollect.integrations.deepspeed.json_file import BudgetSection, read_config
 from recollect.integrations.deepspeed.section import ActivationCheckpointing
+from recollect.integrations.trainers import check_version, say_nothing
 from recollect.measuring.device_memory import memory_bytes
 from recollect.quantities import check_budget
 from recollect.ranks.group import group_of
@@ -40,8 +40,6 @@ from recollect.recording.model_step import device_of
 from recollect.recording.optimizers import optimizers_in
 
 __all__ = ["AttachedEngine", "check_before", "initialize"]
-
-_LEAST_VERSION: Final = "0.16"
 
 
 def initialize(
@@ -103,7 +101,8 @@ def check_before(model: Any, config: Mapping[str, Any], section: BudgetSection, 
         ConfigError, NotYetError, AlreadyAppliedError, QuantityError: see `initialize`.
     """
     deepspeed = importlib.import_module("deepspeed")
-    _check_version(deepspeed.__version__)
+    reason = "its engine is older than any that recollect knows"
+    check_version("deepspeed", deepspeed.__version__, "deepspeed 0.16", reason)
     if isinstance(model, nn.Module):
         _check_config(config, mpu)
         _check_model(deepspeed, model, section.units)
@@ -137,7 +136,7 @@ class AttachedEngine(Attached):
             section.budget,
             device=device_of(model, None),
             on_larger=section.on_larger,
-            log=log if ranks.is_first else _say_nothing,
+            log=log if ranks.is_first else say_nothing,
             ends_by_hand=True,
             ranks=ranks,
         )
@@ -161,19 +160,6 @@ class AttachedEngine(Attached):
         if self._engine.global_steps != before:
             self.end_step("engine")
         return result
-
-
-def _say_nothing(_line: str) -> None:
-    pass
-
-
-def _check_version(version: str) -> None:
-    if Version(version) < Version(_LEAST_VERSION):
-        raise ConfigError(
-            settings={"deepspeed": version},
-            reason="its engine is older than any that recollect knows",
-            advice=f"Install deepspeed {_LEAST_VERSION} or later.",
-        )
 
 
 def _check_config(config: Mapping[str, Any], mpu: Any) -> None:

@@ -33,6 +33,11 @@ from recollect.warning import warn_user
 
 __all__ = ["ActivationCheckpointing", "deepspeed_plan"]
 
+_NEEDS = {
+    "partition_activations": "kept values that are split among the ranks of tensor parallelism",
+    "cpu_checkpointing": "values that are copied to host memory and back",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing:
@@ -79,6 +84,12 @@ class ActivationCheckpointing:
     def _fail(self, setting: str, other: str, reason: str) -> None:
         settings = {name: getattr(self, name) for name in (setting, other)}
         raise ConfigError(settings=settings, reason=reason, advice=f"Set {other}, or leave out {setting}.")
+
+    def refuse_not_yet(self, advice: str) -> None:
+        """Raise for values split among ranks, or in host memory; the advice is what the error says to do."""
+        for name, needs in _NEEDS.items():
+            if getattr(self, name):
+                raise NotYetError(settings={name: True}, needs=needs, advice=advice)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ActivationCheckpointing | None:
@@ -147,14 +158,7 @@ def deepspeed_plan(
     if section is None or activation_checkpoint_interval == 0:
         plan = megatron_plan(profile, RecomputeConfig())
         return plan.with_note("DeepSpeed: no activation checkpointing")
-    for name, needs in (
-        ("partition_activations", "kept values that are split among the ranks of tensor parallelism"),
-        ("cpu_checkpointing", "values that are copied to host memory and back"),
-    ):
-        if getattr(section, name):
-            raise NotYetError(
-                settings={name: True}, needs=needs, advice="Leave it out; each layer's input is then kept."
-            )
+    section.refuse_not_yet("Leave it out; each layer's input is then kept.")
     full = RecomputeConfig(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=activation_checkpoint_interval
     )

@@ -38,24 +38,18 @@ __all__ = [
     "roll_recompute_config",
 ]
 
-_HOME_OF_NAME = {
-    "BlockFull": "choice",
-    "NoRecompute": "choice",
-    "RULES": "rules",
-    "RecomputeConfig": "config",
-    "RollCheckpointing": "roll",
-    "Selective": "choice",
-    "TrainingSetting": "training_setting",
-    "UniformFull": "choice",
-    "bridge_lines": "nearest",
-    "megatron_flags": "nearest",
-    "megatron_plan": "compile",
-    "megatron_stage_plans": "stage_plans",
-    "model_chunks": "pipeline",
-    "nearest_settings": "nearest",
-    "roll_plan": "roll",
-    "roll_recompute_config": "roll",
+_NAMES_BY_HOME = {
+    "choice": ("BlockFull", "NoRecompute", "Selective", "UniformFull"),
+    "compile": ("megatron_plan",),
+    "config": ("RecomputeConfig",),
+    "nearest": ("bridge_lines", "megatron_flags", "nearest_settings"),
+    "pipeline": ("model_chunks",),
+    "roll": ("RollCheckpointing", "roll_plan", "roll_recompute_config"),
+    "rules": ("RULES",),
+    "stage_plans": ("megatron_stage_plans",),
+    "training_setting": ("TrainingSetting",),
 }
+_HOME_OF_NAME = {name: home for home, names in _NAMES_BY_HOME.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

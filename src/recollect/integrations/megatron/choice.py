@@ -7,7 +7,9 @@
 | full, block, n | `BlockFull(n)` |
 | selective, modules | `Selective({module: what happens to its output})` |
 
-The compiler reads these, so that no meaningless combination of settings can reach it.
+The compiler reads these, so that no meaningless combination of settings can reach it. The names of modules, and what Megatron
+does with the output of each, are read in Megatron-LM main at d98e8a64 (`TransformerConfig.recompute_modules`,
+`offload_modules`).
 """
 
 from __future__ import annotations
@@ -15,18 +17,46 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
-from recollect.integrations.megatron.modules import MODULES, ModuleName
 from recollect.plans.action import Action
 
-__all__ = ["BlockFull", "Choice", "NoRecompute", "Selective", "UniformFull"]
+__all__ = ["MEGATRON_OUTPUT", "MODULES", "OFFLOAD_MODULES", "BlockFull", "Choice", "ModuleName"]
+__all__ += ["NoRecompute", "Selective", "UniformFull"]
 
+ModuleName = Literal[
+    "core_attn",
+    "mlp",
+    "moe",
+    "shared_experts",
+    "layernorm",
+    "moe_act",
+    "mla_up_proj",
+    "gdn_norm_out",
+    "gdp_in_proj",
+    "gdp_qkv",
+    "mhc",
+]
+MODULES: Final[tuple[ModuleName, ...]] = get_args(ModuleName)
 
-def _check_num_layers(name: str, num_layers: object) -> None:
-    # A bool is an int to Python: `True` layers would pass for one.
-    if type(num_layers) is not int or num_layers < 1:
-        raise ValueError(f"{name}: got {num_layers!r} layers, expected a whole number, 1 or more")
+_ORDINARY = frozenset({"core_attn", "mlp", "moe", "shared_experts"})
+MEGATRON_OUTPUT: Final[dict[ModuleName, Action]] = {
+    name: Action.KEEP if name in _ORDINARY else Action.RECOMPUTE for name in MODULES
+}
+"""What Megatron does with what a module returns: "keep" under `CheckpointFunction`, "recompute" under
+`CheckpointWithoutOutput`, which it calls output-discarding."""
+
+OFFLOAD_MODULES: Final[tuple[str, ...]] = (
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "expert_fc1",
+    "moe_act",
+    "fused_group_mlp",
+    "gdp_qkv",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,37 +68,41 @@ class NoRecompute:
 
 
 @dataclass(frozen=True, slots=True)
-class UniformFull:
+class _Full:
+    """Full recompute by one of Megatron's methods."""
+
+    method: ClassVar[str]
+
+    num_layers: int
+
+    def __post_init__(self) -> None:
+        # A bool is an int to Python: `True` layers would pass for one.
+        if type(self.num_layers) is not int or self.num_layers < 1:
+            got = f"got {self.num_layers!r} layers"
+            raise ValueError(f"{type(self).__name__}: {got}, expected a whole number, 1 or more")
+
+    def __str__(self) -> str:
+        return f"full, {self.method}, {self.num_layers}"
+
+
+class UniformFull(_Full):
     """Keep the input of every `num_layers`th layer of a model chunk, and nothing else of its layers.
 
     Raises:
         ValueError: not a whole number, or less than 1.
     """
 
-    num_layers: int
-
-    def __post_init__(self) -> None:
-        _check_num_layers("UniformFull", self.num_layers)
-
-    def __str__(self) -> str:
-        return f"full, uniform, {self.num_layers}"
+    method = "uniform"
 
 
-@dataclass(frozen=True, slots=True)
-class BlockFull:
+class BlockFull(_Full):
     """Keep only the inputs of the first `num_layers` layers of each model chunk, and everything of the rest.
 
     Raises:
         ValueError: not a whole number, or less than 1.
     """
 
-    num_layers: int
-
-    def __post_init__(self) -> None:
-        _check_num_layers("BlockFull", self.num_layers)
-
-    def __str__(self) -> str:
-        return f"full, block, {self.num_layers}"
+    method = "block"
 
 
 @dataclass(frozen=True, init=False)

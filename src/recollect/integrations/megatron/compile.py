@@ -6,19 +6,21 @@ layers (`mtp`) count separately: with `uniform` each of them is a region, with `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from recollect.arguments import check_kind
 from recollect.errors import ConfigError, ConfigWarning
-from recollect.integrations.megatron.choice import BlockFull, Choice, NoRecompute, Selective, UniformFull
+from recollect.integrations.megatron.choice import BlockFull, Choice, ModuleName, NoRecompute, Selective, UniformFull
 from recollect.integrations.megatron.config import RecomputeConfig
-from recollect.integrations.megatron.held_inputs import with_inputs_as_parts
 from recollect.integrations.megatron.module_values import LayerOps, values_of_module
-from recollect.integrations.megatron.modules import ModuleName
 from recollect.integrations.megatron.not_yet import refuse_not_yet
 from recollect.integrations.megatron.pipeline import model_chunks
-from recollect.integrations.megatron.rules import report_mtp_block, report_num_layers
+from recollect.integrations.megatron.rules import report
+from recollect.integrations.megatron.rules_others import mtp_block_clash
+from recollect.integrations.megatron.rules_recompute import num_layers_clash
 from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.planning.output_choices import outputs_within
 from recollect.plans.action import Action
@@ -47,7 +49,7 @@ def megatron_plan(
 
     Full recompute drops everything that can be recomputed, and outputs between the layers of one `uniform` region too.
     Selective recompute drops what the named modules compute; their outputs are kept or dropped as in Megatron
-    (`MEGATRON_OUTPUT` in `modules.py`), unless `recompute_discard_outputs` says otherwise. What cannot be recomputed (a
+    (`MEGATRON_OUTPUT` in `choice.py`), unless `recompute_discard_outputs` says otherwise. What cannot be recomputed (a
     router's choices) is always kept. With `distribute_saved_activations` the inputs that full recompute keeps have the action
     "shard".
 
@@ -92,13 +94,13 @@ def megatron_plan(
     choice = config.choice
     chunks = _chunks(profile, setting)
     if isinstance(choice, (UniformFull, BlockFull)):
-        report_num_layers(config, [len(chunk) for chunk in chunks])
+        report("num-layers-range", num_layers_clash(config, [len(chunk) for chunk in chunks]))
     heads = _prediction_heads(profile)
     if heads and isinstance(choice, BlockFull) and not (setting is not None and setting.mtp_num_layers):
-        report_mtp_block(config, len(heads))
+        report("mtp-block", mtp_block_clash(config, len(heads)))
     units = _units(profile, choice, chunks, heads)
     if config.distribute_saved_activations:
-        units = with_inputs_as_parts(profile, units, _with_kept_inputs(choice, chunks, heads))
+        units = _with_inputs_as_parts(profile, units, _with_kept_inputs(choice, chunks, heads))
     plan = Plan(units, note=f"Megatron: {choice}")
     return predicted_plan(profile, plan)
 
@@ -129,6 +131,46 @@ def _with_kept_inputs(choice: Choice, chunks: Chunks, heads: Sequence[str]) -> s
         return {path for chunk in chunks for path in chunk[:: choice.num_layers]} | {*heads}
     assert isinstance(choice, BlockFull), "only full recompute has inputs of layers to distribute"
     return {path for chunk in chunks for path in chunk[: choice.num_layers]}
+
+
+def _with_inputs_as_parts(
+    profile: Profile, units: Mapping[str, UnitPlan], layers: Collection[str]
+) -> dict[str, UnitPlan]:
+    """Return a plan's units with the inputs of some layers held as parts.
+
+    Like Megatron, which distributes the first argument of a region alone: what other layers read too, such as rotary positions,
+    is kept whole.
+
+    Args:
+        profile: the recorded step.
+        units: the plan.
+        layers: paths of those whose input is kept for a recompute.
+
+    Raises:
+        ConfigError: the profile does not know of ranks that hold parts.
+    """
+    if profile.shard_ranks == 1:
+        raise ConfigError(
+            settings={"distribute_saved_activations": True},
+            reason="the step was recorded without ranks to distribute to",
+            advice="Call recollect.distribute_saved_activations(model, group) before recollect.record, with the ranks of "
+            "tensor parallelism; `recollect train` does.",
+        )
+    num_readers = Counter(
+        (call, value) for other in profile.calls if other.repeated for _, call, value in set(other.origins)
+    )
+    found = dict(units)
+    for reader in profile.calls:
+        if reader.path not in layers:
+            continue
+        for _, origin, value in reader.origins:
+            if num_readers[origin, value] > 1:
+                continue
+            maker = profile.calls[origin]
+            graph = profile.graph_of(maker)
+            unit = found.get(maker.path) or keep_all_unit(graph)
+            found[maker.path] = replace(unit, actions={**unit.actions, graph.values[value].name: Action.SHARD})
+    return found
 
 
 def _prediction_heads(profile: Profile) -> list[str]:

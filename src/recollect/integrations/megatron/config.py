@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
-from recollect.integrations.megatron.rules import check_config, check_setting
+from recollect.integrations.megatron.rules import check
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["RecomputeConfig"]
@@ -53,7 +53,7 @@ class RecomputeConfig(RecomputeSettings):
                 object.__setattr__(self, name, tuple(given))
         if self.offload_modules is None:  # Megatron's recipes write None for none.
             object.__setattr__(self, "offload_modules", ())
-        check_config(self)
+        check(self)
 
     def check(self, setting: TrainingSetting) -> None:
         """Check against the rest of the training's settings.
@@ -71,4 +71,4 @@ class RecomputeConfig(RecomputeSettings):
             >>> from recollect.integrations.megatron import TrainingSetting
             >>> RecomputeConfig(cpu_offloading=True, cpu_offloading_num_layers=2).check(TrainingSetting(num_layers=4))
         """
-        check_setting(self, setting)
+        check(self, setting)

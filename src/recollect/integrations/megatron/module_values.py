@@ -18,11 +18,11 @@ The other names (`gdn_norm_out`, `gdp_in_proj`, `gdp_qkv`, `mhc`) stand for part
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from recollect.integrations.megatron.modules import ModuleName
+from recollect.integrations.megatron.choice import ModuleName
 from recollect.profile.graph import UnitGraph
 
 __all__ = ["LayerOps", "values_of_module"]
@@ -137,20 +137,8 @@ def _core_attn(layer: LayerOps) -> frozenset[int]:
     return layer.values(lambda index, op: start <= index <= last and layer.is_attentions_own(op))
 
 
-def _mlp(layer: LayerOps) -> frozenset[int]:
-    if layer.has_experts:
-        return frozenset()
+def _feed_forward(layer: LayerOps) -> frozenset[int]:
     return layer.values(lambda _, op: op.is_in(_MLPS) and not op.is_in(_DROPOUTS))
-
-
-def _moe(layer: LayerOps) -> frozenset[int]:
-    if not layer.has_experts:
-        return frozenset()
-    return layer.values(lambda _, op: op.is_in(_MLPS) and not op.is_in(_DROPOUTS))
-
-
-def _shared_experts(layer: LayerOps) -> frozenset[int]:
-    return layer.values(lambda _, op: op.is_in(_SHARED_EXPERTS))
 
 
 def _layernorm(layer: LayerOps) -> frozenset[int]:
@@ -180,11 +168,11 @@ def _mla_up_proj(layer: LayerOps) -> frozenset[int]:
     return layer.values(lambda index, op: op.is_in(_LATENT_UP) or (op.module == layer.attention and index < start))
 
 
-_PARTS = {
+_PARTS: dict[ModuleName, Callable[[LayerOps], Iterable[int]]] = {
     "core_attn": _core_attn,
-    "mlp": _mlp,
-    "moe": _moe,
-    "shared_experts": _shared_experts,
+    "mlp": lambda layer: () if layer.has_experts else _feed_forward(layer),
+    "moe": lambda layer: _feed_forward(layer) if layer.has_experts else (),
+    "shared_experts": lambda layer: layer.values(lambda _, op: op.is_in(_SHARED_EXPERTS)),
     "layernorm": _layernorm,
     "moe_act": _moe_act,
     "mla_up_proj": _mla_up_proj,

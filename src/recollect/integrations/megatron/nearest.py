@@ -1,22 +1,25 @@
-"""Write a plan as the Megatron settings that come nearest to it."""
+"""Write a plan, or those of a pipeline, as the Megatron settings that come nearest: in a pipeline the same for all stages."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import combinations
 
-from recollect.errors import ConfigError, ConfigWarning, NotYetError
+from recollect.errors import BudgetTooSmallError, ConfigError, ConfigWarning, NotYetError
+from recollect.integrations.megatron.choice import MODULES
 from recollect.integrations.megatron.compile import megatron_plan
 from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.module_values import LayerOps, values_of_module
-from recollect.integrations.megatron.modules import MODULES
 from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.integrations.nearest import Nearest, nearest
+from recollect.pipelines.pipeline import PipelinePlan
+from recollect.pipelines.plan_pipeline import predict_pipeline
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
-__all__ = ["bridge_lines", "choices", "megatron_flags", "nearest_settings"]
+__all__ = ["bridge_lines", "megatron_flags", "nearest_settings", "nearest_uniform_settings"]
 
 
 def nearest_settings(profile: Profile, plan: Plan, setting: TrainingSetting | None = None) -> Nearest[RecomputeConfig]:
@@ -50,7 +53,53 @@ def nearest_settings(profile: Profile, plan: Plan, setting: TrainingSetting | No
         >>> found.lost_s > 0
         True
     """
-    return nearest(profile, plan, choices(profile, setting))
+    return nearest(profile, plan, _choices(profile, setting))
+
+
+def nearest_uniform_settings(
+    profiles: Sequence[Profile],
+    planned: PipelinePlan,
+    *,
+    split_profiles: Sequence[Profile] = (),
+    send_s: float = 0.0,
+) -> tuple[RecomputeConfig, PipelinePlan]:
+    """Return the fastest of Megatron's settings with which each rank keeps the budget of some plans.
+
+    Args:
+        profiles: of all stages, that the plans were made from; those that are alike are the same object.
+        planned: the plans.
+        split_profiles: see `plan_pipeline`.
+        send_s: see `plan_pipeline`.
+
+    Returns:
+        The settings, and what the pipeline needs under them.
+
+    Raises:
+        BudgetTooSmallError: no setting fits.
+
+    Complexity: for each setting a simulation of each distinct stage; of the pipeline, until one fits, from the fastest on.
+    """
+    budget_bytes = planned.peak_bytes if planned.budget_bytes is None else planned.budget_bytes
+    distinct = {id(profile): profile for profile in profiles}
+    plans = {key: dict(_choices(profile)) for key, profile in distinct.items()}
+    everywhere = [config for config in next(iter(plans.values())) if all(config in made for made in plans.values())]
+
+    def added_s(config: RecomputeConfig) -> float:
+        return sum((plans[id(p)][config].predicted_slowdown or 0.0) * p.step_s for p in profiles)
+
+    peaks: list[int] = []
+    for config in sorted(everywhere, key=added_s):
+        chosen: list[Plan] = [plans[id(profile)][config] for profile in profiles]
+        found = predict_pipeline(profiles, planned.schedule, chosen, split_profiles=split_profiles, send_s=send_s)
+        if found.peak_bytes <= budget_bytes:
+            return config, found
+        peaks.append(found.peak_bytes)
+    raise BudgetTooSmallError(
+        budget_bytes=budget_bytes,
+        least_peak_bytes=min(peaks),
+        unit="the fullest rank",
+        advice=("That is the leanest of Megatron's settings, the same for all stages.",),
+    )
 
 
 def megatron_flags(config: RecomputeConfig) -> str:
@@ -87,16 +136,16 @@ def bridge_lines(config: RecomputeConfig) -> str:
     return "\n".join(f"cfg.model.{name} = {value!r}" for name, value in written.items())
 
 
-def choices(profile: Profile, setting: TrainingSetting | None = None) -> Iterator[tuple[RecomputeConfig, Plan]]:
-    """Yield Megatron's settings for a recorded step, each with the plan that it means; see `nearest_settings`."""
-    for config in _configs(profile):
-        with warnings.catch_warnings():
-            # What is chosen is compiled again by whoever reads it, and warns then.
-            warnings.simplefilter("ignore", ConfigWarning)
-            try:
-                yield config, megatron_plan(profile, config, setting)
-            except (ConfigError, NotYetError):
-                continue
+def _choices(profile: Profile, setting: TrainingSetting | None = None) -> list[tuple[RecomputeConfig, Plan]]:
+    """Return Megatron's settings for a recorded step, each with the plan that it means; see `nearest_settings`."""
+    found = []
+    with warnings.catch_warnings():
+        # What is chosen is compiled again by whoever reads it, and warns then.
+        warnings.simplefilter("ignore", ConfigWarning)
+        for config in _configs(profile):
+            with suppress(ConfigError, NotYetError):
+                found.append((config, megatron_plan(profile, config, setting)))
+    return found
 
 
 def _configs(profile: Profile) -> Iterator[RecomputeConfig]:
@@ -112,7 +161,4 @@ def _configs(profile: Profile) -> Iterator[RecomputeConfig]:
     there = [name for name in MODULES if any(values_of_module(layer, name) for layer in layers)]
     for count in range(1, len(there) + 1):
         for names in combinations(there, count):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ConfigWarning)
-                config = RecomputeConfig(recompute_granularity="selective", recompute_modules=names)
-            yield config
+            yield RecomputeConfig(recompute_granularity="selective", recompute_modules=names)

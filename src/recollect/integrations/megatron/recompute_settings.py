@@ -8,8 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal, cast
 
-from recollect.integrations.megatron.choice import BlockFull, Choice, NoRecompute, Selective, UniformFull
-from recollect.integrations.megatron.modules import MEGATRON_OUTPUT, ModuleName
+from recollect.integrations.megatron.choice import (
+    MEGATRON_OUTPUT,
+    BlockFull,
+    Choice,
+    ModuleName,
+    NoRecompute,
+    Selective,
+    UniformFull,
+)
 from recollect.plans.action import Action
 
 __all__ = ["RecomputeSettings"]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, Literal, TypeAlias
 
+from recollect.integrations.megatron.condition import Broken, Condition
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
@@ -28,71 +29,102 @@ class Clash:
     advice: str
 
 
-Broken: TypeAlias = object
-"""Whether a rule is broken: true or false; or a list, empty if not, of what the rule's reason and advice name as `{}`; or
-the clash itself, or None, where its settings or words depend on more than that."""
 Alone: TypeAlias = Callable[[RecomputeSettings], Broken]
 Within: TypeAlias = Callable[[RecomputeSettings, TrainingSetting], Broken]
+
+_TRAINING: Final = frozenset(field.name for field in fields(TrainingSetting))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule.
+    """One rule. What breaks it is said in one of three ways, `breaks`, `alone` and `within`; or in none, if nothing does here.
 
     Attributes:
-        name: as in errors and in the table.
-        when: the settings that break it, in words.
+        name: as in errors and in the table, which is the key of a rule in the files by topic.
+        when: the settings that break it, in words; empty: the words of `breaks`.
         megatron: Megatron's answer, in words.
         ours: recollect's answer.
-        why: the reason for it.
+        why: the reason for it, where an error gives another or none.
+        breaks: the conditions that all hold of a configuration, and of the rest of the training's settings, that break it;
+            "modules" are the recomputed ones, with defaults.
         alone: tells whether the configuration breaks it.
         within: tells whether the configuration breaks it, with the rest of the training's settings.
-        settings: what an error shows, in this order; "modules" are the recomputed ones, with defaults.
+        settings: what an error shows, in this order; empty: those of `breaks`.
         reason: what an error gives as its reason.
-        advice: what an error says to do.
+        advice: what an error says to do; by default for two settings that exclude each other.
         known: the right names, if the wrong one that breaks the rule may be a misspelling.
     """
 
-    name: str
-    when: str
-    megatron: str
+    name: str = ""
+    when: str = ""
+    megatron: str = "ValueError"
     ours: Answer = "error"
-    why: str
+    why: str = ""
+    breaks: Mapping[str, Condition] = field(default_factory=dict)
     alone: Alone | None = None
     within: Within | None = None
     settings: tuple[str, ...] = ()
     reason: str = ""
-    advice: str = ""
+    advice: str = "Leave out one of them."
     known: tuple[str, ...] = ()
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether anything breaks it."""
+        return bool(self.breaks or self.alone or self.within)
+
+    @property
+    def needs_training(self) -> bool:
+        """Whether it compares the configuration with the rest of the training's settings."""
+        return self.within is not None or not _TRAINING.isdisjoint(self.breaks)
+
+    @property
+    def words(self) -> str:
+        """The settings that break it, in words: those that are there with each other, without those that are not."""
+        if self.when:
+            return self.when
+        said = [condition.words.format(name) for name, condition in self.breaks.items()]
+        there = [words for words in said if not words.startswith("without ")]
+        return " ".join([" with ".join(there), *(words for words in said if words not in there)])
+
     def clash(self, config: RecomputeSettings, setting: TrainingSetting | None = None) -> Clash | None:
-        """Return how settings break the rule, or None; one of `within` is not broken where the setting is None."""
-        broken: Broken = None
-        if self.alone is not None:
-            broken = self.alone(config)
-        elif self.within is not None and setting is not None:
-            broken = self.within(config, setting)
+        """Return how settings break the rule, or None; one that needs the setting is not broken where that is None."""
+        broken = self._broken(config, setting)
         if isinstance(broken, Clash):
             return broken
         if not broken:
             return None
         details = broken if isinstance(broken, list) else []
         hint = did_you_mean(details[0], self.known) if self.known else ""
-        return Clash(
-            _shown(config, setting, self.settings), self.reason.format(*details), hint + self.advice.format(*details)
-        )
+        shown = {
+            "recompute_modules" if name == "modules" else name: _value(config, setting, name)
+            for name in self.settings or self.breaks
+        }
+        return Clash(shown, self.reason.format(*details), hint + self.advice.format(*details))
+
+    def _broken(self, config: RecomputeSettings, setting: TrainingSetting | None) -> Broken:
+        if self.alone is not None:
+            return self.alone(config)
+        if self.needs_training and setting is None:
+            return None
+        if self.within is not None and setting is not None:
+            return self.within(config, setting)
+        details: list[Broken] = []
+        for name, condition in self.breaks.items():
+            broken = condition.holds(_value(config, setting, name))
+            if not broken:
+                return None
+            details += broken if isinstance(broken, list) else []
+        return details or bool(self.breaks)
+
+
+def _value(config: RecomputeSettings, setting: TrainingSetting | None, name: str) -> Any:
+    return getattr(setting if name in _TRAINING else config, name)
 
 
 def found(source: object, *names: str) -> dict[str, object]:
     """Return settings with their values, for errors."""
     return {name: getattr(source, name) for name in names}
-
-
-def _shown(config: RecomputeSettings, setting: TrainingSetting | None, names: tuple[str, ...]) -> dict[str, object]:
-    return {
-        "recompute_modules" if name == "modules" else name: getattr(config if hasattr(config, name) else setting, name)
-        for name in names
-    }
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

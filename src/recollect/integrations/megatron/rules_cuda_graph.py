@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from recollect.integrations.megatron.condition import ON, Condition, one_of, other_than, version_of
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule, found
-from recollect.integrations.megatron.rules_offload import version_of
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["CUDA_GRAPH_RULES"]
 
 _PER_LAYER = ("local", "transformer_engine")
+_OF_LAYERS = Condition(lambda impl: impl in _PER_LAYER, "graphs of layers")
 _PARTIAL_MOE = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 _GRAPH = ("cuda_graph_impl", "cuda_graph_modules")
 _NO_GRAPH = "Set cuda_graph_impl to 'none'"
@@ -85,53 +88,39 @@ def _fine_grained(config: RecomputeSettings, setting: TrainingSetting) -> Clash 
 
 
 _LATER = "nothing here can show yet that it works"
+_assertion = partial(Rule, megatron="AssertionError", why=_LATER)
 
-CUDA_GRAPH_RULES = (
-    Rule(
-        name="graph-impl",
+CUDA_GRAPH_RULES = {
+    "graph-impl": Rule(
         when="`cuda_graph_impl` is not one of its four values",
         megatron="AssertionError",
-        why="meaningless",
-        within=lambda _, setting: setting.cuda_graph_impl not in ("none", *_PER_LAYER, "full_iteration"),
-        settings=("cuda_graph_impl",),
+        breaks={"cuda_graph_impl": other_than("none", *_PER_LAYER, "full_iteration")},
         reason="unknown way to capture",
         advice=f"{_NO_GRAPH}, or one of {_PER_LAYER}.",
     ),
-    Rule(
-        name="graph-layer-offload",
-        when="`cpu_offloading` with graphs of layers",
-        megatron="ValueError",
+    "graph-layer-offload": Rule(
         why=_LATER,
-        within=lambda config, setting: config.cpu_offloading and setting.cuda_graph_impl in _PER_LAYER,
+        breaks={"cpu_offloading": ON, "cuda_graph_impl": _OF_LAYERS},
         settings=("cpu_offloading", *_GRAPH),
         reason="a layer's graph cannot hold copies to the host",
         advice=f"{_NO_GRAPH} or 'full_iteration'.",
     ),
-    Rule(
-        name="graph-full",
-        when="`full` with graphs of layers",
-        megatron="AssertionError",
-        why=_LATER,
-        within=lambda config, setting: config.recompute_granularity == "full" and setting.cuda_graph_impl in _PER_LAYER,
+    "graph-full": _assertion(
+        breaks={"recompute_granularity": one_of("full"), "cuda_graph_impl": _OF_LAYERS},
         settings=("recompute_granularity", *_GRAPH),
         reason="recompute of whole layers does not fit into graphs of single layers",
         advice=f"Set recompute_granularity to 'selective'. Or: {_NO_GRAPH} or 'full_iteration'.",
     ),
-    Rule(
-        name="graph-moe-router",
+    "graph-moe-router": Rule(
         when="`moe` with a graph of `moe_router` by Transformer Engine",
         megatron="AssertionError",
-        why="a graph cannot lie inside recomputed code",
         within=lambda config, setting: "moe" in config.modules and _is_router_captured(setting),
         settings=("modules", *_GRAPH),
         reason="the graph of the router lies inside recomputed code",
         advice="Leave out moe, or moe_router.",
     ),
-    Rule(
-        name="graph-attention-dropout",
+    "graph-attention-dropout": _assertion(
         when="`core_attn` in a graph with `attention_dropout`",
-        megatron="AssertionError",
-        why=_LATER,
         within=lambda config, setting: (
             "core_attn" in config.modules and setting.attention_dropout and _captures(setting, "attn")
         ),
@@ -139,11 +128,8 @@ CUDA_GRAPH_RULES = (
         reason=_RANDOM,
         advice="Set attention_dropout to 0, or leave core_attn or the graph of attn out.",
     ),
-    Rule(
-        name="graph-hidden-dropout",
+    "graph-hidden-dropout": _assertion(
         when="`mlp` or `moe` in a graph with `hidden_dropout`",
-        megatron="AssertionError",
-        why=_LATER,
         within=lambda config, setting: [
             module
             for module in ("mlp", "moe")
@@ -153,11 +139,8 @@ CUDA_GRAPH_RULES = (
         reason=_RANDOM,
         advice="Set hidden_dropout to 0, or leave {} out on one side.",
     ),
-    Rule(
-        name="graph-jitter",
+    "graph-jitter": _assertion(
         when="`moe` in a graph with `moe_input_jitter_eps`",
-        megatron="AssertionError",
-        why=_LATER,
         within=lambda config, setting: (
             "moe" in config.modules and setting.moe_input_jitter_eps is not None and _captures(setting, "moe")
         ),
@@ -165,29 +148,21 @@ CUDA_GRAPH_RULES = (
         reason=_RANDOM,
         advice="Leave out moe_input_jitter_eps, or moe on one side.",
     ),
-    Rule(
-        name="graph-gtp",
+    "graph-gtp": _assertion(
         when="`shared_experts` in a local graph, in 8 or 4 bits, with `gtp_weight_remat_size` above 1",
-        megatron="AssertionError",
-        why=_LATER,
         within=_is_gtp_in_8_bits,
         settings=("modules", "gtp_weight_remat_size", "fp8", "fp4", *_GRAPH),
         reason="capture takes gradients in a way that recompute of an 8-bit module cannot",
         advice="Leave out shared_experts, or set cuda_graph_impl to 'full_iteration'.",
     ),
-    Rule(
-        name="graph-fine-grained",
+    "graph-fine-grained": _assertion(
         when="`fine_grained_activation_offloading` with graphs: other modules than the experts' in local ones, whole layers, "
         "`moe` captured, no warm-up step, a whole step without `fine_grained_offloading_max_inflight_offloads`",
-        megatron="AssertionError",
-        why=_LATER,
         within=_fine_grained,
     ),
-    Rule(
-        name="graph-offload-version",
+    "graph-offload-version": Rule(
         when="`fine_grained_activation_offloading` with graphs by a Transformer Engine before 2.14",
         megatron="AssertionError when the model is built",
-        why="a limit of that library",
         within=lambda config, setting: (
             _offloads_in_layers(config, setting)
             and setting.transformer_engine_version is not None
@@ -197,18 +172,15 @@ CUDA_GRAPH_RULES = (
         reason="graphs can offload from Transformer Engine 2.14 on",
         advice="Update it, or set cuda_graph_impl to 'none'.",
     ),
-    Rule(
-        name="graph-norm",
+    "graph-norm": Rule(
         when="`layernorm` with a graph of `moe_router` at whose edge the norm lies",
         megatron="warning when the model is built; the norm is kept",
-        why="the request would silently not be met",
         within=_is_norm_at_edge,
         settings=("modules", "moe_token_dispatcher_type", "moe_shared_expert_overlap", *_GRAPH),
         reason="the norm before the experts lies at the edge of the graph of the router, and would silently be kept",
         advice="Leave out layernorm, or moe_router of cuda_graph_modules.",
     ),
-    Rule(
-        name="graph-offload-norm",
+    "graph-offload-norm": Rule(
         when="offload of `attn_norm` or `mlp_norm` with a graph that takes the same input",
         megatron="warning when the model is built; the input stays",
         why="the request would silently not be met",
@@ -221,4 +193,4 @@ CUDA_GRAPH_RULES = (
         reason="the input of {} belongs to the graph, and would silently stay on the device",
         advice="Leave out {}, or the graph.",
     ),
-)
+}

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from recollect.integrations.megatron.condition import OFF, ON, SET, SEVERAL_RANKS, before, below, has, one_of
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule, found
-from recollect.integrations.megatron.rules_offload import version_of
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["OTHER_RULES", "mtp_block_clash"]
 
-_8_BIT_SENSITIVE = ("moe_act", "layernorm")
-
-
-def _is_8_bit_sensitive(config: RecomputeSettings, setting: TrainingSetting) -> bool:
-    return setting.fp8 is not None and any(name in config.modules for name in _8_BIT_SENSITIVE)
+_8_BIT_SENSITIVE = has("moe_act", "layernorm")
 
 
 def _overlap(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
@@ -46,86 +42,53 @@ def mtp_block_clash(config: RecomputeSettings, num_heads: int) -> Clash:
     )
 
 
-OTHER_RULES = (
-    Rule(
-        name="fp8-delayed",
+OTHER_RULES = {
+    "fp8-delayed": Rule(
         when="`fp8` by the recipe `delayed` with `moe_act` or `layernorm`",
-        megatron="ValueError",
-        why="a limit of the recipe",
-        within=lambda config, setting: _is_8_bit_sensitive(config, setting) and setting.fp8_recipe == "delayed",
-        settings=("modules", "fp8", "fp8_recipe"),
+        breaks={"modules": _8_BIT_SENSITIVE, "fp8": SET, "fp8_recipe": one_of("delayed")},
         reason="delayed scaling records what it sees, and recompute would show it everything twice",
         advice="Choose another fp8_recipe, or leave out moe_act and layernorm.",
     ),
-    Rule(
-        name="fp8-version",
+    "fp8-version": Rule(
         when="`fp8` with `moe_act` or `layernorm` on a Transformer Engine before 2.6",
-        megatron="ValueError",
-        why="a limit of that library",
-        within=lambda config, setting: (
-            _is_8_bit_sensitive(config, setting) and version_of(setting.transformer_engine_version) < (2, 6)
-        ),
-        settings=("modules", "fp8", "transformer_engine_version"),
+        breaks={"modules": _8_BIT_SENSITIVE, "fp8": SET, "transformer_engine_version": before(2, 6)},
         reason="the layer after them has to keep its input in 16 bits, which Transformer Engine supports from 2.6 on",
         advice="Update it, or leave out moe_act and layernorm.",
     ),
-    Rule(
-        name="fp8-absorbed-mla",
+    "fp8-absorbed-mla": Rule(
         when="`fp8` or `fp4` with `mla_up_proj` in an absorbed latent attention",
         megatron="AssertionError when the model is built",
         ours="not yet",
         why="nor are `fp8` and `fp4`",
     ),
-    Rule(
-        name="mhc-needs-mhc",
-        when="`mhc` without `enable_mhc_connections`",
-        megatron="ValueError",
-        why="the model has no such module",
-        within=lambda config, setting: "mhc" in config.modules and not setting.enable_mhc_connections,
-        settings=("modules", "enable_mhc_connections"),
+    "mhc-needs-mhc": Rule(
+        breaks={"modules": has("mhc"), "enable_mhc_connections": OFF},
         reason="there are no hyper-connections",
         advice="Leave out mhc, or set enable_mhc_connections.",
     ),
-    Rule(
-        name="mhc-and-mlp",
+    "mhc-and-mlp": Rule(
         when="`mhc` with `mlp`",
-        megatron="ValueError",
         why="no model here has hyper-connections to try it on",
         alone=lambda config: "mhc" in config.modules and "mlp" in config.modules,
         settings=("modules",),
         reason="mhc recomputes around the mlp",
-        advice="Leave out one of them.",
     ),
-    Rule(
-        name="mhc-num-layers",
-        when="`mhc` with `mhc_recompute_layer_num` below 1",
-        megatron="ValueError",
-        why="meaningless",
-        alone=lambda config: (
-            "mhc" in config.modules
-            and config.mhc_recompute_layer_num is not None
-            and config.mhc_recompute_layer_num < 1
-        ),
+    "mhc-num-layers": Rule(
+        breaks={"modules": has("mhc"), "mhc_recompute_layer_num": below(1)},
         settings=("mhc_recompute_layer_num",),
         reason="not a number of layers",
         advice="Set it to 1 or more, or None for all.",
     ),
-    Rule(
-        name="mhc-and-offload",
-        when="`mhc` with `fine_grained_activation_offloading`",
+    "mhc-and-offload": Rule(
         megatron="NotImplementedError",
         why="no model here has hyper-connections to try it on",
-        alone=lambda config: "mhc" in config.modules and config.fine_grained_activation_offloading,
-        settings=("modules", "fine_grained_activation_offloading"),
+        breaks={"modules": has("mhc"), "fine_grained_activation_offloading": ON},
         reason="mhc would be recomputed before its inputs are back",
-        advice="Leave out one of them.",
     ),
-    Rule(
-        name="mhc-without-recompute",
+    "mhc-without-recompute": Rule(
         when="`enable_mhc_connections` without recompute of `mhc`",
         megatron="warning",
         ours="warning",
-        why="hyper-connections keep many values",
         within=lambda config, setting: (
             setting.enable_mhc_connections and "mhc" not in config.modules and config.recompute_granularity != "full"
         ),
@@ -133,65 +96,47 @@ OTHER_RULES = (
         reason="hyper-connections keep several residual streams per layer",
         advice="Consider recompute_modules with mhc.",
     ),
-    Rule(
-        name="mhc-and-full",
-        when="`enable_mhc_connections` with `full`",
+    "mhc-and-full": Rule(
         megatron="NotImplementedError",
-        why="no model here has hyper-connections to try it on",
-        within=lambda config, setting: setting.enable_mhc_connections and config.recompute_granularity == "full",
-        settings=("enable_mhc_connections", "recompute_granularity"),
         reason="no model here has hyper-connections to try it on",
+        breaks={"enable_mhc_connections": ON, "recompute_granularity": one_of("full")},
         advice="Set recompute_granularity to 'selective' with mhc.",
     ),
-    Rule(
-        name="mhc-and-pipeline",
-        when="`enable_mhc_connections` with `pipeline_model_parallel_size` above 1",
+    "mhc-and-pipeline": Rule(
         megatron="NotImplementedError",
         why="as above",
-        within=lambda _, setting: setting.enable_mhc_connections and setting.pipeline_model_parallel_size != 1,
-        settings=("enable_mhc_connections", "pipeline_model_parallel_size"),
+        breaks={"enable_mhc_connections": ON, "pipeline_model_parallel_size": SEVERAL_RANKS},
         reason="stages would pass on several residual streams",
         advice="Set pipeline_model_parallel_size to 1.",
     ),
-    Rule(
-        name="mhc-and-mtp",
-        when="`enable_mhc_connections` with `mtp_num_layers`",
-        megatron="ValueError",
+    "mhc-and-mtp": Rule(
         why="as above",
-        within=lambda _, setting: setting.enable_mhc_connections and setting.mtp_num_layers is not None,
-        settings=("enable_mhc_connections", "mtp_num_layers"),
+        breaks={"enable_mhc_connections": ON, "mtp_num_layers": SET},
         reason="multi-token prediction layers expect one residual stream",
-        advice="Leave out one of them.",
     ),
-    Rule(
-        name="mhc-layer-indices",
+    "mhc-layer-indices": Rule(
         when="hyper-connections with the outputs of chosen layers asked for",
         megatron="NotImplementedError at run time",
         ours="not yet",
         why="no model here has hyper-connections",
     ),
-    Rule(
-        name="gdp-range",
+    "gdp-range": Rule(
         when="`gdp_num_chunk_states_to_recompute` outside 0 to 64",
         megatron="AssertionError if `gdp_cutedsl_kernel`, else nothing",
-        why="meaningless",
         alone=lambda config: not 0 <= config.gdp_num_chunk_states_to_recompute <= 64,
         settings=("gdp_num_chunk_states_to_recompute",),
         reason="out of range",
         advice="Set it to 0 to 64.",
     ),
-    Rule(
-        name="expert-overlap",
+    "expert-overlap": Rule(
         when="`overlap_moe_expert_parallel_comm` with `full`, a method, a number of layers, or `moe`",
         megatron="AssertionError",
         why="nothing here can show yet that it works",
         within=_overlap,
     ),
-    Rule(
-        name="expert-overlap-offload",
+    "expert-overlap-offload": Rule(
         when="`overlap_moe_expert_parallel_comm` on `ncclep` with offload of `expert_fc1`",
         megatron="AssertionError",
-        why="what would be offloaded is freed",
         within=lambda config, setting: (
             setting.overlap_moe_expert_parallel_comm
             and (setting.moe_token_dispatcher_type, setting.moe_flex_dispatcher_backend) == ("flex", "ncclep")
@@ -201,19 +146,17 @@ OTHER_RULES = (
         reason="the input of expert_fc1 is freed early on this path",
         advice="Leave out expert_fc1.",
     ),
-    Rule(
-        name="mtp-uniform",
+    "mtp-uniform": Rule(
         when="`mtp_num_layers` with `full`, `uniform` and a number above 1",
         megatron="AssertionError",
         ours="free",
         why="each of these layers is a region of its own, whatever the number",
     ),
-    Rule(
-        name="mtp-block",
+    "mtp-block": Rule(
         when="`mtp_num_layers` with `full` and `block`",
         megatron="warning; these layers are not recomputed",
         ours="warning",
         why="the same",
         within=_mtp_block,
     ),
-)
+}

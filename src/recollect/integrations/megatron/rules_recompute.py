@@ -1,7 +1,9 @@
-"""Rules about which layers are recomputed: granularity, method, number of layers."""
+"""Rules about which layers and which modules of them are recomputed."""
 
 from __future__ import annotations
 
+from recollect.integrations.megatron.choice import MODULES
+from recollect.integrations.megatron.condition import OFF, ON, ONE_RANK, SET, UNSET, below, has, one_of, other_than
 from recollect.integrations.megatron.pipeline import chunk_sizes
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule, found
@@ -9,15 +11,8 @@ from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["RECOMPUTE_RULES", "num_layers_clash"]
 
-_WHAT = ("recompute_granularity", "recompute_method")
-
-
-def _other(value: object, *known: object) -> list[object]:
-    return [] if value in known else [value]
-
-
-def _is_number_of_layers(value: object) -> bool:
-    return value is None or (type(value) is int and value >= 1)
+_DELTA_NETS = ("gdn", "gdn2", "gated_delta_net")
+_MICRO_BATCHES = "num_microbatches_with_partial_activation_checkpoints"
 
 
 def _num_layers_in_range(config: RecomputeSettings, setting: TrainingSetting) -> Clash | None:
@@ -31,7 +26,7 @@ def num_layers_clash(config: RecomputeSettings, sizes: list[int]) -> Clash | Non
         return None
     chunks = "the model has" if len(sizes) == 1 else f"the largest of {len(sizes)} model chunks has"
     return Clash(
-        found(config, "recompute_method", "recompute_num_layers"),
+        {"recompute_method": config.recompute_method, "recompute_num_layers": value},
         f"{chunks} {max(sizes)} layers",
         f"Set recompute_num_layers to 1 to {max(sizes)}; it is counted in each virtual pipeline stage.",
     )
@@ -56,109 +51,104 @@ def _moe_layer_recompute(config: RecomputeSettings) -> Clash | None:
         return None
     names = " ".join(config.modules)
     return Clash(
-        found(config, "moe_layer_recompute"),
+        {"moe_layer_recompute": True},
         f"it is deprecated, and means selective recompute of {names}",
         f"Set recompute_granularity to 'selective' and recompute_modules to {list(config.modules)}.",
     )
 
 
-RECOMPUTE_RULES = (
-    Rule(
-        name="granularity",
+def _is_a_list(config: RecomputeSettings) -> Clash | None:
+    for name in ("recompute_modules", "recompute_discard_outputs", "offload_modules"):
+        value = getattr(config, name)
+        if isinstance(value, str):
+            return Clash({name: value}, "a string, not a list", f"Write {[part for part in value.split(',') if part]}.")
+        if value is not None and not (isinstance(value, tuple) and all(isinstance(part, str) for part in value)):
+            return Clash({name: value}, "not a list of names", "Write a list such as ['core_attn', 'mlp'].")
+    return None
+
+
+def _discarded_is_recomputed(config: RecomputeSettings) -> Clash | None:
+    modules = config.modules if config.is_selective else (config.recompute_modules or ())
+    others = [name for name in config.recompute_discard_outputs or () if name not in modules]
+    if not others:
+        return None
+    return Clash(
+        {"recompute_modules": modules, **found(config, "recompute_discard_outputs")},
+        f"the output of {others[0]!r} can only be dropped if the module is recomputed",
+        "Add it to recompute_modules.",
+    )
+
+
+RECOMPUTE_RULES = {
+    # Which layers: granularity, method, number of layers.
+    "granularity": Rule(
         when="`recompute_granularity` is not None, `full` or `selective`",
-        megatron="ValueError",
         why="meaningless; recollect suggests the closest word",
-        alone=lambda config: _other(config.recompute_granularity, None, "full", "selective"),
-        settings=("recompute_granularity",),
+        breaks={"recompute_granularity": other_than(None, "full", "selective")},
         reason="no such granularity",
         advice="Set it to 'full', 'selective' or None.",
         known=("full", "selective"),
     ),
-    Rule(
-        name="method",
+    "method": Rule(
         when="`recompute_method` is not None, `uniform` or `block`",
         megatron="ValueError if there is a granularity, else nothing",
-        why="meaningless",
-        alone=lambda config: _other(config.recompute_method, None, "uniform", "block"),
-        settings=("recompute_method",),
+        breaks={"recompute_method": other_than(None, "uniform", "block")},
         reason="no such method",
         advice="Set it to 'uniform' or 'block'.",
         known=("uniform", "block"),
     ),
-    Rule(
-        name="num-layers-positive",
+    "num-layers-positive": Rule(
         when="`recompute_num_layers` is 0, negative, a bool or not a whole number",
         megatron="nothing; `uniform` with 0 never ends",
-        why="meaningless",
-        alone=lambda config: not _is_number_of_layers(config.recompute_num_layers),
-        settings=("recompute_num_layers",),
+        breaks={"recompute_num_layers": below(1)},
         reason="not a number of layers",
         advice="Set it to a whole number, 1 or more; to recompute nothing, leave out recompute_granularity.",
     ),
-    Rule(
-        name="full-needs-method",
-        when="`full` without `recompute_method`",
-        megatron="ValueError",
+    "full-needs-method": Rule(
         why="`uniform` and `block` differ; nobody can guess which. ROLL's default is in `recollect.integrations.megatron.roll`",
-        alone=lambda config: config.recompute_granularity == "full" and config.recompute_method is None,
-        settings=_WHAT,
+        breaks={"recompute_granularity": one_of("full"), "recompute_method": UNSET},
         reason="full recompute needs a method",
         advice="Set recompute_method to 'uniform' or 'block'.",
     ),
-    Rule(
-        name="full-needs-num-layers",
-        when="`full` without `recompute_num_layers`",
+    "full-needs-num-layers": Rule(
         megatron="ValueError, which names a range that it never checks",
         why="as above",
-        alone=lambda config: config.recompute_granularity == "full" and config.recompute_num_layers is None,
-        settings=("recompute_granularity", "recompute_num_layers"),
+        breaks={"recompute_granularity": one_of("full"), "recompute_num_layers": UNSET},
         reason="full recompute needs a number of layers",
         advice="Set recompute_num_layers, for example to 1",
     ),
-    Rule(
-        name="num-layers-range",
+    "num-layers-range": Rule(
         when="`recompute_num_layers` above the layers of the largest (virtual) pipeline stage",
         megatron="nothing; the number is clamped",
         why="the number was meant for another model or another layout; checked against the model itself too",
         within=_num_layers_in_range,
     ),
-    Rule(
-        name="num-layers-divides",
+    "num-layers-divides": Rule(
         when="`uniform` with a number that does not divide a stage's layers",
         megatron="nothing (an index error up to 0.9, issue 1807)",
         ours="same",
         why="the last region is shorter",
     ),
-    Rule(
-        name="selective-has-no-num-layers",
-        when="`selective` with `recompute_num_layers`",
-        megatron="ValueError",
+    "selective-has-no-num-layers": Rule(
         why="it would have no effect; Megatron-Bridge's `-rl` beside `--recompute_modules` ends here",
-        alone=lambda config: config.recompute_granularity == "selective" and config.recompute_num_layers is not None,
-        settings=("recompute_granularity", "recompute_num_layers"),
+        breaks={"recompute_granularity": one_of("selective"), "recompute_num_layers": SET},
         reason="selective recompute is the same in every layer",
         advice="Leave recompute_num_layers out, or set recompute_granularity to 'full'.",
     ),
-    Rule(
-        name="selective-has-no-method",
-        when="`selective` with `recompute_method`",
+    "selective-has-no-method": Rule(
         megatron="AssertionError on the command line; the configuration object ignores it",
-        why="it would have no effect",
-        alone=lambda config: config.recompute_granularity == "selective" and config.recompute_method is not None,
-        settings=_WHAT,
+        breaks={"recompute_granularity": one_of("selective"), "recompute_method": SET},
         reason="a method says which whole layers to recompute, and selective recomputes modules of all",
         advice="Leave recompute_method out, or set recompute_granularity to 'full'.",
     ),
-    Rule(
-        name="needs-granularity",
+    "needs-granularity": Rule(
         when="method, number of layers or modules without `recompute_granularity`",
         megatron="nothing; they are ignored",
         ours="warning",
         why="recipes have such leftovers, and their authors may believe that something is recomputed",
         alone=_without_granularity,
     ),
-    Rule(
-        name="modules-with-full",
+    "modules-with-full": Rule(
         when="`full` with `recompute_modules`",
         megatron="nothing; they are ignored",
         ours="warning",
@@ -170,79 +160,122 @@ RECOMPUTE_RULES = (
         reason="full recompute takes whole layers, whatever recompute_modules says",
         advice="Leave it out.",
     ),
-    Rule(
-        name="moe-layer-recompute",
+    "moe-layer-recompute": Rule(
         when="`moe_layer_recompute`",
         megatron="warning that names a nonexistent module `moe_layer`",
         ours="warning",
         why="it is selective recompute with `moe` added to the other modules, core_attn among them by default",
         alone=_moe_layer_recompute,
     ),
-    Rule(
-        name="moe-layer-recompute-with-full",
-        when="`moe_layer_recompute` with `full`",
-        megatron="ValueError",
-        why="they contradict each other",
-        alone=lambda config: config.moe_layer_recompute and config.recompute_granularity == "full",
-        settings=("recompute_granularity", "moe_layer_recompute"),
+    "moe-layer-recompute-with-full": Rule(
+        breaks={"recompute_granularity": one_of("full"), "moe_layer_recompute": ON},
         reason="one asks for whole layers, the other for modules",
         advice="Leave out moe_layer_recompute: full recompute takes the experts with the rest of the layer.",
     ),
-    Rule(
-        name="distribute-needs-full",
-        when="`distribute_saved_activations` without `full`",
+    "distribute-needs-full": Rule(
         megatron="AssertionError on the command line; ignored by the configuration object, though its guide shows it",
-        why="it would have no effect",
-        alone=lambda config: config.distribute_saved_activations and config.recompute_granularity != "full",
-        settings=("recompute_granularity", "distribute_saved_activations"),
+        breaks={"recompute_granularity": other_than("full"), "distribute_saved_activations": ON},
         reason="only the kept inputs of whole layers are ever distributed",
         advice="Leave it out, or set recompute_granularity to 'full'.",
     ),
-    Rule(
-        name="distribute-without-tensor-parallel",
-        when="`distribute_saved_activations` with `tensor_model_parallel_size` 1",
+    "distribute-without-tensor-parallel": Rule(
         megatron="AssertionError on the command line; nothing in the configuration object",
-        why="it would have no effect",
-        within=lambda config, setting: config.distribute_saved_activations and setting.tensor_model_parallel_size <= 1,
-        settings=("distribute_saved_activations", "tensor_model_parallel_size"),
+        breaks={"distribute_saved_activations": ON, "tensor_model_parallel_size": ONE_RANK},
         reason="there are no ranks to distribute to",
         advice="Leave it out, or set tensor_model_parallel_size to 2 or more.",
     ),
-    Rule(
-        name="distribute-with-sequence-parallel",
-        when="`distribute_saved_activations` with `sequence_parallel`",
-        megatron="ValueError",
-        why="the kept values are already split",
-        within=lambda config, setting: config.distribute_saved_activations and setting.sequence_parallel,
-        settings=("distribute_saved_activations", "sequence_parallel"),
+    "distribute-with-sequence-parallel": Rule(
+        breaks={"distribute_saved_activations": ON, "sequence_parallel": ON},
         reason="sequence parallelism has already split the kept values",
         advice="Leave out distribute_saved_activations.",
     ),
-    Rule(
-        name="micro-batches-alike",
+    "micro-batches-alike": Rule(
         when="`num_microbatches_with_partial_activation_checkpoints` without `full` and `block`",
         megatron="nothing",
         ours="warning",
-        why="it has no effect",
         alone=lambda config: (
             config.num_microbatches_with_partial_activation_checkpoints is not None
             and (config.recompute_granularity, config.recompute_method) != ("full", "block")
         ),
-        settings=(*_WHAT, "num_microbatches_with_partial_activation_checkpoints"),
+        settings=("recompute_granularity", "recompute_method", _MICRO_BATCHES),
         reason="all micro-batches recompute the same",
         advice="Leave it out, or set recompute_granularity to 'full' and recompute_method to 'block'.",
     ),
-    Rule(
-        name="micro-batches-without-pipeline",
-        when="`num_microbatches_with_partial_activation_checkpoints` with `pipeline_model_parallel_size` 1",
+    "micro-batches-without-pipeline": Rule(
         megatron="nothing; it is ignored",
-        why="it would have no effect",
-        within=lambda config, setting: (
-            config.num_microbatches_with_partial_activation_checkpoints is not None
-            and setting.pipeline_model_parallel_size <= 1
-        ),
-        settings=("num_microbatches_with_partial_activation_checkpoints", "pipeline_model_parallel_size"),
+        breaks={_MICRO_BATCHES: SET, "pipeline_model_parallel_size": ONE_RANK},
         reason="several micro-batches are in flight in a pipeline only",
         advice="Leave it out, or set pipeline_model_parallel_size to 2 or more.",
     ),
-)
+    # Which modules.
+    "list-of-modules": Rule(
+        when="a string instead of a list of modules",
+        megatron="AssertionError about single letters",
+        why="the string `core_attn,mlp` is ROLL's spelling, which `recollect.integrations.megatron.roll` reads",
+        alone=_is_a_list,
+    ),
+    "known-modules": Rule(
+        when="an unknown name in `recompute_modules`",
+        megatron="AssertionError if selective, else nothing",
+        why="recollect suggests the closest name",
+        alone=lambda config: [name for name in config.recompute_modules or () if name not in MODULES],
+        settings=("recompute_modules",),
+        reason="nothing is called {!r}",
+        advice=f"Choose from {', '.join(MODULES)}.",
+        known=MODULES,
+    ),
+    "empty-modules": Rule(
+        when="`selective` with an empty list",
+        megatron="nothing; nothing is recomputed, though Bridge's guide calls the list required",
+        ours="warning",
+        why="recipes use it for a run without recompute",
+        alone=lambda config: config.is_selective and not config.modules,
+        settings=("recompute_granularity", "recompute_modules"),
+        reason="an empty list, so nothing is recomputed",
+        advice="Leave out recompute_granularity to say so, or recompute_modules for the default, core_attn.",
+    ),
+    "discard-outputs": Rule(
+        when="`recompute_discard_outputs` names a module that is not recomputed",
+        megatron="has no such setting",
+        why="the name would have no effect",
+        alone=_discarded_is_recomputed,
+    ),
+    "modules-not-there": Rule(
+        when="a module that no layer of the model has",
+        megatron="nothing; it is ignored unless another rule applies",
+        why="if no layer has any of the modules; a warning if layers have some of them, as with alternating `mlp` and `moe`",
+    ),
+    "core-attn-fused": Rule(
+        when="`core_attn`",
+        megatron="warning: fused attention may make it unnecessary",
+        ours="same",
+        why="without the warning: `layer_usage` reports the bytes that it saves",
+    ),
+    "moe-act-needs-experts": Rule(
+        megatron="ValueError, through the next rule",
+        breaks={"modules": has("moe_act"), "num_moe_experts": OFF},
+        reason="a model without experts has no moe_act",
+        advice="Leave it out; a dense model's activation is inside mlp.",
+    ),
+    "moe-act-needs-grouped-gemm": Rule(
+        when="`moe_act` without `moe_grouped_gemm`",
+        ours="free",
+        why="the tape also sees the activations of experts that run one after the other",
+    ),
+    "mla-up-proj-needs-mla": Rule(
+        breaks={"modules": has("mla_up_proj"), "multi_latent_attention": OFF},
+        reason="the model has no up-projection from latents",
+        advice="Leave out mla_up_proj, or set multi_latent_attention.",
+    ),
+    "gdn-needs-gdn": Rule(
+        when="`gdn_norm_out` without a gated delta net",
+        breaks={"modules": has("gdn_norm_out"), "experimental_attention_variant": other_than(*_DELTA_NETS)},
+        reason="only a gated delta net has gdn_norm_out",
+        advice="Leave it out, or set experimental_attention_variant to 'gdn' or 'gdn2'.",
+    ),
+    "shared-experts-overlap": Rule(
+        when="`shared_experts` with `moe_shared_expert_overlap`",
+        ours="free",
+        why="single values are recomputed, not a region of Python that has to run in one piece",
+    ),
+}

@@ -81,20 +81,17 @@ def megatron_stage_plans(
         )
     num_partial = config.num_microbatches_with_partial_activation_checkpoints
     alike = replace(config, num_microbatches_with_partial_activation_checkpoints=None)
-    known: dict[int, tuple[Plan, Plan]] = {}
-    for profile in profiles:
-        if id(profile) not in known:
-            partial = megatron_plan(profile, alike)
-            has_rest = num_partial is not None and isinstance(config.choice, BlockFull)
-            known[id(profile)] = partial, _of_all_layers(profile, alike) if has_rest else partial
+    distinct = {id(profile): profile for profile in profiles}
+    partial = {key: megatron_plan(profile, alike) for key, profile in distinct.items()}
     if num_partial is None or not isinstance(config.choice, BlockFull):
-        return tuple(known[id(profile)][0] for profile in profiles)
+        return tuple(partial[id(profile)] for profile in profiles)
+    rest = {key: _of_all_layers(profile, alike) for key, profile in distinct.items()}
     made: dict[int, dict[int, Plan]] = {stage: {} for stage in range(found.num_stages)}
     for actions in found.ranks:
         window = sum(1 for _ in takewhile(_is_forward, actions))
         for number, action in enumerate(filter(_is_forward, actions)):
-            partial, rest = known[id(profiles[action.stage])]
-            made[action.stage][action.micro_batch] = partial if number % window < num_partial else rest
+            plans = partial if number % window < num_partial else rest
+            made[action.stage][action.micro_batch] = plans[id(profiles[action.stage])]
     return tuple(tuple(own[batch] for batch in sorted(own)) for own in made.values())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recollect.integrations.megatron.modules import MEGATRON_OUTPUT, OFFLOAD_MODULES
+from recollect.integrations.megatron.choice import MEGATRON_OUTPUT, OFFLOAD_MODULES
 from recollect.integrations.megatron.not_yet import NOT_YET
 from recollect.integrations.megatron.rules import RULES
 
@@ -25,7 +25,7 @@ def rules_table() -> str:
         >>> rules_table().splitlines()[0]
         '| rule | settings | Megatron | here | why |'
     """
-    rows = [(f"`{rule.name}`", rule.when, rule.megatron, rule.ours, rule.why) for rule in RULES]
+    rows = [(f"`{rule.name}`", rule.words, rule.megatron, rule.ours, rule.why or rule.reason) for rule in RULES]
     return _table(("rule", "settings", "Megatron", "here", "why"), *rows)
 
 

@@ -6,7 +6,6 @@ Only `provide`, `plan` and `apply` import PyTorch.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -48,14 +47,9 @@ _OWN: dict[str, Any] = {"seq_length": 1024, "make_vocab_size_divisible_by": 1, "
 _OWN |= {"context_parallel_size": 1, "expert_tensor_parallel_size": 1}
 # Kernels and dtypes that configurations of Megatron-Bridge choose; here PyTorch's kernels are used in any case.
 _WITHOUT_EFFECT = (
-    *(
-        "masked_softmax_fusion",
-        "bias_activation_fusion",
-        "bias_dropout_fusion",
-        "persist_layer_norm",
-        "apply_rope_fusion",
-    ),
-    *("gradient_accumulation_fusion", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "moe_permute_fusion"),
+    *("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "persist_layer_norm"),
+    *("apply_rope_fusion", "gradient_accumulation_fusion", "cross_entropy_loss_fusion"),
+    *("cross_entropy_fusion_impl", "moe_permute_fusion"),
     *("attention_softmax_in_fp32", "params_dtype", "pipeline_dtype", "autocast_dtype", "use_cpu_initialization"),
 )
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -93,7 +87,11 @@ class GPTModelProvider:
     """
 
     config: ClassVar[TransformerConfig | None] = None
-    """A configuration whose fields are the defaults of a subclass."""
+    """A configuration whose fields are the defaults of a subclass; a subclass with a `size` has the one of that name."""
+
+    def __init_subclass__(cls, size: str | None = None) -> None:
+        if size is not None:
+            cls.config = NAMED_CONFIGS[size]
 
     def __init__(self, **settings: Any) -> None:
         for name, default in self._defaults().items():
@@ -121,7 +119,8 @@ class GPTModelProvider:
     __hash__ = None  # type: ignore[assignment]  # fields change
 
     def __repr__(self) -> str:
-        changed = (f"{name}={value!r}" for name, value in self._changed())
+        defaults = GPTModelProvider._defaults()
+        changed = (f"{name}={value!r}" for name, value in vars(self).items() if value != defaults[name])
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def transformer_config(self) -> TransformerConfig:
@@ -268,10 +267,6 @@ class GPTModelProvider:
             found["seq_length"] = cls.config.max_position_embeddings
         return found
 
-    def _changed(self) -> Iterator[tuple[str, Any]]:
-        defaults = GPTModelProvider._defaults()
-        return ((name, value) for name, value in vars(self).items() if value != defaults[name])
-
 
 class LlamaModelProvider(GPTModelProvider):
     """A Llama; set its dimensions."""
@@ -286,46 +281,32 @@ class LlamaModelProvider(GPTModelProvider):
     share_embeddings_and_output_weights = False
 
 
-class Llama2ModelProvider7B(GPTModelProvider):
+class Llama2ModelProvider7B(GPTModelProvider, size="7b"):
     """LLaMA 2 7B."""
 
-    config = NAMED_CONFIGS["7b"]
 
-
-class Llama2ModelProvider13B(GPTModelProvider):
+class Llama2ModelProvider13B(GPTModelProvider, size="13b"):
     """LLaMA 2 13B."""
 
-    config = NAMED_CONFIGS["13b"]
 
-
-class Llama2ModelProvider70B(GPTModelProvider):
+class Llama2ModelProvider70B(GPTModelProvider, size="70b"):
     """LLaMA 2 70B."""
 
-    config = NAMED_CONFIGS["70b"]
 
-
-class Llama3ModelProvider8B(GPTModelProvider):
+class Llama3ModelProvider8B(GPTModelProvider, size="8b"):
     """LLaMA 3 8B."""
 
-    config = NAMED_CONFIGS["8b"]
 
-
-class GPTProvider175B(GPTModelProvider):
+class GPTProvider175B(GPTModelProvider, size="gpt3-175b"):
     """GPT-3 175B."""
 
-    config = NAMED_CONFIGS["gpt3-175b"]
 
-
-class MixtralModelProvider8x7B(GPTModelProvider):
+class MixtralModelProvider8x7B(GPTModelProvider, size="mixtral-8x7b"):
     """Mixtral 8x7B."""
 
-    config = NAMED_CONFIGS["mixtral-8x7b"]
 
-
-class DeepSeekV3ModelProvider(GPTModelProvider):
+class DeepSeekV3ModelProvider(GPTModelProvider, size="deepseek-v3-671b"):
     """DeepSeek-V3 671B."""
-
-    config = NAMED_CONFIGS["deepseek-v3-671b"]
 
 
 def _names(kind: type) -> list[str]:

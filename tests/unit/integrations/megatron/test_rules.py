@@ -44,13 +44,12 @@ def test_settings_that_break_a_rule_together(broken: Broken, monkeypatch: pytest
 
 
 def test_every_rule_is_here() -> None:
-    assert {broken.rule for broken in ALONE} == {rule.name for rule in RULES if rule.alone is not None}
-    assert {broken.rule for broken in WITHIN} == {rule.name for rule in RULES if rule.within is not None}
+    checked = [rule for rule in RULES if rule.is_checked]
+    assert {broken.rule for broken in ALONE} == {rule.name for rule in checked if not rule.needs_training}
+    assert {broken.rule for broken in WITHIN} == {rule.name for rule in checked if rule.needs_training}
     assert len(ANSWER) == len(RULES)
     for rule in RULES:
-        assert (rule.ours in ("error", "warning")) == bool(
-            rule.alone or rule.within
-        ) or rule.name == "modules-not-there"
+        assert (rule.ours in ("error", "warning")) == rule.is_checked or rule.name == "modules-not-there"
 
 
 def test_the_environment_can_satisfy_the_rule_about_it(monkeypatch: pytest.MonkeyPatch) -> None:

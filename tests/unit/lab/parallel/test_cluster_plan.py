@@ -11,7 +11,7 @@ import recollect
 from recollect.costs.hardware_table import find_hardware
 from recollect.costs.links import cluster_of
 from recollect.errors import ConfigError
-from recollect.integrations.megatron.nearest_uniform import nearest_uniform_settings
+from recollect.integrations.megatron.nearest import nearest_uniform_settings
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster

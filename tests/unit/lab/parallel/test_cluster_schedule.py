@@ -10,7 +10,7 @@ import pytest
 from recollect.costs.hardware_table import find_hardware
 from recollect.costs.links import cluster_of
 from recollect.errors import ConfigError
-from recollect.integrations.megatron.nearest_uniform import nearest_uniform_settings
+from recollect.integrations.megatron.nearest import nearest_uniform_settings
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.parallel.cluster_plan import ClusterPlan, plan_cluster
 from recollect.lab.parallel.cluster_step import ClusterStep, schedule_of_step, send_s

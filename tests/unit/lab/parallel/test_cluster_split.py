@@ -10,7 +10,7 @@ import pytest
 from recollect.costs.hardware_table import find_hardware
 from recollect.costs.links import cluster_of
 from recollect.errors import ConfigError
-from recollect.integrations.megatron.pipeline_split import split_flags
+from recollect.integrations.megatron.pipeline import split_flags
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.parallel.cluster_plan import ClusterPlan, choose_split, plan_cluster
 from recollect.lab.parallel.cluster_step import ClusterStep

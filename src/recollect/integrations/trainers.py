@@ -1,0 +1,174 @@
+"""What the integrations of trainers share: their callback, and what they do to the trainer's model and library."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from packaging.version import Version
+from torch import nn
+
+from recollect.attaching.attached import Attached, OnLarger
+from recollect.attaching.report import numbers_of
+from recollect.errors import ConfigError
+from recollect.fitting import DEFAULT_BUDGET
+from recollect.ranks.members import Presence
+
+__all__ = [
+    "BudgetCallback",
+    "CacheOff",
+    "RemovingTrain",
+    "calling_trainer",
+    "check_version",
+    "in_wrapper",
+    "say_nothing",
+]
+
+
+class BudgetCallback:
+    """What `MemoryBudget` is for every trainer; each says what its arguments are."""
+
+    def __init__(
+        self,
+        budget: int | str = DEFAULT_BUDGET,
+        *,
+        on_larger: OnLarger = "replan",
+        units: Iterable[str] | None = None,
+    ) -> None:
+        self._check_library()
+        self.budget = budget
+        self.on_larger: OnLarger = on_larger
+        self.units = None if units is None else list(units)
+        self.attached: Attached | None = None
+        self._presence = Presence("MemoryBudget")
+        self._num_logged = 0
+
+    def _check_library(self) -> None:
+        """Raise if the library is too old, where a callback knows it before its trainer."""
+
+    def _new_numbers(self) -> dict[str, float]:
+        """Return the numbers of a plan that was made since the last call; {} if none was."""
+        attached = self.attached
+        if attached is None or len(attached.recorded_steps) == self._num_logged:
+            return {}
+        self._num_logged = len(attached.recorded_steps)
+        return numbers_of(attached.planned[-1])
+
+    def _remove(self) -> None:
+        if self.attached is not None:
+            self.attached.remove()
+
+
+def check_version(
+    package: str,
+    version: str,
+    least: str,
+    reason: str = "its Trainer is older than any that MemoryBudget was run with",
+) -> None:
+    """Raise if a library is too old.
+
+    Args:
+        package: its name.
+        version: what is there.
+        least: the oldest that will do, as the error says it: "2.4" or "transformers 4.50".
+        reason: why another will not.
+    """
+    if Version(version) < Version(least.rpartition(" ")[2]):
+        raise ConfigError(settings={package: version}, reason=reason, advice=f"Install {least} or later.")
+
+
+def say_nothing(_line: str) -> None:
+    """Stand in for a log in processes other than the first."""
+
+
+class CacheOff:
+    """Has a model make no cache, until it is removed.
+
+    Args:
+        model: whose configurations have `use_cache`.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> model = nn.Linear(2, 2)
+        >>> model.config = SimpleNamespace(use_cache=True)
+        >>> off = CacheOff(model)
+        >>> model.config.use_cache
+        False
+        >>> off.remove()
+        >>> model.config.use_cache
+        True
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # Models within models have configurations of their own, or share one.
+        found: dict[int, Any] = {id(c): c for c in (getattr(module, "config", None) for module in model.modules())}
+        self._configs = [config for config in found.values() if getattr(config, "use_cache", None) is True]
+        for config in self._configs:
+            config.use_cache = False
+
+    def remove(self) -> None:
+        """Switch it on again where it was."""
+        for config in self._configs:
+            config.use_cache = True
+        self._configs = []
+
+
+def in_wrapper(paths: Sequence[str] | None, wrapped: nn.Module, model: nn.Module) -> list[str] | None:
+    """Return paths of a model's modules as paths in what wraps it.
+
+    Args:
+        paths: from the model; None for none.
+        wrapped: the model, or what has it as a child.
+        model: the model.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2))
+        >>> in_wrapper(["0"], model, model), in_wrapper(["0"], nn.ModuleDict({"module": model}), model)
+        (['0'], ['module.0'])
+    """
+    if paths is None or wrapped is model:
+        return None if paths is None else list(paths)
+    prefix = next(name for name, module in wrapped.named_modules() if module is model)
+    return [f"{prefix}.{path}" if path else prefix for path in paths]
+
+
+def calling_trainer() -> Any:
+    """Return the trainer that is among the callers of this function, the innermost one; None if there is none."""
+    # Not imported, since it needs accelerate; without it there is none.
+    home = sys.modules.get("transformers.trainer")
+    frame = sys._getframe(1) if home is not None else None
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, home.Trainer):  # type: ignore[union-attr]
+            return found
+        frame = frame.f_back
+    return None
+
+
+class RemovingTrain:
+    """Stands in for a trainer's `train`, and undoes something if training raises; pickles as the plain method.
+
+    Args:
+        trainer: which gets it as an attribute. It is kept alive until it trains, as in `Trainer(...).train()`, and not after.
+        remove: undoes what has to be undone.
+    """
+
+    def __init__(self, trainer: Any, remove: Callable[[], None]) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._until_it_trains: Any = trainer
+        self._remove = remove
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Train."""
+        trainer: Any = self._trainer()
+        self._until_it_trains = None
+        try:
+            return type(trainer).train(trainer, *args, **kwargs)
+        except BaseException:
+            self._remove()
+            raise
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._trainer(), "train")
