@@ -9,20 +9,26 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from mutations.notes import NOTES, OVER
 
 __all__ = ["Copy", "Outcome", "copy_files", "tracked", "tree_of"]
 
 # Seconds without a test that begins or fails, after which the one at hand counts as hanging; and for a whole stage.
 _LONGEST_TEST_S = 600
 _LONGEST_STAGE_S = 7200
+# And for the process to end after its tests.
+_LONGEST_END_S = 20
 _SECONDS_BETWEEN_LOOKS = 0.5
 # Of pytest (`pytest.ExitCode`, which takes a second to import): all passed, some failed, there are none.
 _ENDED_BY_ITSELF = (0, 1, 5)
 _USAGE_ERROR = 4
+_INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -31,11 +37,18 @@ class Outcome:
 
     Attributes:
         failed: tests, in the order in which they failed.
-        ended: how the run ended if not by itself, with the test at hand; empty otherwise.
+        ended: how the run ended if not by itself; empty otherwise.
+        last: the test at hand then, if any.
     """
 
     failed: tuple[str, ...]
     ended: str = ""
+    last: str = ""
+
+    @property
+    def suspects(self) -> tuple[str, ...]:
+        """The tests that noticed something."""
+        return tuple(dict.fromkeys((*self.failed, *([self.last] if self.last else []))))
 
 
 def tracked(root: Path) -> list[str]:
@@ -79,6 +92,8 @@ class Copy:
         self._names = names
         self._folder = folder
         self._num_runs = 0
+        self._is_stopped = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
         self.renew()
         # What scripts/test sets.
         self._environment = {
@@ -89,6 +104,13 @@ class Copy:
             "HF_HUB_OFFLINE": "1",
             "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")),
         }
+
+    def stop(self) -> None:
+        """End the tests that run, and run no more."""
+        self._is_stopped.set()
+        # At once: whoever interrupts may do so twice.
+        if self._process is not None:
+            _kill(self._process)
 
     def renew(self) -> None:
         """Undo what tests have done to the files."""
@@ -109,16 +131,19 @@ class Copy:
         left_out = [f"--{'deselect' if '::' in one else 'ignore'}={one}" for one in without]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "mutations.noting", "-p", "no:cacheprovider"]
         command += [f"--maxfail={most_failures}", f"--basetemp={self._folder / 'tests'}", *left_out, *paths]
-        environment = {**self._environment, "MUTATION_NOTES": str(notes)}
+        environment = {**self._environment, NOTES: str(notes)}
         with printed.open("wb") as out:
-            process = subprocess.Popen(
+            self._process = process = subprocess.Popen(
                 command, cwd=self.root, env=environment, stdout=out, stderr=out, start_new_session=True
             )
             try:
-                why = _wait(process, notes)
+                why = _wait(process, notes, self._is_stopped)
             finally:
                 # With what the tests have started.
                 _kill(process)
+                self._process = None
+        if self._is_stopped.is_set():
+            raise SystemExit(_INTERRUPTED)
         found = [json.loads(line) for line in notes.read_text(encoding="utf-8").splitlines()]
         failed = tuple(dict.fromkeys(nodeid for what, nodeid in found if what == "fails"))
         if process.returncode in _ENDED_BY_ITSELF:
@@ -126,16 +151,15 @@ class Copy:
         at = next((nodeid for what, nodeid in reversed(found) if what == "begins"), "")
         if process.returncode == _USAGE_ERROR:
             raise SystemExit(f"scripts/mutate: {' '.join(command)}\n{printed.read_text(encoding='utf-8')[-3000:]}")
-        return Outcome(
-            failed, f"{why} in {at}" if why else "" if failed else f"it ended by {process.returncode} in {at}"
-        )
+        ended = why or ("" if failed else f"it ended by {process.returncode}")
+        return Outcome(failed, ended, at if ended else "")
 
 
-def _wait(process: subprocess.Popen[bytes], notes: Path) -> str:
+def _wait(process: subprocess.Popen[bytes], notes: Path, is_stopped: threading.Event) -> str:
     """Wait until the tests end; return why they were not waited for any more, if so."""
     begin = heard = time.monotonic()
     size = 0
-    while True:
+    while not is_stopped.is_set():
         try:
             process.wait(_SECONDS_BETWEEN_LOOKS)
             return ""
@@ -143,10 +167,14 @@ def _wait(process: subprocess.Popen[bytes], notes: Path) -> str:
             now = time.monotonic()
         if notes.stat().st_size != size:
             size, heard = notes.stat().st_size, now
+        is_over = notes.read_text(encoding="utf-8").endswith(OVER)
+        if is_over and now - heard > _LONGEST_END_S:
+            return "the process did not end after its tests"
         if now - heard > _LONGEST_TEST_S:
-            return f"nothing for {_LONGEST_TEST_S} s"
+            return f"nothing for {_LONGEST_TEST_S} s, a hang"
         if now - begin > _LONGEST_STAGE_S:
             return f"no end after {_LONGEST_STAGE_S} s"
+    return "stopped"
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

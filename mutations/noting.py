@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-_NOTES = "MUTATION_NOTES"
+from mutations.notes import NOTES, OVER, line_of
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,21 +20,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_logstart(nodeid: str) -> None:
     """Note the test at hand, which is to be named if it never ends."""
-    _note("begins", nodeid)
+    _note(line_of("begins", nodeid))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Note a test that fails."""
     if report.failed:
-        _note("fails", report.nodeid)
+        _note(line_of("fails", report.nodeid))
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     """Note a file that cannot be imported."""
     if report.failed:
-        _note("fails", report.nodeid)
+        _note(line_of("fails", report.nodeid))
 
 
-def _note(what: str, nodeid: str) -> None:
-    with Path(os.environ[_NOTES]).open("a", encoding="utf-8") as notes:
-        notes.write(json.dumps([what, nodeid]) + "\n")
+def pytest_unconfigure() -> None:
+    """Note that all is over, after which a thread that a test has left may keep the process from ending."""
+    _note(OVER)
+
+
+def _note(line: str) -> None:
+    with Path(os.environ[NOTES]).open("a", encoding="utf-8") as notes:
+        notes.write(line)

@@ -7,6 +7,7 @@ all other unit tests, and all other tests. What was found is a line of a file, s
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import threading
@@ -52,14 +53,14 @@ class Trial:
     """Tries faults in a copy of its own."""
 
     def __init__(self, copy: Copy, results: Results, given: argparse.Namespace) -> None:
-        self._copy = copy
+        self.copy = copy
         self._results = results
         self._tests: list[str] = given.tests
         self._most_failures: int = given.most_failures
 
     def line_of(self, mutation: Mutation, stages: Sequence[str]) -> dict[str, Any]:
         """Put a fault in, run the stages until one catches it, and take it out again."""
-        self._copy.renew()
+        self.copy.renew()
         begin = time.monotonic()
         ran: list[str] = []
         caught: str | None = None
@@ -75,8 +76,8 @@ class Trial:
         return {"caught": caught, "tests": list(failed), "ended": ended, "ran": ran, "seconds": seconds}
 
     def _failed(self, mutation: Mutation, stage: str) -> tuple[tuple[str, ...], str]:
-        """Return the tests of a stage that fail by the fault alone, and how the stage ended if not by itself."""
-        paths, without = tests_of(stage, mutation, self._copy.root, self._tests)
+        """Return the tests of a stage that fail, or never end, by the fault alone, and how it ended if not by itself."""
+        paths, without = tests_of(stage, mutation, self.copy.root, self._tests)
         if not paths:
             return (), ""
         while True:
@@ -84,28 +85,28 @@ class Trial:
             outcome = self._run_with(
                 mutation, paths, [*without, *(test for test, passes in known.items() if not passes)]
             )
-            new = [test for test in outcome.failed if test not in known]
+            new = [test for test in outcome.suspects if test not in known]
             if new:
                 self._look_without_fault(new)
             known = self._results.without_fault()
-            failed = tuple(test for test in outcome.failed if known[test])
-            # If all that failed fails without the fault, too, it may hide what would have come after it.
-            if failed or outcome.ended or not outcome.failed:
-                return failed, outcome.ended
+            suspects = tuple(test for test in outcome.suspects if known[test])
+            if suspects or not outcome.suspects:
+                return suspects, outcome.ended
+            # All that failed fails without the fault, too, and may hide what would have come after it.
 
     def _run_with(self, mutation: Mutation, paths: Sequence[str], without: Sequence[str]) -> Outcome:
-        changed = place(mutation, self._copy.root)
+        changed = place(mutation, self.copy.root)
         before = {path: path.read_text(encoding="utf-8") for path in changed}
         write(changed)
         try:
-            return self._copy.run(paths, without=without, most_failures=self._most_failures)
+            return self.copy.run(paths, without=without, most_failures=self._most_failures)
         finally:
             write(before)
 
     def _look_without_fault(self, tests: Sequence[str]) -> None:
         """Run tests in the copy as it is; note which of them pass."""
-        self._copy.renew()
-        outcome = self._copy.run(tests)
+        self.copy.renew()
+        outcome = self.copy.run(tests)
         for test in tests:
             passes = not outcome.ended and test not in outcome.failed and test.partition("::")[0] not in outcome.failed
             self._results.add_without_fault(test, passes)
@@ -144,12 +145,24 @@ def run(mutations: Sequence[Mutation], stages: Sequence[str], given: argparse.Na
         results = Results(given.json, tree_of(clean, names))
         for number in range(given.jobs):
             trials.append(Trial(Copy(clean, names, Path(folder) / str(number)), results, given))
-        with ThreadPoolExecutor(given.jobs) as pool:
+        copies = [trial.copy for trial in trials]
+        pool = ThreadPoolExecutor(given.jobs)
+        try:
             lines = list(pool.map(line_of, mutations))
+        finally:
+            for copy in copies:
+                copy.stop()
+            pool.shutdown(cancel_futures=True)
         left_out = [test for test, passes in results.without_fault().items() if not passes]
         if left_out:
             print("\nthese fail without any fault, too, and were left out:", *left_out, sep="\n    ")
         return lines
+
+
+def _interrupt(*_: object) -> None:
+    """Do as at Ctrl-C: the tests that run end, too."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def main() -> None:
@@ -174,6 +187,7 @@ def main() -> None:
         help="default: build/mutations.jsonl",
     )
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, _interrupt)
     unknown = [name for name in given.names if not any(name in (one.name, one.area) for one in MUTATIONS)]
     if unknown:
         parser.error(f"no fault and no package {unknown[0]!r}; --list prints them")
