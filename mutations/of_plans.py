@@ -1,0 +1,220 @@
+"""Faults of the planner, of plans, and of pipelines."""
+
+from __future__ import annotations
+
+from mutations.mutation import Mutation
+
+__all__ = ["MUTATIONS"]
+
+MUTATIONS = (
+    Mutation(
+        "plans-above-the-budget",
+        "the chain solver takes plans of up to one percent more than the budget",
+        "planning",
+        (
+            (
+                "for dropped, found in self._known() if found.peak_bytes <= budget_bytes)",
+                "for dropped, found in self._known() if found.peak_bytes <= 1.01 * budget_bytes)",
+            ),
+        ),
+    ),
+    Mutation(
+        "chain-one-byte-short",
+        "an option that needs just what is left is not taken",
+        "planning",
+        (
+            (
+                "fits_here = kept[:, None] + stage.own_bytes <= budget_bytes",
+                "fits_here = kept[:, None] + stage.own_bytes < budget_bytes",
+            ),
+        ),
+    ),
+    Mutation(
+        "segments-at-the-front-left-out",
+        "outputs are not dropped at the front only",
+        "planning",
+        (("choices |= {first_outputs(self.profile", "_ = {first_outputs(self.profile"),),
+    ),
+    Mutation(
+        "readers-of-dropped-outputs-alike",
+        "a unit that reads a dropped output is taken to need no more than one that does not",
+        "planning",
+        (("reads_dropped = row.output == Action.RECOMPUTE", "reads_dropped = False"),),
+    ),
+    Mutation(
+        "states-free-in-the-cut",
+        "the cut takes the states of generators for free",
+        "planning",
+        (("yield node, self._sink, op.state_bytes, op.time_s", "yield node, self._sink, 0, op.time_s"),),
+    ),
+    Mutation(
+        "states-free-in-options",
+        "an option's bytes leave out the states of generators",
+        "planning",
+        (("self._nbytes.__getitem__, kept)) + state_bytes,", "self._nbytes.__getitem__, kept)),"),),
+    ),
+    Mutation(
+        "overwritten-inputs-read-again",
+        "an op whose input is overwritten later may run again",
+        "planning",
+        (
+            (
+                "return fixed | {index for index, op in enumerate(graph.ops) if not lost.isdisjoint(op.inputs)}",
+                "return fixed",
+            ),
+        ),
+    ),
+    Mutation(
+        "parts-as-large-as-the-whole",
+        "a value kept as a part costs as many bytes as the whole",
+        "planning",
+        (
+            (
+                "nbytes = [self._nbytes[value] for value in whole] + [part.nbytes for part in parts]",
+                "nbytes = [self._nbytes[value] for value in whole] + [self._nbytes[part.value] for part in parts]",
+            ),
+        ),
+    ),
+    Mutation(
+        "reader-of-a-dropped-output-off-the-tape",
+        "a unit that reads a dropped output is left out of the plan",
+        "planning",
+        (("or any(self._lacks_output(source, fates[source]) for source in self.sources[index])", ""),),
+    ),
+    Mutation(
+        "bound-too-high",
+        "the bound is five percent above what is proved",
+        "planning",
+        (("return float(highest * self._seconds)", "return float(1.05 * highest * self._seconds)"),),
+    ),
+    Mutation(
+        "bound-too-low",
+        "the bound is half of what could be proved",
+        "planning",
+        (("return float(highest * self._seconds)", "return float(0.5 * highest * self._seconds)"),),
+    ),
+    Mutation(
+        "bound-without-workspace",
+        "the bound leaves out what ops between units need while they run",
+        "planning",
+        (("working_bytes = event[1] if event[0] == WORK else 0", "working_bytes = 0"),),
+    ),
+    Mutation(
+        "bound-not-checked",
+        "a plan below the bound is no error",
+        "planning",
+        (("if bound_s > recompute_s * (1 + _SAFETY) + _SAFETY**2:", "if False:"),),
+    ),
+    Mutation(
+        "search-ends-early",
+        "the search is content with a plan half as slow again as the bound",
+        "planning",
+        (("_SMALL_GAP = 0.01\n", "_SMALL_GAP = 0.5\n"),),
+    ),
+    Mutation(
+        "least-peak-too-high",
+        "the error of a budget that is too small names the highest of the known peaks",
+        "planning",
+        (
+            (
+                "least = min(known, key=lambda simulation: simulation.peak_bytes)",
+                "least = max(known, key=lambda simulation: simulation.peak_bytes)",
+            ),
+        ),
+    ),
+    Mutation(
+        "largest-batch-one-less",
+        "the search for the largest batch ends one size early",
+        "planning",
+        (("if high - low <= 1:", "if high - low <= 2:"),),
+    ),
+    Mutation(
+        "chunks-beyond-need",
+        "the loss is cut into more chunks, though fewer are as fast",
+        "planning",
+        (("if best is not None and _step_s(made) >= (1 - SAME_TIME) * _step_s(best):", "if False:"),),
+    ),
+    Mutation(
+        "unknown-keys-in-plans",
+        "a misspelt key of a unit in a plan's file is passed over",
+        "plans",
+        (('entry.keys(allowed=["paths", "exact_paths", "engine", "output", "values"])', "pass"),),
+    ),
+    Mutation(
+        "chunks-not-read",
+        "a plan loses its loss chunks on the way through a file",
+        "plans",
+        (("loss_chunks=1 if loss_chunks is None else loss_chunks.integer(least=1),", "loss_chunks=1,"),),
+    ),
+    Mutation(
+        "digest-without-outputs",
+        "plans that differ in what becomes of outputs only pass for the same",
+        "plans",
+        (("(path, unit.engine.word, str(unit.output), sorted(", "(path, unit.engine.word, sorted("),),
+    ),
+    Mutation(
+        "parts-need-no-ranks",
+        "a plan with values in parts passes for one that each rank can run alone",
+        "plans",
+        (("action is Action.SHARD or (action is Action.RECOMPUTE", "(action is Action.RECOMPUTE"),),
+    ),
+    Mutation(
+        "unit-named-twice",
+        "the second of two entries for one unit wins without a word",
+        "plans",
+        (("            if path in units:\n", "            if False:\n"),),
+    ),
+    Mutation(
+        "warm-up-one-longer",
+        "1F1B runs one forward more before its first backward",
+        "pipelines",
+        (("warmup = num_ranks - rank - 1\n", "warmup = num_ranks - rank\n"),),
+    ),
+    Mutation(
+        "interleaved-warm-up-too-long",
+        "interleaved 1F1B warms up one group of micro-batches too long",
+        "pipelines",
+        (("(stages_per_rank - 1) * num_ranks", "stages_per_rank * num_ranks"),),
+    ),
+    Mutation(
+        "backward-of-chunks-in-forward-order",
+        "interleaved 1F1B runs the backwards of a rank's stages in the order of their forwards",
+        "pipelines",
+        (("chunk = stages_per_rank - 1 - chunk", "pass"),),
+    ),
+    Mutation(
+        "sends-take-no-time",
+        "what goes from rank to rank is there at once",
+        "pipelines",
+        (("(send_s if rank_of[source[1]] != rank else 0.0)", "0.0"),),
+    ),
+    Mutation(
+        "sent-outputs-stay",
+        "1F1B holds every output that it has sent until the step ends",
+        "pipelines",
+        (('            self.let_go(("sent", action.stage))\n', "            pass\n"),),
+    ),
+    Mutation(
+        "halves-end-at-once",
+        "a micro-batch counts as gone with the first half of its backward",
+        "pipelines",
+        (
+            (
+                "alive += {FORWARD: 1, INPUT: 0, BACKWARD: -1, WEIGHT: -1}[action.kind]",
+                "alive += {FORWARD: 1, INPUT: -1, BACKWARD: -1, WEIGHT: 0}[action.kind]",
+            ),
+        ),
+    ),
+    Mutation(
+        "stages-of-other-batches",
+        "a schedule whose stages run different micro-batches is accepted",
+        "pipelines",
+        (("if found != batches[0]:", "if False:"),),
+    ),
+    Mutation(
+        "rank-not-named",
+        "the error of a budget that is too small for a pipeline does not say for which rank",
+        "pipelines",
+        (('unit=f"rank {rank} (stages', 'unit=f"a rank (stages'),),
+    ),
+)

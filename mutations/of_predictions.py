@@ -1,0 +1,241 @@
+"""Faults of the recorder, the profile, the simulator, the meter and the costs."""
+
+from __future__ import annotations
+
+from mutations.mutation import Mutation
+
+__all__ = ["MUTATIONS"]
+
+MUTATIONS = (
+    Mutation(
+        "byte-too-many",
+        "every value is played one byte larger than it is",
+        "simulation",
+        (
+            ("playback.alive_bytes += nbytes", "playback.alive_bytes += nbytes + 1"),
+            ("self.playback.alive_bytes -= self.nbytes", "self.playback.alive_bytes -= self.nbytes + 1"),
+        ),
+    ),
+    Mutation(
+        "workspace-not-played",
+        "what an op needs while it runs is not in the peak",
+        "simulation",
+        (("self._bulk(op.working_bytes, 0)", "pass"),),
+    ),
+    Mutation(
+        "generator-states-not-played",
+        "the states of generators that recompute needs take no bytes",
+        "simulation",
+        (("rounded_bytes(self.profile, nbytes), (GENERATOR, call)", "0, (GENERATOR, call)"),),
+    ),
+    Mutation(
+        "calibration-of-forward-only",
+        "the bytes that calibration adds are missing in backward",
+        "simulation",
+        (
+            (
+                "calibration_bytes = (self.profile.calibration_bytes, self.profile.calibration_bytes, 0)",
+                "calibration_bytes = (self.profile.calibration_bytes, 0, 0)",
+            ),
+        ),
+    ),
+    Mutation(
+        "folded-runs-cost-once",
+        "an op of a call that stands for several runs costs the time of one",
+        "simulation",
+        (("self.rerun_s.append(num_runs * op.time_s)", "self.rerun_s.append(op.time_s)"),),
+    ),
+    Mutation(
+        "private-copy-not-played",
+        "the copy that the tape makes before a write takes no bytes",
+        "simulation",
+        (("leaf.tensor = self.token_type(self, token.nbytes, old)", "leaf.tensor = self.token_type(self, 0, old)"),),
+    ),
+    Mutation(
+        "sums-end-too-early",
+        "a value that several units hold ends, in the sums over units, with the first of them",
+        "simulation",
+        (("if key not in last or last[key][0] < position:", "if key not in last or last[key][0] > position:"),),
+    ),
+    Mutation(
+        "region-inputs-not-held",
+        "what a region reads may die before it runs again",
+        "simulation",
+        (("self._region(call).hold(run.inputs)", "self._region(call)"),),
+    ),
+    Mutation(
+        "kept-values-played-as-dropped",
+        "what the tape has to keep is played as dropped if a plan says so",
+        "simulation",
+        (("return Action.KEEP if value.must_keep else action", "return action"),),
+    ),
+    Mutation(
+        "parts-without-ranks",
+        "a plan with values in parts is predicted from a profile without ranks",
+        "simulation",
+        (("if profile.shard_ranks == 1:", "if False:"),),
+    ),
+    Mutation(
+        "windows-of-the-first-unit",
+        "what backward runs for the last of the units that wait is ascribed to the first",
+        "simulation",
+        (("self.call = max(self._num_waiting)", "self.call = min(self._num_waiting)"),),
+    ),
+    Mutation(
+        "usage-without-tape",
+        "the time of a layer leaves out what watching its ops takes",
+        "simulation",
+        (("recompute_s=count.recompute_s + tape_s,", "recompute_s=count.recompute_s,"),),
+    ),
+    Mutation(
+        "blocks-rounded-down",
+        "blocks of the CUDA allocator are rounded down",
+        "profile",
+        (
+            (
+                "return -(-nbytes // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES",
+                "return nbytes // _CUDA_BLOCK_BYTES * _CUDA_BLOCK_BYTES",
+            ),
+        ),
+    ),
+    Mutation(
+        "workspace-not-read",
+        "a profile loses the workspace of its ops on the way through a file",
+        "profile",
+        (('working_bytes=_decode_bytes(op, "working_bytes"),', "working_bytes=0,"),),
+    ),
+    Mutation(
+        "freed-twice-accepted",
+        "a log that frees a storage twice is taken for a good one",
+        "profile",
+        (("if storage not in self._storages:", "if False:"), ("self._storages.remove(", "self._storages.discard(")),
+    ),
+    Mutation(
+        "folded-calls-run-once",
+        "a call that stands for several micro-steps counts as one",
+        "profile",
+        (("num_runs=call.num_runs * self._num_runs.get(index, 1)", "num_runs=call.num_runs"),),
+    ),
+    Mutation(
+        "buffers-changed-by-recording",
+        "recording leaves the buffers as its step made them",
+        "recording",
+        (("if not has_same_bits(buffer, before):", "if False:"),),
+    ),
+    Mutation(
+        "generators-moved-by-recording",
+        "recording leaves PyTorch's generator elsewhere",
+        "recording",
+        (
+            (
+                "with torch.random.fork_rng(devices=cuda_devices):",
+                "with torch.random.fork_rng(devices=cuda_devices, enabled=False):",
+            ),
+        ),
+    ),
+    Mutation(
+        "numpy-moved-by-recording",
+        "recording leaves NumPy's generator elsewhere",
+        "recording",
+        (("numpy.random.set_state(numpy_state)", "pass"),),
+    ),
+    Mutation(
+        "gradients-lost-by-recording",
+        "recording leaves the gradients that were there behind as none",
+        "recording",
+        (("        for parameter, gradient in gradients:\n            parameter.grad = gradient\n", "        pass\n"),),
+    ),
+    Mutation(
+        "optimizer-without-temporaries",
+        "what an optimizer allocates while it steps is not recorded",
+        "recording",
+        (("return OptimizerStep(sum(nbytes), events)", "return OptimizerStep(sum(nbytes), ())"),),
+    ),
+    Mutation(
+        "optimizer-of-another-model",
+        "an optimizer of other parameters than the model's is accepted",
+        "recording",
+        (("if not own or not steps_over or any(", "if True or any("),),
+    ),
+    Mutation(
+        "saved-value-not-marked",
+        "that autograd saves a value is recorded in the log, but not with the value",
+        "recording",
+        (("recorder.calls[tracker.call].values[tracker.value].saved = True", "pass"),),
+    ),
+    Mutation(
+        "write-of-another-unit-forgotten",
+        "a value that another unit writes to may be dropped",
+        "recording",
+        (
+            (
+                "self.calls[tracker.call].values[tracker.value].must_keep = True\n            self._note_other(run)",
+                "pass\n            self._note_other(run)",
+            ),
+        ),
+    ),
+    Mutation(
+        "deaths-not-measured",
+        "what was there before and dies meanwhile still counts in a measured peak",
+        "measuring",
+        (("total_bytes -= died_bytes[at]", "pass"),),
+    ),
+    Mutation(
+        "baseline-ignored",
+        "a measured peak begins at what is there instead of at the baseline that was given",
+        "measuring",
+        (
+            (
+                "start_bytes = watch.start_bytes if baseline_bytes is None else baseline_bytes",
+                "start_bytes = watch.start_bytes",
+            ),
+        ),
+    ),
+    Mutation(
+        "first-allocation-missed",
+        "the first thing that an op allocates is not in its peak",
+        "measuring",
+        (("in self._events[begin + 1 : end]:", "in self._events[begin + 2 : end]:"),),
+    ),
+    Mutation(
+        "shared-storage-counted-twice",
+        "tensors that share a storage each count with all of it",
+        "measuring",
+        (
+            (
+                "return sum(storage.nbytes() for storage in storages_of(tensors))",
+                "return sum(tensor.untyped_storage().nbytes() for tensor in tensors)",
+            ),
+        ),
+    ),
+    Mutation(
+        "bf16-as-fp32",
+        "products in bf16 take the time of fp32",
+        "costs",
+        (('torch.bfloat16: "bf16",', 'torch.bfloat16: "fp32",'),),
+    ),
+    Mutation(
+        "causal-attention-in-full",
+        "causal attention counts the products of all pairs",
+        "costs",
+        (("pairs * products * (1 if is_causal else 2)", "pairs * products * 2"),),
+    ),
+    Mutation(
+        "all-reduce-at-half",
+        "an all-reduce takes the time of a reduce-scatter",
+        "costs",
+        (('(2 * once_s if kind == "all_reduce" else once_s)', "once_s"),),
+    ),
+    Mutation(
+        "limits-added",
+        "the times of arithmetic and of traffic are added, though the longer one hides the other",
+        "costs",
+        (("work.launches * hardware.launch_s + max(limits_s)", "work.launches * hardware.launch_s + sum(limits_s)"),),
+    ),
+    Mutation(
+        "costs-without-dtype",
+        "an op in another dtype takes over the cost of the first one",
+        "costs",
+        (("(argument.shape, argument.stride(), argument.dtype)", "(argument.shape, argument.stride())"),),
+    ),
+)

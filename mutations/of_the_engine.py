@@ -1,0 +1,209 @@
+"""Faults of the engine, of the loop that recomputes a value, and of what stands around a planned model."""
+
+from __future__ import annotations
+
+from mutations.mutation import Mutation
+
+__all__ = ["MUTATIONS"]
+
+MUTATIONS = (
+    Mutation(
+        "write-without-copy",
+        "a value that the tape holds is not copied before an op writes to it",
+        "engine",
+        (
+            (
+                "storages = snapshot_targets(targets, is_raised=is_raised)",
+                "storages = [target.untyped_storage() for target in targets]",
+            ),
+        ),
+    ),
+    Mutation(
+        "version-not-checked",
+        "a held value that was overwritten since forward is used as if it were the old one",
+        "engine",
+        (("if tensor._version != self.version:", "if False:"),),
+    ),
+    Mutation(
+        "unseen-write-not-noticed",
+        "what NumPy wrote into a small held value is used in recompute",
+        "engine",
+        (("if self.content is not None and self.content != glance_at(tensor):", "if False:"),),
+    ),
+    Mutation(
+        "draw-from-here",
+        "an op that draws random numbers runs again from wherever its own generator is",
+        "engine",
+        (("        generator.set_state(self.state)\n        return generator", "        return generator"),),
+    ),
+    Mutation(
+        "generator-left-elsewhere",
+        "after an op that takes no generator ran again, the shared one is not set back",
+        "engine",
+        (("self.generator.set_state(now)", "pass"),),
+    ),
+    Mutation(
+        "autocast-in-replay",
+        "ops run again under the autocast that is on in backward",
+        "engine",
+        (
+            (
+                "with Replaying(), torch.enable_grad(), below_autograd(), disable_autocast():",
+                "with Replaying(), torch.enable_grad(), below_autograd():",
+            ),
+        ),
+    ),
+    Mutation(
+        "settings-of-backward",
+        "ops run again with the default dtype and the switches of backward instead of those of forward",
+        "engine",
+        (("if hold_here(self.settings):", "if True:"),),
+    ),
+    Mutation(
+        "statistics-counted-twice",
+        "batch norm updates its running statistics once more when it runs again",
+        "engine",
+        (("args = [None if position in hidden else a for position, a in enumerate(args)]", "args = list(args)"),),
+    ),
+    Mutation(
+        "choices-recomputed",
+        "the result of topk is dropped, though others choose by it",
+        "engine",
+        (('{"topk", "sort", "msort", "argsort"', '{"sort", "msort", "argsort"'),),
+    ),
+    Mutation(
+        "foreign-op-draws-unseen",
+        "a custom op that draws without saying so runs again with other numbers",
+        "engine",
+        (
+            (
+                "is_random=torch.Tag.nondeterministic_seeded in tags or is_foreign,",
+                "is_random=torch.Tag.nondeterministic_seeded in tags,",
+            ),
+        ),
+    ),
+    Mutation(
+        "mask-recomputed",
+        "what a mask selects is dropped, though its shape depends on data",
+        "engine",
+        (("return any(index is not None and index.dtype in _MASKS for index in args[1])", "return False"),),
+    ),
+    Mutation(
+        "foreign-buffer-recomputed",
+        "a buffer that a kernel out of sight may have filled is made again empty",
+        "engine",
+        (("if record.created is not None:\n", "if False:\n"),),
+    ),
+    Mutation(
+        "output-not-held",
+        "the output of a unit is held by nobody, though the plan keeps it",
+        "engine",
+        (("            self._hold_outputs(unit_path, output, call)", "            pass"),),
+    ),
+    Mutation(
+        "ops-not-counted",
+        "the second op of a name in a module gets the action of the first",
+        "engine",
+        (("self.counts[key] = count + 1", "self.counts[key] = count"),),
+    ),
+    Mutation(
+        "view-without-offset",
+        "a view of a recomputed value begins at its first element",
+        "engine",
+        (("return tensor.as_strided(size, stride, offset)", "return tensor.as_strided(size, stride, 0)"),),
+    ),
+    Mutation(
+        "graph-kept-but-used-up",
+        "a second backward over the same graph finds recipes that were used up",
+        "engine",
+        (("return keeps_graph() and not torch.is_grad_enabled()", "return False"),),
+    ),
+    Mutation(
+        "mismatch-not-told",
+        "a plan that does not name a value of the model is applied without a word",
+        "engine",
+        (("        self._warn(unit_path, value_name)\n", ""),),
+    ),
+    Mutation(
+        "collective-without-agreement",
+        "a rank runs a collective again without asking whether the others do",
+        "engine",
+        (
+            (
+                'self.agreement.check(name_of_group(self.args, self.kwargs), f"run {self.func} again in backward")',
+                "pass",
+            ),
+        ),
+    ),
+    Mutation(
+        "collective-not-awaited",
+        "what a collective makes when it runs again is used before it is there",
+        "engine",
+        (
+            (
+                "return [waited_for(result) for result in super().__call__(tensors, may_overwrite_first)]",
+                "return list(super().__call__(tensors, may_overwrite_first))",
+            ),
+        ),
+    ),
+    Mutation(
+        "part-of-the-first-rank",
+        "every rank holds the first part of a value that is held as parts",
+        "engine",
+        (("content[self._rank * size : (self._rank + 1) * size].clone()", "content[:size].clone()"),),
+    ),
+    Mutation(
+        "parts-not-compared",
+        "a value that differs from rank to rank is held as parts",
+        "engine",
+        (("if not bool((everywhere == found).all()):", "if False:"),),
+    ),
+    Mutation(
+        "region-draws-anew",
+        "a region that runs again draws from wherever the generator is",
+        "engine",
+        (("for generator, state in self._unseen:\n                generator.set_state(state)", "pass"),),
+    ),
+    Mutation(
+        "host-generators-forgotten",
+        "a region that runs again draws other numbers of Python and NumPy",
+        "engine",
+        (("        _set(self._states)\n", ""),),
+    ),
+    Mutation(
+        "attributes-not-put-back",
+        "what a region's second run sets on its modules stays",
+        "engine",
+        (("for parts in present:\n                    parts.put()", "pass"),),
+    ),
+    Mutation(
+        "function-writes-unseen",
+        "an autograd Function that writes to an argument out of sight runs again",
+        "engine",
+        (("if checksums(self._given) == self._before:", "if True:"),),
+    ),
+    Mutation(
+        "alias-overwritten",
+        "an in-place op that runs again overwrites a value that another one shares its storage with",
+        "replay.py",
+        (("return not self.inputs[0].is_viewed and self._count", "return self._count"),),
+    ),
+    Mutation(
+        "every-write-copied",
+        "an in-place op that runs again copies its target even if nobody else needs it",
+        "replay.py",
+        (("may_overwrite_first = self.mutates and self._owns_first()", "may_overwrite_first = False"),),
+    ),
+    Mutation(
+        "applied-twice",
+        "a second plan is put on a model that has one",
+        "applying.py",
+        (('raise _already_applied(name, "a recollect plan", "call applied.remove() first")', "pass"),),
+    ),
+    Mutation(
+        "freed-output-dropped",
+        "a plan may drop an output whose parameters FSDP2 frees after forward",
+        "applying.py",
+        (("if unit.output is Action.RECOMPUTE and any(", "if False and any("),),
+    ),
+)

@@ -1,0 +1,255 @@
+"""Faults of verify, of the integrations, of the doctor, of the command line, and of numbers and messages."""
+
+from __future__ import annotations
+
+from mutations.mutation import Mutation
+
+__all__ = ["MUTATIONS"]
+
+MUTATIONS = (
+    Mutation(
+        "shapes-compared",
+        "verify compares the shapes of gradients instead of their bits",
+        "verification",
+        (("if not has_same_bits(tensor, other):", "if tensor.shape != other.shape:"),),
+    ),
+    Mutation(
+        "state-not-compared",
+        "verify does not look at the buffers and generators that a step leaves behind",
+        "verification",
+        (("state_difference = first_difference(expected.state, got.state)", "state_difference = None"),),
+    ),
+    Mutation(
+        "additional-gradients-accepted",
+        "a gradient that is there only under the plan is no difference",
+        "verification",
+        (('return next(((name, float("inf")) for name in got if name not in expected), None)', "return None"),),
+    ),
+    Mutation(
+        "equal-by-gradients-alone",
+        "a report of differing buffers says that all is equal",
+        "verification",
+        (
+            (
+                "return self.gradients_equal and self.first_state_difference is None",
+                "return self.gradients_equal",
+            ),
+        ),
+    ),
+    Mutation(
+        "peak-of-the-leanest-rank",
+        "a report of several ranks shows the smallest of their peaks",
+        "verification",
+        (
+            (
+                "rank = max(by_rank, key=lambda number: by_rank[number].plan_peak_bytes)",
+                "rank = min(by_rank, key=lambda number: by_rank[number].plan_peak_bytes)",
+            ),
+        ),
+    ),
+    Mutation(
+        "slowdown-upside-down",
+        "a slowdown is reported as a gain",
+        "verification",
+        (("statistics.median(b / a for a, b in", "statistics.median(a / b for a, b in"),),
+    ),
+    Mutation(
+        "optimizer-not-put-back",
+        "verifying a step of the user's own leaves the optimizer elsewhere",
+        "verification",
+        (("optimizer.load_state_dict(copy.deepcopy(state))", "pass"),),
+    ),
+    Mutation(
+        "inputs-of-units-not-compared",
+        "comparing unit by unit leaves out the gradients of their inputs",
+        "verification",
+        (('trained |= {f"input {index}": tensor for index, tensor in enumerate(tensors)}', "pass"),),
+    ),
+    Mutation(
+        "block-from-the-end",
+        "Megatron's method block recomputes the last layers instead of the first",
+        "integrations",
+        (
+            (
+                "full = set(chain.from_iterable(chunk[: choice.num_layers] for chunk in chunks))",
+                "full = set(chain.from_iterable(chunk[-choice.num_layers :] for chunk in chunks))",
+            ),
+        ),
+    ),
+    Mutation(
+        "uniform-as-one-region",
+        "Megatron's method uniform drops the inputs of its regions, too",
+        "integrations",
+        (("for i in range(0, len(chunk), n)]", "for i in range(len(chunk))]"),),
+    ),
+    Mutation(
+        "selective-drops-outputs",
+        "a recomputed module's output is dropped, too, which Megatron keeps",
+        "integrations",
+        (
+            (
+                "dropped |= inside if choice.outputs[name] == Action.RECOMPUTE else inside - layer.outputs_of(inside)",
+                "dropped |= inside",
+            ),
+        ),
+    ),
+    Mutation(
+        "more-layers-than-there-are",
+        "a number of layers beyond those of a stage is not refused",
+        "integrations",
+        (("or value <= max(sizes):", "or True:"),),
+    ),
+    Mutation(
+        "layers-beside-selective",
+        "selective recompute with a number of layers is not refused",
+        "integrations",
+        (
+            (
+                'config.recompute_granularity == "selective" and config.recompute_num_layers is not None,',
+                "False,",
+            ),
+        ),
+    ),
+    Mutation(
+        "nothing-to-distribute-to",
+        "distribute_saved_activations without tensor parallelism is not refused",
+        "integrations",
+        (
+            (
+                "config.distribute_saved_activations and setting.tensor_model_parallel_size <= 1,",
+                "config.distribute_saved_activations and setting.tensor_model_parallel_size <= 0,",
+            ),
+        ),
+    ),
+    Mutation(
+        "roll-default-misread",
+        "full recompute without a method is read as block in ROLL's settings",
+        "integrations",
+        (('found |= {"recompute_method": "uniform",', 'found |= {"recompute_method": "block",'),),
+    ),
+    Mutation(
+        "checkpointing-beside-a-budget",
+        "a trainer that checkpoints every layer is accepted beside a budget",
+        "integrations",
+        (("        if getattr(args, name, False):\n", "        if False:\n"),),
+    ),
+    Mutation(
+        "training-step-left-behind",
+        "Lightning's module keeps the training step that the callback put there",
+        "integrations",
+        (("            step.take_off()\n", "            pass\n"),),
+    ),
+    Mutation(
+        "every-micro-step-ends",
+        "each of DeepSpeed's accumulated micro-steps counts as the end of a step",
+        "integrations",
+        (("if self._engine.global_steps != before:", "if True:"),),
+    ),
+    Mutation(
+        "torchtitan-batch-not-checked",
+        "a batch larger than planned is not told of in torchtitan",
+        "integrations",
+        (("or tokens.numel() <= num_tokens:", "or True:"),),
+    ),
+    Mutation(
+        "gate-kept-in-moe-act",
+        "the product with the gate counts as no part of moe_act",
+        "integrations",
+        (('if is_activation or (op.name == "mul" and', 'if is_activation or (op.name == "div" and'),),
+    ),
+    Mutation(
+        "fragmentation-not-told",
+        "the doctor takes fragmentation for a lack of memory",
+        "doctor",
+        (("if room >= message.tried_bytes:", "if False:"),),
+    ),
+    Mutation(
+        "gib-as-gb",
+        "the doctor reads GiB of a message as 10**9 bytes",
+        "doctor",
+        (('"MiB": 2**20, "GiB": 2**30}', '"MiB": 2**20, "GiB": 10**9}'),),
+    ),
+    Mutation(
+        "pickles-run-code",
+        "a memory snapshot may name any class to make, and so run code",
+        "doctor",
+        (('raise pickle.UnpicklingError(f"it needs {module}.{name}")', "return super().find_class(module, name)"),),
+    ),
+    Mutation(
+        "dtype-mismatch-not-told",
+        "a layer that ran again in another precision is not recognised",
+        "doctor",
+        (("return old == new and old_dtype != new_dtype", "return False"),),
+    ),
+    Mutation(
+        "lines-counted-once-more",
+        "the doctor counts the line that it shows among those like it",
+        "doctor",
+        (("more = self._counts[rule] - 1", "more = self._counts[rule]"),),
+    ),
+    Mutation(
+        "out-of-memory-passed-over",
+        "lines of a log that say out of memory are passed over",
+        "doctor",
+        (('"heckpoint", "Tried to allocate", ', '"heckpoint", '),),
+    ),
+    Mutation(
+        "doctor-always-content",
+        "recollect doctor exits with 0 if it has recognised nothing",
+        "cli",
+        (("return 0 if found else _NOTHING_FOUND", "return 0"),),
+    ),
+    Mutation(
+        "bench-always-content",
+        "recollect bench exits with 0 if a setting got slower",
+        "cli",
+        (("return 1 if results.has_regression else 0", "return 0"),),
+    ),
+    Mutation(
+        "errors-exit-with-0",
+        "a command that ended with an error exits with 0",
+        "cli",
+        (("        return _EXIT_ERROR\n", "        return 0\n"),),
+    ),
+    Mutation(
+        "debug-without-traceback",
+        "--debug shows no traceback",
+        "cli",
+        (('if "--debug" in words:', "if False:"),),
+    ),
+    Mutation(
+        "budget-error-without-bytes",
+        "the error of a budget that is too small does not say it in bytes",
+        "errors.py",
+        (("({budget_bytes} bytes) is below", "is below"),),
+    ),
+    Mutation(
+        "gb-as-gib",
+        "80GB is read as 80 GiB",
+        "quantities.py",
+        (('**{f"{prefix}b": 1000**power', '**{f"{prefix}b": 1024**power'),),
+    ),
+    Mutation(
+        "percentage-rounded-up",
+        "a percentage of the peak is rounded up, beyond what was asked for",
+        "quantities.py",
+        (
+            (
+                "return _checked(value, math.floor(number * reference_bytes / 100))",
+                "return _checked(value, math.ceil(number * reference_bytes / 100))",
+            ),
+        ),
+    ),
+    Mutation(
+        "eighty-bytes",
+        "a budget of '80' is read as 80 bytes, where a sign was forgotten",
+        "quantities.py",
+        (("if not 0 < number <= _MOST_PERCENT:", "if not 0 < number < 1:"),),
+    ),
+    Mutation(
+        "least-budget-rounded-down",
+        "the least budget that an error names is a little too small",
+        "byte_format.py",
+        (("tenths = -(-number * 10 // 1024**power)", "tenths = number * 10 // 1024**power"),),
+    ),
+)

@@ -1,0 +1,92 @@
+"""The faults of `scripts/mutate` can be put into this tree, and what runs the tests of a copy tells right from wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from mutations.catalogue import MUTATIONS  # noqa: E402
+from mutations.mutation import Mutation, place, problems, write  # noqa: E402
+from mutations.results import Results, table  # noqa: E402
+from mutations.run import own_tests  # noqa: E402
+
+
+def tree(tmp_path: Path) -> Path:
+    package = tmp_path / "src" / "recollect" / "engine"
+    package.mkdir(parents=True)
+    (package / "tape.py").write_text("def f():\n    return 1\n", encoding="utf-8")
+    (package / "values.py").write_text(
+        "def g():\n    return 2  # twice\n\n\ndef h():  # twice\n    pass\n", encoding="utf-8"
+    )
+    return tmp_path
+
+
+def test_every_fault_has_its_place() -> None:
+    assert problems(MUTATIONS, ROOT) == [], "mend what moved: scripts/mutate --check"
+
+
+def test_faults_of_every_package() -> None:
+    packages = {path.name for path in (ROOT / "src" / "recollect").iterdir() if (path / "__init__.py").exists()}
+    assert packages - {mutation.area for mutation in MUTATIONS} == {"pictures", "progress"}
+
+
+def test_a_fault_is_in_one_file_of_its_package(tmp_path: Path) -> None:
+    root = tree(tmp_path)
+    (path,) = changed = place(Mutation("one", "", "engine", (("return 1", "return 3"),)), root)
+    assert path.name == "tape.py"
+    write(changed)
+    assert path.read_text(encoding="utf-8") == "def f():\n    return 3\n"
+
+
+def test_all_faults_without_a_place_are_told_at_once(tmp_path: Path) -> None:
+    faults = (
+        Mutation("good", "", "engine", (("return 1", "return 3"),)),
+        Mutation("gone", "", "engine", (("return 4", "return 3"),)),
+        Mutation("unclear", "", "engine", (("twice", "once"),)),
+        Mutation("unclear", "", "planning", (("twice", "once"),)),
+        Mutation("broken", "", "engine/tape.py", (("return 1", "return ("),)),
+    )
+    told = problems(faults, tree(tmp_path))
+    assert told[:4] == [
+        "unclear: the name is used 2 times",
+        "gone: expected once in src/recollect/engine, found nowhere: 'return 4'",
+        "unclear: expected once in src/recollect/engine, found 2 in values.py: 'twice'",
+        "unclear: there is no src/recollect/planning",
+    ]
+    assert told[4].startswith("broken: its code does not compile") and len(told) == 5
+
+
+@pytest.mark.parametrize(
+    ("where", "tests"),
+    [
+        ("engine", ["tests/unit/engine"]),
+        ("lab", ["tests/unit/lab"]),
+        ("replay.py", ["tests/unit/test_replay.py"]),
+        ("byte_format.py", []),
+    ],
+)
+def test_own_tests_are_those_of_the_package(where: str, tests: list[str]) -> None:
+    assert own_tests(Mutation("one", "", where, ()), ROOT) == tests
+
+
+def test_results_are_of_one_tree_and_one_fault(tmp_path: Path) -> None:
+    fault = Mutation("one", "it breaks", "engine", (("a", "b"),))
+    path = tmp_path / "found.jsonl"
+    line = {"caught": None, "tests": [], "ended": "", "ran": ["first"], "seconds": 1.0}
+    results = Results(path, "tree")
+    results.add(fault, line)
+    assert results.found(fault, ["first"]) is not None
+    assert results.found(fault, ["first", "second"]) is None, "the second stage may catch it"
+    assert results.found(Mutation("one", "", "engine", (("a", "c"),)), ["first"]) is None
+    assert Results(path, "another").found(fault, ["first"]) is None
+    results.add(fault, {**line, "caught": "second", "tests": ["test_it"], "ran": ["first", "second"]})
+    assert results.found(fault, ["first"]) is not None, "the first stage alone has been run"
+    found = results.found(fault, ["first", "second"])
+    assert found is not None and found["tests"] == ["test_it"]
+    assert "| engine | 1 | 0 | 1 | 0 |" in table([fault], [found], ["first", "second"])
+    assert "test_it" in table([fault], [found], ["first", "second"])
