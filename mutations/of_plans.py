@@ -39,7 +39,7 @@ MUTATIONS = (
         "readers-of-dropped-outputs-alike",
         "a unit that reads a dropped output is taken to need no more than one that does not",
         "planning",
-        (("reads_dropped = row.output == Action.RECOMPUTE", "reads_dropped = False"),),
+        (("reads_dropped = Action.KEEP not in row.outputs", "reads_dropped = False"),),
     ),
     Mutation(
         "states-free-in-the-cut",
@@ -79,7 +79,7 @@ MUTATIONS = (
         "reader-of-a-dropped-output-off-the-tape",
         "a unit that reads a dropped output is left out of the plan",
         "planning",
-        (("or any(self._lacks_output(source, fates[source]) for source in self.sources[index])", ""),),
+        (("or any(self._lacks_output(source, options[source]) for source in self.sources[index])", ""),),
     ),
     Mutation(
         "bound-too-high",
@@ -144,7 +144,12 @@ MUTATIONS = (
         "chunks-not-read",
         "a plan loses its loss chunks on the way through a file",
         "plans",
-        (("loss_chunks=1 if loss_chunks is None else loss_chunks.integer(least=1),", "loss_chunks=1,"),),
+        (
+            (
+                'given = root.arguments(cls, least={"loss_chunks": 1})',
+                'given = {**root.arguments(cls, least={"loss_chunks": 1}), "loss_chunks": 1}',
+            ),
+        ),
     ),
     Mutation(
         "digest-without-outputs",

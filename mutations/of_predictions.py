@@ -34,8 +34,8 @@ MUTATIONS = (
         "simulation",
         (
             (
-                "calibration_bytes = (self.profile.calibration_bytes, self.profile.calibration_bytes, 0)",
-                "calibration_bytes = (self.profile.calibration_bytes, 0, 0)",
+                "calibration_bytes = (profile.calibration_bytes, profile.calibration_bytes, 0)",
+                "calibration_bytes = (profile.calibration_bytes, 0, 0)",
             ),
         ),
     ),
@@ -85,7 +85,7 @@ MUTATIONS = (
         "usage-without-tape",
         "the time of a layer leaves out what watching its ops takes",
         "simulation",
-        (("recompute_s=count.recompute_s + tape_s,", "recompute_s=count.recompute_s,"),),
+        (("for op in again), 0.0) + tape_s,", "for op in again), 0.0),"),),
     ),
     Mutation(
         "blocks-rounded-down",
@@ -134,10 +134,10 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "numpy-moved-by-recording",
-        "recording leaves NumPy's generator elsewhere",
+        "host-generators-moved-by-recording",
+        "recording leaves the generators of Python and NumPy elsewhere",
         "recording",
-        (("numpy.random.set_state(numpy_state)", "pass"),),
+        (("        set_host_states(states)\n", "        pass\n"),),
     ),
     Mutation(
         "gradients-lost-by-recording",

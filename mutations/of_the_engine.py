@@ -168,7 +168,7 @@ MUTATIONS = (
         "host-generators-forgotten",
         "a region that runs again draws other numbers of Python and NumPy",
         "engine",
-        (("        _set(self._states)\n", ""),),
+        (("        set_host_states(self._states)\n", ""),),
     ),
     Mutation(
         "attributes-not-put-back",

@@ -105,8 +105,8 @@ MUTATIONS = (
         "integrations",
         (
             (
-                'config.recompute_granularity == "selective" and config.recompute_num_layers is not None,',
-                "False,",
+                'breaks={"recompute_granularity": one_of("selective"), "recompute_num_layers": SET},',
+                'breaks={"recompute_granularity": one_of("none at all"), "recompute_num_layers": SET},',
             ),
         ),
     ),
@@ -116,8 +116,8 @@ MUTATIONS = (
         "integrations",
         (
             (
-                "config.distribute_saved_activations and setting.tensor_model_parallel_size <= 1,",
-                "config.distribute_saved_activations and setting.tensor_model_parallel_size <= 0,",
+                'breaks={"distribute_saved_activations": ON, "tensor_model_parallel_size": ONE_RANK},',
+                'breaks={"distribute_saved_activations": ON, "tensor_model_parallel_size": one_of(0)},',
             ),
         ),
     ),
