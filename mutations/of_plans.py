@@ -141,10 +141,15 @@ MUTATIONS = (
         (('entry.keys(allowed=["paths", "exact_paths", "engine", "output", "values"])', "pass"),),
     ),
     Mutation(
-        "chunks-not-read",
+        "chunks-not-written",
         "a plan loses its loss chunks on the way through a file",
         "plans",
-        (("loss_chunks=1 if loss_chunks is None else loss_chunks.integer(least=1),", "loss_chunks=1,"),),
+        (
+            (
+                "numbers = {field.name: getattr(self, field.name) for field in fields(self)[1:]}",
+                "numbers = {field.name: getattr(self, field.name) for field in fields(self)[1:-1]}",
+            ),
+        ),
     ),
     Mutation(
         "digest-without-outputs",
