@@ -99,10 +99,15 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "workspace-not-read",
-        "a profile loses the workspace of its ops on the way through a file",
+        "tape-times-not-read",
+        "a profile loses what watching its modules takes on the way through a file",
         "profile",
-        (('working_bytes=_decode_bytes(op, "working_bytes"),', "working_bytes=0,"),),
+        (
+            (
+                "module_tape_s=() if modules is None else tuple((m, modules.get(m).number()) for m in modules.keys())",
+                "module_tape_s=()",
+            ),
+        ),
     ),
     Mutation(
         "freed-twice-accepted",
