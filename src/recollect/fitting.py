@@ -76,9 +76,9 @@ class _FittedForward(PlacedForward):
         found = tensors_in((args, kwargs))
         if self.numel is not None and sum(tensor.numel() for tensor in found) > self.numel:
             sizes = " and ".join(_largest(shapes) for shapes in ([tuple(t.shape) for t in found], self.shapes))
-            self._say(f"got a larger batch than its plan was made for (shapes {sizes})")
+            self._say("batch", f"got a larger batch than its plan was made for (shapes {sizes})")
         if self.module.training and not self.is_training:
-            self._say("trains, and its plan was made in eval mode, in which dropout and batch norm hold less")
+            self._say("mode", "trains, and its plan was made in eval mode, in which dropout and batch norm hold less")
 
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if not self.is_on:
@@ -87,11 +87,13 @@ class _FittedForward(PlacedForward):
         nbytes = present_state_bytes([optimizer], self.device)
         if nbytes and any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             name = type(optimizer).__name__
-            self._say(f"is trained by {name}, whose state of {format_bytes(nbytes)} its plan does not count")
+            self._say(
+                "optimizer", f"is trained by {name}, whose state of {format_bytes(nbytes)} its plan does not count"
+            )
 
-    def _say(self, text: str) -> None:
-        if text[:12] not in self.said:
-            self.said.add(text[:12])
+    def _say(self, what: str, text: str) -> None:
+        if what not in self.said:
+            self.said.add(what)
             warn_user(
                 f"recollect: {type(self.module).__name__} {text}: the peak may exceed the budget. Call fit again as the loop "
                 "trains (model.train(), its largest batch, optimizer=...); or use attach, which follows the loop.",
