@@ -148,6 +148,27 @@ def test_what_a_forward_holds_besides_is_read_from_the_allocator(model: Blocks) 
         assert attached.recorded_steps == [0, 4]
 
 
+@pytest.mark.skipif(held_now(torch.device("cpu")) is None, reason="nothing tells what the process holds")
+def test_what_another_thread_releases_a_moment_late_is_not_said(model: Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sent: list[Tensor] = []
+    waits: list[float] = []
+    is_sending = False
+
+    def send(*_: object) -> None:
+        if is_sending:
+            sent.append(torch.zeros(1 << 21))
+
+    model.blocks[0].register_forward_hook(send)
+    with recollect.attach(model, optimizer, "90%", log=lambda _: None) as attached:
+        for _ in range(3):
+            step(model, optimizer)
+        is_sending = True
+        monkeypatch.setattr("recollect.attaching.held.time.sleep", lambda wait_s: (waits.append(wait_s), sent.clear()))
+        step(model, optimizer)
+        assert waits and attached.recorded_steps == [0]
+
+
 def test_what_was_missed_is_met_by_a_step_that_does_as_much() -> None:
     missed = Missed()
     missed.note([], [Course({"0": Runs(2, 8)})], attempts=2)
