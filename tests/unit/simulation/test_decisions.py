@@ -1,9 +1,17 @@
-"""Choices by index of the value: what they do not name is kept, and equal ones are equal however they were made."""
+"""Choices by index of the value: what they do not name is kept, what the tape cannot do is played as it will be done."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
+from recollect.errors import PlanError
 from recollect.plans.action import Action
-from recollect.simulation.decisions import KEEP_ALL, ValueActions
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
+from recollect.simulation.decisions import KEEP_ALL, ValueActions, decide
+from toy_profile import layer, stack
 
 
 def test_what_is_not_named_is_kept() -> None:
@@ -20,3 +28,18 @@ def test_equal_however_made() -> None:
     assert len({by_name, ValueActions.recomputing([1, 5]), ValueActions.recomputing(iter((5, 1, 5)))}) == 1
     assert len({KEEP_ALL, ValueActions.of({}), ValueActions.recomputing(()), ValueActions.of({2: Action.KEEP})}) == 1
     assert ValueActions.recomputing({1}) not in (KEEP_ALL, ValueActions.recomputing({2}))
+
+
+def test_what_the_tape_has_to_keep_stays_whatever_a_plan_says() -> None:
+    graph = layer()
+    values = [replace(value, must_keep=value.name == "mlp.up.mm") for value in graph.values]
+    profile = stack(1, graph=replace(graph, values=tuple(values)))
+    made = decide(profile, Plan({"layers.0": UnitPlan({"norm.mul": "recompute", "mlp.up.mm": "recompute"})}))
+    assert made[1].values == ValueActions.recomputing({1})
+
+
+def test_a_plan_with_parts_needs_a_profile_of_several_ranks() -> None:
+    profile, plan = stack(2), Plan({"layers.0": UnitPlan({"mlp.up.mm": "shard"})})
+    with pytest.raises(PlanError, match=r"layers\.0.* holds 'mlp\.up\.mm' as parts.*recorded without"):
+        decide(profile, plan)
+    assert decide(replace(profile, shard_ranks=2), plan)[1].values.sharded == {2}

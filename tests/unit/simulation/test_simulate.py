@@ -1,0 +1,81 @@
+"""What a plan adds to the time and the memory of a step, worked out by hand for small units."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
+from recollect.profile.events import BACKWARD, DIES, FORWARD, OP, PHASE, RELEASE, RETURN, SAVE, USE, StepLog
+from recollect.profile.graph import OpRecord, UnitCall, UnitGraph, ValueRecord
+from recollect.profile.profile import Profile
+from recollect.simulation.decisions import decide
+from recollect.simulation.layer_usage import layer_usage
+from recollect.simulation.simulate import Simulation, simulate
+from toy_profile import stack
+
+A, B, OUT = 100, 30, 20
+
+WRITES_TO_A = UnitGraph(
+    (
+        ValueRecord("input 0", 8, producer=None),
+        ValueRecord("a", A, producer=0, mutated_later=True),
+        ValueRecord("b", B, producer=1, saved=True),
+        ValueRecord("a_", A, producer=2),
+        ValueRecord("out", OUT, producer=3, is_output=True),
+    ),
+    (
+        OpRecord("a", (0,), (1,), 1.0),
+        OpRecord("b", (1,), (2,), 2.0),
+        OpRecord("a_", (1,), (3,), 4.0, mutates=True),
+        OpRecord("out", (3,), (4,), 8.0),
+    ),
+)
+STEP_OF_IT = (
+    (PHASE, FORWARD),
+    (OP, 0, 0),
+    (OP, 0, 1),
+    (SAVE, 0, 2, 0, 0),
+    (DIES, 0, 2),
+    (OP, 0, 2),
+    (OP, 0, 3),
+    (DIES, 0, 3),
+    (RETURN, 0),
+    (PHASE, BACKWARD),
+    (USE, 0),
+    (RELEASE, 0),
+)
+
+
+def played(profile: Profile, plan: Plan) -> Simulation:
+    return simulate(profile, decide(profile, plan))
+
+
+def test_what_runs_again_runs_in_each_of_the_runs_that_a_call_stands_for() -> None:
+    profile, plan = stack(2), Plan({"layers.0": UnitPlan({"mlp.act.silu": "recompute"})})
+    calls = [replace(call, num_runs=3) if call.path == "layers.0" else call for call in profile.calls]
+    once, thrice = played(profile, plan), played(replace(profile, calls=tuple(calls)), plan)
+    assert (once.recomputed_ops, thrice.recomputed_ops) == (1, 3)
+    assert thrice.recompute_s == pytest.approx(3 * once.recompute_s)
+    assert once.recompute_s == 0.02
+
+
+def test_what_a_recipe_reads_is_copied_before_an_op_writes_to_it() -> None:
+    """`b` can run again only from `a` as it was, of which the tape then holds a copy besides what was written."""
+    profile = Profile((WRITES_TO_A,), (UnitCall("layer", 0),), StepLog((STEP_OF_IT,), ((0, -1),)), step_s=30.0)
+    kept, dropped = played(profile, Plan({})), played(profile, Plan({"layer": UnitPlan({"b": "recompute"})}))
+    assert kept.kept_bytes == B + OUT
+    assert dropped.kept_bytes == A + OUT
+    assert dropped.forward_peak_bytes == A + A + OUT
+    assert dropped.backward_peak_bytes == A + OUT + B
+
+
+def test_the_time_of_a_layer_includes_what_watching_it_takes() -> None:
+    profile = stack(2)
+    profile = replace(profile, graphs=tuple(replace(graph, tape_s=0.5) for graph in profile.graphs))
+    plan = Plan({"layers.0": UnitPlan({"mlp.act.silu": "recompute"})})
+    usage = {layer.path: layer.recompute_s for layer in layer_usage(profile, plan)}
+    assert usage == {"embed": 0.0, "layers.0": 0.02 + 0.5, "layers.1": 0.0, "head": 0.0}
+    assert sum(usage.values()) == played(profile, plan).recompute_s
