@@ -160,6 +160,12 @@ def test_json_round_trip_and_file(tmp_path: Path) -> None:
     assert repr(Plan.load(tmp_path / "plan.json")) == repr(plan)
 
 
+def test_every_number_of_a_plan_is_in_its_json() -> None:
+    plan = dataclasses.replace(llama_plan(), note="tried", torch_version="2.9.0", device_name="H100", loss_chunks=4)
+    assert all(getattr(plan, field.name) != field.default for field in dataclasses.fields(plan))
+    assert Plan.from_json(plan.to_json()) == plan
+
+
 def test_json_is_made_for_editing() -> None:
     document = json.loads(llama_plan().to_json())
     assert [unit["paths"] for unit in document["units"]] == [["model.layers.0-22"], ["model.layers.23-31"]]

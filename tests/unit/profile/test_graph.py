@@ -132,6 +132,14 @@ def test_round_trip_through_files(name: str, tmp_path: Path) -> None:
     assert Profile.load(tmp_path / name) == profile()
 
 
+def test_round_trip_of_what_watching_takes() -> None:
+    graph = replace(layer(), tape_s=1e-5, module_tape_s=(("norm", 2e-5), ("mlp.act", 3e-5)))
+    made = stack(2, graph=graph)
+    again = Profile.from_json(made.to_json())
+    assert again == made
+    assert again.graphs[1].watched_s({1}) == pytest.approx(3e-5)
+
+
 def test_compressed_files_of_equal_profiles_are_equal(tmp_path: Path) -> None:
     profile().save(tmp_path / "a.gz")
     profile().save(tmp_path / "b.gz")

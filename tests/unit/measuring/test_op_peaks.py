@@ -1,0 +1,28 @@
+"""How much memory grows within single ops of a step, on the CPU, worked out by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from recollect.measuring.op_peaks import CpuOpPeaks
+
+
+def test_each_op_has_its_own_peak() -> None:
+    peaks = CpuOpPeaks()
+    values = torch.randn(1000)
+    with peaks.recording():
+        peaks.begin()
+        result = values.exp()
+        peaks.end()
+        outside = result.sin()
+        peaks.begin()
+        outside.cos_()
+        peaks.end()
+        peaks.begin()
+        first = torch.zeros(300, dtype=torch.uint8)
+        second = torch.zeros(200, dtype=torch.uint8)
+        del first
+        third = torch.zeros(100, dtype=torch.uint8)
+        peaks.end()
+    assert (result.nbytes, outside.nbytes, second.nbytes, third.nbytes) == (4000, 4000, 200, 100)
+    assert peaks.peaks_bytes() == [4000, 0, 500]
