@@ -180,6 +180,21 @@ def test_kept_output_is_available_at_no_further_cost() -> None:
     assert points(unit_hull(graph, output="recompute")) == [(0, 6.0), (8, 1.0), (16, 0.0)]
 
 
+def with_states(graph: UnitGraph, **state_bytes: int) -> UnitGraph:
+    """The same unit, with ops that draw random numbers."""
+    return replace(graph, ops=tuple(replace(op, state_bytes=state_bytes.get(op.name, 0)) for op in graph.ops))
+
+
+def test_what_is_random_runs_again_only_with_the_state_of_its_generator_kept() -> None:
+    graph = with_states(chain(bytes_and_seconds=[(100, 1.0), (10, 2.0)]), v1=16)
+    assert points(unit_hull(graph)) == [(16, 3.0), (26, 1.0), (110, 0.0)]
+
+
+def test_a_value_smaller_than_the_state_that_makes_it_again_is_kept() -> None:
+    graph = with_states(chain(bytes_and_seconds=[(10, 1.0), (100, 2.0)]), v1=5000)
+    assert points(unit_hull(graph)) == [(10, 2.0), (110, 0.0)]
+
+
 def test_unit_without_ops_has_one_option() -> None:
     graph = UnitGraph((ValueRecord("x", 1, producer=None, saved=True, is_output=True),), ())
     assert unit_hull(graph) == (Option(frozenset(), frozenset(), 0, 0.0),)

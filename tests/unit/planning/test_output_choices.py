@@ -12,11 +12,13 @@ from recollect.planning.choose import plan
 from recollect.planning.classic import classic_plan
 from recollect.planning.output_choices import dropped_outputs, first_outputs, folded_outputs, longest_chain, most_folded
 from recollect.plans.action import Action
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, ValueActions, decide
 from recollect.simulation.simulate import simulate
 from synthetic_step import random_step
-from toy_profile import stack
+from toy_profile import layer, stack
 
 
 def layers(numbers: list[int]) -> set[str]:
@@ -108,6 +110,19 @@ def test_the_least_peak_is_below_that_of_every_stride() -> None:
         assert simulate(profile, decide(profile, made)).peak_bytes <= error.value.least_peak_bytes
     assert min(gains) >= 0
     assert sum(gain > 0 for gain in gains) >= 1
+
+
+@pytest.mark.parametrize(("num_layers", "num_dropped"), [(6, 4), (8, 4)])
+def test_segments_at_the_front_are_found_where_they_are_fast(num_layers: int, num_dropped: int) -> None:
+    """Three layers at the front share an input; those behind keep their outputs. By hand: cheap ops run again everywhere."""
+    profile = stack(num_layers, graph=layer(norm_bytes=50, up_bytes=200, act_bytes=10, out_bytes=1000))
+    cheap: dict[str, Action] = {"norm.mul": Action.RECOMPUTE, "mlp.act.silu": Action.RECOMPUTE}
+    units = {f"layers.{number}": UnitPlan(cheap) for number in range(num_layers)}
+    for path in first_outputs(profile, longest=3, num_dropped=num_dropped):
+        units[path] = UnitPlan({**cheap, "mlp.down.mm": Action.RECOMPUTE}, output=Action.RECOMPUTE)
+    by_hand = simulate(profile, decide(profile, Plan(units)))
+    made = plan(profile, by_hand.peak_bytes)
+    assert simulate(profile, decide(profile, made)).recompute_s <= by_hand.recompute_s * (1 + 1e-9)
 
 
 def test_leanest_does_not_depend_on_what_was_planned_before() -> None:
