@@ -18,7 +18,8 @@ class Up(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.linear(hidden).sin() * 2
+        output: Tensor = self.linear(hidden).sin() * 2
+        return output
 
 
 class Clip(nn.Module):
@@ -29,7 +30,8 @@ class Clip(nn.Module):
         self.linear, self.in_place = nn.Linear(8, 8), in_place
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.linear(hidden.relu_() if self.in_place else hidden.relu())
+        output: Tensor = self.linear(hidden.relu_() if self.in_place else hidden.relu())
+        return output
 
 
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
