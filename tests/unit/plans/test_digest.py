@@ -23,7 +23,9 @@ GATHERS = "up._c10d_functional:all_gather_into_tensor"
 )
 def test_plans_that_do_something_else_are_not_the_same(other: UnitPlan) -> None:
     assert digest_of({"layers.0": LAYER}) != digest_of({"layers.0": other})
-    assert digest_of({"layers.0": LAYER}) == digest_of({"layers.0": UnitPlan({"act.gelu": "recompute", "up.mm": "keep"})})
+    assert digest_of({"layers.0": LAYER}) == digest_of(
+        {"layers.0": UnitPlan({"act.gelu": "recompute", "up.mm": "keep"})}
+    )
 
 
 def test_the_same_units_with_another_number_of_chunks_are_not_the_same_plan() -> None:
