@@ -1,12 +1,13 @@
 """Measures how sharp the tests are: scripts/mutate [NAME...] puts faults into a copy of the sources and runs tests.
 
-A fault is caught in the first of these stages in which a test fails that passes without it: the unit tests of its own package,
-all other unit tests, and all other tests. What was found is a line of a file, so that a run that was broken off goes on.
+A fault is caught in the first of these stages in which a test fails that passes without it: the test that `noticed_by.json` names
+for it, the unit tests of its own package, all other unit tests, and all other tests. What was found is a line of a file, so that a run that was broken off goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import tempfile
@@ -25,10 +26,17 @@ from mutations.results import Results, table
 __all__: list[str] = []
 
 ROOT = Path(__file__).parents[1]
-_OWN, _UNIT, _REST, _GIVEN = "own unit tests", "other unit tests", "other tests", "given tests"
-_STAGES = (_OWN, _UNIT, _REST)
+_NAMED, _OWN, _UNIT, _REST = "named test", "own unit tests", "other unit tests", "other tests"
+_STAGES = (_NAMED, _OWN, _UNIT, _REST)
+_GIVEN = "given tests"
 # It asserts that the text of every mutation is there.
 _OF_THE_CATALOGUE = "tests/house/test_mutations.py"
+
+
+def noticed_by(root: Path) -> dict[str, str]:
+    """Return the test that notices a fault soonest, by the name of the fault."""
+    found: dict[str, str] = json.loads((root / "mutations" / "noticed_by.json").read_text(encoding="utf-8"))
+    return found
 
 
 def own_tests(mutation: Mutation, root: Path) -> list[str]:
@@ -41,6 +49,8 @@ def tests_of(stage: str, mutation: Mutation, root: Path, given: Sequence[str]) -
     """Return the paths of a stage, and those in them that are left out."""
     if stage == _GIVEN:
         return list(given), [_OF_THE_CATALOGUE]
+    if stage == _NAMED:
+        return [name for name in [noticed_by(root).get(mutation.name)] if name], []
     own = own_tests(mutation, root)
     if stage == _OWN:
         return own, []
@@ -176,7 +186,7 @@ def main() -> None:
         "--check", action="store_true", help="only say whether the text of every fault is there just once"
     )
     parser.add_argument("--tests", nargs="+", metavar="PATH", default=[], help="run these tests instead of the stages")
-    parser.add_argument("--stages", type=int, choices=(1, 2, 3), default=3, help="how many of the stages (default: 3)")
+    parser.add_argument("--stages", type=int, choices=(1, 2, 3, 4), default=4, help="how many of the stages (default: 4)")
     parser.add_argument("--most-failures", type=int, default=5, metavar="N", help="end a stage after N (default: 5)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="faults to try at a time (default: 1)")
     parser.add_argument(

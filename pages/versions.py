@@ -59,7 +59,7 @@ def run(row: Row, is_whole: bool) -> dict[str, Any]:
     environment |= {} if row.is_whole else {"RECOLLECT_EXTRA": "test"}
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.xml"
-        options = [*row.options, *([] if is_whole else ["--core"])]
+        options = [*row.options, "--all" if is_whole else "--core"]
         begin = time.monotonic()
         subprocess.run(["scripts/test", *options, "-q", f"--junitxml={found}"], cwd=ROOT, env=environment, check=False)
         if not found.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 from mutations.catalogue import MUTATIONS  # noqa: E402
 from mutations.mutation import Mutation, place, problems, write  # noqa: E402
 from mutations.results import Results, table  # noqa: E402
-from mutations.run import own_tests  # noqa: E402
+from mutations.run import noticed_by, own_tests  # noqa: E402
 
 
 def tree(tmp_path: Path) -> Path:
@@ -28,6 +29,16 @@ def tree(tmp_path: Path) -> Path:
 
 def test_every_fault_has_its_place() -> None:
     assert problems(MUTATIONS, ROOT) == [], "mend what moved: scripts/mutate --check"
+
+
+def test_every_fault_has_a_quick_test_that_notices_it() -> None:
+    named = noticed_by(ROOT)
+    assert named.keys() == {mutation.name for mutation in MUTATIONS}
+    for fault, test in named.items():
+        path, _, function = test.partition("::")
+        found = re.search(rf"((?:^@.*\n|^[ )].*\n)*)^def {function}\(", (ROOT / path).read_text(encoding="utf-8"), re.M)
+        assert found, f"{fault}: there is no {test}"
+        assert "mark.long\n" not in found[1], f"{fault}: {test} is a long one"
 
 
 def test_faults_of_every_package() -> None:

@@ -41,6 +41,7 @@ def values(found: list[dict[str, str]], metric: str) -> dict[str, float]:
     }
 
 
+@pytest.mark.long
 def test_overhead(tmp_path: Path) -> None:
     sizes = ["--num-layers", "2", "--real-hidden-size", "32", "--real-num-layers", "2", "--real-seq-length", "16"]
     no_time = ["--tiny-minutes", "0", "--real-minutes", "0", "--least-rounds", "2", "--threads", "1"]
@@ -59,6 +60,7 @@ def test_overhead(tmp_path: Path) -> None:
     assert "of the added time" in output
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_frontier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     output = run("frontier.py", "--quick", "--models", "dense", "--out", str(tmp_path))
@@ -183,7 +185,7 @@ def test_discarded_output_is_empty_until_backward(monkeypatch: pytest.MonkeyPatc
     assert not any(tensor.any() for tensor in taken)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled(tmp_path: Path) -> None:
     # Inductor compiles C++ for a minute; who partitions and what is kept does not hang on it.
     output = run("compiled.py", "--quick", "--only", "blocks, full", "--backend", "aot_eager", "--out", str(tmp_path))
@@ -197,6 +199,7 @@ def test_compiled(tmp_path: Path) -> None:
     assert "| compiled blocks, full |" in output
 
 
+@pytest.mark.long
 def test_cost_model(tmp_path: Path) -> None:
     sizes = ["--hidden-size", "128", "--num-layers", "2", "--vocab-size", "64", "--seq-length", "32"]
     output = run(
@@ -216,6 +219,7 @@ def test_cost_model(tmp_path: Path) -> None:
     assert "regret" in output
 
 
+@pytest.mark.long
 def test_planner(tmp_path: Path) -> None:
     flags = ["--profiles", "Mixtral, 4 layers", "--parts", "0.5", "--large", "tiny", "--large-num-budgets", "2"]
     output = run("planner.py", *flags, "--out", str(tmp_path))
@@ -291,6 +295,7 @@ def test_slowdowns_are_smoothed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert comparison.falling([1.0, 2.0, 6.0]) == [3.0, 3.0, 3.0]
 
 
+@pytest.mark.long
 def test_step_times(tmp_path: Path) -> None:
     sizes = ["--hidden-size", "32", "--num-layers", "2", "--seq-length", "32", "--vocab-size", "64", "--threads", "1"]
     output = run("step_times.py", *sizes, "--least-rounds", "1", "--models", "gpt2", "--out", str(tmp_path))
@@ -306,6 +311,7 @@ def test_step_times(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_claims(tmp_path: Path) -> None:
     model = "Llama 7B at 2048, fused"
     run("claims.py", "--parts", "modelled", "--models", model, "--out", str(tmp_path))

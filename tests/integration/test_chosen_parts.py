@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from rank_processes import run_program
+from asked_cases import AskedCases, Row, asked_cases
+from rank_processes import start_program
 from shard_programs import LAYERS, RANKS
 
 PROGRAM = Path(__file__).parents[1] / "support" / "shard_programs.py"
@@ -19,13 +20,25 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
-    folder, _ = run_program(PROGRAM, RANKS, tmp_path_factory, longest_s=240)
-    return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(RANKS)]
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskedCases]:
+    with asked_cases(start_program(PROGRAM, RANKS, tmp_path_factory)) as found:
+        yield found
 
 
-def test_values_between_the_matrices_are_known_to_be_the_same(ranks: list[dict[str, Any]]) -> None:
+@pytest.fixture
+def ranks(cases: AskedCases) -> list[Row]:
+    """What each rank found together with the other."""
+    return cases["over gloo"]
+
+
+@pytest.fixture
+def alone(ranks: list[Row], cases: AskedCases) -> list[Row]:
+    """And then without it."""
+    assert ranks
+    return cases["alone"]
+
+
+def test_values_between_the_matrices_are_known_to_be_the_same(ranks: list[Row]) -> None:
     """What attention and the MLP compute differs; one value throughout, such as no dropout, would tell nothing."""
     found = ranks[0]["parts"]["decoder.layers.1"]
     assert {"add", "add#1", "input_layernorm.mul", "pre_mlp_layernorm.mul#1"} <= set(found)
@@ -35,7 +48,7 @@ def test_values_between_the_matrices_are_known_to_be_the_same(ranks: list[dict[s
     assert all(found["json"] for found in ranks)
 
 
-def test_gradients_are_those_without_a_plan_and_ranks_have_one_plan(ranks: list[dict[str, Any]]) -> None:
+def test_gradients_are_those_without_a_plan_and_ranks_have_one_plan(ranks: list[Row]) -> None:
     for row, other in zip(ranks[0]["rows"], ranks[1]["rows"], strict=True):
         for name in row.keys() - {"budget"}:
             assert row[name]["plan"] == other[name]["plan"]
@@ -43,7 +56,7 @@ def test_gradients_are_those_without_a_plan_and_ranks_have_one_plan(ranks: list[
             assert other[name]["equal"]
 
 
-def test_parts_lower_the_least_budget_and_the_slowdown(ranks: list[dict[str, Any]]) -> None:
+def test_parts_lower_the_least_budget_and_the_slowdown(ranks: list[Row]) -> None:
     """In nearly all layers, at the least budget; and never a slower plan."""
     found = ranks[0]
     assert found["least"]["with"] < 0.97 * found["least"]["without"]
@@ -58,15 +71,17 @@ def test_parts_lower_the_least_budget_and_the_slowdown(ranks: list[dict[str, Any
         assert row["with"]["peak"] <= row["budget"]
 
 
-def test_peaks_are_predicted_to_the_byte(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert found["alone"]["parts"] > 0
-        assert 0 <= found["alone"]["peak"] - found["alone"]["measured"] <= 1024
+def test_peaks_are_predicted_to_the_byte(alone: list[Row]) -> None:
+    for found in alone:
+        assert found["parts"] > 0
+        assert 0 <= found["peak"] - found["measured"] <= 1024
 
 
-def test_fake_tensors_tell_what_ranks_compute_of_the_same_and_gathers_take_time(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert found["fake"]["ranks"] == RANKS
-        path = "decoder.layers.1"
-        assert {"add", "add#1", "input_layernorm.mul"} <= set(found["fake"]["parts"][path]) <= set(found["parts"][path])
-        assert min(found["fake"]["gather_s"]) > 0
+def test_fake_tensors_tell_what_ranks_compute_of_the_same_and_gathers_take_time(
+    ranks: list[Row], alone: list[Row]
+) -> None:
+    path = "decoder.layers.1"
+    for real, fake in zip(ranks, alone, strict=True):
+        assert fake["ranks"] == RANKS
+        assert {"add", "add#1", "input_layernorm.mul"} <= set(fake["fake_parts"][path]) <= set(real["parts"][path])
+        assert min(fake["gather_s"]) > 0

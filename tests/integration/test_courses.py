@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+from asked_cases import AskedCases  # noqa: E402
 from forked_processes import HAS_METER, run_forked  # noqa: E402
-from metered_processes import metered_ranks  # noqa: E402
+from metered_processes import metered  # noqa: E402
+from tiers import long_but  # noqa: E402
 
 # Each by the cheapest model that shows it; `python benchmarks/real_loops.py` runs them all, at all budgets.
 _LOOPS = [
@@ -33,6 +35,15 @@ _LOOPS = [
     "tensors of some steps kept",
     "an optimizer that is replaced",
 ]
+_QUICK = [
+    "layers dropped, 20 %",
+    "work by attribute",
+    "hooks put on",
+    "penalty in every second step",
+    "two backwards in every third step",
+    "layers added",
+    "an optimizer that is replaced",
+]
 # So many steps are learned from at most, and so many may be over while they are.
 _MOST_RECORDED = 6
 _MOST_OVER = 2
@@ -46,17 +57,12 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def rows() -> dict[str, dict[str, Any]]:
-    """Each loop within a budget half way between its least and its peak without recollect, all in one process."""
-    done = run_forked(BENCHMARKS / "real_loops.py", "--json", "--budgets", "half way", "--loops", *_LOOPS)
+@pytest.mark.parametrize("name", long_but(_QUICK, _LOOPS))
+def test_a_course_that_changes_is_followed_or_said(name: str) -> None:
+    """Within a budget half way between the least and the peak without recollect."""
+    done = run_forked(BENCHMARKS / "real_loops.py", "--json", "--budgets", "half way", "--loops", name)
     assert done.returncode == 0, done.stderr
-    return {row["loop"]: row for row in map(json.loads, done.stdout.splitlines())}
-
-
-@pytest.mark.parametrize("name", _LOOPS)
-def test_a_course_that_changes_is_followed_or_said(rows: dict[str, dict[str, Any]], name: str) -> None:
-    row = rows[name]
+    row = json.loads(done.stdout)
     print(row)
     assert row["weights_equal"]
     assert row["plain_bytes"] > row["budget_bytes"]
@@ -67,17 +73,18 @@ def test_a_course_that_changes_is_followed_or_said(rows: dict[str, dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def processes() -> list[dict[str, dict[str, Any]]]:
-    """The rows of two processes, which assert that they recorded the same steps."""
-    return metered_ranks("course_ranks", num_ranks=2)
+def cases() -> Iterator[AskedCases]:
+    """In each, two processes assert that they recorded the same steps."""
+    with metered("course_ranks", num_ranks=2) as found:
+        yield found
 
 
-@pytest.mark.parametrize(("name", "ranks_over"), [("deeper in one, DDP", {1}), ("deeper in both, FSDP2", {0, 1})])
-def test_a_departure_in_one_process_is_planned_for_in_all(
-    processes: list[dict[str, dict[str, Any]]], name: str, ranks_over: set[int]
-) -> None:
-    for rank, rows in enumerate(processes):
-        row = rows[name]
+@pytest.mark.parametrize(
+    ("name", "ranks_over"),
+    [("deeper in one, DDP", {1}), pytest.param("deeper in both, FSDP2", {0, 1}, marks=pytest.mark.long)],
+)
+def test_a_departure_in_one_process_is_planned_for_in_all(cases: AskedCases, name: str, ranks_over: set[int]) -> None:
+    for rank, row in enumerate(cases[name]):
         print(row)
         assert row["weights_equal"]
         # The steps that the first plan was made for, and one at the next exchange after the course has changed.

@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from collections.abc import Iterator
 
 import pytest
 
+from asked_cases import AskedCases
 from forked_processes import run_forked
-from metered_processes import ROOT, Row, check_row, free_port, metered, metered_ranks, needs_meter
+from metered_processes import ROOT, check_row, free_port, metered, needs_meter
 from metered_trainers import FEW_STEPS
+from tiers import long_but
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.slow,
     needs_meter,
     *(
         pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}")
@@ -27,19 +29,20 @@ pytestmark = [
 # recorded step seems to need a bucket more than it does.
 ENGINES = ("0 fp32", "3 bf16")
 TRAINERS = ("ZeRO-2",)
-LENGTHS, PAIR = PAIRS = ("3 lengths", "ZeRO-3 in bf16")
+LENGTHS, PAIR = "3 lengths", "ZeRO-3 in bf16"
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, Row]:
-    """A row for each case in one process."""
-    return metered("deepspeed_trainers", *ENGINES, *TRAINERS)
+def cases() -> Iterator[AskedCases]:
+    with metered("deepspeed_trainers") as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
-def pairs() -> list[dict[str, Row]]:
-    """A row for each case in two processes, of each."""
-    return metered_ranks("deepspeed_trainers", *PAIRS, num_ranks=2)
+def pairs() -> Iterator[AskedCases]:
+    """Cases in two processes."""
+    with metered("deepspeed_trainers", num_ranks=2) as found:
+        yield found
 
 
 EXPECTED = {
@@ -86,14 +89,16 @@ def refusals() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", (*ENGINES, *TRAINERS))
-def test_every_step_of_an_engine_and_of_a_trainer_is_within_the_budget(name: str, rows: dict[str, Row]) -> None:
-    check_row(rows[name])
+@pytest.mark.parametrize("name", long_but(("3 bf16",), (*ENGINES, *TRAINERS)))
+def test_every_step_of_an_engine_and_of_a_trainer_is_within_the_budget(name: str, cases: AskedCases) -> None:
+    (row,) = cases[name]
+    check_row(row)
 
 
-def test_a_trainer_with_deepspeed_in_two_processes_is_within_the_budget(pairs: list[dict[str, Row]]) -> None:
-    for rows in pairs:
-        check_row(rows[PAIR], steps=FEW_STEPS)
+@pytest.mark.long
+def test_a_trainer_with_deepspeed_in_two_processes_is_within_the_budget(pairs: AskedCases) -> None:
+    for row in pairs[PAIR]:
+        check_row(row, steps=FEW_STEPS)
 
 
 def test_what_is_asked_for_twice_or_not_there_is_refused_by_name(refusals: dict[str, str]) -> None:
@@ -103,10 +108,9 @@ def test_what_is_asked_for_twice_or_not_there_is_refused_by_name(refusals: dict[
     assert refusals.keys() == EXPECTED.keys()
 
 
-def test_processes_whose_batches_grow_at_different_times_record_together(pairs: list[dict[str, Row]]) -> None:
+def test_processes_whose_batches_grow_at_different_times_record_together(pairs: AskedCases) -> None:
     """Each is longer in one step of its own; both then record, so that one plan holds for both."""
-    for rows in pairs:
-        row = rows[LENGTHS]
+    for row in pairs[LENGTHS]:
         check_row(row, recorded_steps=3, steps=FEW_STEPS)
         # Where the results of linear layers are kept, it is more than half.
         assert row["least_bytes"] < 0.45 * row["plain_bytes"]

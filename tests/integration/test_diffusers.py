@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 pytest.importorskip("diffusers", reason="needs diffusers")
 pytest.importorskip("accelerate", reason="needs accelerate")
+from asked_cases import AskedCases  # noqa: E402
 from diffusers_loops import train, transformer, unet  # noqa: E402
-from metered_processes import Row, check_row, metered, needs_meter  # noqa: E402
+from metered_processes import check_row, metered, needs_meter  # noqa: E402
 from metered_trainers import FEW_STEPS, NUM_STEPS  # noqa: E402
 from recollect.errors import AlreadyAppliedError, BudgetWarning  # noqa: E402
+from tiers import long  # noqa: E402
 
 pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, Row]:
-    return metered("diffusers_loops")
+def cases() -> Iterator[AskedCases]:
+    with metered("diffusers_loops") as found:
+        yield found
 
 
-@pytest.mark.slow
 @needs_meter
-@pytest.mark.parametrize("name", ["UNet", "DiT in bf16"])
-def test_every_step_is_within_the_budget(name: str, rows: dict[str, Row]) -> None:
-    check_row(rows[name], steps=NUM_STEPS if name == "UNet" else FEW_STEPS)
+@pytest.mark.parametrize("name", [*long(["UNet"]), "DiT in bf16"])
+def test_every_step_is_within_the_budget(name: str, cases: AskedCases) -> None:
+    (row,) = cases[name]
+    check_row(row, steps=NUM_STEPS if name == "UNet" else FEW_STEPS)
 
 
 @pytest.mark.parametrize("build", [unet, transformer])

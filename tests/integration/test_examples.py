@@ -37,7 +37,7 @@ SAYS = {
 # As users start it: the only one that imports little.
 STARTED = "torch_checkpoint"
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.integration
 
 
 def test_every_example_is_run() -> None:

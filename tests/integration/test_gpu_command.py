@@ -50,6 +50,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
 
+@pytest.mark.long
 def test_every_part_runs(dry_run: tuple[Path, str]) -> None:
     out, printed = dry_run
     table = printed[printed.rindex("scripts/gpu") :]
@@ -61,6 +62,7 @@ def test_every_part_runs(dry_run: tuple[Path, str]) -> None:
         assert f"== part {name}: " in (out / f"{name}.log").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", PARTS)
 def test_rows_say_where_they_come_from(dry_run: tuple[Path, str], part: str) -> None:
     (path,) = dry_run[0].glob(f"cpu-??????-{part}.csv")
@@ -74,6 +76,7 @@ def test_rows_say_where_they_come_from(dry_run: tuple[Path, str], part: str) -> 
     assert not [row for row in found if row["metric"] in ("failed", "out_of_memory", "left_out")]
 
 
+@pytest.mark.long
 def test_no_plan_is_over_its_budget(dry_run: tuple[Path, str]) -> None:
     (path,) = dry_run[0].glob("*-prediction.csv")
     found = [row for row in rows(path) if row["metric"] == "over_budget"]
@@ -81,6 +84,7 @@ def test_no_plan_is_over_its_budget(dry_run: tuple[Path, str]) -> None:
     assert {row["value"] for row in found} == {"0"}
 
 
+@pytest.mark.long
 def test_tests_of_the_gpu_pass_where_a_cpu_can_run_them(dry_run: tuple[Path, str]) -> None:
     (path,) = dry_run[0].glob("*-tests.csv")
     outcomes = [row["value"].partition(":")[0] for row in rows(path) if row["metric"] == "outcome"]
@@ -88,12 +92,14 @@ def test_tests_of_the_gpu_pass_where_a_cpu_can_run_them(dry_run: tuple[Path, str
     assert outcomes.count("passed") > 50
 
 
+@pytest.mark.long
 def test_hardware_file_is_one(dry_run: tuple[Path, str]) -> None:
     from recollect.costs.hardware import Hardware
 
     assert Hardware.load(dry_run[0] / "cpu-hardware.json").device == "cpu"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("benchmarks")
 def test_page_shows_every_part(dry_run: tuple[Path, str]) -> None:
     from gpu.page import page

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from rank_processes import run_program
+from asked_cases import AskedCases, asked_cases
+from rank_processes import start_program
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -23,37 +23,32 @@ MOST_S = 30
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each case of `group_programs.py` gave in the two processes."""
-    _, outputs = run_program(ROOT / "tests/support/group_programs.py", 2, tmp_path_factory, longest_s=270)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for output in outputs:
-        for line in output.splitlines():
-            row = json.loads(line)
-            found.setdefault(row["case"], []).append(row)
-    return found
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskedCases]:
+    """What the cases of `group_programs.py` give in the two processes."""
+    with asked_cases(start_program(ROOT / "tests/support/group_programs.py", 2, tmp_path_factory)) as found:
+        yield found
 
 
 @pytest.mark.parametrize("name", ["DDP", "FSDP2", "TP and SP"])
-def test_one_line_has_both_run_one_plan_and_train_as_before(name: str, cases: dict[str, list[dict[str, Any]]]) -> None:
+def test_one_line_has_both_run_one_plan_and_train_as_before(name: str, cases: AskedCases) -> None:
     first, second = cases[name]
     assert first["equal"] and second["equal"]
     assert first["recorded"] == second["recorded"] == [0, 2]
     assert first["plans"] == second["plans"] and first["current"] == second["current"]
 
 
-def test_collectives_run_again_where_all_run_one_plan(cases: dict[str, list[dict[str, Any]]]) -> None:
+def test_collectives_run_again_where_all_run_one_plan(cases: AskedCases) -> None:
     first, second = cases["TP and SP"]
     assert first["collectives_again"] == second["collectives_again"] > 0
 
 
-def test_both_record_when_one_has_a_longer_batch(cases: dict[str, list[dict[str, Any]]]) -> None:
+def test_both_record_when_one_has_a_longer_batch(cases: AskedCases) -> None:
     first, second = cases["lengths"]
     assert first["recorded"] == second["recorded"] == [0, 1, 2]
     assert first["plans"] == second["plans"] and first["current"] == second["current"]
 
 
-def test_they_ask_in_few_steps_where_nothing_is_new(cases: dict[str, list[dict[str, Any]]]) -> None:
+def test_they_ask_in_few_steps_where_nothing_is_new(cases: AskedCases) -> None:
     first, second = cases["steady"]
     assert first["equal"] and second["equal"]
     # After two steps that ask, none until the sixth, by when one has had a longer batch. None later is as long.
@@ -64,9 +59,7 @@ def test_they_ask_in_few_steps_where_nothing_is_new(cases: dict[str, list[dict[s
 
 
 @pytest.mark.parametrize(("name", "compared"), [("verify", "step"), ("verify where one does not fit", "units")])
-def test_verify_gives_one_report_for_all_ranks(
-    name: str, compared: str, cases: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_verify_gives_one_report_for_all_ranks(name: str, compared: str, cases: AskedCases) -> None:
     first, second = ({**row, "seconds": 0} for row in cases[name])
     assert first == second, "times are of both, too"
     assert first["equal"] and first["compared"] == compared
@@ -77,22 +70,22 @@ def test_verify_gives_one_report_for_all_ranks(
     assert ("did not fit" in first["report"]) == (compared == "units")
 
 
-def test_a_rank_may_verify_for_itself(cases: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_rank_may_verify_for_itself(cases: AskedCases) -> None:
     for row in cases["verify alone"]:
         assert row["equal"] and row["rank"] is None and "ranks" not in row["report"]
 
 
-def test_fit_makes_one_plan_of_common_times(cases: dict[str, list[dict[str, Any]]]) -> None:
+def test_fit_makes_one_plan_of_common_times(cases: AskedCases) -> None:
     first, second = cases["fit"]
     assert first["plan"] == second["plan"]
     assert len(first["times"]) > 10 and first["times"] == second["times"]
 
 
-def test_one_process_may_plan_alone(cases: dict[str, list[dict[str, Any]]]) -> None:
+def test_one_process_may_plan_alone(cases: AskedCases) -> None:
     assert len(cases["alone"][0]["plans"]) == 1
 
 
-def test_apply_compares_plans_in_a_group(cases: dict[str, list[dict[str, Any]]]) -> None:
+def test_apply_compares_plans_in_a_group(cases: AskedCases) -> None:
     assert [row["applied"] for row in cases["apply the same"]] == [1, 1]
 
 
@@ -114,21 +107,21 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_both_fail_alike_within_seconds(name: str, cases: dict[str, list[dict[str, Any]]]) -> None:
+def test_both_fail_alike_within_seconds(name: str, cases: AskedCases) -> None:
     first, second = cases[name]
     assert re.search(ERRORS[name], first["error"]), first["error"]
     assert first["error"] == second["error"]
     assert max(first["seconds"], second["seconds"]) < MOST_S
 
 
-def test_who_does_not_call_is_named(cases: dict[str, list[dict[str, Any]]]) -> None:
+def test_who_does_not_call_is_named(cases: AskedCases) -> None:
     first, second = cases["not all call"]
     assert "attach(model, optimizer, budget): rank 1 of 2 did not call it within 2 s" in first["error"]
     assert "error" not in second
 
 
-def test_the_end_of_a_process_ends_the_other(cases: dict[str, list[dict[str, Any]]]) -> None:
-    (first,) = cases["ends"]
+def test_the_end_of_a_process_ends_the_other(cases: AskedCases) -> None:
+    (first,) = cases.last("ends")
     assert re.search(
         r"RecordError: a process that begins a step got no answer from the others of ranks 0 and 1", first["error"]
     )

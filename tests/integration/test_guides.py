@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -11,30 +10,23 @@ import guide_pages
 from forked_processes import run_forked
 from guide_pages import DOCS, PREPARED, blocks
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = pytest.mark.integration
 
 NEEDS = {"lightning.md": ("lightning",), "peft_trl.md": ("trl", "peft"), "hugging_face.md": ("accelerate",)}
 # Each of their tools has a file in examples/ with these lines, which test_examples.py runs.
 IN_EXAMPLES = {"trainers.md"}
 
 
-@pytest.fixture(scope="module")
-def output() -> str:
-    """What one process says about all pages that can run here."""
-    pages = [page for page in PREPARED if all(importlib.util.find_spec(name) for name in NEEDS.get(page, ()))]
-    done = run_forked(Path(guide_pages.__file__), *pages)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("page", PREPARED)
-def test_the_python_of_a_page_runs(page: str, output: str) -> None:
+def test_the_python_of_a_page_runs(page: str) -> None:
     for package in NEEDS.get(page, ()):
         pytest.importorskip(package)
+    done = run_forked(Path(guide_pages.__file__), page)
+    assert done.returncode == 0, done.stderr
     missing = [
-        line for line, _ in blocks((DOCS / page).read_text(encoding="utf-8")) if f"{page}:{line} ran" not in output
+        line for line, _ in blocks((DOCS / page).read_text(encoding="utf-8")) if f"{page}:{line} ran" not in done.stdout
     ]
-    assert not missing, output
+    assert not missing, done.stderr
 
 
 def test_no_page_is_left_out() -> None:

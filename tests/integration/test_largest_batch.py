@@ -75,7 +75,10 @@ LLAMAS: list[Any] = [
     pytest.param(small_llama, sequences, id="Llama, sequences"),
     pytest.param(small_llama, longer, id="Llama, length"),
 ]
-CASES = [*LLAMAS, pytest.param(reference_gpt, sequences, id="GPT with dropout, sequences")]
+CASES = [
+    *LLAMAS,
+    pytest.param(reference_gpt, sequences, id="GPT with dropout, sequences", marks=pytest.mark.long),
+]
 
 
 def budget_between(model: nn.Module, make_batch: Callable[[int], Batch], size: int) -> int:
@@ -86,6 +89,7 @@ def budget_between(model: nn.Module, make_batch: Callable[[int], Batch], size: i
     return plain_bytes - (plain_bytes - full_bytes) * 2 // 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make_model", "make_batch"), LLAMAS)
 def test_as_large_as_by_trying_every_size(
     make_model: Callable[[], nn.Module], make_batch: Callable[..., Batch]

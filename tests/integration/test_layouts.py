@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +17,31 @@ pytestmark = pytest.mark.integration
 
 # The constant that predictions add for scalars made out of sight, and the loss of the step before, held a little too long.
 MOST_OVER_BYTES = 1024 + 8
+ONCE, AGAIN = "random", "full, collectives replayed"
+# Of layouts.
+NUMBERS = {ONCE: 13, AGAIN: 6}
 
 
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, Any]]:
-    """The rows of all layouts in the first rank, of two plans, as no step had run before."""
-    plans = ("--plan", "random", "--plan", "full, collectives replayed")
-    done = run_forked(ROOT / "benchmarks/layouts.py", "--json", *plans)
+@cache
+def rows_of(plan: str) -> list[dict[str, Any]]:
+    """The rows of all layouts in the first rank, as no step had run before."""
+    done = run_forked(ROOT / "benchmarks/layouts.py", "--json", "--plan", plan)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_gradients_are_those_without_a_plan(rows: list[dict[str, Any]]) -> None:
-    assert len(rows) >= 16
-    assert {(row["layout"], row["plan"]): row["gradients"] for row in rows if row["gradients"] != "equal"} == {}
-
-
-def test_peaks_are_predicted(rows: list[dict[str, Any]]) -> None:
-    over = {(row["layout"], row["plan"]): row["predicted_bytes"] - row["measured_bytes"] for row in rows}
+@pytest.mark.parametrize(("plan", "number"), NUMBERS.items())
+def test_gradients_are_those_without_a_plan_and_peaks_as_predicted(plan: str, number: int) -> None:
+    rows = rows_of(plan)
+    assert len(rows) == number
+    assert {row["layout"]: row["gradients"] for row in rows if row["gradients"] != "equal"} == {}
+    over = {row["layout"]: row["predicted_bytes"] - row["measured_bytes"] for row in rows}
     assert {key: nbytes for key, nbytes in over.items() if not 0 <= nbytes <= MOST_OVER_BYTES} == {}
 
 
-def test_collectives_run_as_often_as_without_a_plan(rows: list[dict[str, Any]]) -> None:
-    assert all(row["collectives"] == row["collectives_with_plan"] for row in rows if row["plan"] == "random")
+def test_collectives_run_as_often_as_without_a_plan() -> None:
+    rows = rows_of(ONCE)
+    assert all(row["collectives"] == row["collectives_with_plan"] for row in rows)
     assert {row["layout"] for row in rows if row["collectives"] == "none"} <= {
         "one process",
         "DDP",
@@ -46,10 +49,8 @@ def test_collectives_run_as_often_as_without_a_plan(rows: list[dict[str, Any]]) 
     }
 
 
-def test_collectives_run_again_as_often_as_predicted(rows: list[dict[str, Any]]) -> None:
-    replaying = [row for row in rows if row["plan"] == "full, collectives replayed"]
-    assert len(replaying) == 6
-    for row in replaying:
+def test_collectives_run_again_as_often_as_predicted() -> None:
+    for row in rows_of(AGAIN):
         assert row["predicted_replays"] != "none", row["layout"]
         assert counts(row["collectives_with_plan"]) == counts(row["collectives"]) + counts(row["predicted_replays"])
 

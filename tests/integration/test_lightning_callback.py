@@ -7,6 +7,7 @@ import csv
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
 
 import recollect.integrations.lightning as integration  # noqa: E402
+from asked_cases import AskedCases  # noqa: E402
 from lightning_trainers import CASES, Automatic, loader, trainer  # noqa: E402
-from metered_processes import Row, check_row, metered, needs_meter  # noqa: E402
+from metered_processes import check_row, metered, needs_meter  # noqa: E402
 from metered_trainers import FEW_STEPS, NUM_STEPS  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
 from recollect.errors import AlreadyAppliedError, ConfigError, MissingPackageError, NotYetError  # noqa: E402
 from recollect.integrations.lightning import MemoryBudget  # noqa: E402
+from tiers import long_but  # noqa: E402
 
 pytestmark = [
     pytest.mark.integration,
@@ -35,15 +38,16 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def metered_rows() -> dict[str, Row]:
-    return metered("lightning_trainers")
+def cases() -> Iterator[AskedCases]:
+    with metered("lightning_trainers") as found:
+        yield found
 
 
-@pytest.mark.slow
 @needs_meter
-@pytest.mark.parametrize("name", CASES)
-def test_every_step_is_within_the_budget(name: str, metered_rows: dict[str, Row]) -> None:
-    check_row(metered_rows[name], steps=NUM_STEPS if name == "automatic" else FEW_STEPS)
+@pytest.mark.parametrize("name", long_but(("automatic", "manual"), CASES))
+def test_every_step_is_within_the_budget(name: str, cases: AskedCases) -> None:
+    (row,) = cases[name]
+    check_row(row, steps=NUM_STEPS if name == "automatic" else FEW_STEPS)
 
 
 def fit(
@@ -210,7 +214,6 @@ print(budget.attached.num_steps)
 """
 
 
-@pytest.mark.slow
 def test_the_other_package_works_alone(tmp_path: Path) -> None:
     pytest.importorskip("pytorch_lightning", reason="needs pytorch-lightning")
     command = [sys.executable, "-W", "ignore", "-c", _OTHER_PACKAGE]

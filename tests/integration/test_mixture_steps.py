@@ -28,6 +28,7 @@ from recollect.profile.profile import Profile
 from recollect.recording.find_units import find_units
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate
+from tiers import long
 from watch import Watch
 
 CASES = {
@@ -172,8 +173,7 @@ def test_fake_recording_is_that_of_a_real_one(case: str) -> None:
     assert peaks(fake) == pytest.approx(peaks(real), rel=0.001)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v3-671b"])
+@pytest.mark.parametrize("name", ["mixtral-8x7b", *long(["deepseek-v3-671b"])])
 def test_published_models_are_recorded_in_seconds(name: str) -> None:
     """A canary: 4 s and 13 s beside other load; a minute is far above the noise of a busy machine."""
     with torch.device("meta"):

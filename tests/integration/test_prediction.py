@@ -43,6 +43,7 @@ from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate
 from recollect.simulation.windows import windows
+from tiers import long_but
 from zoo import Batch, Case
 
 pytestmark = pytest.mark.integration
@@ -133,9 +134,12 @@ def random_plan(profile: Profile, seed: int) -> Plan:
 
 
 VARIANTS = [(name, True) for name in CASES] + [(name, False) for name in MAIN_CASES]
+QUICK_VARIANTS = [(name, True) for name in (*MAIN_CASES, "t5")] + [("llama", False)]
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=lambda v: v[0] if v[1] else f"{v[0]}-no_optimizer")
+@pytest.fixture(
+    scope="module", params=long_but(QUICK_VARIANTS, VARIANTS), ids=lambda v: v[0] if v[1] else f"{v[0]}-no_optimizer"
+)
 def tried(request: pytest.FixtureRequest) -> Experiment:
     """Each model under planned, classic and random plans."""
     name, with_optimizer = request.param

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 
 import pytest
 
-from metered_processes import LAYER_BYTES, Row, check_row, metered_ranks, needs_meter
+from asked_cases import AskedCases
+from metered_processes import LAYER_BYTES, check_row, metered, needs_meter
 from metered_trainers import FEW_STEPS, NUM_STEPS, SHARDED_STEPS
+from tiers import long_but
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.slow,
     needs_meter,
     pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate"),
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers"),
@@ -22,13 +24,14 @@ NAMES = ("DDP", "FSDP2", "ZeRO-1, bucket views")
 
 
 @pytest.fixture(scope="module")
-def processes() -> list[dict[str, Row]]:
-    """The rows of each process; in its cases a process asserts that the other one runs the same plan."""
-    return metered_ranks("accelerate_ranks", *NAMES, num_ranks=2)
+def cases() -> Iterator[AskedCases]:
+    """In each a process asserts that the other one runs the same plan."""
+    with metered("accelerate_ranks", num_ranks=2) as found:
+        yield found
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_step_of_two_processes_is_within_the_budget(name: str, processes: list[dict[str, Row]]) -> None:
-    for rows in processes:
+@pytest.mark.parametrize("name", long_but(("FSDP2",), NAMES))
+def test_every_step_of_two_processes_is_within_the_budget(name: str, cases: AskedCases) -> None:
+    for row in cases[name]:
         steps = {"DDP": NUM_STEPS, "FSDP2": SHARDED_STEPS}.get(name, FEW_STEPS)
-        check_row(rows[name], steps=steps, late_bytes=LAYER_BYTES if name == "FSDP2" else 0)
+        check_row(row, steps=steps, late_bytes=LAYER_BYTES if name == "FSDP2" else 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,49 +14,42 @@ sys.path.append(str(BENCHMARKS))
 from forked_processes import HAS_METER, run_forked  # noqa: E402
 from loops import one_model, several_calls  # noqa: E402, F401, they enter their loops
 from loops.loop import LOOPS  # noqa: E402
+from tiers import long_but  # noqa: E402
 
 # The others differ only in how many micro-batches make a step; the benchmark runs them.
 _NAMES = [name for name in LOOPS if name not in ("accumulation of 1", "accumulation of 2", "accumulation of 8")]
+_QUICK = [
+    "output held",
+    "accumulation of 4",
+    "bf16 autocast",
+    "lengths in random order",
+    "GAN with two optimizers",
+    "DPO's pairs",
+    "the model as its own teacher",
+]
 # The tightest that holds in every step: at the least peak itself, the recorded step may need more, because it also times
 # single units. The benchmark runs that one, too, and budgets with more room.
-_BUDGETS = ("near the least",)
+_BUDGET = "near the least"
 # Three steps of four micro-batches, two of the smaller last batches, and each length once; the benchmark runs 30.
 _NUM_BATCHES = 12
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.slow,
     pytest.mark.skipif(not HAS_METER, reason="the meter is built by a C compiler on Linux"),
 ]
 
 
-Row = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def rows_of(request: pytest.FixtureRequest) -> dict[str, list[Row]]:
-    """The rows of the loops whose tests run, all from one process."""
-    wanted = [item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")]
-    names = [name for name in _NAMES if name in wanted]
+@pytest.mark.parametrize("name", long_but(_QUICK, _NAMES))
+def test_every_step_is_within_the_budget_and_training_is_the_same(name: str) -> None:
     few = ["--batches", _NUM_BATCHES]
-    done = run_forked(BENCHMARKS / "real_loops.py", "--json", "--budgets", *_BUDGETS, *few, "--loops", *names)
+    done = run_forked(BENCHMARKS / "real_loops.py", "--json", "--budgets", _BUDGET, *few, "--loops", name)
     assert done.returncode == 0, done.stderr
-    found: dict[str, list[Row]] = {}
-    for row in map(json.loads, done.stdout.splitlines()):
-        found.setdefault(row["loop"], []).append(row)
-    return found
-
-
-@pytest.mark.parametrize("name", _NAMES)
-def test_every_step_is_within_the_budget_and_training_is_the_same(rows_of: dict[str, list[Row]], name: str) -> None:
-    rows = rows_of[name]
-    print(*rows, sep="\n")
-    assert [row["budget"] for row in rows] == list(_BUDGETS)
-    assert all(row["weights_equal"] for row in rows)
-    for row in rows:
-        assert row["unsaid_overruns"] == [], row
-        assert row["num_batches"] == _NUM_BATCHES
-        assert row["peak_bytes"] <= row["budget_bytes"] < row["plain_bytes"], row
+    row = json.loads(done.stdout)
+    print(row)
+    assert row["budget"] == _BUDGET and row["num_batches"] == _NUM_BATCHES
+    assert row["weights_equal"]
+    assert row["unsaid_overruns"] == []
+    assert row["peak_bytes"] <= row["budget_bytes"] < row["plain_bytes"]
 
 
 _PROGRAM = """

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from asked_cases import AskedCases, asked_cases
 from checkpoint_ranks import EVERY, EXPERT_LAYOUTS, FIRST, LAYOUTS, OLDER, STEPS, copy_of, losses_of, settings
 from rank_processes import run_ranks, start_ranks
 from recollect.errors import CheckpointError
@@ -29,13 +28,6 @@ pytestmark = [
 NEWEST = f"step_{STEPS:08d}"
 OTHERS = [name for name in LAYOUTS if name != FIRST]
 BUILT = [*(f"built: {name}" for name in LAYOUTS), *(f"built experts: {name}" for name in EXPERT_LAYOUTS)]
-CASES = (
-    *("trained: dropout", "trained: plain", "trained: pipeline", "resumed", "resumed pipeline"),
-    *(f"resumed as: {name}" for name in OTHERS),
-    *(f"from one as: {FIRST}", *(f"rewritten: {number}" for number in range(len(LAYOUTS))), "damaged", "full"),
-    *(f"rewritten experts: {number}" for number in range(len(EXPERT_LAYOUTS))),
-    *BUILT,
-)
 REWRITTEN = [*(("", number) for number in range(len(LAYOUTS))), *((" experts", n) for n in range(len(EXPERT_LAYOUTS)))]
 
 
@@ -54,15 +46,20 @@ def alone(folder: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path, alone: list[float]) -> dict[str, list[dict[str, Any]]]:
-    """What four processes made of each case, in one launch."""
-    assert alone
+def alone_with_experts(folder: Path) -> None:
+    """A run of a model with experts in one process."""
     losses_of(settings(folder, "alone experts", steps=EVERY))
-    run_ranks(4, ROOT / "tests/support/checkpoint_ranks.py", folder, *CASES)
-    return {case: [json.loads((folder / f"{case} {rank}.json").read_text()) for rank in range(4)] for case in CASES}
 
 
-def test_resumed_on_the_same_layout_the_losses_are_the_same_to_the_bit(found: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Iterator[AskedCases]:
+    """What four processes make of each case."""
+    started = start_ranks(4, ROOT / "tests/support/checkpoint_ranks.py", folder, has_input=True)
+    with asked_cases(started) as cases:
+        yield cases
+
+
+def test_resumed_on_the_same_layout_the_losses_are_the_same_to_the_bit(found: AskedCases) -> None:
     """With dropout, so that random number states matter; they differ by rank."""
     for rank in range(4):
         for whole, resumed in (("trained: dropout", "resumed"), ("trained: pipeline", "resumed pipeline")):
@@ -72,34 +69,38 @@ def test_resumed_on_the_same_layout_the_losses_are_the_same_to_the_bit(found: di
 
 
 @pytest.mark.parametrize("layout", OTHERS)
-def test_resumed_on_another_layout_the_losses_differ_in_their_last_bits(found: dict[str, Any], layout: str) -> None:
+def test_resumed_on_another_layout_the_losses_differ_in_their_last_bits(found: AskedCases, layout: str) -> None:
     whole, resumed = found["trained: plain"][0]["losses"], found[f"resumed as: {layout}"][0]["losses"]
     assert resumed == pytest.approx(whole[EVERY:], rel=2e-6)
 
 
-def test_four_processes_go_on_from_one(found: dict[str, Any], alone: list[float]) -> None:
+def test_four_processes_go_on_from_one(found: AskedCases, alone: list[float]) -> None:
     assert found[f"from one as: {FIRST}"][0]["losses"] == pytest.approx(alone[EVERY:], rel=2e-6)
 
 
-def test_one_process_goes_on_from_four(found: dict[str, Any], folder: Path) -> None:
+def test_one_process_goes_on_from_four(found: AskedCases, folder: Path) -> None:
+    whole = found["trained: plain"][0]["losses"]
     copy_of(folder, "plain", "plain as one")
     resumed = losses_of(settings(folder, "plain as one", resume=True))["losses"]
-    assert resumed == pytest.approx(found["trained: plain"][0]["losses"][EVERY:], rel=2e-6)
+    assert resumed == pytest.approx(whole[EVERY:], rel=2e-6)
     # A folder of four processes, then a file of one.
     names = [path.name for path in list_checkpoints(folder / "plain_as_one" / "checkpoints")]
     assert names == [OLDER, f"{NEWEST}.pt"]
 
 
+@pytest.mark.usefixtures("alone", "alone_with_experts")
 @pytest.mark.parametrize(("kind", "number"), REWRITTEN)
 def test_what_is_stored_is_the_whole_model_whatever_the_layout(
-    found: dict[str, Any], folder: Path, kind: str, number: int
+    found: AskedCases, folder: Path, kind: str, number: int
 ) -> None:
     """One process writes, each layout reads what the one before wrote, one process reads: not a bit has changed."""
+    # Each goes on from the one before.
+    rows = [found[f"rewritten{kind}: {earlier}"] for earlier in range(number + 1)]
     written = load_checkpoint(folder / f"alone{kind}".replace(" ", "_") / "checkpoints" / f"{OLDER}.pt")
     name = f"rewritten{kind} as one {number}"
     copy_of(folder, f"rewritten{kind} {number}", name, newest=EVERY + number + 1)
     session = open_session(settings(folder, name, resume=True, steps=20))
-    assert session.step == EVERY + number + 1, found
+    assert session.step == EVERY + number + 1, rows
     read = session.model.state_dict()
     assert read.keys() == written.model.keys()
     assert all(torch.equal(read[key], written.model[key]) for key in read)
@@ -111,7 +112,7 @@ def test_what_is_stored_is_the_whole_model_whatever_the_layout(
 
 
 @pytest.mark.parametrize("case", BUILT)
-def test_processes_draw_their_parts_of_the_weights_of_one(found: dict[str, Any], case: str) -> None:
+def test_processes_draw_their_parts_of_the_weights_of_one(found: AskedCases, case: str) -> None:
     """Bit for bit, and with no more at a time than their own part, one whole matrix, which is less than a block, and numbers.
 
     DDP also makes buckets for all gradients, and sends copies, of 250 MB at a time.
@@ -127,15 +128,16 @@ def test_processes_draw_their_parts_of_the_weights_of_one(found: dict[str, Any],
     assert ("decoder.layers.1.mlp.router.expert_bias" in names) == ("experts" in case)
 
 
-def test_half_written_folders_are_no_checkpoints_and_go(found: dict[str, Any], folder: Path) -> None:
+def test_half_written_folders_are_no_checkpoints_and_go(found: AskedCases, folder: Path) -> None:
+    rows = [found[case] for case in ("trained: dropout", "resumed")]
     checkpoints = folder / f"dropout as {FIRST}".replace(" ", "_") / "checkpoints"
-    assert [path.name for path in sorted(checkpoints.iterdir())] == [OLDER, NEWEST], found
+    assert [path.name for path in sorted(checkpoints.iterdir())] == [OLDER, NEWEST], rows
     names = {path.name for path in (checkpoints / NEWEST).iterdir()}
     expected = {f"__{rank}_0.distcp" for rank in range(4)} | {f"random_{rank}.pt" for rank in range(4)}
     assert names == expected | {".metadata", "manifest.json"}
 
 
-def test_a_failed_write_is_an_error_in_all_processes(found: dict[str, Any]) -> None:
+def test_a_failed_write_is_an_error_in_all_processes(found: AskedCases) -> None:
     first = found["full"][0]["error"]
     assert f"{OLDER}: cannot be written by rank 0 (Not a directory), expected a writable folder" in first
     assert {row["error"] for row in found["full"]} == {first}
@@ -192,12 +194,13 @@ def damage_no_manifest(path: Path) -> None:
     ],
 )
 def test_damage_is_found_and_the_newest_older_good_one_named(
-    found: dict[str, Any], folder: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
+    found: AskedCases, folder: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
+    assert found["trained: plain"]
     for step in (1, 2, 3):
         shutil.copytree(folder / "plain" / "checkpoints" / OLDER, tmp_path / f"step_{step:08d}")
     newest = tmp_path / "step_00000003"
-    assert find_damage(newest) is None, found
+    assert find_damage(newest) is None
     damage(newest)
     damage_no_manifest(tmp_path / "step_00000002")
     with pytest.raises(CheckpointError, match=f"{newest.name}: {message}") as caught:
@@ -205,14 +208,16 @@ def test_damage_is_found_and_the_newest_older_good_one_named(
     assert str(caught.value).endswith("Remove it to resume from the older step_00000001.")
 
 
-def test_processes_share_the_files_to_verify(found: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+def test_processes_share_the_files_to_verify(found: AskedCases, folder: Path, tmp_path: Path) -> None:
+    assert found["trained: plain"]
     path = tmp_path / OLDER
     shutil.copytree(folder / "plain" / "checkpoints" / OLDER, path)
     damage_flip(path)
-    assert sum(find_damage(path, share=share, shares=4) is not None for share in range(4)) == 1, found
+    assert sum(find_damage(path, share=share, shares=4) is not None for share in range(4)) == 1
 
 
-def test_damage_is_the_same_error_in_all_processes(found: dict[str, Any]) -> None:
+def test_damage_is_the_same_error_in_all_processes(found: AskedCases) -> None:
+    assert found["trained: plain"]
     rows = found["damaged"]
     assert re.search(rf"{NEWEST}: got \d+ bytes instead of \d+ in its file random_3\.pt", rows[0]["error"])
     assert rows[0]["error"].endswith(f"Remove it to resume from the older {OLDER}.")

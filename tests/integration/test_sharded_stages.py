@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import recollect
-from rank_processes import run_program
+from asked_cases import AskedCases, asked_cases
+from rank_processes import start_program
 from recollect.errors import ArgumentError
+from tiers import long_but
 
 PROGRAM = Path(__file__).parents[1] / "support/sharded_stages.py"
 pytestmark = [
@@ -22,9 +23,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder, _ = run_program(PROGRAM, 4, tmp_path_factory, longest_s=150)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskedCases]:
+    with asked_cases(start_program(PROGRAM, 4, tmp_path_factory)) as found:
+        yield found
 
 
 # What predictions add, and scalars such as losses.
@@ -45,20 +46,21 @@ MOST_ABOVE = {
 REDUCING = ("little", "uneven")
 
 
-@pytest.mark.parametrize("case", MOST_ABOVE)
-def test_peaks_are_as_predicted_and_the_budget_holds(found: list[dict[str, Any]], case: str) -> None:
-    for row in found:
-        assert row[case]["is_equal"]
+@pytest.mark.parametrize("case", long_but(("bf16", "interleaved", "frees"), MOST_ABOVE))
+def test_peaks_are_as_predicted_and_the_budget_holds(cases: AskedCases, case: str) -> None:
+    rows = cases[case]
+    for row in rows:
+        assert row.get("is_equal"), row
         for which in ("plain", "planned"):
-            predicted, measured = row[case][which]
+            predicted, measured = row[which]
             if case in REDUCING:
                 # A thread of gloo may let go of the gradients of one group a moment late.
                 measured = [min(measured)]
-            assert max(measured) <= predicted <= min(measured) + MOST_ABOVE[case], (which, row[case])
+            assert max(measured) <= predicted <= min(measured) + MOST_ABOVE[case], (which, row)
     if case not in REDUCING:
-        fullest = max(max(row[case]["planned"][1]) for row in found)
-        assert fullest <= found[0][case]["budget"]
-        assert fullest < 0.75 * max(max(row[case]["plain"][1]) for row in found) and found[0][case]["slowdown"] > 0
+        fullest = max(max(row["planned"][1]) for row in rows)
+        assert fullest <= rows[0]["budget"]
+        assert fullest < 0.75 * max(max(row["plain"][1]) for row in rows) and rows[0]["slowdown"] > 0
 
 
 def test_a_stage_that_is_not_sharded_is_left_alone() -> None:

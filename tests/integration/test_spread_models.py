@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from rank_processes import run_program
+from asked_cases import AskedCases, Row, asked_cases
+from rank_processes import start_program
 from spread_programs import CONTEXT_MODELS, EXPERT_MODELS, RANKS, TENSOR_MODELS
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -22,57 +23,80 @@ FARTHEST = 3e-6
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
-    folder, _ = run_program(SUPPORT / "spread_programs.py", RANKS, tmp_path_factory, longest_s=240)
-    return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(RANKS)]
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskedCases]:
+    with asked_cases(start_program(SUPPORT / "spread_programs.py", RANKS, tmp_path_factory)) as found:
+        yield found
+
+
+@pytest.fixture
+def context(cases: AskedCases) -> list[Row]:
+    """What each rank found with parts of sequences."""
+    return cases["context"]
+
+
+@pytest.fixture
+def experts(cases: AskedCases) -> list[Row]:
+    """And with a part of the experts."""
+    return cases["experts"]
+
+
+@pytest.fixture
+def tensor(cases: AskedCases) -> list[Row]:
+    """And with parts of the experts' matrices."""
+    return cases["tensor"]
+
+
+@pytest.fixture
+def both(cases: AskedCases) -> list[Row]:
+    """And with parts of the matrices of a part of the experts."""
+    return cases["both"]
 
 
 @pytest.mark.parametrize("case", [*(f"{name} 2" for name in CONTEXT_MODELS), "llama 4", "with data", "with tensor"])
-def test_split_sequences_give_the_gradients_of_whole_ones(ranks: list[dict[str, Any]], case: str) -> None:
-    assert max(found[f"context {case}"] for found in ranks) <= FARTHEST
+def test_split_sequences_give_the_gradients_of_whole_ones(context: list[Row], case: str) -> None:
+    assert max(found[f"context {case}"] for found in context) <= FARTHEST
 
 
 @pytest.mark.parametrize("model", CONTEXT_MODELS)
-def test_ranks_that_split_sequences_have_one_loss(ranks: list[dict[str, Any]], model: str) -> None:
-    assert len({found[f"context loss {model}"] for found in ranks}) == 1
+def test_ranks_that_split_sequences_have_one_loss(context: list[Row], model: str) -> None:
+    assert len({found[f"context loss {model}"] for found in context}) == 1
 
 
 @pytest.mark.parametrize("model", ["gpt", "deepseek"])
-def test_plans_change_no_bit_of_split_sequences(ranks: list[dict[str, Any]], model: str) -> None:
+def test_plans_change_no_bit_of_split_sequences(context: list[Row], model: str) -> None:
     """With dropout on; collectives may run again."""
     plans = ("keep_all", "full", "budget")
-    assert [found[f"context equal {plan} {model}"] for found in ranks for plan in plans] == [True] * 3 * RANKS
+    assert [found[f"context equal {plan} {model}"] for found in context for plan in plans] == [True] * 3 * RANKS
 
 
-def test_sequences_that_do_not_divide_are_refused_alike_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
-    assert [found["context refused"] for found in ranks] == [
+def test_sequences_that_do_not_divide_are_refused_alike_on_all_ranks(context: list[Row]) -> None:
+    assert [found["context refused"] for found in context] == [
         "got seq_length=6, 2 x context_parallel_size=8: 6 is no multiple of 8. The next multiple is 8."
     ] * RANKS
 
 
 @pytest.mark.parametrize("case", [*EXPERT_MODELS, "again", "with data", "with data alone", "with context"])
-def test_shared_experts_give_the_gradients_of_all_experts_here(ranks: list[dict[str, Any]], case: str) -> None:
+def test_shared_experts_give_the_gradients_of_all_experts_here(experts: list[Row], case: str) -> None:
     """Against a model on one device that runs the ranks' batches in turn; "again" is after the bias has moved."""
-    assert max(found[f"expert {case}"] for found in ranks) <= FARTHEST
+    assert max(found[f"expert {case}"] for found in experts) <= FARTHEST
 
 
-def test_the_bias_counts_the_tokens_of_all_ranks(ranks: list[dict[str, Any]]) -> None:
-    assert all(found["expert bias"] for found in ranks)
+def test_the_bias_counts_the_tokens_of_all_ranks(experts: list[Row]) -> None:
+    assert all(found["expert bias"] for found in experts)
 
 
 @pytest.mark.parametrize("model", ["deepseek", "mixtral"])
-def test_plans_change_no_bit_of_shared_experts(ranks: list[dict[str, Any]], model: str) -> None:
+def test_plans_change_no_bit_of_shared_experts(experts: list[Row], model: str) -> None:
     """With dropout on, and other batches on each rank; exchanges may run again."""
     plans = ("keep_all", "full", "budget")
-    assert [found[f"expert equal {plan} {model}"] for found in ranks for plan in plans] == [True] * 3 * RANKS
+    assert [found[f"expert equal {plan} {model}"] for found in experts for plan in plans] == [True] * 3 * RANKS
 
 
-def test_experts_without_rows_have_gradients(ranks: list[dict[str, Any]]) -> None:
-    assert all(found["expert without rows"] for found in ranks)
+def test_experts_without_rows_have_gradients(experts: list[Row]) -> None:
+    assert all(found["expert without rows"] for found in experts)
 
 
-def test_experts_that_do_not_divide_are_refused_alike_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+def test_experts_that_do_not_divide_are_refused_alike_on_all_ranks(experts: list[Row]) -> None:
     expected = {
         "refused": "got num_moe_experts=6, expert_model_parallel_size=4: 6 is no multiple of 4. The next multiple is 8.",
         "none": "got num_moe_experts=None, expert_model_parallel_size=4: there are no experts to share. Leave "
@@ -81,41 +105,39 @@ def test_experts_that_do_not_divide_are_refused_alike_on_all_ranks(ranks: list[d
         "fake tensors.",
     }
     for name, message in expected.items():
-        assert [found[f"expert {name}"] for found in ranks] == [message] * RANKS
+        assert [found[f"expert {name}"] for found in experts] == [message] * RANKS
 
 
 @pytest.mark.parametrize("way", ["tensor", "sequence"])
 @pytest.mark.parametrize("model", TENSOR_MODELS)
 def test_split_experts_and_latent_attention_give_the_gradients_of_whole_ones(
-    ranks: list[dict[str, Any]], model: str, way: str
+    tensor: list[Row], model: str, way: str
 ) -> None:
-    assert max(found[f"{way} {model}"] for found in ranks) <= FARTHEST
+    assert max(found[f"{way} {model}"] for found in tensor) <= FARTHEST
 
 
 @pytest.mark.parametrize("model", ["deepseek", "mixtral"])
-def test_plans_change_no_bit_of_split_experts(ranks: list[dict[str, Any]], model: str) -> None:
+def test_plans_change_no_bit_of_split_experts(tensor: list[Row], model: str) -> None:
     """Under tensor and sequence parallelism, with dropout on."""
     plans = ("keep_all", "full", "budget")
-    assert [found[f"sequence equal {plan} {model}"] for found in ranks for plan in plans] == [True] * 3 * RANKS
+    assert [found[f"sequence equal {plan} {model}"] for found in tensor for plan in plans] == [True] * 3 * RANKS
 
 
 @pytest.mark.parametrize("way", ["tensor", "sequence"])
 @pytest.mark.parametrize("model", ["deepseek", "mixtral"])
-def test_split_experts_that_ranks_share_give_the_gradients_of_whole_ones(
-    ranks: list[dict[str, Any]], model: str, way: str
-) -> None:
+def test_split_experts_that_ranks_share_give_the_gradients_of_whole_ones(both: list[Row], model: str, way: str) -> None:
     """Against a model on one device that runs the batches of both pairs in turn."""
-    assert max(found[f"{way} both {model}"] for found in ranks) <= FARTHEST
+    assert max(found[f"{way} both {model}"] for found in both) <= FARTHEST
 
 
-def test_plans_change_no_bit_of_split_experts_that_ranks_share(ranks: list[dict[str, Any]]) -> None:
+def test_plans_change_no_bit_of_split_experts_that_ranks_share(both: list[Row]) -> None:
     """Under tensor and sequence parallelism, with dropout on, and another batch on each pair of ranks."""
     plans = ("keep_all", "full", "budget")
-    assert [found[f"both equal {plan}"] for found in ranks for plan in plans] == [True] * 3 * RANKS
+    assert [found[f"both equal {plan}"] for found in both for plan in plans] == [True] * 3 * RANKS
 
 
-def test_experts_are_not_shared_by_the_ranks_that_split_them(ranks: list[dict[str, Any]]) -> None:
-    for rank, found in enumerate(ranks):
+def test_experts_are_not_shared_by_the_ranks_that_split_them(both: list[Row]) -> None:
+    for rank, found in enumerate(both):
         pair = [0, 1] if rank < 2 else [2, 3]
         assert found["both refused"] == (
             f"got mesh={pair}, tensor mesh={pair}: both are to share one tensor, each along a dimension of its own. Pass two "
@@ -123,8 +145,8 @@ def test_experts_are_not_shared_by_the_ranks_that_split_them(ranks: list[dict[st
         )
 
 
-def test_experts_that_cannot_be_split_are_refused_alike_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
-    assert [found["tensor refused"] for found in ranks] == [
+def test_experts_that_cannot_be_split_are_refused_alike_on_all_ranks(tensor: list[Row]) -> None:
+    assert [found["tensor refused"] for found in tensor] == [
         "got add_bias_linear=True, tensor_model_parallel_size=2: not yet: tensor parallelism of experts that have biases. "
         "Leave tensor parallelism out for this model."
     ] * RANKS

@@ -20,14 +20,16 @@ from accelerate.state import AcceleratorState  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments  # noqa: E402
 
 import hugging_face_flag  # noqa: E402
+from asked_cases import AskedCases  # noqa: E402
 from hugging_face_trainers import arguments, llama, texts  # noqa: E402
-from metered_processes import Row, check_row, metered, needs_meter  # noqa: E402
+from metered_processes import check_row, metered, needs_meter  # noqa: E402
 from metered_trainers import FEW_STEPS, NUM_STEPS  # noqa: E402
 from recollect.attaching.attached import Attached  # noqa: E402
 from recollect.engine.content import has_same_bits  # noqa: E402
 from recollect.errors import AlreadyAppliedError, ConfigError, NotYetError, QuantityError  # noqa: E402
 from recollect.integrations.trainers import RemovingTrain  # noqa: E402
 from recollect.integrations.transformers import MemoryBudget  # noqa: E402
+from tiers import long_but  # noqa: E402
 
 pytestmark = pytest.mark.integration
 
@@ -48,19 +50,18 @@ LONG_CASES = ("llama", "LoRA in bf16", "SFT in bf16")
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, Row]:
-    """The rows of all cases whose packages are there, from one process: its imports take longer than most cases."""
-    names = [name for name, packages in CASES.items() if all(map(importlib.util.find_spec, packages))]
-    return metered("trl_trainers" if importlib.util.find_spec("trl") else "hugging_face_trainers", *names)
+def cases() -> Iterator[AskedCases]:
+    with metered("trl_trainers" if importlib.util.find_spec("trl") else "hugging_face_trainers") as found:
+        yield found
 
 
-@pytest.mark.slow
 @needs_meter
-@pytest.mark.parametrize("name", CASES)
-def test_every_step_is_within_the_budget(name: str, rows: dict[str, Row]) -> None:
+@pytest.mark.parametrize("name", long_but(("llama", "QLoRA", "SFT of lora", "DPO"), CASES))
+def test_every_step_is_within_the_budget(name: str, cases: AskedCases) -> None:
     for package in CASES[name]:
         pytest.importorskip(package, reason=f"needs {package}")
-    check_row(rows[name], steps=NUM_STEPS if name in LONG_CASES else FEW_STEPS)
+    (row,) = cases[name]
+    check_row(row, steps=NUM_STEPS if name in LONG_CASES else FEW_STEPS)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,8 @@ import textwrap
 
 import pytest
 
+from tiers import long
+
 pytestmark = pytest.mark.integration
 
 PROGRAM = """
@@ -40,9 +42,10 @@ ENDS = {
     "exit": ("begin(); sys.exit(3)", 3, ""),
     "exit after backward": ("begin()[3].backward(); sys.exit(4)", 4, ""),
     "exception in backward": ("Fails.apply(begin()[3]).backward()", 1, "ValueError: in backward\n"),
+    # Python raises the signal again when it has finished.
+    "interrupt": ("begin(); raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt\n"),
 }
-# Python raises the signal again when it has finished.
-INTERRUPT = ("begin(); raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt\n")
+QUICK = ("end", "exception in backward", "interrupt")
 
 
 def ended(text: str) -> tuple[int, str, str]:
@@ -52,7 +55,10 @@ def ended(text: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("body, status, last", [*ENDS.values(), INTERRUPT], ids=[*ENDS, "interrupt"])
+@pytest.mark.parametrize(
+    "body, status, last",
+    [pytest.param(*how, id=name, marks=() if name in QUICK else pytest.mark.long) for name, how in ENDS.items()],
+)
 def test_a_process_ends_with_its_own_status(body: str, status: int, last: str) -> None:
     found, _, errors = ended(body)
     assert found == status, errors
@@ -60,7 +66,7 @@ def test_a_process_ends_with_its_own_status(body: str, status: int, last: str) -
     assert last or not errors, errors
 
 
-@pytest.mark.parametrize("how", ["end", "exception in backward"])
+@pytest.mark.parametrize("how", [*long(["end"]), "exception in backward"])
 def test_a_thread_ends_and_the_process_after_it(how: str) -> None:
     body, _, last = ENDS[how]
     text = f"""
@@ -78,6 +84,7 @@ def test_a_thread_ends_and_the_process_after_it(how: str) -> None:
     assert last in errors
 
 
+@pytest.mark.long
 def test_a_process_ends_beside_a_thread_that_waits_in_its_step() -> None:
     text = """
     begun = threading.Event()

@@ -1,11 +1,10 @@
-"""What each process does in `test_sharded_checkpoints.py`, as a program: torchrun checkpoint_ranks.py FOLDER CASE...
+"""What each process does in `test_sharded_checkpoints.py`, as a program that serves cases.
 
-Writes a line of JSON for each case and process: what it found, or its error.
+torchrun checkpoint_ranks.py FOLDER
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 import recollect
 import training_runs
+from case_server import serve
 from recollect.lab.train.config import ProcessFlags, TrainConfig
 from recollect.lab.train.exchange import local_part
 from recollect.lab.train.loop import train
@@ -182,16 +182,7 @@ def main() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo")
     folder = Path(sys.argv[1])
-    for case in sys.argv[2:]:
-        try:
-            row = run(case, folder)
-        except Exception as error:
-            row = {"error": f"{type(error).__name__}: {error}"}
-        (folder / f"{case} {dist.get_rank()}.json").write_text(json.dumps(row))
-        # A failed case leaves nobody behind.
-        dist.barrier()
-    # A process group's threads may hang at the end.
-    os._exit(0)
+    serve(lambda case: run(case, folder))
 
 
 if __name__ == "__main__":

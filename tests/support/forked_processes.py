@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from typing import IO
 from unittest import mock
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -36,10 +37,18 @@ HAS_METER = can_be_built()
 class ForkedProcess:
     """A program under way, with what tests use of `subprocess.Popen`; standard output and error are text."""
 
-    def __init__(self, program: str | Path, *arguments: object, cwd: Path | None = None, **environment: str) -> None:
+    def __init__(
+        self,
+        program: str | Path,
+        *arguments: object,
+        cwd: Path | None = None,
+        has_input: bool = False,
+        **environment: str,
+    ) -> None:
         """Start it in a folder: a path is a script, anything else a module's name."""
         self._written: tuple[str, str] | None = None
         self._folder = tempfile.TemporaryDirectory()
+        self._input: IO[str] | None = self._make_input() if has_input else None
         for stream in "12":
             Path(self._folder.name, stream).touch()
         words = [program, *map(str, arguments)]
@@ -55,6 +64,27 @@ class ForkedProcess:
     def returncode(self) -> int | None:
         """The status it ended with, negative for a signal; None before."""
         return self._process.exitcode
+
+    def _make_input(self) -> IO[str]:
+        path = Path(self._folder.name, "0")
+        os.mkfifo(path)
+        # For both ways: for one, opening it waits for who reads.
+        return os.fdopen(os.open(path, os.O_RDWR), "w", encoding="utf-8")
+
+    def write(self, text: str) -> None:
+        """Write to its standard input."""
+        assert self._input is not None
+        self._input.write(text)
+        self._input.flush()
+
+    def end_input(self) -> None:
+        """Close its standard input, which ends there when all is read."""
+        if self._input is not None:
+            self._input.close()
+
+    def written(self) -> str:
+        """Return what it has written to standard output so far."""
+        return Path(self._folder.name, "1").read_text(encoding="utf-8")
 
     def poll(self) -> int | None:
         """Return the status it ended with, None before."""
@@ -126,6 +156,8 @@ def _become(words: list[str | Path], cwd: Path, environment: Mapping[str, str], 
     """Run a program as if this process had been started for it."""
     for number in (1, 2):
         os.dup2(os.open(folder / str(number), os.O_WRONLY | os.O_APPEND), number)
+    if (folder / "0").exists():
+        sys.stdin = (folder / "0").open(encoding="utf-8")
     gc.freeze()  # what was imported is there for good: the meter need not look at it
     os.chdir(cwd)
     os.environ.clear()

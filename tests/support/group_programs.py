@@ -1,16 +1,14 @@
-"""What two processes of one group run in `test_groups.py`, as a program: python group_programs.py RANK FOLDER.
+"""What two processes of one group run in `test_groups.py`, as a program that serves cases.
 
-Writes a line of JSON for each case: what it made, or the error that it raised.
+python group_programs.py RANK FOLDER
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
-import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import recollect
+from case_server import serve
 from recollect.attaching import lockstep, missed
 from recollect.attaching.planned_step import PlannedStep
 from recollect.engine.content import has_same_bits
@@ -301,15 +300,7 @@ def main() -> None:
     # Each recording looks at all objects, of which libraries have made most.
     gc.freeze()
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/store", rank=RANK, world_size=2)
-    for name in sys.argv[3:] or CASES:
-        begin = time.perf_counter()
-        try:
-            row = CASES[name]()
-        except Exception as error:
-            row = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps({"case": name, "seconds": time.perf_counter() - begin, **row}), flush=True)
-    # A process group's threads may hang at the end.
-    os._exit(0)
+    serve(lambda name: CASES[name]())
 
 
 if __name__ == "__main__":

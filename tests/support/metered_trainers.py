@@ -1,6 +1,7 @@
 """Trainers of other libraries, run under a meter without a budget and within one, as a program, in a process of its own.
 
-PYTHONPATH=src:benchmarks:tests/support LD_PRELOAD=<the meter> python tests/support/metered_trainers.py trainer_cases
+echo llama | PYTHONPATH=src:benchmarks:tests/support LD_PRELOAD=<the meter> python tests/support/metered_trainers.py \
+    trl_trainers
 """
 
 from __future__ import annotations
@@ -8,20 +9,18 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
-import json
-import os
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from case_server import serve
 from recollect.errors import BudgetTooSmallError, BudgetWarning
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ class Row:
     `warnings`: those about the budget.
     """
 
-    case: str
     budget_bytes: int
     plain_bytes: int
     least_bytes: int
@@ -82,7 +80,7 @@ Case = Callable[[int | str | None, StepPeaks], tuple[nn.Module, int]]
 """Trains a new model in some steps, within a budget or without; returns the model, and how many steps were recorded."""
 
 
-def row_of(name: str, case: Case, meter: AllocatorMeter) -> Row:
+def row_of(case: Case, meter: AllocatorMeter) -> Row:
     """Train without a budget, and within one near the least."""
     plain = StepPeaks(meter)
     expected = digest_of(case(None, plain)[0])
@@ -91,7 +89,7 @@ def row_of(name: str, case: Case, meter: AllocatorMeter) -> Row:
     except BudgetTooSmallError as error:
         least_bytes = int(error.least_peak_bytes * _ROOM)
     else:
-        raise AssertionError(f"{name}: a budget of one byte was not refused")
+        raise AssertionError("a budget of one byte was not refused")
     budget_bytes = _largest(int(least_bytes + _PART * (max(plain.bytes) - least_bytes)))
     peaks = StepPeaks(meter)
     with warnings.catch_warnings(record=True) as caught:
@@ -99,7 +97,7 @@ def row_of(name: str, case: Case, meter: AllocatorMeter) -> Row:
         model, recorded_steps = case(budget_bytes, peaks)
     said = [str(warning.message) for warning in caught if issubclass(warning.category, BudgetWarning)]
     is_equal = digest_of(model) == expected
-    return Row(name, budget_bytes, max(plain.bytes), least_bytes, peaks.bytes, recorded_steps, is_equal, said)
+    return Row(budget_bytes, max(plain.bytes), least_bytes, peaks.bytes, recorded_steps, is_equal, said)
 
 
 def _largest(nbytes: int) -> int:
@@ -122,32 +120,23 @@ def digest_of(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def error_of(name: str, mistake: Callable[[], None]) -> dict[str, str | float]:
-    """Return what a mistake raises, and after how many seconds."""
-    begin = time.perf_counter()
-    try:
-        mistake()
-    except Exception as error:
-        return {"case": name, "error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - begin}
-    raise AssertionError(f"{name}: no error")
-
-
 def main() -> None:
-    """Write a line of JSON for each case and mistake of a module that is named, or for all."""
+    """Serve the cases and mistakes of a module that is named."""
     from allocator_meter import AllocatorMeter
 
-    name_of_module, *names = sys.argv[1:]
-    module = importlib.import_module(name_of_module)
+    module = importlib.import_module(sys.argv[1])
     cases: Mapping[str, Case] = module.CASES
     mistakes: Mapping[str, Callable[[], None]] = getattr(module, "MISTAKES", {})
     torch.set_num_threads(1)
     meter = AllocatorMeter()
-    for name in names or [*cases, *mistakes]:
-        row = asdict(row_of(name, cases[name], meter)) if name in cases else error_of(name, mistakes[name])
-        print(json.dumps(row), flush=True)
-    # A process group's threads may hang at the end.
-    sys.stdout.flush()
-    os._exit(0)
+
+    def run(name: str) -> dict[str, Any]:
+        if name in cases:
+            return asdict(row_of(cases[name], meter))
+        mistakes[name]()
+        raise AssertionError("no error")
+
+    serve(run)
 
 
 if __name__ == "__main__":

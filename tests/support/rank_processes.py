@@ -13,7 +13,7 @@ import pytest
 
 from forked_processes import ForkedProcess
 
-__all__ = ["free_port", "outputs_of", "run_program", "run_ranks", "start_ranks", "start_torchrun"]
+__all__ = ["free_port", "outputs_of", "run_program", "run_ranks", "start_program", "start_ranks", "start_torchrun"]
 
 _ROOT = Path(__file__).parents[2]
 
@@ -49,16 +49,25 @@ def run_program(
     return folder, outputs_of(started, longest_s=longest_s)
 
 
+def start_program(program: Path, num_ranks: int, folders: pytest.TempPathFactory) -> list[ForkedProcess]:
+    """Start a program that serves cases in processes that get their rank and a folder."""
+    folder = folders.mktemp("ranks")
+    return [ForkedProcess(program, rank, folder, has_input=True) for rank in range(num_ranks)]
+
+
 def run_ranks(num_ranks: int, program: str | Path, *args: object, longest_s: float = 300) -> None:
     """Run a program or module in the processes that torchrun would start."""
     outputs_of(start_ranks(num_ranks, program, *args), longest_s=longest_s)
 
 
-def start_ranks(num_ranks: int, program: str | Path, *args: object) -> list[ForkedProcess]:
+def start_ranks(num_ranks: int, program: str | Path, *args: object, has_input: bool = False) -> list[ForkedProcess]:
     """Start the processes that torchrun would start; nobody ends the others where one is killed."""
     group = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
     group |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100"}
-    return [ForkedProcess(program, *args, RANK=rank, LOCAL_RANK=rank, **group) for rank in map(str, range(num_ranks))]
+    return [
+        ForkedProcess(program, *args, has_input=has_input, RANK=rank, LOCAL_RANK=rank, **group)
+        for rank in map(str, range(num_ranks))
+    ]
 
 
 def start_torchrun(num_ranks: int, *args: object) -> subprocess.Popen[str]:

@@ -1,4 +1,7 @@
-"""What two processes run in the tests of plans that hold values as parts by themselves: tensor parallelism over gloo."""
+"""What two processes run in the tests of plans that hold values as parts by themselves: tensor parallelism over gloo.
+
+A program that serves two cases, in this order: "over gloo" and "alone".
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import os
 import sys
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import init_device_mesh
 
 import recollect
+from case_server import serve
 from recollect._torch_parallel import fake_process_group
 from recollect.engine.content import has_same_bits
 from recollect.errors import BudgetTooSmallError
@@ -31,7 +34,7 @@ RANKS = 2
 # Small weights, and long sequences.
 WIDTH, LENGTH, LAYERS = 64, 512, 6
 # Of the bytes between the least budget without parts and keeping everything, in percent.
-SPANS = (0, 2, 20)
+SPANS = (0, 20)
 # Seconds of the ops that take longest, about as measured on two cores that do nothing else.
 OP_S = {"all_reduce": 3e-3, "attention_for_cpu": 8e-4, "mm": 1e-4}
 GATHER_S = 1e-3
@@ -146,23 +149,28 @@ def alone() -> dict[str, Any]:
     return {"parts": num_parts(plan), "peak": plan.predicted_peak_bytes, "measured": report.plan_peak_bytes}
 
 
+def without_the_other(rank: int) -> dict[str, Any]:
+    """What a rank finds that has only a pretended partner from then on."""
+    dist.barrier()
+    dist.destroy_process_group()
+    with fake_process_group(rank, RANKS):
+        found = alone()
+        tokens = batch()
+        fake = recollect.record(model(), {name: tensor.to("meta") for name, tensor in tokens.items()}, fake=True)
+    return {
+        **found,
+        "ranks": fake.shard_ranks,
+        "fake_parts": {call.path: names_of(fake.graph_of(call), "parts") for call in fake.calls},
+        "gather_s": [fake.gather_latency_s, fake.gather_s_per_byte],
+    }
+
+
 def run(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    found = over_gloo()
-    dist.barrier()
-    dist.destroy_process_group()
-    with fake_process_group(rank, RANKS):
-        found["alone"] = alone()
-        tokens = batch()
-        fake = recollect.record(model(), {name: tensor.to("meta") for name, tensor in tokens.items()}, fake=True)
-    found["fake"] = {"ranks": fake.shard_ranks, "parts": {}}
-    found["fake"]["parts"] |= {call.path: names_of(fake.graph_of(call), "parts") for call in fake.calls}
-    found["fake"]["gather_s"] = [fake.gather_latency_s, fake.gather_s_per_byte]
-    torch.save(found, Path(folder) / f"rank{rank}")
-    os._exit(0)
+    serve(lambda name: over_gloo() if name == "over gloo" else without_the_other(rank))
 
 
 if __name__ == "__main__":

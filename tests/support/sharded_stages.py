@@ -1,9 +1,11 @@
-"""Pipelines whose stages FSDP2 shards, 2 x 2 processes over gloo: sharded_stages.py RANK FOLDER, which writes RANK.json."""
+"""Pipelines whose stages FSDP2 shards, 2 x 2 processes over gloo, as a program that serves cases.
+
+python sharded_stages.py RANK FOLDER
+"""
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 import recollect
+from case_server import serve
 
 MICRO_BATCHES = 8
 IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -146,16 +149,13 @@ def ran(case: Case, mesh: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all cases."""
+    """Serve the cases."""
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
-    found = {name: ran(case, mesh) for name, case in CASES.items()}
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    os._exit(0)
+    serve(lambda name: ran(CASES[name], mesh))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""What each of four processes runs in the tests of context and expert parallelism, over gloo."""
+"""What each of four processes runs in the tests of context and expert parallelism over gloo; a program that serves cases."""
 
 from __future__ import annotations
 
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, init_device_mesh
 
 import recollect
+from case_server import serve
 from parallel_programs import DROPPING, GPT, LLAMA, farthest, refusal
 from recollect._torch_parallel import flat_mesh
 from recollect.lab.models.config import TransformerConfig
@@ -233,13 +233,13 @@ def run(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     world = init_device_mesh("cpu", (RANKS,))
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    found = dict(context(world, halves))
-    found |= dict(experts(world, halves))
-    found |= dict(tensor(halves))
-    found |= dict(both(halves))
-    torch.save(found, Path(folder) / f"rank{rank}")
-    dist.barrier()
-    os._exit(0)
+    cases: dict[str, Callable[[], Iterator[tuple[str, Any]]]] = {
+        "context": lambda: context(world, halves),
+        "experts": lambda: experts(world, halves),
+        "tensor": lambda: tensor(halves),
+        "both": lambda: both(halves),
+    }
+    serve(lambda name: dict(cases[name]()))
 
 
 if __name__ == "__main__":

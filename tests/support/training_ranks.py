@@ -1,6 +1,6 @@
-"""What each process trains in `test_train_torchrun.py`, as a program: torchrun training_ranks.py FOLDER CASE...
+"""What each process trains in `test_train_torchrun.py`, as a program that serves cases.
 
-Writes a line of JSON for each case: losses and norms of its steps, or its error.
+torchrun training_ranks.py FOLDER
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import training_runs
+from case_server import serve
 from recollect.cli.entry import parse_train
 from recollect.cli.train import training_config
 from recollect.errors import DataError
@@ -348,16 +348,7 @@ def main() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo")
     folder = Path(sys.argv[1])
-    for name in sys.argv[2:]:
-        begin = time.perf_counter()
-        try:
-            row = run(name, folder)
-        except Exception as error:
-            row = {"error": f"{type(error).__name__}: {error}"}
-        row |= {"case": name, "seconds": time.perf_counter() - begin}
-        (folder / f"{name} {dist.get_rank()}.json").write_text(json.dumps(row))
-    # A process group's threads may hang at the end.
-    os._exit(0)
+    serve(lambda name: run(name, folder))
 
 
 if __name__ == "__main__":

@@ -114,7 +114,6 @@ def test_fake_recording_needs_no_memory() -> None:
     assert keep_all > full
 
 
-@pytest.mark.slow
 @needs_proc
 def test_70b_in_seconds_and_without_memory() -> None:
     """A canary: 7 s alone on two CPU cores; a minute is far above the noise of a busy machine."""

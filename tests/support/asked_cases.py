@@ -1,0 +1,82 @@
+"""Cases that programs run when a test asks for them: what nobody asks for does not run, and imports are paid for once."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from forked_processes import ForkedProcess
+
+Row = dict[str, Any]
+_SECONDS_BETWEEN_LOOKS = 0.02
+
+
+class AskedCases:
+    """What each of some processes found in a case, which they run when it is first asked for.
+
+    Args:
+        started: processes of one program, which calls `case_server.serve`.
+        longest_s: a case that takes longer hangs, which is an error.
+    """
+
+    def __init__(self, started: Sequence[ForkedProcess], longest_s: float) -> None:
+        self._started = started
+        self._longest_s = longest_s
+        self._rows: dict[str, list[Row]] = {}
+
+    def __getitem__(self, name: str) -> list[Row]:
+        """Return the rows of a case, of those processes that did not end in it."""
+        if name not in self._rows:
+            for process in self._started:
+                process.write(f"{name}\n")
+            self._rows[name] = self._wait(name)
+        return self._rows[name]
+
+    def last(self, name: str) -> list[Row]:
+        """Return the rows of a case after which the processes end, as one of them waits for the end of another."""
+        for process in self._started:
+            process.write(f"{name}\n")
+            process.end_input()
+        return self._wait(name)
+
+    def _wait(self, name: str) -> list[Row]:
+        end_s = time.monotonic() + self._longest_s
+        while True:
+            has_ended = [process.poll() is not None for process in self._started]
+            rows = [_row(process.written(), name) for process in self._started]
+            if any(process.returncode for process in self._started) or time.monotonic() > end_s:
+                break
+            if all(row is not None or ended for row, ended in zip(rows, has_ended, strict=True)):
+                return [row for row in rows if row is not None]
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        for process in self._started:
+            process.kill()
+        said = [process.communicate()[1][-4000:] for process in self._started]
+        raise AssertionError(f"case {name!r} failed, or took more than {self._longest_s} s:\n" + "\n".join(said))
+
+    def end(self) -> None:
+        """Have the processes end."""
+        for process in self._started:
+            process.end_input()
+            process.kill()
+            process.communicate()
+
+
+@contextmanager
+def asked_cases(started: Sequence[ForkedProcess], *, longest_s: float = 120) -> Iterator[AskedCases]:
+    """Ask processes for cases; they end with the context."""
+    cases = AskedCases(started, longest_s)
+    try:
+        yield cases
+    finally:
+        cases.end()
+
+
+def _row(written: str, name: str) -> Row | None:
+    """Return the row of a case, which is there as soon as its line is whole; libraries write to the same stream."""
+    begin = f'{{"case": {json.dumps(name)}, '
+    lines = [line for line in written.splitlines(keepends=True) if line.startswith(begin) and line.endswith("\n")]
+    return json.loads(lines[-1]) if lines else None

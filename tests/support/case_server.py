@@ -1,0 +1,29 @@
+"""The side of a program whose cases tests ask for, one after the other; `asked_cases.py` is the side of the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def serve(run: Callable[[str], dict[str, Any]]) -> None:
+    """Run each case whose name comes on standard input, write a line of JSON for it, and end with the input.
+
+    Args:
+        run: returns what a case found; what it raises is written as its error.
+    """
+    for line in sys.stdin:
+        name = line.rstrip("\n")
+        begin_s = time.perf_counter()
+        try:
+            row = run(name)
+        except Exception as error:
+            row = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"case": name, "seconds": time.perf_counter() - begin_s, **row}), flush=True)
+    sys.stderr.flush()
+    # A process group's threads may hang at the end.
+    os._exit(0)

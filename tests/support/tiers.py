@@ -1,0 +1,19 @@
+"""The two tiers of tests: `scripts/test` leaves out those that are marked long, `scripts/test --all` runs them, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def long(values: Iterable[Any]) -> list[Any]:
+    """Return values of a parameter as those of the long tier."""
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
+def long_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+    """Return values of a parameter, those of the long tier except the ones that are named."""
+    named = [*quick]
+    return [value if value in named else pytest.param(value, marks=pytest.mark.long) for value in values]
