@@ -1,6 +1,6 @@
 """Gradients, loss and buffers of a planned step equal those of the plain step to the bit, whatever the plan.
 
-Every model of the zoo, unmodified, under every plan; then the ways in which people run a training step.
+Every model of the zoo, unmodified, and every reference model under every plan; then the ways in which people run a step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from gradients import Step, assert_same_gradients, call, clear, collect, gradients, loss_of, step_of
 from policies import EVERY_PLAN, FEW_PLANS, FULL, KEEP_ALL, Policy, Random
 from recollect.applying import apply_policy
+from recollect.recording.find_units import find_units
+from reference_cases import REFERENCE_CASES
 from watch import Watch
 from zoo import ZOO, Batch, Case
 
@@ -22,12 +24,14 @@ every_case = pytest.mark.parametrize("case", ZOO.values(), ids=ZOO)
 few_plans = pytest.mark.parametrize("policy", FEW_PLANS.values(), ids=FEW_PLANS)
 
 
-@every_case
+@pytest.mark.parametrize("case", [*ZOO.values(), *REFERENCE_CASES.values()], ids=[*ZOO, *REFERENCE_CASES])
 def test_one_step(case: Case) -> None:
+    """Of the reference models every unit is planned: embedding, final norm and output layer, too."""
     model = case.model()
+    units = case.layers if case.name in ZOO else [unit.path for unit in find_units(model)]
     expected = step_of(case, model)
     for name, policy in EVERY_PLAN.items():
-        with apply_policy(model, case.layers, policy):
+        with apply_policy(model, units, policy):
             for number in range(3):  # From the third step on, modules of which nothing is dropped run out of sight.
                 assert_same_gradients(expected, step_of(case, model), f"{name}, step {number}")
     assert_same_gradients(expected, step_of(case, model), "without a plan again")

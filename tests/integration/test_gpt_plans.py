@@ -1,4 +1,4 @@
-"""GPT and Llama under plans, dropout on: the same bits, with fused and unfused core attention, in fp32 and bf16."""
+"""GPT and Llama under plans, with fused and unfused core attention: what they hold, and that budgets are kept."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import recollect
-from gradients import Step, assert_same_gradients, gradients
-from policies import EVERY_PLAN, FULL, NOTHING_KEPT
+from gradients import Step, gradients
+from policies import FULL, NOTHING_KEPT
 from predictions import LEAN_LOOP, loss_of_output
 from recollect.applying import apply_policy
 from recollect.lab.models.gpt import GPTModel
@@ -22,13 +22,12 @@ from watch import Watch
 
 every_model = pytest.mark.parametrize("name", ["gpt-tiny", "llama-tiny"])
 every_core = pytest.mark.parametrize("core", ["fused", "unfused"])
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
-def model_of(name: str, core: Any, dtype: torch.dtype = torch.float32, **changes: Any) -> GPTModel:
+def model_of(name: str, core: Any, **changes: Any) -> GPTModel:
     torch.manual_seed(0)
     changes = {"hidden_dropout": 0.1, "attention_dropout": 0.1, **changes}
-    return GPTModel(NAMED_CONFIGS[name].changed(core_attention=core, **changes), compute_dtype=dtype)
+    return GPTModel(NAMED_CONFIGS[name].changed(core_attention=core, **changes))
 
 
 @functools.cache
@@ -44,18 +43,6 @@ def step_of(model: nn.Module, seed: int = 0) -> Step:
 
 def unit_paths(model: nn.Module) -> list[str]:
     return [unit.path for unit in find_units(model)]
-
-
-@every_model
-@every_core
-@every_dtype
-def test_gradients_have_the_same_bits(name: str, core: str, dtype: torch.dtype) -> None:
-    """Every unit is planned: embedding, final norm and output layer too."""
-    model = model_of(name, core, dtype)
-    expected = step_of(model)
-    for plan_name, policy in EVERY_PLAN.items():
-        with apply_policy(model, unit_paths(model), policy):
-            assert_same_gradients(expected, step_of(model), plan_name)
 
 
 @every_model

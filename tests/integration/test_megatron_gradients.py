@@ -17,11 +17,11 @@ from recollect.integrations.megatron import RecomputeConfig, TrainingSetting, me
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.profile.profile import Profile
+from reference_cases import MODULES_OF_SIZE, REFERENCE_CASES
 from watch import Watch
 from zoo import ZOO, Case
 
-# The reference models, small siblings of those that people train, with dropout on.
-REFERENCE_MODULES_OF = {
+MODULES_OF = {
     "gpt-tiny": ("core_attn", "mlp", "layernorm"),
     "llama-tiny": ("core_attn", "mlp", "layernorm"),
     "mixtral-tiny": ("core_attn", "moe", "moe_act", "layernorm"),
@@ -29,7 +29,7 @@ REFERENCE_MODULES_OF = {
     "deepseek-v3-tiny": ("core_attn", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "layernorm"),
 }
 MODULES_OF = {
-    **{f"{name} {core}": has for name, has in REFERENCE_MODULES_OF.items() for core in ("fused", "unfused")},
+    **{f"{name} {core}": has for name, has in MODULES_OF_SIZE.items() for core in ("fused", "unfused")},
     "llama": ("core_attn", "mlp", "layernorm"),
     "gpt2": ("core_attn", "mlp", "layernorm"),
     "mixtral": ("core_attn", "moe", "moe_act", "layernorm"),
@@ -54,23 +54,7 @@ def selective(modules: tuple[str, ...], **fields: Any) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": modules, **fields}
 
 
-def reference_case(name: str) -> Case:
-    size, core = name.split()
-    config = replace(NAMED_CONFIGS[size], core_attention=core, hidden_dropout=0.1, attention_dropout=0.1)
-    if core == "fused":
-        # What PyTorch's kernel for a CPU asks for: no dropout, and values as wide as queries.
-        width = config.qk_head_dim + config.qk_pos_emb_head_dim
-        config = replace(config, attention_dropout=0.0, v_head_dim=width)
-
-    def batch() -> dict[str, Any]:
-        tokens = torch.randint(0, config.vocab_size, (2, 12))
-        return {"tokens": tokens, "labels": tokens}
-
-    layers = tuple(f"decoder.layers.{i}" for i in range(config.num_layers))
-    return Case(name, lambda: GPTModel(config), batch, layers, lambda output: output.loss, is_random=True)
-
-
-CASES = {name: ZOO[name] if name in ZOO else reference_case(name) for name in MODULES_OF}
+CASES = {**ZOO, **REFERENCE_CASES}
 
 
 def settings_of(name: str) -> list[dict[str, Any]]:

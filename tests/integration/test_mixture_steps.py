@@ -13,7 +13,7 @@ from torch import Tensor
 
 import recollect
 from gradients import assert_same_gradients, gradients
-from policies import EVERY_PLAN, FULL, NOTHING_KEPT, Random
+from policies import NOTHING_KEPT
 from predictions import LEAN_LOOP
 from recollect.applying import apply_policy
 from recollect.engine.content import has_same_bits
@@ -41,7 +41,6 @@ CASES = {
     "deepseek-v3": ("deepseek-v3-tiny", {"mtp_num_layers": 2}),
     "deepseek-v3-unfused": ("deepseek-v3-tiny", {"core_attention": "unfused", "moe_aux_loss_coeff": 0.1}),
 }
-every_case = pytest.mark.parametrize("case", CASES)
 every_model = pytest.mark.parametrize("case", ["mixtral", "deepseek-v3"])
 
 
@@ -67,22 +66,12 @@ def unit_paths(model: GPTModel) -> list[str]:
     return [unit.path for unit in find_units(model)]
 
 
-@every_case
-def test_gradients_losses_and_counts_are_the_same_to_the_bit(case: str) -> None:
-    model, batch = model_of(case), batch_of()
-    expected = gradients(model, batch, loss_of)
-    assert any(name.endswith("tokens_per_expert") for name in expected) == case.startswith("deepseek")
-    for name, policy in EVERY_PLAN.items():
-        with apply_policy(model, unit_paths(model), policy):
-            for _ in range(2):
-                assert_same_gradients(expected, gradients(model, batch, loss_of), name)
-
-
 @every_model
 def test_modules_that_run_again_as_a_whole_count_once(case: str) -> None:
     """The region engine runs the Python of a layer twice, its counts are those of one run."""
     model, batch = model_of(case), batch_of()
     expected = gradients(model, batch, loss_of)
+    assert any(name.endswith("tokens_per_expert") for name in expected) == case.startswith("deepseek")
     plan = Plan(
         {path: UnitPlan({}, engine="region") for path in unit_paths(model) if path.startswith("decoder.layers")}
     )
@@ -225,13 +214,3 @@ class _Part:
 
     def output_action(self, unit_path: str) -> Action:
         return Action.KEEP
-
-
-@every_model
-def test_bf16_activations(case: str) -> None:
-    model, batch = model_of(case), batch_of()
-    model.compute_dtype = torch.bfloat16
-    expected = gradients(model, batch, loss_of)
-    for policy in (FULL, NOTHING_KEPT, Random(4)):
-        with apply_policy(model, unit_paths(model), policy):
-            assert_same_gradients(expected, gradients(model, batch, loss_of))
