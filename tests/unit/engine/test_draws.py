@@ -95,7 +95,7 @@ def test_two_planned_models_in_two_threads() -> None:
 def test_first_and_second_run(func: object, arguments: object, has_thread: bool) -> None:
     """Both give what the op gives by itself; the first leaves the default generator as the op does, the second as it was."""
     over = threading.Event()
-    thread = threading.Thread(target=over.wait)
+    thread = threading.Thread(target=over.wait, daemon=True)
     if has_thread:
         thread.start()
     torch.manual_seed(5)

@@ -57,8 +57,8 @@ def runs_of(op: str, function: Callable[[Tensor], Tensor]) -> int:
 
 
 def through_a_custom_op_that_draws(hidden: Tensor) -> Tensor:
-    kept, _ = drop(hidden.sin(), 0.5)
-    return kept.exp()
+    scale, _ = drop(hidden.detach(), 0.5)
+    return hidden.sin() * scale
 
 
 def through_a_buffer_that_numpy_fills(hidden: Tensor) -> Tensor:
@@ -84,8 +84,9 @@ class DoublesItsInput(torch.autograd.Function):
 
 
 def through_a_function_that_writes_unseen(hidden: Tensor) -> Tensor:
-    result: Tensor = DoublesItsInput.apply(hidden.sin())
-    return result.exp()
+    hidden = hidden.sin()
+    total = DoublesItsInput.apply(hidden)
+    return hidden.exp() * total
 
 
 @pytest.mark.parametrize(
