@@ -86,7 +86,7 @@ class DoublesItsInput(torch.autograd.Function):
 def through_a_function_that_writes_unseen(hidden: Tensor) -> Tensor:
     hidden = hidden.sin()
     total = DoublesItsInput.apply(hidden)
-    return hidden.exp() * total
+    return total * hidden.exp()
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,14 @@ def test_gradients_are_those_without_a_plan(function: Callable[[Tensor], Tensor]
     expected = step(unit)
     with apply_policy(unit, [""], FULL):
         assert_same_gradients(expected, step(unit))
+
+
+def test_a_function_that_writes_unseen_to_what_others_hold_runs_once() -> None:
+    table = torch.ones(4, WIDTH)
+    unit = Unit(lambda hidden: hidden.sin() * DoublesItsInput.apply(table))
+    with apply_policy(unit, [""], FULL):
+        step(unit)
+    assert torch.equal(table, torch.full((4, WIDTH), 2.0))
 
 
 def test_autocast_that_is_on_in_backward_alone_changes_nothing_that_runs_again() -> None:
