@@ -30,7 +30,7 @@ PLAN: Final = Plan({"0": UnitPlan(dict.fromkeys(VALUES, "recompute"))})
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A store that two ranks share, of which this process is the first; the other joins every collective at once."""
-    shared = dist.HashStore()
+    shared = dist.HashStore()  # type: ignore[attr-defined]
     monkeypatch.setattr(agreement, "notes_of_group", lambda group, key: RankNotes(key, [0, 1], shared))
     monkeypatch.setattr(agreement, "_PATIENCE_S", 0.01)
     agreement._num_met.clear()
@@ -46,12 +46,15 @@ class Layer(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        assert dist.group.WORLD is not None
         hidden = self.linear(hidden).sin()
-        return hidden * all_reduce(hidden.detach(), "sum", dist.group.WORLD)
+        output: Tensor = hidden * all_reduce(hidden.detach(), "sum", dist.group.WORLD)
+        return output
 
 
 def tells(store: Any, plan: Plan) -> None:
     """Have the other rank tell that it runs a plan."""
+    assert dist.group.WORLD is not None
     store.set(f"recollect/{dist.group.WORLD.group_name}/1/1", digest_of(plan.units))
 
 

@@ -53,18 +53,20 @@ def runs_of(op: str, function: Callable[[Tensor], Tensor]) -> int:
     with apply_policy(unit, [""], FULL), Watch() as watch:
         step(unit)
     assert watch.ops["mm"] > 3, "nothing ran again"
-    return watch.ops[op]
+    return int(watch.ops[op])
 
 
 def through_a_custom_op_that_draws(hidden: Tensor) -> Tensor:
     scale, _ = drop(hidden.detach(), 0.5)
-    return hidden.sin() * scale
+    output: Tensor = hidden.sin() * scale
+    return output
 
 
 def through_a_buffer_that_numpy_fills(hidden: Tensor) -> Tensor:
     scale = torch.zeros_like(hidden)
     scale.numpy()[...] = hidden.detach().numpy() + 1
-    return hidden.sin() * scale
+    output: Tensor = hidden.sin() * scale
+    return output
 
 
 class DoublesItsInput(torch.autograd.Function):
@@ -80,13 +82,15 @@ class DoublesItsInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (doubled,) = ctx.saved_tensors
-        return gradients[0] * doubled
+        output: Tensor = gradients[0] * doubled
+        return output
 
 
 def through_a_function_that_writes_unseen(hidden: Tensor) -> Tensor:
     hidden = hidden.sin()
-    total = DoublesItsInput.apply(hidden)
-    return total * hidden.exp()
+    total = DoublesItsInput.apply(hidden)  # type: ignore[no-untyped-call]
+    output: Tensor = total * hidden.exp()
+    return output
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,7 @@ def test_gradients_are_those_without_a_plan(function: Callable[[Tensor], Tensor]
 
 def test_a_function_that_writes_unseen_to_what_others_hold_runs_once() -> None:
     table = torch.ones(4, WIDTH)
-    unit = Unit(lambda hidden: hidden.sin() * DoublesItsInput.apply(table))
+    unit = Unit(lambda hidden: hidden.sin() * DoublesItsInput.apply(table))  # type: ignore[no-untyped-call]
     with apply_policy(unit, [""], FULL):
         step(unit)
     assert torch.equal(table, torch.full((4, WIDTH), 2.0))
