@@ -13,18 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 
 import hugging_face_flag
 import recollect
 from block_plans import ROWS, block_plan, full, mean_square, ops, stack
 from gradients import assert_same_gradients, gradients
-from recollect.errors import (
-    AlreadyAppliedError,
-    PlanMismatchWarning,
-    UnknownNameError,
-)
+from recollect._torch_parallel import fake_process_group
+from recollect.errors import AlreadyAppliedError, PlanError, PlanMismatchWarning, UnknownNameError
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import module_of
@@ -192,6 +191,24 @@ def test_wrapped_models_are_refused() -> None:
     hugging_face_flag.enable(llama)
     with pytest.raises(AlreadyAppliedError, match=r"by Hugging Face's gradient checkpointing; .*_disable\(\) first"):
         recollect.apply(llama, plan)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed")
+@pytest.mark.parametrize("frees", [True, False])
+def test_an_output_is_dropped_only_where_its_parameters_stay(frees: bool) -> None:
+    """Another unit's backward asks for it, before FSDP2 has gathered what it is made of."""
+    from torch.distributed.fsdp import fully_shard
+
+    plan = Plan({"blocks.0": UnitPlan({}, output="recompute")})
+    with fake_process_group(0, 2):
+        model = stack()
+        fully_shard(model.blocks[0], mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=frees)
+        if frees:
+            with pytest.raises(PlanError, match=r"drops the output of unit 'blocks\.0', whose parameters FSDP2 frees"):
+                recollect.apply(model, plan)
+        else:
+            recollect.apply(model, plan)
+        assert bool(recollect.applied_to(model)) is not frees
 
 
 # The region engine

@@ -214,6 +214,15 @@ def test_without_gradients_it_is_a_plain_call() -> None:
         assert torch.equal(recollect.checkpoint(composite, x), output)
 
 
+def test_under_a_transform_it_is_a_plain_call() -> None:
+    with fresh() as x:
+        rows = x.detach()
+    gradient = torch.func.grad(lambda row: recollect.checkpoint(chain, row).sum())
+    expected = torch.func.grad(lambda row: chain(row).sum())
+    assert torch.equal(gradient(rows), expected(rows))
+    assert torch.equal(torch.vmap(gradient)(rows), torch.vmap(expected)(rows))
+
+
 def test_hooks_see_the_gradients_of_the_function() -> None:
     def run(call: Callable[..., Tensor]) -> list[Tensor]:
         seen: list[Tensor] = []

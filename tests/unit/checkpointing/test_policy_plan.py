@@ -99,6 +99,17 @@ def test_a_list_a_fake_profile_and_a_policy_that_counts(
     assert kept_in(half, "decoder.layers.0") == kept_in(half, "decoder.layers.2")
 
 
+def test_what_a_policy_prefers_is_what_the_plan_does(
+    profile: recollect.Profile, model: GPTModel, batch: dict[str, torch.Tensor]
+) -> None:
+    def prefers(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.PREFER_SAVE if op is MM else CheckpointPolicy.PREFER_RECOMPUTE
+
+    preferred, required = (recollect.policy_plan(profile, model, batch, policy) for policy in (prefers, saves_products))
+    assert kept_in(preferred)
+    assert preferred.units == required.units
+
+
 def test_mistakes(profile: recollect.Profile, model: GPTModel, batch: dict[str, torch.Tensor]) -> None:
     with pytest.raises(ArgumentError, match="got an object of class GPTModel as profile"):
         recollect.policy_plan(model, profile, batch, [MM])  # type: ignore[arg-type]

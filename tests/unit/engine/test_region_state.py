@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -102,6 +104,14 @@ def dropout(unit: Any, hidden: Tensor) -> Tensor:
     return nn.functional.dropout(unit.linear(hidden) * noise, 0.5).tanh()
 
 
+def python_draw(unit: Any, hidden: Tensor) -> Tensor:
+    return unit.linear(hidden).mul(random.random()).tanh()
+
+
+def numpy_draw(unit: Any, hidden: Tensor) -> Tensor:
+    return unit.linear(hidden).mul(np.random.rand()).tanh()
+
+
 def training_flag(unit: Any, hidden: Tensor) -> Tensor:
     return nn.functional.dropout(unit.linear(hidden), 0.5, unit.training).tanh()
 
@@ -117,7 +127,7 @@ def late_write(unit: Any, hidden: Tensor) -> Tensor:
 
 FUNCTIONS = [
     batch_norm, spectral, average_in_place, average_by_assignment, large_buffer, counter, containers, recurrent,
-    new_attribute, new_buffer, dropout, training_flag, late_write,
+    new_attribute, new_buffer, dropout, python_draw, numpy_draw, training_flag, late_write,
 ]  # fmt: skip
 
 
@@ -129,6 +139,8 @@ def model_of(function: Callable[[Any, Tensor], Tensor]) -> nn.Sequential:
 def three_steps(model: nn.Module, **backward: Any) -> dict[str, Tensor]:
     """Gradients, buffers and attributes after three steps; the model goes into eval mode before each backward."""
     torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
     for _ in range(3):
         model.train()
         loss = model(torch.randn(8, 16)).square().mean()
@@ -141,6 +153,7 @@ def three_steps(model: nn.Module, **backward: Any) -> dict[str, Tensor]:
     for index, unit in enumerate(model.children()):
         found[f"attributes of {index}"] = torch.tensor([unit.count, len(unit.history), sum(unit.history)])
     found["generator"] = torch.get_rng_state()
+    found["next draws"] = torch.tensor([random.random(), np.random.rand()])
     return found
 
 
@@ -210,7 +223,8 @@ def test_small_buffers_count() -> None:
     assert small_buffer_bytes(model_of(batch_norm)[0]) == 2 * 64 + 8 + 2 * 64 + 64
 
 
-def test_code_that_no_mode_sees_draws_the_same() -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_code_that_no_mode_sees_draws_the_same(is_first: bool) -> None:
     """What a dispatch mode cannot see is drawn from the default generator, which is set back."""
 
     class Hidden(torch.autograd.Function):
@@ -226,7 +240,10 @@ def test_code_that_no_mode_sees_draws_the_same() -> None:
             return gradient * ctx.saved_tensors[0]
 
     def hides(unit: Any, hidden: Tensor) -> Tensor:
-        output: Tensor = Hidden.apply(nn.functional.dropout(unit.linear(hidden), 0.2))
+        hidden = unit.linear(hidden)
+        if is_first:
+            hidden = Hidden.apply(hidden).sin()
+        output: Tensor = Hidden.apply(nn.functional.dropout(hidden, 0.2))
         return output.tanh()
 
     expected = three_steps(model_of(hides))

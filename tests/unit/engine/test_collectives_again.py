@@ -1,0 +1,79 @@
+"""A collective runs again in backward as it ran in forward: together with the other ranks, and awaited."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
+
+import recollect
+from recollect._torch_parallel import RankNotes, fake_process_group
+from recollect.engine import agreement
+from recollect.errors import PlanError
+from recollect.plans.digest import digest_of
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
+from watch import Watch
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed")
+
+VALUES: Final = ("linear.addmm", "sin", "_c10d_functional:all_reduce", "mul")
+PLAN: Final = Plan({"0": UnitPlan(dict.fromkeys(VALUES, "recompute"))})
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A store that two ranks share, of which this process is the first; the other joins every collective at once."""
+    shared = dist.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(agreement, "notes_of_group", lambda group, key: RankNotes(key, [0, 1], shared))
+    monkeypatch.setattr(agreement, "_PATIENCE_S", 0.01)
+    agreement._num_met.clear()
+    with fake_process_group(0, 2):
+        yield shared
+
+
+class Layer(nn.Module):
+    """Scales its input by a sum over ranks. [n, 8] -> [n, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        assert dist.group.WORLD is not None
+        hidden = self.linear(hidden).sin()
+        output: Tensor = hidden * all_reduce(hidden.detach(), "sum", dist.group.WORLD)
+        return output
+
+
+def tells(store: Any, plan: Plan) -> None:
+    """Have the other rank tell that it runs a plan."""
+    assert dist.group.WORLD is not None
+    store.set(f"recollect/{dist.group.WORLD.group_name}/1/1", digest_of(plan.units))
+
+
+def test_what_it_makes_is_awaited(store: Any) -> None:
+    model = nn.Sequential(Layer())
+    tells(store, PLAN)
+    with recollect.apply(model, PLAN), Watch() as watch:
+        loss = model(torch.randn(4, 8)).sum()
+        forward = Counter(watch.ops)
+        loss.backward()
+    again = watch.ops - forward
+    assert again["_c10d_functional::all_reduce"] == again["_c10d_functional::wait_tensor"] == 1
+
+
+def test_it_does_not_run_again_before_the_other_rank_has_told_the_same_plan(store: Any) -> None:
+    model = nn.Sequential(Layer())
+    tells(store, Plan({"0": UnitPlan({"sin": "recompute"})}))
+    with recollect.apply(model, PLAN), Watch() as watch:
+        loss = model(torch.randn(4, 8)).sum()
+        with pytest.raises(PlanError, match="cannot run .*all_reduce.* again in backward: this rank"):
+            loss.backward()
+    assert watch.ops["_c10d_functional::all_reduce"] == 1

@@ -1,0 +1,155 @@
+"""What the tape runs again in backward is what forward ran, and what could come out differently runs once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradients import assert_same_gradients
+from library_ops import drop
+from policies import FULL
+from recollect.applying import apply_policy
+from recollect.errors import MutatedValueError
+from watch import Watch
+
+WIDTH = 8
+
+
+class Unit(nn.Module):
+    """Runs a function of its weighted input, of [4, 8]."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH).sin())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.function(hidden @ self.weight)
+
+
+def rows() -> Tensor:
+    return torch.linspace(-2, 3, 4 * WIDTH).view(4, WIDTH).cos()
+
+
+def step(unit: Unit, *, autocast_in_backward: bool = False) -> dict[str, Tensor]:
+    unit.zero_grad()
+    torch.manual_seed(1)
+    hidden = rows().requires_grad_()
+    loss = unit(hidden).square().sum()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast_in_backward):
+        loss.backward()
+    assert hidden.grad is not None and unit.weight.grad is not None
+    return {"input": hidden.grad, "weight": unit.weight.grad}
+
+
+def runs_of(op: str, function: Callable[[Tensor], Tensor]) -> int:
+    """How often an op runs in a step that computes again whatever may be computed again."""
+    unit = Unit(function)
+    with apply_policy(unit, [""], FULL), Watch() as watch:
+        step(unit)
+    assert watch.ops["mm"] > 3, "nothing ran again"
+    return int(watch.ops[op])
+
+
+def through_a_custom_op_that_draws(hidden: Tensor) -> Tensor:
+    scale, _ = drop(hidden.detach(), 0.5)
+    output: Tensor = hidden.sin() * scale
+    return output
+
+
+def through_a_buffer_that_numpy_fills(hidden: Tensor) -> Tensor:
+    scale = torch.zeros_like(hidden)
+    scale.numpy()[...] = hidden.detach().numpy() + 1
+    output: Tensor = hidden.sin() * scale
+    return output
+
+
+class DoublesItsInput(torch.autograd.Function):
+    """Writes to its argument where PyTorch does not see it, and saves what was written."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        total = hidden.sum(-1, keepdim=True)
+        hidden.detach().numpy()[...] *= 2
+        ctx.save_for_backward(hidden * 1)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (doubled,) = ctx.saved_tensors
+        output: Tensor = gradients[0] * doubled
+        return output
+
+
+def through_a_function_that_writes_unseen(hidden: Tensor) -> Tensor:
+    hidden = hidden.sin()
+    total = DoublesItsInput.apply(hidden)  # type: ignore[no-untyped-call]
+    output: Tensor = total * hidden.exp()
+    return output
+
+
+@pytest.mark.parametrize(
+    "function",
+    [through_a_custom_op_that_draws, through_a_buffer_that_numpy_fills, through_a_function_that_writes_unseen],
+)
+def test_gradients_are_those_without_a_plan(function: Callable[[Tensor], Tensor]) -> None:
+    unit = Unit(function)
+    expected = step(unit)
+    with apply_policy(unit, [""], FULL):
+        assert_same_gradients(expected, step(unit))
+
+
+def test_a_function_that_writes_unseen_to_what_others_hold_runs_once() -> None:
+    table = torch.ones(4, WIDTH)
+    unit = Unit(lambda hidden: hidden.sin() * DoublesItsInput.apply(table))  # type: ignore[no-untyped-call]
+    with apply_policy(unit, [""], FULL):
+        step(unit)
+    assert torch.equal(table, torch.full((4, WIDTH), 2.0))
+
+
+def test_autocast_that_is_on_in_backward_alone_changes_nothing_that_runs_again() -> None:
+    unit = Unit(lambda hidden: hidden.sin().exp())
+    expected = step(unit, autocast_in_backward=True)
+    with apply_policy(unit, [""], FULL):
+        assert_same_gradients(expected, step(unit, autocast_in_backward=True))
+
+
+@pytest.mark.parametrize(
+    ("op", "choose"),
+    [
+        ("topk", lambda hidden: hidden.topk(3).values),
+        ("sort", lambda hidden: hidden.sort(stable=False).values),
+        ("max", lambda hidden: hidden.max(-1).values),
+        ("kthvalue", lambda hidden: hidden.kthvalue(2).values),
+        ("median", lambda hidden: hidden.median(-1).values),
+    ],
+)
+def test_a_choice_is_made_once(op: str, choose: Callable[[Tensor], Tensor]) -> None:
+    """Made again, it could come out differently, and gradients would go to what was not chosen."""
+    assert runs_of(op, lambda hidden: choose(hidden.sin()).exp()) == 1
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_a_mask_selects_once(dtype: torch.dtype) -> None:
+    assert runs_of("index", lambda hidden: hidden.sin()[(hidden > 0).to(dtype)].cos()) == 1
+
+
+def test_positions_select_again() -> None:
+    positions = torch.tensor([2, 0])
+    assert runs_of("index", lambda hidden: hidden.sin()[positions].cos()) == 2
+
+
+def test_what_numpy_writes_to_a_batch_before_backward_is_refused() -> None:
+    batch = np.zeros(WIDTH, np.float32)
+    unit = Unit(lambda hidden: (hidden + torch.from_numpy(batch)).sin())
+    with apply_policy(unit, [""], FULL):
+        loss = unit(rows()).sum()
+        batch[:] = 1
+        with pytest.raises(MutatedValueError, match=r"\[8\], used by add in .* \(through `\.data` or NumPy\)"):
+            loss.backward()
