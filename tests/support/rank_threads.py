@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
@@ -30,7 +31,7 @@ _LONGEST_S: Final = 20
 
 def run_on_threads(program: Callable[[Group], T], num_ranks: int = 2) -> list[T]:
     """Run a program on ranks, each with the group of all of them; return what each returned."""
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     all_are_done = threading.Barrier(num_ranks, timeout=_LONGEST_S)
 
     def run(rank: int) -> T:
@@ -63,7 +64,7 @@ def error_of(action: Callable[[], object]) -> str:
 
 @contextmanager
 def _groups_of_threads() -> Iterator[None]:
-    c10d: Any = dist.distributed_c10d.torch._C._distributed_c10d
+    c10d: Any = torch._C._distributed_c10d
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     with mock.patch.dict(os.environ, loopback):
         c10d._set_thread_isolation_mode(True)

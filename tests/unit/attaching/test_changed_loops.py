@@ -1,4 +1,4 @@
-"""What a loop changes between two steps is noticed: its optimizer, autocast, the size of a batch; and that it is attached no more."""
+"""What a loop changes between two steps is noticed: its optimizer, autocast, the size of a batch, or that it is let go of."""
 
 from __future__ import annotations
 

@@ -34,7 +34,9 @@ def whole(**options: Any) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
 
 
-@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"label_smoothing": 0.1}], ids=["mean", "sum", "smoothed"])
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "sum"}, {"label_smoothing": 0.1}], ids=["mean", "sum", "smoothed"]
+)
 def test_parts_of_the_vocabulary_have_the_loss_and_the_gradients_of_the_whole(options: dict[str, Any]) -> None:
     def of_part(_: Group) -> list[Tensor]:
         rank = dist.get_rank()

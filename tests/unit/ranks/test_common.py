@@ -18,9 +18,7 @@ from recollect.ranks.common import check_same_plans, common_plan, with_common_ti
 from recollect.ranks.group import ALONE, Group, Place, Ranks
 from toy_profile import layer, stack
 
-needs_gloo = pytest.mark.skipif(
-    not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend"
-)
+needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
 
 
 class Others(Ranks):
@@ -96,7 +94,9 @@ def test_the_common_plan_fits_the_process_with_the_least_room() -> None:
 @needs_gloo
 def test_processes_with_other_plans_all_raise_and_those_with_the_same_go_on() -> None:
     plain, lean = (classic_plan(stack(3), name) for name in ("keep_all", "full"))
-    others = run_on_threads(lambda ranks: error_of(lambda: check_same_plans([lean if ranks.is_first else plain], ranks)))
+    others = run_on_threads(
+        lambda ranks: error_of(lambda: check_same_plans([lean if ranks.is_first else plain], ranks))
+    )
     assert others[0].startswith("PlanError: cannot run the plan: the processes of its group have different ones (")
     assert " in rank 0, " in others[0] and others[0] == others[1]
     assert run_on_threads(lambda ranks: error_of(lambda: check_same_plans([lean], ranks))) == ["", ""]

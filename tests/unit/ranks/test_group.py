@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from rank_threads import error_of, run_on_threads
@@ -13,7 +12,7 @@ from recollect.errors import RecordError
 from recollect.ranks import group as of_groups
 from recollect.ranks.group import Group, Place, group_of
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs PyTorch with the gloo backend")
 
 
 def test_all_have_to_agree() -> None:
@@ -24,9 +23,10 @@ def test_all_have_to_agree() -> None:
 
 
 def test_each_learns_what_all_gave() -> None:
-    assert run_on_threads(lambda ranks: ranks.gather(("first", ranks.is_first), Place.START)) == [
-        [("first", True), ("first", False)]
-    ] * 2
+    assert (
+        run_on_threads(lambda ranks: ranks.gather(("first", ranks.is_first), Place.START))
+        == [[("first", True), ("first", False)]] * 2
+    )
 
 
 def test_at_different_places_all_raise_the_same() -> None:
@@ -35,7 +35,9 @@ def test_at_different_places_all_raise_the_same() -> None:
         return error_of(lambda: ranks.all_of([True], place))
 
     first, second = run_on_threads(meet)
-    assert first.startswith("RecordError: rank 0 begins a step, rank 1 ends a step that was recorded: processes that train")
+    assert first.startswith(
+        "RecordError: rank 0 begins a step, rank 1 ends a step that was recorded: processes that train"
+    )
     assert first == second
 
 
@@ -43,7 +45,8 @@ def test_at_different_places_all_raise_the_same() -> None:
 def _the_first_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One process, which waits for others for a moment only."""
     monkeypatch.setattr(of_groups, "_LONGEST_WAIT_S", 0.05)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
