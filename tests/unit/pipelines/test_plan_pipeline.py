@@ -127,6 +127,27 @@ def test_each_rank_peaks_where_it_was_predicted_and_gradients_are_equal(
         assert all(a is not None and torch.equal(a, b) for a, b in zip(running.weights(), plain.weights(), strict=True))
 
 
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+def test_an_output_that_has_arrived_is_not_there_in_backward(num_micro_batches: int) -> None:
+    """Where torch receives as needed: the output of the first stage is far larger than all else."""
+    narrow, wide = 8, 1024
+    output_bytes = 256 * wide * 4
+    profiles = [
+        recollect.record(
+            nn.Linear(num_in, num_out),
+            torch.randn(256, num_in, requires_grad=num_in == wide),
+            loss_fn=torch.sum,
+            gradients="accumulated",
+            holds_output=False,
+        )
+        for num_in, num_out in ((narrow, wide), (wide, narrow))
+    ]
+    schedule = PipelineSchedule.one_f_one_b(num_stages=2, num_micro_batches=num_micro_batches)
+    planned = recollect.predict_pipeline(profiles, replace(schedule, as_needed=True), [Plan({})] * 2)
+    # One more would be there in backward if what was sent stayed.
+    assert 2 * output_bytes < planned.peaks_bytes[0] < 2.2 * output_bytes
+
+
 def test_early_stages_recompute_more_where_they_hold_more(profiles: list[Profile]) -> None:
     planned = recollect.plan_pipeline(profiles, SCHEDULES["1F1B"], "60%")
     assert planned.in_flight == (4, 3, 2, 1)

@@ -74,6 +74,11 @@ def test_halves_of_a_backward_are_in_flight_until_the_second() -> None:
     assert held == schedule.ranks[0]
 
 
+def test_a_forward_between_the_halves_of_a_backward_has_two_in_flight() -> None:
+    schedule = schedule_of([["0F0", "0I0", "0F1", "0W0", "0I1", "0W1"]])
+    assert schedule.most_in_flight(0) == 2
+
+
 def test_only_the_first_half_of_a_backward_is_waited_for() -> None:
     schedule = schedule_of([["0F0", "0I0", "0W0"], ["1F0", "1I0", "1W0"]])
     times = [StageTimes(1.0, input_s=2.0, weight_s=4.0)] * 2

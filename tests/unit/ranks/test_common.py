@@ -1,4 +1,4 @@
-"""Times that processes measured for the same ops become one; for other ops they stay."""
+"""Times that processes measured for the same ops become one, for other ops they stay; and all run one plan."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
+import torch
+
+from rank_threads import error_of, run_on_threads
+from recollect.planning.classic import classic_plan
+from recollect.plans.plan import Plan
 from recollect.profile.graph import PartRecord, UnitGraph
 from recollect.profile.profile import Profile
-from recollect.ranks.common import with_common_times
-from recollect.ranks.group import ALONE, Place, Ranks
+from recollect.ranks.common import check_same_plans, common_plan, with_common_times
+from recollect.ranks.group import ALONE, Group, Place, Ranks
 from toy_profile import layer, stack
+
+needs_gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs PyTorch with the gloo backend")
 
 
 class Others(Ranks):
@@ -65,3 +73,30 @@ def test_times_of_other_sizes_and_of_one_process_stay() -> None:
     longer = stack(3, graph=layer(up_bytes=800))
     assert with_common_times(stack(3), Others([slower(longer, 9.0), slower(longer, 9.0)])) == stack(3)
     assert with_common_times(slower(stack(3), 5.0), ALONE) == slower(stack(3), 5.0)
+
+
+@needs_gloo
+def test_the_common_plan_fits_the_process_with_the_least_room() -> None:
+    profile = stack(3)
+    plain, lean = classic_plan(profile, "keep_all"), classic_plan(profile, "full")
+    assert plain.predicted_peak_bytes is not None and lean.predicted_peak_bytes is not None
+    roomy_bytes, tight_bytes = plain.predicted_peak_bytes, lean.predicted_peak_bytes
+
+    def chosen(ranks: Group) -> tuple[Plan, float]:
+        own, budget_bytes = (plain, roomy_bytes) if ranks.is_first else (lean, tight_bytes)
+        return common_plan(profile, own, plain_bytes=roomy_bytes, budget_bytes=budget_bytes, ranks=ranks)
+
+    for (plan, slowdown), budget_bytes in zip(run_on_threads(chosen), (roomy_bytes, tight_bytes), strict=True):
+        assert plan.units == lean.units and slowdown == lean.predicted_slowdown
+        assert plan.predicted_peak_bytes == tight_bytes and plan.budget_bytes == budget_bytes
+
+
+@needs_gloo
+def test_processes_with_other_plans_all_raise_and_those_with_the_same_go_on() -> None:
+    plain, lean = (classic_plan(stack(3), name) for name in ("keep_all", "full"))
+    others = run_on_threads(
+        lambda ranks: error_of(lambda: check_same_plans([lean if ranks.is_first else plain], ranks))
+    )
+    assert others[0].startswith("PlanError: cannot run the plan: the processes of its group have different ones (")
+    assert " in rank 0, " in others[0] and others[0] == others[1]
+    assert run_on_threads(lambda ranks: error_of(lambda: check_same_plans([lean], ranks))) == ["", ""]

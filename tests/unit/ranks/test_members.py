@@ -1,4 +1,4 @@
-"""Which processes a model is spread over, and which are taken for its group."""
+"""Which processes a model is spread over, which are taken for its group, and whether all of them do the same."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from rank_threads import error_of, run_on_threads
 from recollect._torch_parallel import processes_of
 from recollect.errors import ArgumentError, RecordError
-from recollect.ranks.group import ALONE
-from recollect.ranks.members import ranks_of
+from recollect.ranks import members
+from recollect.ranks.group import ALONE, Group
+from recollect.ranks.members import Presence, check_alike, ranks_of
 
 CALL = "attach(model, optimizer, budget)"
+needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs PyTorch with the gloo backend")
 
 
 @pytest.fixture
@@ -68,3 +71,35 @@ def test_without_process_groups_there_is_none_to_pass() -> None:
     assert ranks_of(linear(), None, CALL) is ALONE
     with pytest.raises(ArgumentError, match=r"got 3 as group: there are no process groups yet\. Leave it out"):
         ranks_of(linear(), 3, CALL)
+
+
+@needs_gloo
+def test_other_settings_or_another_model_in_one_process_are_an_error_in_all() -> None:
+    def found(ranks: Group) -> list[str]:
+        budget = "80%" if ranks.is_first else "90%"
+        frozen = linear().requires_grad_(ranks.is_first)
+        return [
+            error_of(lambda: check_alike(ranks, linear(), {"units": None, "budget": "80%"})),
+            error_of(lambda: check_alike(ranks, linear(), {"units": None, "budget": budget})),
+            error_of(lambda: check_alike(ranks, frozen, {"budget": "80%"})),
+        ]
+
+    first, second = run_on_threads(found)
+    assert first == second
+    same, other_budget, other_model = first
+    assert same == ""
+    assert other_budget.startswith(
+        "ConfigError: got budget in rank 0='80%', budget in rank 1='90%': two values of budget in one group"
+    )
+    assert "; only rank 0 has 0.weight (torch.float32, trained); expected the same" in other_model
+
+
+@needs_gloo
+def test_a_process_that_trains_without_it_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_PATIENCE_AFTER_BARRIER_S", 0.05)
+
+    def trains(ranks: Group) -> str:
+        return error_of(lambda: Presence("MemoryBudget").check(is_after_barrier=True)) if ranks.is_first else ""
+
+    waiting, _ = run_on_threads(trains)
+    assert waiting.startswith("RecordError: MemoryBudget: rank 1 of 2 trains without it, expected it in every process")

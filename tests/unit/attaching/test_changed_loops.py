@@ -1,0 +1,83 @@
+"""What a loop changes between two steps is noticed: its optimizer, autocast, the size of a batch, or that it is let go of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from recollect.attaching.attached import Attached
+from recollect.errors import LargerStepError
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters())
+
+
+def attached_to(model: nn.Module, optimizer: torch.optim.Optimizer, budget: str = "1GiB") -> Attached:
+    return recollect.attach(model, optimizer, budget, log=lambda _: None)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int = 16) -> None:
+    model(torch.randn(rows, 32)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("is_held", [True, False], ids=["the old one is held", "the old one is gone"])
+def test_steps_end_with_an_optimizer_that_takes_the_place_of_the_one_that_was_passed(is_held: bool) -> None:
+    model = Model()
+    optimizer = adam(model)
+    with attached_to(model, optimizer) as attached:
+        step(model, optimizer)
+        held = optimizer if is_held else None
+        optimizer = adam(model)
+        for _ in range(3):
+            step(model, optimizer)
+        assert attached.num_steps == 4
+        assert held is not optimizer
+
+
+def test_a_step_under_autocast_has_a_plan_of_its_own() -> None:
+    model = Model()
+    optimizer = adam(model)
+    with attached_to(model, optimizer) as attached:
+        for is_on in (False, True, False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+                loss = model(torch.randn(16, 32))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert attached.recorded_steps == [0, 1]
+
+
+def test_the_error_of_a_step_that_no_plan_covers_has_both_sizes() -> None:
+    model = Model()
+    optimizer = adam(model)
+    with recollect.attach(model, optimizer, "1GiB", on_larger="raise", log=lambda _: None):
+        step(model, optimizer)
+        with pytest.raises(LargerStepError, match="a step of 24 x 32 is not covered by the plan, .* made for 16 x 32"):
+            step(model, optimizer, rows=24)
+
+
+def test_a_handle_that_was_removed_watches_no_optimizer() -> None:
+    model = Model()
+    optimizer = adam(model)
+    attached = attached_to(model, optimizer)
+    attached.remove()
+    # Else there would be a warning that the optimizer stepped and the model was not called.
+    step(model, optimizer)
+    assert attached.num_steps == 0
