@@ -136,7 +136,8 @@ def run(mutations: Sequence[Mutation], stages: Sequence[str], given: argparse.Na
     lock = threading.Lock()
 
     def line_of(mutation: Mutation) -> dict[str, Any]:
-        line = results.found(mutation, stages)
+        # The file does not say which tests were given.
+        line = None if given.tests else results.found(mutation, stages)
         if line is None:
             with lock:
                 trial = trials.pop()

@@ -18,6 +18,7 @@ from recollect.cli import main
 from recollect.cli.commands import DrawFrontier, Explain, MakePlan
 from recollect.cli.doctor import report
 from recollect.doctor.rule import TOPICS, Rule
+from recollect.errors import DiagnosisError
 
 ROOT = Path(__file__).parents[3]
 GRAPHS = "AssertionError: full recompute is only supported with full iteration CUDA graph.\n"
@@ -71,6 +72,11 @@ def test_nothing_recognised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_unreadable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(tmp_path / "no.log")]) == 2
     assert "cannot be read (No such file or directory)" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    with pytest.raises(DiagnosisError, match="cannot be read"):
+        main(["doctor", str(tmp_path / "no.log"), "--debug"])
 
 
 @pytest.mark.parametrize("args", [[], ["-"]])

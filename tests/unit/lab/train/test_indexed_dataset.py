@@ -224,8 +224,9 @@ def test_a_window_is_a_function_of_seed_and_index_alone(tmp_path: Path) -> None:
 def test_an_id_outside_of_the_vocabulary_is_named(tmp_path: Path) -> None:
     prefix = tmp_path / "d"
     write_indexed_dataset(prefix, [[1, 2, 200, 3]], vocab_size=256)
-    with pytest.raises(DataError, match=r"got token id 200, expected 0 to 99\. Give the --vocab-size or --tokenizer"):
-        packed(prefix, seed=None, seq_length=3, vocab_size=100).window(0)
+    assert packed(prefix, seed=None, seq_length=3, vocab_size=201).window(0).tolist() == [1, 2, 200, 3]
+    with pytest.raises(DataError, match=r"got token id 200, expected 0 to 199\. Give the --vocab-size or --tokenizer"):
+        packed(prefix, seed=None, seq_length=3, vocab_size=200).window(0)
     by_hand(prefix, [[1, -2, 3, 4]], "int32", 4)
     with pytest.raises(DataError, match=r"got token id -2, expected 0 to 99"):
         packed(prefix, seed=None, seq_length=3, vocab_size=100).window(0)

@@ -1,0 +1,100 @@
+"""Checkpoints: damage and other settings are found, random numbers go on where they were, and old files go."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from recollect.errors import CheckpointError
+from recollect.lab.train.checkpoint import (
+    Checkpoint,
+    Manifest,
+    check_identity,
+    checksum_of,
+    find_damage,
+    list_checkpoints,
+    refuse_damage,
+    rng_state,
+    set_rng_state,
+    write_checkpoint,
+    write_manifest,
+)
+
+SETTINGS = {"model.hidden_size": 64, "data.seq_length": 32, "optim.steps": 6, "step.memory_budget": None}
+
+
+def write_folder(path: Path) -> Path:
+    """Write a checkpoint of several processes; return its file with tensors."""
+    path.mkdir()
+    tensors = path / "rank_0.bin"
+    tensors.write_bytes(bytes(range(100)))
+    write_manifest(path, Manifest(3, SETTINGS, {}, {}, {tensors.name: checksum_of(tensors)}))
+    return tensors
+
+
+def test_changed_bytes_are_found_where_the_size_is_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / "step_00000003"
+    tensors = write_folder(folder)
+    assert find_damage(folder) is None
+    content = bytearray(tensors.read_bytes())
+    content[50] ^= 1
+    tensors.write_bytes(content)
+    assert find_damage(folder) == "changed bytes in its file rank_0.bin"
+
+
+def test_a_manifest_of_another_step_than_was_written_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "step_00000003"
+    write_folder(folder)
+    manifest = folder / "manifest.json"
+    text = manifest.read_text()
+    assert text.count(r"\"step\": 3") == 1
+    manifest.write_text(text.replace(r"\"step\": 3", r"\"step\": 4"))
+    assert find_damage(folder) == "a changed manifest.json"
+
+
+def test_a_damaged_checkpoint_is_refused_with_the_newest_that_is_intact(tmp_path: Path) -> None:
+    write_folder(tmp_path / "step_00000001")
+    write_folder(tmp_path / "step_00000002").unlink()
+    write_folder(tmp_path / "step_00000003").write_bytes(b"too short")
+    newest = tmp_path / "step_00000003"
+    with pytest.raises(CheckpointError, match=r"got 9 bytes instead of 100 .* from the older step_00000001\."):
+        refuse_damage(newest, find_damage(newest))
+
+
+@pytest.mark.parametrize(("name", "now"), [("model.hidden_size", 128), ("data.seq_length", 64), ("data.seed", 1)])
+def test_other_settings_than_a_checkpoint_was_written_with_are_refused(name: str, now: int) -> None:
+    message = rf"was written with {name} = {SETTINGS.get(name)!r}, this run has {now}, expected the same"
+    with pytest.raises(CheckpointError, match=message):
+        check_identity(Path("step_00000003"), SETTINGS, {**SETTINGS, name: now})
+
+
+def test_a_setting_that_is_there_no_more_is_refused() -> None:
+    current = {name: value for name, value in SETTINGS.items() if name != "data.seq_length"}
+    with pytest.raises(CheckpointError, match=r"was written with data.seq_length = 32, this run has None"):
+        check_identity(Path("step_00000003"), SETTINGS, current)
+
+
+def test_more_steps_and_another_budget_are_no_other_settings() -> None:
+    check_identity(Path("step_00000003"), SETTINGS, {**SETTINGS, "optim.steps": 9, "step.memory_budget": "60%"})
+
+
+def test_all_generators_go_on_where_they_were() -> None:
+    def draw() -> list[Any]:
+        return [torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist()]  # noqa: NPY002
+
+    state = rng_state()
+    drawn, next_ones = draw(), draw()
+    set_rng_state(state)
+    assert draw() == drawn
+    assert draw() == next_ones
+
+
+def test_as_many_checkpoints_are_kept_as_were_asked_for(tmp_path: Path) -> None:
+    for step in range(1, 5):
+        write_checkpoint(tmp_path, Checkpoint(step, SETTINGS, {}, {}, {}, {}), keep=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000003.pt", "step_00000004.pt"]

@@ -1,0 +1,49 @@
+"""A step of a run: its learning rate, and gradients of accumulated micro-batches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from recollect.lab.train.exchange import Exchange
+from recollect.lab.train.optim_flags import OptimFlags
+from recollect.lab.train.optimizer_step import learning_rate_at
+
+
+class Regression(nn.Module):
+    """A model whose output has a loss, as those of training have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=nn.functional.mse_loss(self.linear(inputs), targets))
+
+
+def test_warm_up_rises_from_its_first_step_to_the_highest_rate() -> None:
+    flags = OptimFlags(steps=10, warmup_steps=4, learning_rate=1.0)
+    assert [learning_rate_at(step, flags) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_without_warm_up_the_first_step_has_the_highest_rate() -> None:
+    assert learning_rate_at(0, OptimFlags(steps=10, warmup_steps=0, learning_rate=1.0)) == 1.0
+
+
+def test_gradients_of_micro_batches_are_those_of_their_mean_loss() -> None:
+    """Halves are exact in floating point, so that means of two are equal bit for bit."""
+    torch.manual_seed(0)
+    model = Regression()
+    batches = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(2)]
+    losses = [model(*batch).loss for batch in batches]
+    expected = (
+        torch.autograd.grad(losses[0], [*model.parameters()]),
+        torch.autograd.grad(losses[1], [*model.parameters()]),
+    )
+    loss = Exchange().accumulate(model, batches, accumulation=2)
+    assert torch.equal(loss, (losses[0] + losses[1]) / 2)
+    for parameter, first, second in zip(model.parameters(), *expected, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, (first + second) / 2)
