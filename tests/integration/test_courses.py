@@ -41,7 +41,6 @@ _QUICK = [
     "hooks put on",
     "penalty in every second step",
     "two backwards in every third step",
-    "layers added",
     "an optimizer that is replaced",
 ]
 # So many steps are learned from at most, and so many may be over while they are.

@@ -76,7 +76,8 @@ LLAMAS: list[Any] = [
     pytest.param(small_llama, longer, id="Llama, length"),
 ]
 CASES = [
-    *LLAMAS,
+    pytest.param(small_llama, sequences, id="Llama, sequences"),
+    pytest.param(small_llama, longer, id="Llama, length", marks=pytest.mark.long),
     pytest.param(reference_gpt, sequences, id="GPT with dropout, sequences", marks=pytest.mark.long),
 ]
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 MOST_OVER_BYTES = 1024 + 8
 ONCE, AGAIN = "random", "full, collectives replayed"
 # Of layouts.
-NUMBERS = {ONCE: 13, AGAIN: 6}
+NUMBERS = {ONCE: 16, AGAIN: 6}
 
 
 @cache

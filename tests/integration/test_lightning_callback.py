@@ -214,6 +214,7 @@ print(budget.attached.num_steps)
 """
 
 
+@pytest.mark.long
 def test_the_other_package_works_alone(tmp_path: Path) -> None:
     pytest.importorskip("pytorch_lightning", reason="needs pytorch-lightning")
     command = [sys.executable, "-W", "ignore", "-c", _OTHER_PACKAGE]

@@ -20,6 +20,7 @@ MODULES = {
 }
 
 
+@pytest.mark.long
 def test_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
     """With AdamW, dropout and balancing of experts; results/training_losses.csv is of 300 steps."""
     num_steps = 6

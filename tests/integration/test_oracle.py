@@ -21,6 +21,7 @@ from predictions import CASES, LEAN_LOOP, MAIN_CASES, MOST_OVER_BYTES, budgets, 
 from recollect.planning.choose import Planner
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
+from tiers import long_but
 from zoo import Case
 
 pytestmark = pytest.mark.integration
@@ -50,7 +51,7 @@ def tracked_peak_bytes(case: Case, plan: Plan, *, fake: bool) -> int:
     return int(next(nbytes for kind, nbytes in peak.items() if str(kind) == "Total"))
 
 
-@pytest.mark.parametrize("name", MAIN_CASES)
+@pytest.mark.parametrize("name", long_but(("reference", "deepseek_v3"), MAIN_CASES))
 @pytest.mark.parametrize("fake", [True, False], ids=["fake", "real"])
 def test_predicted_peak_is_what_the_oracle_sees(name: str, fake: bool) -> None:
     if fake and name in ROUTED:

@@ -23,9 +23,7 @@ _QUICK = [
     "accumulation of 4",
     "bf16 autocast",
     "lengths in random order",
-    "GAN with two optimizers",
     "DPO's pairs",
-    "the model as its own teacher",
 ]
 # The tightest that holds in every step: at the least peak itself, the recorded step may need more, because it also times
 # single units. The benchmark runs that one, too, and budgets with more room.

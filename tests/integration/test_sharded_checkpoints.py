@@ -18,6 +18,7 @@ from recollect.errors import CheckpointError
 from recollect.lab.train.checkpoint import find_damage, keep_newest, list_checkpoints, load_checkpoint, refuse_damage
 from recollect.lab.train.files import remove_partial
 from recollect.lab.train.session import open_session
+from tiers import long_but
 from training_runs import losses, wait_for_steps, write_text
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,8 @@ pytestmark = [
 NEWEST = f"step_{STEPS:08d}"
 OTHERS = [name for name in LAYOUTS if name != FIRST]
 BUILT = [*(f"built: {name}" for name in LAYOUTS), *(f"built experts: {name}" for name in EXPERT_LAYOUTS)]
+# Of each kind the first ones, as each goes on from the one before: from replicas to parts of matrices, and of experts.
+QUICK_LAYOUTS = 2
 REWRITTEN = [*(("", number) for number in range(len(LAYOUTS))), *((" experts", n) for n in range(len(EXPERT_LAYOUTS)))]
 
 
@@ -68,7 +71,7 @@ def test_resumed_on_the_same_layout_the_losses_are_the_same_to_the_bit(found: As
     assert found["trained: dropout"][0]["losses"] != found["trained: plain"][0]["losses"]
 
 
-@pytest.mark.parametrize("layout", OTHERS)
+@pytest.mark.parametrize("layout", long_but(("TP", "PP ZeRO"), OTHERS))
 def test_resumed_on_another_layout_the_losses_differ_in_their_last_bits(found: AskedCases, layout: str) -> None:
     whole, resumed = found["trained: plain"][0]["losses"], found[f"resumed as: {layout}"][0]["losses"]
     assert resumed == pytest.approx(whole[EVERY:], rel=2e-6)
@@ -89,7 +92,10 @@ def test_one_process_goes_on_from_four(found: AskedCases, folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone", "alone_with_experts")
-@pytest.mark.parametrize(("kind", "number"), REWRITTEN)
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [pytest.param(*case, marks=pytest.mark.long if case[1] > QUICK_LAYOUTS else ()) for case in REWRITTEN],
+)
 def test_what_is_stored_is_the_whole_model_whatever_the_layout(
     found: AskedCases, folder: Path, kind: str, number: int
 ) -> None:

@@ -108,6 +108,7 @@ def test_experts_that_do_not_divide_are_refused_alike_on_all_ranks(experts: list
         assert [found[f"expert {name}"] for found in experts] == [message] * RANKS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["tensor", "sequence"])
 @pytest.mark.parametrize("model", TENSOR_MODELS)
 def test_split_experts_and_latent_attention_give_the_gradients_of_whole_ones(
@@ -116,6 +117,7 @@ def test_split_experts_and_latent_attention_give_the_gradients_of_whole_ones(
     assert max(found[f"{way} {model}"] for found in tensor) <= FARTHEST
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["deepseek", "mixtral"])
 def test_plans_change_no_bit_of_split_experts(tensor: list[Row], model: str) -> None:
     """Under tensor and sequence parallelism, with dropout on."""
@@ -123,6 +125,7 @@ def test_plans_change_no_bit_of_split_experts(tensor: list[Row], model: str) -> 
     assert [found[f"sequence equal {plan} {model}"] for found in tensor for plan in plans] == [True] * 3 * RANKS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["tensor", "sequence"])
 @pytest.mark.parametrize("model", ["deepseek", "mixtral"])
 def test_split_experts_that_ranks_share_give_the_gradients_of_whole_ones(both: list[Row], model: str, way: str) -> None:
@@ -130,14 +133,15 @@ def test_split_experts_that_ranks_share_give_the_gradients_of_whole_ones(both: l
     assert max(found[f"{way} both {model}"] for found in both) <= FARTHEST
 
 
+@pytest.mark.long
 def test_plans_change_no_bit_of_split_experts_that_ranks_share(both: list[Row]) -> None:
     """Under tensor and sequence parallelism, with dropout on, and another batch on each pair of ranks."""
     plans = ("keep_all", "full", "budget")
     assert [found[f"both equal {plan}"] for found in both for plan in plans] == [True] * 3 * RANKS
 
 
-def test_experts_are_not_shared_by_the_ranks_that_split_them(both: list[Row]) -> None:
-    for rank, found in enumerate(both):
+def test_experts_are_not_shared_by_the_ranks_that_split_them(cases: AskedCases) -> None:
+    for rank, found in enumerate(cases["refused"]):
         pair = [0, 1] if rank < 2 else [2, 3]
         assert found["both refused"] == (
             f"got mesh={pair}, tensor mesh={pair}: both are to share one tensor, each along a dimension of its own. Pass two "
@@ -145,8 +149,8 @@ def test_experts_are_not_shared_by_the_ranks_that_split_them(both: list[Row]) ->
         )
 
 
-def test_experts_that_cannot_be_split_are_refused_alike_on_all_ranks(tensor: list[Row]) -> None:
-    assert [found["tensor refused"] for found in tensor] == [
+def test_experts_that_cannot_be_split_are_refused_alike_on_all_ranks(cases: AskedCases) -> None:
+    assert [found["tensor refused"] for found in cases["refused"]] == [
         "got add_bias_linear=True, tensor_model_parallel_size=2: not yet: tensor parallelism of experts that have biases. "
         "Leave tensor parallelism out for this model."
     ] * RANKS

@@ -20,8 +20,7 @@ pytestmark = pytest.mark.integration
 SIZE: dict[str, Any] = {"seq_length": 128, "batch_size": 8, "num_layers": 4, "validate_every": 0}
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("accumulation", "precision"), [(1, "bf16"), (2, "fp32")])
 def test_budget_holds_and_the_losses_are_those_without_it(tmp_path: Path, accumulation: int, precision: str) -> None:
     settings = {**SIZE, "accumulation": accumulation, "precision": precision}
     plain = run(tmp_path, run_dir=tmp_path / "plain", **settings)

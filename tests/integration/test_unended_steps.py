@@ -45,7 +45,7 @@ ENDS = {
     # Python raises the signal again when it has finished.
     "interrupt": ("begin(); raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt\n"),
 }
-QUICK = ("end", "exception in backward", "interrupt")
+QUICK = ("end", "exception in backward")
 
 
 def ended(text: str) -> tuple[int, str, str]:

@@ -51,6 +51,7 @@ def test_page_counts_verdicts_and_shows_reasons() -> None:
     assert "Nothing has been run yet" in page({})
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not can_be_built(), reason="the meter is built by a C compiler on Linux")
 def test_a_class_is_checked_in_a_process_of_its_own(tmp_path: Path) -> None:
     program = (

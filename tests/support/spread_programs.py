@@ -188,8 +188,6 @@ def tensor(halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
         model = tensor_parallel(built(config), halves["inner"], sequence_parallel=True)
         for plan, is_equal in plans_change_no_bit(model, batch()):
             yield f"sequence equal {plan} {name}", is_equal
-    biased = replace(MIXTRAL, add_bias_linear=True)
-    yield "tensor refused", refusal(lambda: tensor_parallel(built(biased), halves["inner"]))
 
 
 def both(halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
@@ -208,6 +206,11 @@ def both(halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
     split = tensor_parallel(built(replace(MIXTRAL, hidden_dropout=0.1)), halves["inner"], sequence_parallel=True)
     for plan, is_equal in plans_change_no_bit(expert_parallel(split, halves["outer"]), own):
         yield f"both equal {plan}", is_equal
+
+
+def refused(halves: DeviceMesh) -> Iterator[tuple[str, Any]]:
+    biased = replace(MIXTRAL, add_bias_linear=True)
+    yield "tensor refused", refusal(lambda: tensor_parallel(built(biased), halves["inner"]))
     split = tensor_parallel(built(MIXTRAL), halves["inner"])
     yield "both refused", refusal(lambda: expert_parallel(split, halves["inner"]))
 
@@ -238,6 +241,7 @@ def run(rank: int, folder: str) -> None:
         "experts": lambda: experts(world, halves),
         "tensor": lambda: tensor(halves),
         "both": lambda: both(halves),
+        "refused": lambda: refused(halves),
     }
     serve(lambda name: dict(cases[name]()))
 
