@@ -1,7 +1,8 @@
 """Measures how sharp the tests are: scripts/mutate [NAME...] puts faults into a copy of the sources and runs tests.
 
-A fault is caught in the first of these stages in which a test fails that passes without it: the test that `noticed_by.json` names
-for it, the unit tests of its own package, all other unit tests, and all other tests. What was found is a line of a file, so that a run that was broken off goes on.
+A fault is caught in the first of these stages in which a test fails that passes without it: the test that is named for it in
+`noticed_by.json`, the unit tests of its own package, all other unit tests, and all other tests. What was found is a line of a
+file, so that a run that was broken off goes on.
 """
 
 from __future__ import annotations
@@ -187,7 +188,9 @@ def main() -> None:
         "--check", action="store_true", help="only say whether the text of every fault is there just once"
     )
     parser.add_argument("--tests", nargs="+", metavar="PATH", default=[], help="run these tests instead of the stages")
-    parser.add_argument("--stages", type=int, choices=(1, 2, 3, 4), default=4, help="how many of the stages (default: 4)")
+    parser.add_argument(
+        "--stages", type=int, choices=(1, 2, 3, 4), default=4, help="how many of the stages (default: 4)"
+    )
     parser.add_argument("--most-failures", type=int, default=5, metavar="N", help="end a stage after N (default: 5)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="faults to try at a time (default: 1)")
     parser.add_argument(
