@@ -77,23 +77,25 @@ def with_held(
         sorted by bytes.
     """
     evaluator = Evaluator(graph, output=output)
-    given = {option.keep: option for option in options}
+    given = {option.stored: option for option in options}
     inner = frozenset(v for v in held if not graph.values[v].is_output)
-    varied = (evaluator.option((keep - inner) | kept) for keep in given for kept in _subsets(inner))
-    candidates = {**{option.keep: option for option in varied}, **given}
+    varied = (
+        evaluator.option((stored.whole - inner) | kept, stored.parts) for stored in given for kept in _subsets(inner)
+    )
+    candidates = {**{option.stored: option for option in varied}, **given}
     chosen: list[tuple[int, float, Option]] = []
-    order = sorted(candidates.values(), key=lambda o: (o.kept_bytes, o.recompute_s, sorted(o.keep)))
+    order = sorted(candidates.values(), key=lambda o: (o.kept_bytes, o.recompute_s, o.stored.order))
     for option in order:
         numbers = unheld_bytes(graph, option, held), option.recompute_s
         is_beaten = any(other[0] <= numbers[0] and other[1] <= numbers[1] for other in chosen)
-        if option.keep in given or not is_beaten:
+        if option.stored in given or not is_beaten:
             chosen.append((*numbers, option))
     return tuple(option for *_, option in chosen)
 
 
 def unheld_bytes(graph: UnitGraph, option: Option, held: frozenset[int]) -> int:
     """Return the bytes that an option keeps besides the values alive until the loss."""
-    return option.kept_bytes - sum(graph.values[v].nbytes for v in option.keep & held)
+    return option.kept_bytes - sum(graph.values[v].nbytes for v in option.stored.whole & held)
 
 
 def _subsets(values: frozenset[int]) -> Iterator[frozenset[int]]:

@@ -35,11 +35,12 @@ import numpy as np
 from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from recollect.planning.stored import Stored
 from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import PartRecord, UnitGraph
 
-__all__ = ["Evaluator", "Option", "part_index", "unit_hull", "whole_value"]
+__all__ = ["Evaluator", "Option", "unit_hull"]
 
 _INFINITE = 2**31 - 1
 # The sum of the finite capacities, so that no flow reaches _INFINITE.
@@ -55,29 +56,18 @@ class Option:
     """One way to keep and recompute the values of one unit: what becomes of it.
 
     Attributes:
-        keep: indices of the kept values; every saved value is among them or can be computed from them. A value v of which
-            only this rank's part is kept has the index `part_index(graph, v)`, beyond those of all values.
+        stored: the values that are stored, by index; every saved value is among them or can be computed from them.
         recompute_ops: indices of the ops that run again in backward.
-        kept_bytes: bytes of `keep`, including the unit's output if kept, and of generator states to rerun random ops.
+        kept_bytes: bytes of what is stored, including the unit's output if kept, and of generator states to rerun random ops.
         recompute_s: seconds of `recompute_ops` and to gather parts, plus the overhead of the tape in forward for their modules.
         output: action of the unit's output.
     """
 
-    keep: frozenset[int]
+    stored: Stored
     recompute_ops: frozenset[int]
     kept_bytes: int
     recompute_s: float
     output: Action = Action.KEEP
-
-
-def part_index(graph: UnitGraph, value: int) -> int:
-    """Return what stands for this rank's part of a value among the kept ones."""
-    return len(graph.values) + value
-
-
-def whole_value(graph: UnitGraph, index: int) -> int:
-    """Return the value that is kept, as a whole or as a part."""
-    return index % len(graph.values)
 
 
 def unit_hull(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
@@ -176,7 +166,7 @@ class Evaluator:
         self._modules = [module_of(op.name) for op in graph.ops]
         self._module_tape_s = dict(graph.module_tape_s)
         self._nbytes = [value.nbytes for value in values]
-        self._parts = {part_index(graph, part.value): part for part in graph.parts}
+        self._parts = {part.value: part for part in graph.parts}
         self._op_s = [op.time_s for op in graph.ops]
         self._state_bytes = [op.state_bytes for op in graph.ops]
         self._has_states = any(self._state_bytes)
@@ -188,17 +178,17 @@ class Evaluator:
         ops = enumerate(zip(self._graph.ops, self._produced_inputs, strict=True))
         return [(index, op.outputs, inputs) for index, (op, inputs) in ops][::-1]
 
-    def option(self, keep: Iterable[int]) -> Option:
-        """Return the option that keeps these values: find the ops that must run again, and leave out values of no use.
+    def option(self, whole: Iterable[int], parts: Collection[int] = ()) -> Option:
+        """Return the option that stores these values: find the ops that must run again, and leave out values of no use.
 
         Needed values that cannot be computed again are kept even if not among these, as in the engine.
+
+        Args:
+            whole: values to keep.
+            parts: values to keep a part of; of those that are among both, the whole is not kept.
         """
         # One byte per value, for speed: this runs hundreds of times per unit.
-        wanted = set(keep)
-        # Where a part is kept, the whole is not.
-        parts = [part for index, part in self._parts.items() if index in wanted] if self._parts else []
-        if parts:
-            wanted = {value for value in wanted if value < len(self._nbytes)} | {part.value for part in parts}
+        wanted = {*whole, *parts}
         available, needed = bytearray(len(self._nbytes)), bytearray(len(self._nbytes))
         for value in (*self._free, *wanted):
             available[value] = 1
@@ -216,12 +206,12 @@ class Evaluator:
                 for value in inputs:
                     needed[value] = 1
         kept = self._outputs.union(value for value in wanted if needed[value])
-        parts = [part for part in parts if part.value in kept]
-        if parts:
-            return self._with_parts(kept, parts, recompute_ops)
+        held = [self._parts[value] for value in parts if value in kept]
+        if held:
+            return self._with_parts(kept, held, recompute_ops)
         state_bytes = sum(map(self._state_bytes.__getitem__, recompute_ops)) if self._has_states else 0
         return Option(
-            keep=frozenset(kept),
+            stored=Stored(frozenset(kept)),
             recompute_ops=frozenset(recompute_ops),
             kept_bytes=sum(map(self._nbytes.__getitem__, kept)) + state_bytes,
             recompute_s=math.fsum((*map(self._op_s.__getitem__, recompute_ops), *self._tape_s(recompute_ops))),
@@ -235,7 +225,7 @@ class Evaluator:
         makers = [op for part in parts if (op := self._graph.values[part.value].producer) is not None]
         seconds = [self._op_s[op] for op in recompute_ops] + [part.gather_s for part in parts]
         return Option(
-            keep=frozenset(whole.union(part_index(self._graph, part.value) for part in parts)),
+            stored=Stored(frozenset(whole), frozenset(part.value for part in parts)),
             recompute_ops=frozenset(recompute_ops),
             kept_bytes=sum(nbytes) + sum(self._state_bytes[op] for op in recompute_ops),
             recompute_s=math.fsum((*seconds, *self._tape_s([*recompute_ops, *makers]))),
@@ -267,7 +257,7 @@ def _descending(options: Iterable[Option], fattest: Option) -> tuple[Option, ...
     for option in sorted(options, key=_point):
         if not result or option.recompute_s < result[-1].recompute_s:
             result.append(option)
-    if result[-1].keep != fattest.keep:
+    if result[-1].stored != fattest.stored:
         result.append(fattest)
     return tuple(result)
 
@@ -349,11 +339,11 @@ class _Network:
         available = {int(node) for node in reached if node < self._num_values}
         run = {int(node) - self._num_values for node in reached if self._num_values <= node < self._source}
         keep = {v for v in available if self._graph.values[v].producer not in run}
-        keep |= {
-            part_index(self._graph, part.value)
+        parts = {
+            part.value
             for part in self._graph.parts
             if (part.value in keep or self._graph.values[part.value].is_output)
             and byte_price * part.nbytes + second_price * part.gather_s
             < byte_price * self._graph.values[part.value].nbytes
         }
-        return self.evaluator.option(keep)
+        return self.evaluator.option(keep, parts)

@@ -36,6 +36,7 @@ from recollect.planning.output_choices import (
     number_between,
     single_outputs,
 )
+from recollect.planning.stored import Stored
 from recollect.plans.action import Action
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
@@ -106,7 +107,7 @@ class LeanSearch:
         units = self._units
         dropped = folded_outputs(self._profile, units.working_bytes, num_dropped=number, num_alive=units.most_alive)
         return [
-            units.option(index, (), Action.RECOMPUTE if row.path in dropped else Action.KEEP)
+            units.option(index, Stored(), Action.RECOMPUTE if row.path in dropped else Action.KEEP)
             if self._profile.calls[row.calls[0]].repeated
             else units.ends(index, Action.KEEP)[-1]
             for index, row in enumerate(units.rows)
@@ -181,7 +182,7 @@ class _Descent:
             # Who reads an output that is dropped may rather keep what it computes from it.
             for reader in self._units.readers[mover[0]] if len(mover) == 1 else ():
                 for other in self._units.neighbors(reader, options[reader]):
-                    if other.keep > options[reader].keep:
+                    if other.stored.has_more_than(options[reader].stored):
                         yield [other if row == reader else known for row, known in enumerate(options)]
 
     def _sorted_into_teams(self) -> list[_Team]:

@@ -5,14 +5,15 @@ Times play no part here, so that the least peak does not depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from functools import cached_property, partial
+from collections.abc import Collection, Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.hull import Evaluator, Option, part_index, whole_value
+from recollect.planning.hull import Evaluator, Option
 from recollect.planning.option_table import OptionTable
+from recollect.planning.stored import Stored
 from recollect.planning.unit_options import working_bytes
 from recollect.plans.action import Action
 from recollect.profile.graph import UnitGraph
@@ -67,7 +68,7 @@ class LeanUnits:
             for source in sorted(sources):
                 self.readers[source].append(index)
         self._num_left = max(_FEWEST_SIMULATIONS, _SIMULATED_EVENTS // (profile.log.num_events or 1))
-        self._options: dict[tuple[int, frozenset[int], Action], Option] = {}
+        self._options: dict[tuple[int, Stored, Action], Option] = {}
         self._evaluators: dict[tuple[int, Action], Evaluator] = {}
         self._worth: dict[int, list[int]] = {}
         self._checkpoints: dict[int, list[int]] = {}
@@ -90,42 +91,42 @@ class LeanUnits:
         found = {g: working_bytes(graphs[g], *everything_dropped(graphs[g], output=Action.RECOMPUTE)) for g in repeated}
         return [found[call.graph] if call.repeated else 0 for call in self.profile.calls]
 
-    def option(self, row: int, keep: Iterable[int], output: Action) -> Option:
-        """Return the option of a unit that keeps these values, as far as that is of use."""
-        graph, kept = self.rows[row].graph, frozenset(keep)
-        key = graph, kept, output
+    def option(self, row: int, stored: Stored, output: Action) -> Option:
+        """Return the option of a unit that stores these values, as far as that is of use."""
+        graph = self.rows[row].graph
+        key = graph, stored, output
         if key not in self._options:
             if (graph, output) not in self._evaluators:
                 self._evaluators[graph, output] = Evaluator(self.profile.graphs[graph], output=output)
-            self._options[key] = self._evaluators[graph, output].option(kept)
+            self._options[key] = self._evaluators[graph, output].option(*stored)
         return self._options[key]
 
     def ends(self, row: int, output: Action) -> list[Option]:
         """Return the options of a unit that drop everything, and that keep what autograd saves."""
         saved = self.profile.graphs[self.rows[row].graph].saved_values
-        return [self.option(row, (), output), self.option(row, saved, output)]
+        return [self.option(row, Stored(), output), self.option(row, Stored.whole_values(saved), output)]
 
     def neighbors(self, row: int, option: Option) -> list[Option]:
         """Return the options that differ in one value."""
         graph = self.rows[row].graph
         if graph not in self._worth:
             self._worth[graph] = worth_keeping(self.profile.graphs[graph])
-        parts = [part_index(self.profile.graphs[graph], part.value) for part in self.profile.graphs[graph].parts]
-        return [self.option(row, option.keep ^ {value}, option.output) for value in (*self._worth[graph], *parts)]
+        parts = [part.value for part in self.profile.graphs[graph].parts]
+        stored = *map(option.stored.toggled, self._worth[graph]), *map(option.stored.toggled_part, parts)
+        return [self.option(row, one, option.output) for one in stored]
 
     def flipped(self, row: int, option: Option) -> list[Option]:
         """Return options of a unit that drop its output if this one keeps it, and the other way around."""
         graph = self.rows[row].graph
         values = self.profile.graphs[graph].values
-        whole = partial(whole_value, self.profile.graphs[graph])
-        inner = frozenset(index for index in option.keep if not values[whole(index)].is_output)
+        inner = option.stored.without([value for value in option.stored.values if values[value].is_output])
         if option.output == Action.RECOMPUTE:
-            return [self.option(row, keep, Action.KEEP) for keep in dict.fromkeys((frozenset[int](), inner))]
+            return [self.option(row, stored, Action.KEEP) for stored in dict.fromkeys((Stored(), inner))]
         if graph not in self._checkpoints:
             inputs = {value for call in self.rows[row].calls for value, _, _ in self.profile.calls[call].origins}
             self._checkpoints[graph] = checkpoints(self.profile.graphs[graph], inputs)
-        others = [inner | {value} for value in self._checkpoints[graph][:_MOST_CHECKPOINTS]]
-        return [self.option(row, keep, Action.RECOMPUTE) for keep in dict.fromkeys((frozenset[int](), inner, *others))]
+        others = [inner.with_whole([value]) for value in self._checkpoints[graph][:_MOST_CHECKPOINTS]]
+        return [self.option(row, stored, Action.RECOMPUTE) for stored in dict.fromkeys((Stored(), inner, *others))]
 
     def reads_dropped(self, row: int, options: Sequence[Option]) -> bool:
         """Return whether a unit reads an output that is dropped."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-from recollect.planning.hull import Evaluator, Option, part_index, unit_hull, whole_value
+from recollect.planning.hull import Evaluator, Option, unit_hull
+from recollect.planning.stored import Stored
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
@@ -78,8 +79,8 @@ class OptionTable:
         self.drops_outputs = frozenset(dropped_outputs)
         self._is_repeated = {call.path: call.repeated for call in profile.calls}
         self.rows = _rows(profile, dropped_outputs, options_of, free_outputs)
-        self._unit_plans: dict[tuple[int, frozenset[int], Action], UnitPlan] = {}
-        self._decisions: dict[tuple[int, frozenset[int], Action, bool], tuple[CallActions, ...]] = {}
+        self._unit_plans: dict[tuple[int, Stored, Action], UnitPlan] = {}
+        self._decisions: dict[tuple[int, Stored, Action, bool], tuple[CallActions, ...]] = {}
         row_of = {call: index for index, row in enumerate(self.rows) for call in row.calls}
         self.sources = [
             {row_of[source] for call in row.calls for _, source, _ in profile.calls[call].origins} - {index}
@@ -101,13 +102,13 @@ class OptionTable:
         return [row.options[column] for row, column in zip(self.rows, choice, strict=True)]
 
     def choice_of(self, options: Sequence[Option]) -> Choice:
-        """Return the choice of options that keep the same.
+        """Return the choice of options that store the same.
 
         Raises:
             ValueError: a row has no such option.
         """
         return tuple(
-            [(known.keep, known.output) for known in row.options].index((option.keep, option.output))
+            [(known.stored, known.output) for known in row.options].index((option.stored, option.output))
             for row, option in zip(self.rows, options, strict=True)
         )
 
@@ -135,12 +136,10 @@ class OptionTable:
     def _lacks_output(self, index: int, option: Option) -> bool:
         """Return whether a row's output is not in memory as a whole."""
         graph = self.profile.graphs[self.rows[index].graph]
-        return option.output == Action.RECOMPUTE or any(
-            part_index(graph, part.value) in option.keep for part in graph.parts if graph.values[part.value].is_output
-        )
+        return option.output == Action.RECOMPUTE or any(graph.values[value].is_output for value in option.stored.parts)
 
     def _row_decisions(self, index: int, option: Option, *, is_named: bool) -> tuple[CallActions, ...]:
-        key = (index, option.keep, option.output, is_named)
+        key = (index, option.stored, option.output, is_named)
         if key not in self._decisions:
             unit = self._unit_plan(index, option) if is_named else None
             graphs = [self.profile.graph_of(self.profile.calls[call]) for call in self.rows[index].calls]
@@ -149,7 +148,7 @@ class OptionTable:
 
     def _unit_plan(self, index: int, option: Option) -> UnitPlan:
         row = self.rows[index]
-        key = (row.graph, option.keep, option.output)
+        key = (row.graph, option.stored, option.output)
         if key not in self._unit_plans:
             self._unit_plans[key] = unit_plan(self.profile.graphs[row.graph], option)
         shared = self._unit_plans[key]
@@ -195,23 +194,23 @@ def _rows(
 
 
 def with_options(options_of: OptionsOf, table: OptionTable, known: Sequence[Option]) -> OptionsOf:
-    """Return what gives the options of a unit, and those that keep what it keeps under known ones.
+    """Return what gives the options of a unit, and those that store what it stores under known ones.
 
     Args:
         options_of: gives the other options.
         table: its rows have the known options.
         known: an option for each row.
     """
-    keeps: dict[UnitGraph, set[frozenset[int]]] = {}
+    known_of: dict[UnitGraph, set[Stored]] = {}
     for row, option in zip(table.rows, known, strict=True):
-        keeps.setdefault(table.profile.graphs[row.graph], set()).add(option.keep)
+        known_of.setdefault(table.profile.graphs[row.graph], set()).add(option.stored)
 
     @cache
     def options_with_known(graph: UnitGraph, *, output: Action = Action.KEEP) -> tuple[Option, ...]:
         evaluator = Evaluator(graph, output=output)
-        options = *options_of(graph, output=output), *map(evaluator.option, keeps.get(graph, ()))
-        found = {option.keep: option for option in options}
-        return tuple(sorted(found.values(), key=lambda o: (o.kept_bytes, -o.recompute_s, sorted(o.keep))))
+        more = (evaluator.option(*stored) for stored in known_of.get(graph, ()))
+        found = {option.stored: option for option in (*options_of(graph, output=output), *more)}
+        return tuple(sorted(found.values(), key=lambda o: (o.kept_bytes, -o.recompute_s, o.stored.order)))
 
     return options_with_known
 
@@ -236,16 +235,16 @@ def unit_plan(graph: UnitGraph, option: Option) -> UnitPlan:
     actions: dict[str, Action] = {}
     for index, value in enumerate(graph.values):
         if value.producer is not None:
-            is_kept = value.must_keep or (index in option.keep and (value.saved or index in needed))
+            is_kept = value.must_keep or (index in option.stored.whole and (value.saved or index in needed))
             actions[value.name] = Action.RECOMPUTE if value.producer in ops and not is_kept else Action.KEEP
-            if part_index(graph, index) in option.keep:
+            if index in option.stored.parts:
                 actions[value.name] = Action.SHARD
     return UnitPlan(actions, output=option.output)
 
 
 def _ops_of_outputs(graph: UnitGraph, option: Option) -> frozenset[int]:
     """Return the ops that compute the outputs of the unit from what is kept."""
-    kept = {whole_value(graph, index) for index in option.keep}
+    kept = option.stored.values
     needed = {index for index, value in enumerate(graph.values) if value.is_output} - kept
     ops = set()
     for index in range(len(graph.ops) - 1, -1, -1):

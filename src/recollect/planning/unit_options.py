@@ -12,7 +12,8 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from recollect.planning.hull import Evaluator, Option, part_index, unit_hull, whole_value
+from recollect.planning.hull import Evaluator, Option, unit_hull
+from recollect.planning.stored import Stored
 from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import UnitGraph
@@ -42,21 +43,23 @@ def unit_options(graph: UnitGraph, *, output: Action = Action.KEEP, most_options
     free = hull if not graph.module_tape_s else unit_hull(replace(graph, tape_s=0.0, module_tape_s=()), output=output)
     corners = [*hull, *(option for option in free if option not in hull)]
     produced = frozenset(i for i, value in enumerate(graph.values) if value.producer is not None)
-    useful = {whole_value(graph, v) for option in corners for v in option.keep} | {
-        i for i in produced if graph.values[i].saved
-    }
+    useful = {v for option in corners for v in option.stored.values} | {i for i in produced if graph.values[i].saved}
     most_variations = max(_FEWEST_VARIATIONS, _OPS_OF_ALL_VARIATIONS // max(1, len(graph.ops)))
     varied = _spread(corners, most_variations // _FEWEST_VALUES)
     values = _largest(graph, useful & produced, most_variations // len(varied))
     can_be_parts = {part.value for part in graph.parts}
-    parts = [part_index(graph, value) for value in values if value in can_be_parts]
+    parts = [value for value in values if value in can_be_parts]
     variations = itertools.chain(
-        (option.keep for option in corners),
-        (option.keep ^ {value} for option in varied for value in (*values, *parts)),
-        itertools.islice((keep for option in varied for keep in _without_modules(graph, option)), most_variations),
+        (option.stored for option in corners),
+        (
+            stored
+            for option in varied
+            for stored in (*map(option.stored.toggled, values), *map(option.stored.toggled_part, parts))
+        ),
+        itertools.islice((stored for option in varied for stored in _without_modules(graph, option)), most_variations),
     )
     rest = _undominated(graph, _evaluated(graph, variations, hull, output))
-    return _thinned(rest, frozenset(option.keep for option in hull), most_options)
+    return _thinned(rest, frozenset(option.stored for option in hull), most_options)
 
 
 def _spread(options: Sequence[Option], most: int) -> Sequence[Option]:
@@ -69,38 +72,37 @@ def _largest(graph: UnitGraph, values: Collection[int], most: int) -> list[int]:
     return sorted(sorted(values, key=lambda v: (-graph.values[v].nbytes, v))[:most])
 
 
-def _without_modules(graph: UnitGraph, option: Option) -> Iterator[frozenset[int]]:
-    """Yield the kept values if one of the recomputing modules keeps its values instead."""
+def _without_modules(graph: UnitGraph, option: Option) -> Iterator[Stored]:
+    """Yield the stored values if one of the recomputing modules keeps its values instead."""
     computed: dict[str, set[int]] = {}
     for op in sorted(option.recompute_ops):
         computed.setdefault(module_of(graph.ops[op].name), set()).update(graph.ops[op].outputs)
-    yield from (option.keep | values for values in computed.values())
+    yield from map(option.stored.with_whole, computed.values())
 
 
 def _evaluated(
-    graph: UnitGraph, keeps: Iterable[frozenset[int]], hull: tuple[Option, ...], output: Action
+    graph: UnitGraph, variations: Iterable[Stored], hull: tuple[Option, ...], output: Action
 ) -> list[Option]:
-    """Return the options of the hull and those that keep these values, without duplicates."""
-    seen = {option.keep: option for option in hull}
+    """Return the options of the hull and those that store these values, without duplicates."""
+    seen = {option.stored: option for option in hull}
     evaluator = Evaluator(graph, output=output)
     lost = {i for i, value in enumerate(graph.values) if value.mutated_later and not value.saved}
-    for keep in keeps:
-        option = evaluator.option(keep)
-        if lost.isdisjoint(option.keep):
-            seen.setdefault(option.keep, option)
+    for stored in variations:
+        option = evaluator.option(*stored)
+        if lost.isdisjoint(option.stored.whole):
+            seen.setdefault(option.stored, option)
     return list(seen.values())
 
 
 def _undominated(graph: UnitGraph, options: Iterable[Option]) -> list[Option]:
     """Return the options that no other dominates, in order of bytes."""
     made_bytes = [sum(graph.values[v].nbytes for v in op.outputs) for op in graph.ops]
-    gathered_bytes = {part_index(graph, part.value): graph.values[part.value].nbytes for part in graph.parts}
     measured = [
         (
             option.kept_bytes,
             option.recompute_s,
             sum(map(made_bytes.__getitem__, option.recompute_ops))
-            + sum(gathered_bytes[index] for index in gathered_bytes.keys() & option.keep),
+            + sum(graph.values[value].nbytes for value in option.stored.parts),
             option,
         )
         for option in options
@@ -127,9 +129,9 @@ def working_bytes(graph: UnitGraph, option: Option) -> int:
     return sum(graph.values[v].nbytes for op in option.recompute_ops for v in graph.ops[op].outputs)
 
 
-def _thinned(options: list[Option], hull: frozenset[frozenset[int]], most_options: int) -> tuple[Option, ...]:
+def _thinned(options: list[Option], hull: frozenset[Stored], most_options: int) -> tuple[Option, ...]:
     """Return at most `most_options` options, evenly spread; those of the hull always stay."""
-    others = [option for option in options if option.keep not in hull]
+    others = [option for option in options if option.stored not in hull]
     room = max(0, most_options - (len(options) - len(others)))
-    chosen = {option.keep for option in _spread(others, room)} | hull
-    return tuple(option for option in options if option.keep in chosen)
+    chosen = {option.stored for option in _spread(others, room)} | hull
+    return tuple(option for option in options if option.stored in chosen)

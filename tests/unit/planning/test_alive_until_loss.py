@@ -82,18 +82,18 @@ def test_options_with_held_values_are_all_that_nothing_beats(seed: int, output: 
     fate = "keep" if output == "keep" else "recompute"
     given = unit_hull(graph, output=fate)
     found = with_held(graph, given, held, output=fate)
-    assert {option.keep for option in given} <= {option.keep for option in found}
+    assert {option.stored for option in given} <= {option.stored for option in found}
     assert [option.kept_bytes for option in found] == sorted(option.kept_bytes for option in found)
     numbers = [(o.kept_bytes, unheld_bytes(graph, o, held), o.recompute_s) for o in found]
     evaluator = Evaluator(graph, output=fate)
     for option in given:
         for size in range(len(held) + 1):
             for kept in combinations(sorted(held), size):
-                varied = evaluator.option((option.keep - held) | set(kept))
+                varied = evaluator.option((option.stored.whole - held) | set(kept))
                 theirs = varied.kept_bytes, unheld_bytes(graph, varied, held), varied.recompute_s
                 assert any(all(a <= b for a, b in zip(ours, theirs, strict=True)) for ours in numbers)
     beaten = [o for o, ours in zip(found, numbers, strict=True) if sum(_beats(n, ours) for n in numbers)]
-    assert {option.keep for option in beaten} <= {option.keep for option in given}
+    assert {option.stored for option in beaten} <= {option.stored for option in given}
 
 
 def _beats(one: tuple[int, int, float], other: tuple[int, int, float]) -> bool:

@@ -73,9 +73,9 @@ def test_menu_has_the_hull_and_only_options_that_are_what_they_say(seed: int) ->
     hull = unit_hull(graph)
     assert set(hull) <= set(menu)
     assert len(menu) <= max(12, len(hull))
-    assert len({option.keep for option in menu}) == len(menu)
+    assert len({option.stored for option in menu}) == len(menu)
     for option in menu:
-        assert option == Evaluator(graph).option(option.keep)
+        assert option == Evaluator(graph).option(*option.stored)
 
 
 def test_no_plan_where_nothing_can_fit() -> None:

@@ -11,6 +11,7 @@ from typing import Literal
 import pytest
 
 from recollect.planning.hull import Evaluator, Option, unit_hull
+from recollect.planning.stored import Stored
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from watched_modules import on_modules
 
@@ -109,13 +110,13 @@ def test_options_are_what_they_say(seed: int) -> None:
     options = unit_hull(graph)
     produced = {i for i, value in enumerate(graph.values) if value.producer is not None}
     outputs = {i for i in produced if graph.values[i].is_output}
-    assert options[-1].keep == {i for i in produced if graph.values[i].saved} | outputs
+    assert options[-1].stored.whole == {i for i in produced if graph.values[i].saved} | outputs
     assert options[-1].recompute_s == 0
     for lean, fat in itertools.pairwise(options):
         assert lean.kept_bytes < fat.kept_bytes
         assert lean.recompute_s >= fat.recompute_s
     for option in options:
-        assert option == Evaluator(graph).option(option.keep)
+        assert option == Evaluator(graph).option(*option.stored)
 
 
 def chain(*, bytes_and_seconds: list[tuple[int, float]], **flags: dict[str, bool]) -> UnitGraph:
@@ -197,7 +198,7 @@ def test_a_value_smaller_than_the_state_that_makes_it_again_is_kept() -> None:
 
 def test_unit_without_ops_has_one_option() -> None:
     graph = UnitGraph((ValueRecord("x", 1, producer=None, saved=True, is_output=True),), ())
-    assert unit_hull(graph) == (Option(frozenset(), frozenset(), 0, 0.0),)
+    assert unit_hull(graph) == (Option(Stored(), frozenset(), 0, 0.0),)
 
 
 @pytest.mark.parametrize(("num_ops", "limit_s"), [(100, 1.0), (1000, 20.0)])

@@ -31,7 +31,7 @@ def test_who_reads_an_output_that_is_kept_as_a_part_is_named() -> None:
     graph = replace(layer(), parts=(PartRecord(4, 25, 0.01),))
     table = OptionTable(replace(stack(3, graph=graph), shard_ranks=2))
     in_parts = [
-        next(o for o in row.options if len(graph.values) + 4 in o.keep) if row.path in LAYERS else row.options[-1]
+        next(o for o in row.options if 4 in o.stored.parts) if row.path in LAYERS else row.options[-1]
         for row in table.rows
     ]
     assert [decision.is_planned for decision in table.decisions_of(in_parts)] == [False, True, True, True, True]

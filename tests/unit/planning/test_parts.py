@@ -14,8 +14,9 @@ from recollect.errors import BudgetTooSmallError
 from recollect.planning.bound import LowerBound
 from recollect.planning.checkpoint_times import checkpoint_times
 from recollect.planning.choose import Planner
-from recollect.planning.hull import Evaluator, part_index, unit_hull
+from recollect.planning.hull import Evaluator, unit_hull
 from recollect.planning.option_table import unit_plan
+from recollect.planning.stored import Stored
 from recollect.profile.graph import OpRecord, PartRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, ValueActions
@@ -94,7 +95,7 @@ def test_the_hull_is_that_of_all_choices(seed: int) -> None:
         found_s = min(price * option.kept_bytes + option.recompute_s for option in options)
         assert found_s == pytest.approx(best_s, rel=1e-6)
     for option in options:
-        assert option == Evaluator(graph).option(option.keep)
+        assert option == Evaluator(graph).option(*option.stored)
 
 
 def test_a_part_is_kept_where_the_whole_is_dear() -> None:
@@ -103,7 +104,7 @@ def test_a_part_is_kept_where_the_whole_is_dear() -> None:
     graph = UnitGraph(values, (OpRecord("h", (0,), (1,), 9.0),), parts=(PartRecord(1, 50, 1.0),))
     options = unit_hull(graph)
     assert [(option.kept_bytes, option.recompute_s) for option in options] == [(0, 9.0), (50, 1.0), (100, 0.0)]
-    assert options[1].keep == {part_index(graph, 1)}
+    assert options[1].stored == Stored(parts=frozenset([1]))
     assert [unit_plan(graph, option).actions["h"] for option in options] == ["recompute", "shard", "keep"]
 
 

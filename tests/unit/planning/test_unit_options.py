@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import pytest
@@ -36,7 +36,7 @@ def produced(graph: UnitGraph) -> list[int]:
 
 
 def can_be_kept(graph: UnitGraph, option: Option) -> bool:
-    return all(graph.values[index].saved or not graph.values[index].mutated_later for index in option.keep)
+    return all(graph.values[index].saved or not graph.values[index].mutated_later for index in option.stored.whole)
 
 
 def cost(graph: UnitGraph, option: Option) -> tuple[int, float, int]:
@@ -48,14 +48,18 @@ def unbeaten(graph: UnitGraph) -> set[tuple[int, float, int]]:
     """Costs of the options of both hulls and of their neighbours, without those that another one beats."""
     hull = unit_hull(graph)
     free = unit_hull(replace(graph, tape_s=0.0, module_tape_s=()))
-    corners = [*hull, *(Evaluator(graph).option(option.keep) for option in free)]
-    of_use = {i for option in corners for i in option.keep} | {i for i in produced(graph) if graph.values[i].saved}
-    neighbours = [Evaluator(graph).option(option.keep ^ {index}) for option in corners for index in of_use]
+    corners = [*hull, *(Evaluator(graph).option(*option.stored) for option in free)]
+    of_use = {i for option in corners for i in option.stored.values} | {
+        i for i in produced(graph) if graph.values[i].saved
+    }
+    neighbours = [Evaluator(graph).option(*option.stored.toggled(index)) for option in corners for index in of_use]
     for option in corners:
         for module in {module_of(graph.ops[op].name) for op in option.recompute_ops}:
             ops = [op for op in option.recompute_ops if module_of(graph.ops[op].name) == module]
             neighbours.append(
-                Evaluator(graph).option(option.keep | {index for op in ops for index in graph.ops[op].outputs})
+                Evaluator(graph).option(
+                    *option.stored.with_whole(index for op in ops for index in graph.ops[op].outputs)
+                )
             )
     neighbours += corners
     costs = {cost(graph, option) for option in (*hull, *neighbours) if option in hull or can_be_kept(graph, option)}
@@ -67,7 +71,7 @@ def test_options_are_what_no_other_neighbour_of_the_hull_beats(seed: int) -> Non
     graph = unit(seed) if seed < 60 else on_modules(unit(seed), random.Random(seed))
     options, hull = unit_options(graph, most_options=ALL), unit_hull(graph)
     assert {cost(graph, option) for option in options} == unbeaten(graph)
-    assert len({option.keep for option in options}) == len(options)
+    assert len({option.stored for option in options}) == len(options)
     # Options that cost the same are there once; of a hull that ends with one that is as fast as a leaner one, only that.
     assert len(options) == len(unbeaten(graph))
     assert {cost(graph, option) for option in hull} & unbeaten(graph) <= {cost(graph, option) for option in options}
@@ -84,11 +88,11 @@ def test_some_units_have_what_the_hull_has_not() -> None:
 def test_long_lists_are_thinned_evenly(seed: int, most_options: int) -> None:
     graph = unit(seed, num_values=16)
     everything, thinned = unit_options(graph, most_options=ALL), unit_options(graph, most_options=most_options)
-    hull = {option.keep for option in unit_hull(graph)}
-    others = [option for option in everything if option.keep not in hull]
+    hull = {option.stored for option in unit_hull(graph)}
+    others = [option for option in everything if option.stored not in hull]
     room = max(0, most_options - (len(everything) - len(others)))
-    left = [option for option in thinned if option.keep not in hull]
-    assert [option for option in thinned if option.keep in hull] == [o for o in everything if o.keep in hull]
+    left = [option for option in thinned if option.stored not in hull]
+    assert [option for option in thinned if option.stored in hull] == [o for o in everything if o.stored in hull]
     assert len(left) == min(len(others), room)
     assert [option for option in everything if option in thinned] == list(thinned)
     if left:
@@ -124,11 +128,11 @@ def test_the_work_for_a_large_unit_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     num_evaluated = 0
     evaluated = Evaluator.option
 
-    def counted(self: Evaluator, keep: Iterable[int]) -> Option:
+    def counted(self: Evaluator, whole: Iterable[int], parts: Collection[int] = ()) -> Option:
         nonlocal num_evaluated
         num_evaluated += 1
         assert num_evaluated < 3000
-        return evaluated(self, keep)
+        return evaluated(self, whole, parts)
 
     monkeypatch.setattr(Evaluator, "option", counted)
     options = unit_options(graph)
