@@ -240,7 +240,7 @@ def test_killed_and_stopped_the_losses_are_the_same_to_the_bit(tmp_path: Path) -
     def launched(*more: object, until: int, number: signal.Signals) -> str:
         started = start_ranks(2, "recollect", *words, tmp_path / "broken", *more)
         try:
-            wait_for_steps(started[0], tmp_path / "broken", until, limit_s=300)
+            wait_for_steps(started[0], tmp_path / "broken", until)
             started[1].send_signal(number)
             written = [process.communicate(timeout=300) for process in started]
         finally:

@@ -267,13 +267,13 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str, i
     (folder / "more" / "picture.png").write_bytes(b"\x89PNG\x00")
     layout = ("--tensor-model-parallel-size", 2, "--sequence-parallel", "--memory-budget", "95%", "--tensorboard")
     warned_of = ("--overlap-grad-reduce", "--data", folder / "text.txt", folder / "more")
-    process = start_torchrun(2, *command_line(folder, *layout, *warned_of))
-    try:
-        wait_for_steps(process, folder / "run", 3)
-        os.kill(workers(process)[1], signal.SIGTERM)
-        output, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
+    with start_torchrun(2, *command_line(folder, *layout, *warned_of)) as process:
+        try:
+            wait_for_steps(process, folder / "run", 3)
+            os.kill(workers(process)[1], signal.SIGTERM)
+            output, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
     return folder / "run", output, errors, process.returncode
 
 
@@ -313,14 +313,14 @@ def test_when_a_process_is_killed_the_others_say_which(tmp_path: Path) -> None:
     # Those of a pipeline wait for messages of one another, not for a collective.
     pipeline = ("--pipeline-model-parallel-size", 2, "--recompute-activations")
     alike = ("--num-microbatches-with-partial-activation-checkpoints", 1)
-    process = start_torchrun(2, *command_line(tmp_path, *pipeline, *alike))
-    try:
-        wait_for_steps(process, tmp_path / "run", 3)
-        os.kill(workers(process)[1], signal.SIGKILL)
-        begin = time.perf_counter()
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
+    with start_torchrun(2, *command_line(tmp_path, *pipeline, *alike)) as process:
+        try:
+            wait_for_steps(process, tmp_path / "run", 3)
+            os.kill(workers(process)[1], signal.SIGKILL)
+            begin = time.perf_counter()
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode != 0
     assert time.perf_counter() - begin < 30
     said = " ".join(errors.split())
