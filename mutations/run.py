@@ -51,7 +51,8 @@ def tests_of(stage: str, mutation: Mutation, root: Path, given: Sequence[str]) -
     if stage == _GIVEN:
         return list(given), [_OF_THE_CATALOGUE]
     if stage == _NAMED:
-        return [name for name in [noticed_by(root).get(mutation.name)] if name], []
+        named = noticed_by(root).get(mutation.name)
+        return [named] if named else [], []
     own = own_tests(mutation, root)
     if stage == _OWN:
         return own, []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asked_cases import AskedCases, Row, asked_cases
+from asked_cases import AskedCases, asked_cases
 from rank_processes import start_program
 from spread_programs import CONTEXT_MODELS, EXPERT_MODELS, RANKS, TENSOR_MODELS
 
@@ -28,75 +28,53 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskedCases]:
         yield found
 
 
-@pytest.fixture
-def context(cases: AskedCases) -> list[Row]:
-    """What each rank found with parts of sequences."""
-    return cases["context"]
-
-
-@pytest.fixture
-def experts(cases: AskedCases) -> list[Row]:
-    """And with a part of the experts."""
-    return cases["experts"]
-
-
-@pytest.fixture
-def tensor(cases: AskedCases) -> list[Row]:
-    """And with parts of the experts' matrices."""
-    return cases["tensor"]
-
-
-@pytest.fixture
-def both(cases: AskedCases) -> list[Row]:
-    """And with parts of the matrices of a part of the experts."""
-    return cases["both"]
-
-
 @pytest.mark.parametrize("case", [*(f"{name} 2" for name in CONTEXT_MODELS), "llama 4", "with data", "with tensor"])
-def test_split_sequences_give_the_gradients_of_whole_ones(context: list[Row], case: str) -> None:
-    assert max(found[f"context {case}"] for found in context) <= FARTHEST
+def test_split_sequences_give_the_gradients_of_whole_ones(cases: AskedCases, case: str) -> None:
+    assert max(found[f"context {case}"] for found in cases["context"]) <= FARTHEST
 
 
 @pytest.mark.parametrize("model", CONTEXT_MODELS)
-def test_ranks_that_split_sequences_have_one_loss(context: list[Row], model: str) -> None:
-    assert len({found[f"context loss {model}"] for found in context}) == 1
+def test_ranks_that_split_sequences_have_one_loss(cases: AskedCases, model: str) -> None:
+    assert len({found[f"context loss {model}"] for found in cases["context"]}) == 1
 
 
 @pytest.mark.parametrize("model", ["gpt", "deepseek"])
-def test_plans_change_no_bit_of_split_sequences(context: list[Row], model: str) -> None:
+def test_plans_change_no_bit_of_split_sequences(cases: AskedCases, model: str) -> None:
     """With dropout on; collectives may run again."""
     plans = ("keep_all", "full", "budget")
-    assert [found[f"context equal {plan} {model}"] for found in context for plan in plans] == [True] * 3 * RANKS
+    assert [found[f"context equal {plan} {model}"] for found in cases["context"] for plan in plans] == [
+        True
+    ] * 3 * RANKS
 
 
-def test_sequences_that_do_not_divide_are_refused_alike_on_all_ranks(context: list[Row]) -> None:
-    assert [found["context refused"] for found in context] == [
+def test_sequences_that_do_not_divide_are_refused_alike_on_all_ranks(cases: AskedCases) -> None:
+    assert [found["context refused"] for found in cases["context"]] == [
         "got seq_length=6, 2 x context_parallel_size=8: 6 is no multiple of 8. The next multiple is 8."
     ] * RANKS
 
 
 @pytest.mark.parametrize("case", [*EXPERT_MODELS, "again", "with data", "with data alone", "with context"])
-def test_shared_experts_give_the_gradients_of_all_experts_here(experts: list[Row], case: str) -> None:
+def test_shared_experts_give_the_gradients_of_all_experts_here(cases: AskedCases, case: str) -> None:
     """Against a model on one device that runs the ranks' batches in turn; "again" is after the bias has moved."""
-    assert max(found[f"expert {case}"] for found in experts) <= FARTHEST
+    assert max(found[f"expert {case}"] for found in cases["experts"]) <= FARTHEST
 
 
-def test_the_bias_counts_the_tokens_of_all_ranks(experts: list[Row]) -> None:
-    assert all(found["expert bias"] for found in experts)
+def test_the_bias_counts_the_tokens_of_all_ranks(cases: AskedCases) -> None:
+    assert all(found["expert bias"] for found in cases["experts"])
 
 
 @pytest.mark.parametrize("model", ["deepseek", "mixtral"])
-def test_plans_change_no_bit_of_shared_experts(experts: list[Row], model: str) -> None:
+def test_plans_change_no_bit_of_shared_experts(cases: AskedCases, model: str) -> None:
     """With dropout on, and other batches on each rank; exchanges may run again."""
     plans = ("keep_all", "full", "budget")
-    assert [found[f"expert equal {plan} {model}"] for found in experts for plan in plans] == [True] * 3 * RANKS
+    assert [found[f"expert equal {plan} {model}"] for found in cases["experts"] for plan in plans] == [True] * 3 * RANKS
 
 
-def test_experts_without_rows_have_gradients(experts: list[Row]) -> None:
-    assert all(found["expert without rows"] for found in experts)
+def test_experts_without_rows_have_gradients(cases: AskedCases) -> None:
+    assert all(found["expert without rows"] for found in cases["experts"])
 
 
-def test_experts_that_do_not_divide_are_refused_alike_on_all_ranks(experts: list[Row]) -> None:
+def test_experts_that_do_not_divide_are_refused_alike_on_all_ranks(cases: AskedCases) -> None:
     expected = {
         "refused": "got num_moe_experts=6, expert_model_parallel_size=4: 6 is no multiple of 4. The next multiple is 8.",
         "none": "got num_moe_experts=None, expert_model_parallel_size=4: there are no experts to share. Leave "
@@ -105,39 +83,43 @@ def test_experts_that_do_not_divide_are_refused_alike_on_all_ranks(experts: list
         "fake tensors.",
     }
     for name, message in expected.items():
-        assert [found[f"expert {name}"] for found in experts] == [message] * RANKS
+        assert [found[f"expert {name}"] for found in cases["experts"]] == [message] * RANKS
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["tensor", "sequence"])
 @pytest.mark.parametrize("model", TENSOR_MODELS)
 def test_split_experts_and_latent_attention_give_the_gradients_of_whole_ones(
-    tensor: list[Row], model: str, way: str
+    cases: AskedCases, model: str, way: str
 ) -> None:
-    assert max(found[f"{way} {model}"] for found in tensor) <= FARTHEST
+    assert max(found[f"{way} {model}"] for found in cases["tensor"]) <= FARTHEST
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", ["deepseek", "mixtral"])
-def test_plans_change_no_bit_of_split_experts(tensor: list[Row], model: str) -> None:
+def test_plans_change_no_bit_of_split_experts(cases: AskedCases, model: str) -> None:
     """Under tensor and sequence parallelism, with dropout on."""
     plans = ("keep_all", "full", "budget")
-    assert [found[f"sequence equal {plan} {model}"] for found in tensor for plan in plans] == [True] * 3 * RANKS
+    assert [found[f"sequence equal {plan} {model}"] for found in cases["tensor"] for plan in plans] == [
+        True
+    ] * 3 * RANKS
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["tensor", "sequence"])
 @pytest.mark.parametrize("model", ["deepseek", "mixtral"])
-def test_split_experts_that_ranks_share_give_the_gradients_of_whole_ones(both: list[Row], model: str, way: str) -> None:
+def test_split_experts_that_ranks_share_give_the_gradients_of_whole_ones(
+    cases: AskedCases, model: str, way: str
+) -> None:
     """Against a model on one device that runs the batches of both pairs in turn."""
-    assert max(found[f"{way} both {model}"] for found in both) <= FARTHEST
+    assert max(found[f"{way} both {model}"] for found in cases["both"]) <= FARTHEST
 
 
 @pytest.mark.long
-def test_plans_change_no_bit_of_split_experts_that_ranks_share(both: list[Row]) -> None:
+def test_plans_change_no_bit_of_split_experts_that_ranks_share(cases: AskedCases) -> None:
     """Under tensor and sequence parallelism, with dropout on, and another batch on each pair of ranks."""
     plans = ("keep_all", "full", "budget")
-    assert [found[f"both equal {plan}"] for found in both for plan in plans] == [True] * 3 * RANKS
+    assert [found[f"both equal {plan}"] for found in cases["both"] for plan in plans] == [True] * 3 * RANKS
 
 
 def test_experts_are_not_shared_by_the_ranks_that_split_them(cases: AskedCases) -> None:

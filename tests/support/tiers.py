@@ -10,7 +10,7 @@ import pytest
 
 def long(values: Iterable[Any]) -> list[Any]:
     """Return values of a parameter as those of the long tier."""
-    return [pytest.param(value, marks=pytest.mark.long) for value in values]
+    return long_but((), values)
 
 
 def long_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import recollect
 from recollect.attaching.attached import Attached
 from recollect.errors import BudgetWarning, RecordError
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
+from residual_model import Model
 
 
 def attached_to(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Attached:
