@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from recollect.costs.hardware import ArithmeticRate, ElementRate, Hardware
+from recollect.costs.host_links import HostLink
 
 SMALL = Hardware(
     name="small",
@@ -14,4 +15,5 @@ SMALL = Hardware(
     cache_bytes=2**20,
     cache_bytes_per_s=5e10,
     elements=(ElementRate("transcendental", 1e9),),
+    host_link=HostLink(to_host_bytes_per_s=2e9, from_host_bytes_per_s=3e9, latency_s=4e-6),
 )

@@ -7,11 +7,12 @@ own. Nothing here imports torch.
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
+from recollect.costs.host_links import HostLink
+from recollect.costs.number_checks import check_fraction, check_not_negative, check_positive
 from recollect.errors import HardwareError
 from recollect.fields import Field, read_document
 
@@ -63,11 +64,11 @@ class ArithmeticRate:
     half_rate_depth: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_positive(f"rate {self.dtype!r}: peak_flops_per_s", self.peak_flops_per_s)
+        check_positive(f"rate {self.dtype!r}: peak_flops_per_s", self.peak_flops_per_s)
         for name in ("matmul_efficiency", "attention_efficiency", "attention_backward_efficiency"):
-            _check_fraction(f"rate {self.dtype!r}: {name}", getattr(self, name))
+            check_fraction(f"rate {self.dtype!r}: {name}", getattr(self, name))
         for name in ("half_rate_outputs", "half_rate_depth"):
-            _check_not_negative(f"rate {self.dtype!r}: {name}", getattr(self, name))
+            check_not_negative(f"rate {self.dtype!r}: {name}", getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class ElementRate:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"elements {self.kind!r}: expected one of {', '.join(KINDS)}")
-        _check_positive(f"elements {self.kind!r}: elements_per_s", self.elements_per_s)
+        check_positive(f"elements {self.kind!r}: elements_per_s", self.elements_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +103,7 @@ class Hardware:
         rates: one for each dtype; "fp32" is required and stands in for missing ones.
         cache_bytes, cache_bytes_per_s: the first so many bytes that an op touches move at this rate; 0 for no cache.
         elements: kinds of ops that are limited by something other than memory.
+        host_link: what connects it with the memory of its host; None if that is not known.
 
     Raises:
         ValueError: a number that is not finite or not positive, an efficiency above 1, a duplicate dtype or kind, no
@@ -130,15 +132,16 @@ class Hardware:
     cache_bytes: int = 0
     cache_bytes_per_s: float = 0.0
     elements: tuple[ElementRate, ...] = ()
+    host_link: HostLink | None = None
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device: got {self.device!r}, expected 'cpu' or 'cuda'")
         for name in ("memory_bytes", "bandwidth_bytes_per_s", "launch_s"):
-            _check_positive(name, getattr(self, name))
-        _check_fraction("traffic_efficiency", self.traffic_efficiency)
+            check_positive(name, getattr(self, name))
+        check_fraction("traffic_efficiency", self.traffic_efficiency)
         for name in ("cache_bytes", "cache_bytes_per_s"):
-            _check_not_negative(name, getattr(self, name))
+            check_not_negative(name, getattr(self, name))
         if (self.cache_bytes > 0) != (self.cache_bytes_per_s > 0):
             raise ValueError("cache_bytes, cache_bytes_per_s: got one of them, expected both or none")
         for what, keys in (("rates", [r.dtype for r in self.rates]), ("elements", [e.kind for e in self.elements])):
@@ -158,12 +161,15 @@ class Hardware:
     def to_json(self) -> str:
         """Return the hardware as JSON text; `from_json` reads it back as an equal one."""
         document = {"format": _FORMAT, "version": _VERSION}
-        document |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("rates", "elements")}
+        parts = ("rates", "elements", "host_link")
+        document |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in parts}
         document["rates"] = {
             rate.dtype: {f.name: getattr(rate, f.name) for f in fields(rate) if f.name != "dtype"}
             for rate in self.rates
         }
         document["elements_per_s"] = {element.kind: element.elements_per_s for element in self.elements}
+        if self.host_link is not None:
+            document["host_link"] = asdict(self.host_link)
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
     @classmethod
@@ -182,6 +188,7 @@ class Hardware:
             return cls(
                 rates=tuple(_decode_rate(dtype, rates.get(dtype)) for dtype in rates.keys()),
                 elements=tuple(ElementRate(kind, elements.get(kind).number()) for kind in elements.keys()),
+                host_link=_decode_host_link(root.find("host_link")),
                 **given,
             )
         except ValueError as problem:
@@ -214,16 +221,9 @@ def _decode_rate(dtype: str, place: Field) -> ArithmeticRate:
     return ArithmeticRate(dtype, *(place.get(name).number() for name in names))
 
 
-def _check_positive(what: str, number: float) -> None:
-    if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"{what}: got {number}, expected a finite number above 0")
-
-
-def _check_not_negative(what: str, number: float) -> None:
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{what}: got {number}, expected a finite number, 0 or more")
-
-
-def _check_fraction(what: str, number: float) -> None:
-    if not 0 < number <= 1:
-        raise ValueError(f"{what}: got {number}, expected a fraction above 0, at most 1")
+def _decode_host_link(place: Field | None) -> HostLink | None:
+    if place is None:
+        return None
+    names = [f.name for f in fields(HostLink)]
+    place.keys(allowed=names)
+    return HostLink(*(place.get(name).number() for name in names))

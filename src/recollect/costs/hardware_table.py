@@ -26,7 +26,8 @@ The fraction of the peak that bf16 matrix products reach was measured by S. Bekm
 (B200), 60 % (MI300X); 80 % is assumed for the others. Attention: Dao, "FlashAttention-2", 2023, figures 5 and 6 (A100:
 up to 73 % forward, 63 % backward), and Shah et al., "FlashAttention-3", 2024 (its predecessor reaches 35 % on the
 H100); assumed for the others. 85 % of the bandwidth, 5 us per launch, and half a wave of tiles of 128 x 128 (one
-tile per multiprocessor, at a depth of 64) are assumptions, not measured here on any GPU.
+tile per multiprocessor, at a depth of 64) are assumptions, not measured here on any GPU. What copies to and from the host's
+memory reach is in `host_links.py`, by the link that a device has on its data sheet.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import re
 from pathlib import Path
 
 from recollect.costs.hardware import ArithmeticRate, ElementRate, Hardware
+from recollect.costs.host_links import HOST_LINKS, HostLink
 from recollect.errors import HardwareError
 
 __all__ = ["HARDWARE", "choose_hardware", "find_hardware", "hardware_of_device"]
@@ -53,6 +55,7 @@ def _gpu(
     name: str,
     memory_gib: int,
     bandwidth_bytes_per_s: float,
+    host_link: HostLink,
     num_multiprocessors: int,
     tflops_per_s: dict[str, float],
     matmul_efficiency: float = 0.8,
@@ -70,6 +73,7 @@ def _gpu(
             ArithmeticRate(dtype, 1e12 * peak, matmul_efficiency, forward, backward, half_rate_outputs, _DEPTH)
             for dtype, peak in tflops_per_s.items()
         ),
+        host_link=host_link,
     )
 
 
@@ -82,22 +86,25 @@ _HOPPER = _tensor_cores(67, 494.7, 989.4, 1979)
 _AMPERE = _tensor_cores(19.5, 156, 312)
 _FLASH_2 = (0.7, 0.6)  # where FlashAttention-2 does as well as on the A100
 
-# A GPU's memory in GiB, bytes/s of it, multiprocessors, TFLOP/s; fractions of these in matrix products and attention.
+_PCIE_4, _PCIE_5 = HOST_LINKS["PCIe 4"], HOST_LINKS["PCIe 5"]
+
+# A GPU's memory in GiB, bytes/s of it, link to its host, multiprocessors, TFLOP/s; fractions of these in matrix products and
+# attention.
 HARDWARE: dict[str, Hardware] = {
-    "H100": _gpu("NVIDIA H100 SXM", 80, 3.35e12, 132, _HOPPER),
-    "H100 PCIe": _gpu("NVIDIA H100 PCIe", 80, 2.0e12, 114, _tensor_cores(51, 378, 756, 1513)),
-    "H100 NVL": _gpu("NVIDIA H100 NVL", 94, 3.9e12, 132, _tensor_cores(60, 417.5, 835.5, 1671)),
-    "H200": _gpu("NVIDIA H200", 141, 4.8e12, 132, _HOPPER),
-    "H800": _gpu("NVIDIA H800 SXM", 80, 3.35e12, 132, _HOPPER),
-    "A100 40GB": _gpu("NVIDIA A100 40GB", 40, 1.555e12, 108, _AMPERE, 0.86, _FLASH_2),
-    "A100": _gpu("NVIDIA A100 80GB SXM", 80, 2.039e12, 108, _AMPERE, 0.86, _FLASH_2),
-    "A100 80GB PCIe": _gpu("NVIDIA A100 80GB PCIe", 80, 1.935e12, 108, _AMPERE, 0.82, _FLASH_2),
-    "B200": _gpu("NVIDIA B200", 180, 7.7e12, 148, _tensor_cores(75, 1100, 2250, 4500), 0.78),
-    "L40S": _gpu("NVIDIA L40S", 48, 0.864e12, 142, _tensor_cores(91.6, 183, 362, 733), 0.8, (0.6, 0.5)),
+    "H100": _gpu("NVIDIA H100 SXM", 80, 3.35e12, _PCIE_5, 132, _HOPPER),
+    "H100 PCIe": _gpu("NVIDIA H100 PCIe", 80, 2.0e12, _PCIE_5, 114, _tensor_cores(51, 378, 756, 1513)),
+    "H100 NVL": _gpu("NVIDIA H100 NVL", 94, 3.9e12, _PCIE_5, 132, _tensor_cores(60, 417.5, 835.5, 1671)),
+    "H200": _gpu("NVIDIA H200", 141, 4.8e12, _PCIE_5, 132, _HOPPER),
+    "H800": _gpu("NVIDIA H800 SXM", 80, 3.35e12, _PCIE_5, 132, _HOPPER),
+    "A100 40GB": _gpu("NVIDIA A100 40GB", 40, 1.555e12, _PCIE_4, 108, _AMPERE, 0.86, _FLASH_2),
+    "A100": _gpu("NVIDIA A100 80GB SXM", 80, 2.039e12, _PCIE_4, 108, _AMPERE, 0.86, _FLASH_2),
+    "A100 80GB PCIe": _gpu("NVIDIA A100 80GB PCIe", 80, 1.935e12, _PCIE_4, 108, _AMPERE, 0.82, _FLASH_2),
+    "B200": _gpu("NVIDIA B200", 180, 7.7e12, _PCIE_5, 148, _tensor_cores(75, 1100, 2250, 4500), 0.78),
+    "L40S": _gpu("NVIDIA L40S", 48, 0.864e12, _PCIE_4, 142, _tensor_cores(91.6, 183, 362, 733), 0.8, (0.6, 0.5)),
     "RTX 4090": _gpu(
-        "NVIDIA GeForce RTX 4090", 24, 1.008e12, 128, _tensor_cores(82.6, 82.6, 165.2, 330.3), 0.8, _FLASH_2
+        "NVIDIA GeForce RTX 4090", 24, 1.008e12, _PCIE_4, 128, _tensor_cores(82.6, 82.6, 165.2, 330.3), 0.8, _FLASH_2
     ),
-    "MI300X": _gpu("AMD Instinct MI300X", 192, 5.3e12, 304, _tensor_cores(163.4, 653.7, 1307.4, 2614.9), 0.6),
+    "MI300X": _gpu("AMD Instinct MI300X", 192, 5.3e12, _PCIE_5, 304, _tensor_cores(163.4, 653.7, 1307.4, 2614.9), 0.6),
     "cpu": Hardware(
         name="AMD EPYC (Zen 5), 1 thread",
         device="cpu",

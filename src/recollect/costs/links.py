@@ -16,6 +16,8 @@ measured here.
 | InfiniBand NDR | 50 GB/s | 40 GB/s | 14 us | NVIDIA, "ConnectX-7": 400 Gb/s; likewise |
 | PCIe 5 | 64 GB/s | 45 GB/s | 5.7 us | PCI-SIG: 128 GB/s for 16 lanes |
 | Infinity Fabric | 448 GB/s | 314 GB/s | 3.4 us | AMD, "Instinct MI300X": seven links of 64 GB/s |
+
+What connects a device with its host's memory is in `host_links.py`.
 """
 
 from __future__ import annotations

@@ -104,6 +104,18 @@ def test_json_round_trip(hardware: Hardware, tmp_path: Path) -> None:
     assert find_hardware(path) == find_hardware(str(path)) == hardware
 
 
+def test_file_without_a_link_to_the_host_is_read() -> None:
+    older = json.loads(SMALL.to_json())
+    del older["host_link"]
+    read = Hardware.from_json(json.dumps(older))
+    assert read == replace(SMALL, host_link=None)
+    assert json.loads(read.to_json()) == older == {**older, "version": 1}
+    assert Hardware.from_json(_edited(host_link=None)) == read
+
+
+LINK = {"to_host_bytes_per_s": 1e9, "from_host_bytes_per_s": 1e9, "latency_s": 0}
+
+
 def _edited(**changes: Any) -> str:
     return json.dumps({**json.loads(SMALL.to_json()), **changes})
 
@@ -129,6 +141,14 @@ def _edited(**changes: Any) -> str:
             "elements 'sort': elements_per_s: got 0.0, expected a finite number above 0",
         ),
         (_edited(elements_per_s={"sorting": 1e9}), "elements 'sorting': expected one of "),
+        (_edited(host_link=25e9), "host_link: got 25000000000.0, expected an object"),
+        (_edited(host_link={"latency_s": 0}), "host_link: the key 'to_host_bytes_per_s' is missing"),
+        (_edited(host_link={**LINK, "out": 1}), "host_link.out: unknown key, expected one of to_host_bytes_per_s, "),
+        (_edited(host_link={**LINK, "latency_s": "0"}), 'host_link.latency_s: got "0", expected a finite number'),
+        (
+            _edited(host_link={**LINK, "to_host_bytes_per_s": 0}),
+            "host_link: to_host_bytes_per_s: got 0.0, expected a finite number above 0",
+        ),
         (_edited(colour="red"), "colour: unknown key"),
     ],
 )
