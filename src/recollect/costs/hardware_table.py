@@ -6,6 +6,7 @@
 | H100 PCIe | 51 | 378 | 756 | 1513 | 80 GB | 2.0 TB/s | the same, 2022 edition |
 | H100 NVL | 60 | 417.5 | 835.5 | 1671 | 94 GB | 3.9 TB/s | the same, 2024 edition, for one of the two cards |
 | H800 (SXM) | 67 | 494.7 | 989.4 | 1979 | 80 GB | 3.35 TB/s | an H100 with less fp64 and NVLink: arXiv 2505.09343 |
+| GH200 | 67 | 494.7 | 989.4 | 1979 | 96 GB | 4.0 TB/s | NVIDIA, "GH200 Grace Hopper Superchip" data sheet, 2023, with HBM3 |
 | H200 | 67 | 494.7 | 989.4 | 1979 | 141 GB | 4.8 TB/s | NVIDIA, "H200 Tensor Core GPU" data sheet, 2024 |
 | A100 40GB | 19.5 | 156 | 312 | | 40 GB | 1.555 TB/s | NVIDIA, "A100 Tensor Core GPU" data sheet, 2020 |
 | A100 (80 GB) | 19.5 | 156 | 312 | | 80 GB | 2.039 TB/s | the same, 2021 edition, SXM |
@@ -94,6 +95,7 @@ HARDWARE: dict[str, Hardware] = {
     "H100": _gpu("NVIDIA H100 SXM", 80, 3.35e12, _PCIE_5, 132, _HOPPER),
     "H100 PCIe": _gpu("NVIDIA H100 PCIe", 80, 2.0e12, _PCIE_5, 114, _tensor_cores(51, 378, 756, 1513)),
     "H100 NVL": _gpu("NVIDIA H100 NVL", 94, 3.9e12, _PCIE_5, 132, _tensor_cores(60, 417.5, 835.5, 1671)),
+    "GH200": _gpu("NVIDIA GH200", 96, 4.0e12, HOST_LINKS["NVLink-C2C"], 132, _HOPPER),
     "H200": _gpu("NVIDIA H200", 141, 4.8e12, _PCIE_5, 132, _HOPPER),
     "H800": _gpu("NVIDIA H800 SXM", 80, 3.35e12, _PCIE_5, 132, _HOPPER),
     "A100 40GB": _gpu("NVIDIA A100 40GB", 40, 1.555e12, _PCIE_4, 108, _AMPERE, 0.86, _FLASH_2),
@@ -138,6 +140,7 @@ _DEVICE_NAMES = {
     "H100": r"H100 80GB HBM3|H100 SXM5?",
     "H100 PCIe": r"H100 PCIe",
     "H100 NVL": r"H100 NVL",
+    "GH200": r"GH200 480GB",
     "H200": r"H200( NVL)?",
     "H800": r"H800( SXM5?| 80GB HBM3)?",
     "A100 40GB": r"A100-(SXM4|SXM|PCIE|PG509-200)(-40GB)?",

@@ -17,7 +17,8 @@ measured here.
 | PCIe 5 | 64 GB/s | 45 GB/s | 5.7 us | PCI-SIG: 128 GB/s for 16 lanes |
 | Infinity Fabric | 448 GB/s | 314 GB/s | 3.4 us | AMD, "Instinct MI300X": seven links of 64 GB/s |
 
-What connects a device with its host's memory is in `host_links.py`.
+The GH200 has NVLink 4 where 32 of them are connected by switches; where four share a board, a pair has a third of it. What
+connects a device with its host's memory is in `host_links.py`.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ _USUAL: dict[str, tuple[str, str]] = {
     "H100": ("NVLink 4", "InfiniBand NDR"),
     "H100 PCIe": ("PCIe 5", "InfiniBand NDR"),
     "H100 NVL": ("PCIe 5", "InfiniBand NDR"),
+    "GH200": ("NVLink 4", "InfiniBand NDR"),
     "H200": ("NVLink 4", "InfiniBand NDR"),
     "H800": ("NVLink 4 (H800)", "InfiniBand NDR"),
     "A100 40GB": ("NVLink 3", "InfiniBand HDR"),
