@@ -39,7 +39,7 @@ class HostLink:
 
     Example:
         >>> link = HostLink(to_host_bytes_per_s=25e9, from_host_bytes_per_s=25e9, latency_s=1e-5)
-        >>> link.latency_s
+        >>> link.profile_fields()["host_latency_s"]
         1e-05
     """
 
@@ -51,6 +51,14 @@ class HostLink:
         check_positive("host_link: to_host_bytes_per_s", self.to_host_bytes_per_s)
         check_positive("host_link: from_host_bytes_per_s", self.from_host_bytes_per_s)
         check_not_negative("host_link: latency_s", self.latency_s)
+
+    def profile_fields(self) -> dict[str, float]:
+        """Return the numbers under their names in a `Profile`."""
+        return {
+            "to_host_bytes_per_s": self.to_host_bytes_per_s,
+            "from_host_bytes_per_s": self.from_host_bytes_per_s,
+            "host_latency_s": self.latency_s,
+        }
 
 
 HOST_LINKS: dict[str, HostLink] = {

@@ -29,6 +29,12 @@ _FORMAT = "recollect.profile"
 # 2: a call may stand for several runs. Readers of version 1 would take it for one, and predict too little recompute.
 _VERSION = 2
 
+# By their units.
+_FLOATS = {
+    "seconds": ("step_s", "gather_latency_s", "gather_s_per_byte", "host_latency_s"),
+    "bytes per second": ("to_host_bytes_per_s", "from_host_bytes_per_s"),
+}
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -50,6 +56,9 @@ class Profile:
         device_memory_bytes: size of the device's memory; 0 if unknown.
         shard_ranks: ranks on each of which a plan may hold a part of a value, in place of all of it; 1 if it may not.
         gather_latency_s, gather_s_per_byte: what it takes to gather such a value: seconds, and seconds more for each byte.
+        to_host_bytes_per_s, from_host_bytes_per_s: what copies from the device to its host's memory reach, and copies back; 0
+            if that is not known, so that nothing can be offloaded.
+        host_latency_s: seconds that such a copy takes however little it copies.
 
     Raises:
         ValueError: a call or an event that refers to something missing, or a negative or non-finite number.
@@ -72,6 +81,9 @@ class Profile:
     shard_ranks: int = 1
     gather_latency_s: float = 0.0
     gather_s_per_byte: float = 0.0
+    to_host_bytes_per_s: float = 0.0
+    from_host_bytes_per_s: float = 0.0
+    host_latency_s: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "persistent", MappingProxyType(dict(self.persistent)))
@@ -80,10 +92,11 @@ class Profile:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected 1 or more")
         if self.device_memory_bytes < 0:
             raise ValueError(f"device_memory_bytes: got {self.device_memory_bytes} bytes, expected 0 or more")
-        for name in ("step_s", "gather_latency_s", "gather_s_per_byte"):
-            seconds = getattr(self, name)
-            if not (math.isfinite(seconds) and seconds >= 0):
-                raise ValueError(f"{name}: got {seconds}, expected a finite number of seconds, 0 or more")
+        for unit, names in _FLOATS.items():
+            for name in names:
+                number = getattr(self, name)
+                if not (math.isfinite(number) and number >= 0):
+                    raise ValueError(f"{name}: got {number}, expected a finite number of {unit}, 0 or more")
         for kind, nbytes in self.persistent.items():
             if nbytes < 0:
                 raise ValueError(f"persistent[{kind!r}]: got {nbytes} bytes, expected 0 or more")

@@ -265,6 +265,7 @@ class StepRecording:
             persistent["optimizer_state"] = persistent.get("optimizer_state", 0) + self._to_come.state_bytes
             recorder.add_optimizer_step(self._to_come.with_room(_UNSEEN_BYTES))
         modelled = self._modelled
+        host_link = None if modelled is None else modelled.hardware.host_link
         made = assemble(
             recorder,
             self._costs,
@@ -280,6 +281,7 @@ class StepRecording:
             batch=batch,
             loss_chunks=loss_chunks,
             ranks=self._ranks,
+            **({} if host_link is None else host_link.profile_fields()),
         )
         return fold(self._timed(made, budget) if modelled is None else made)
 

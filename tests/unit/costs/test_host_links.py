@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from recollect.costs.hardware_table import HARDWARE
 from recollect.costs.host_links import HOST_LINKS, HostLink
+from recollect.profile.profile import Profile
+from toy_profile import stack
 
 
 def test_every_gpu_of_the_table_has_the_link_of_its_data_sheet() -> None:
@@ -16,12 +20,19 @@ def test_every_gpu_of_the_table_has_the_link_of_its_data_sheet() -> None:
     pcie_4 = {"A100 40GB", "A100", "A100 80GB PCIe", "L40S", "RTX 4090"}
     assert links.keys() == HARDWARE.keys() - {"cpu"}
     assert {name for name, link in links.items() if link == "PCIe 4"} == pcie_4
+    assert {name for name, link in links.items() if link == "NVLink-C2C"} == {"GH200"}
 
 
 def test_copies_reach_less_than_the_data_sheet_says() -> None:
     data_sheets = {"PCIe 4": 32e9, "PCIe 5": 64e9, "NVLink-C2C": 450e9}
     for name, link in HOST_LINKS.items():
         assert max(link.to_host_bytes_per_s, link.from_host_bytes_per_s) < data_sheets[name]
+
+
+def test_numbers_have_their_places_in_a_profile() -> None:
+    facts: dict[str, Any] = HostLink(1e9, 2e9, 3e-6).profile_fields()
+    profile = Profile((), (), stack(1).log, 0.0, **facts)
+    assert (profile.to_host_bytes_per_s, profile.from_host_bytes_per_s, profile.host_latency_s) == (1e9, 2e9, 3e-6)
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])

@@ -114,6 +114,15 @@ def test_log_messages(blocks: Any, sequence: Any, message: str) -> None:
     ("changes", "message"),
     [
         ({"step_s": float("inf")}, "step_s: got inf, expected a finite number of seconds, 0 or more"),
+        ({"host_latency_s": -1.0}, r"host_latency_s: got -1\.0, expected a finite number of seconds, 0 or more"),
+        (
+            {"to_host_bytes_per_s": -1.0},
+            r"to_host_bytes_per_s: got -1\.0, expected a finite number of bytes per second, 0 or",
+        ),
+        (
+            {"from_host_bytes_per_s": float("nan")},
+            "from_host_bytes_per_s: got nan, expected a finite number of bytes per sec",
+        ),
         ({"persistent": {"parameters": -1}}, r"persistent\['parameters'\]: got -1 bytes"),
         ({"calls": (UnitCall("head", 9),)}, r"call 0 \('head'\): graph 9, expected 0 to 2"),
         ({"calls": with_origin(0, 7, 0)}, r"call 1 \('b'\): origin \(0, 7, 0\) is of call 7, expected 0 to 1"),
@@ -138,6 +147,17 @@ def test_round_trip_of_what_watching_takes() -> None:
     again = Profile.from_json(made.to_json())
     assert again == made
     assert again.graphs[1].watched_s({1}) == pytest.approx(3e-5)
+
+
+def test_link_to_the_host_in_files_and_not_in_older_ones() -> None:
+    made = replace(profile(), to_host_bytes_per_s=2e9, from_host_bytes_per_s=3e9, host_latency_s=4e-6)
+    assert Profile.from_json(made.to_json()) == copy.deepcopy(made) == made != profile()
+    older = json.loads(made.to_json())
+    for name in ("to_host_bytes_per_s", "from_host_bytes_per_s", "host_latency_s"):
+        del older[name]
+    assert Profile.from_json(json.dumps(older)) == replace(
+        made, to_host_bytes_per_s=0.0, from_host_bytes_per_s=0.0, host_latency_s=0.0
+    )
 
 
 def test_compressed_files_of_equal_profiles_are_equal(tmp_path: Path) -> None:
@@ -169,6 +189,11 @@ def edited(**changes: Any) -> str:
         (edited(version=3), "version: got 3, but this recollect reads up to 2"),
         (edited(format="other"), "format: got \"other\", expected 'recollect.profile'"),
         (edited(step_s=-1.0), r"document: step_s: got -1\.0"),
+        (edited(to_host_bytes_per_s="fast"), 'to_host_bytes_per_s: got "fast", expected a finite number'),
+        (
+            edited(host_latency_s=-1.0),
+            r"document: host_latency_s: got -1\.0, expected a finite number of seconds, 0 or more",
+        ),
         (edited(step_s=None), "step_s: got null, expected a finite number"),
         (edited(fake="yes"), 'fake: got "yes", expected true or false'),
         (edited(persistent={"parameters": -1}), "persistent.parameters: got -1, expected an integer, 0 or more"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,17 @@ def test_fake_recording_predicts_what_a_real_one_predicts(optimizer: bool) -> No
     assert [v.saved for v in graph_at(fake, "decoder.layers.1").values] == [
         v.saved for v in graph_at(real, "decoder.layers.1").values
     ]
+
+
+def test_the_link_to_the_host_is_that_of_the_hardware() -> None:
+    def link(profile: Profile) -> tuple[float, float, float]:
+        return profile.to_host_bytes_per_s, profile.from_host_bytes_per_s, profile.host_latency_s
+
+    model, batch = llama(), batch_of()
+    assert link(recollect.record(model, batch, fake=True, hardware="A100")) == (25e9, 25e9, 1e-5)
+    unknown = replace(HARDWARE["A100"], host_link=None)
+    assert link(recollect.record(model, batch, fake=True, hardware=unknown)) == (0, 0, 0)
+    assert link(recollect.record(model, batch)) == (0, 0, 0), "it is not measured with the step"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "vit", "gemma", "mamba", "mixtral", "deepseek_v3"])
