@@ -83,7 +83,7 @@ def with_common_times(profile: Profile, ranks: Ranks, place: Place = Place.START
 
     So they make the same plan of them. The median, since each time was measured once in each process, and one that was
     disturbed meanwhile says nothing about the step. The slowest process sets the pace, but of equal devices none is slower than
-    the others in every step.
+    the others in every step. Links to the hosts' memory are not equal, so there the slowest counts.
 
     Args:
         profile: as this process recorded it.
@@ -93,10 +93,19 @@ def with_common_times(profile: Profile, ranks: Ranks, place: Place = Place.START
     if ranks.is_alone or profile.fake:
         return profile
     own = list(_times(profile))
-    found = ranks.gather((_fingerprint(profile), own), place)
-    if len({fingerprint for fingerprint, _ in found}) > 1:
+    found = ranks.gather((_fingerprint(profile), own, _host_link(profile)), place)
+    fingerprints, times_of_all, links = zip(*found, strict=True)
+    if len(set(fingerprints)) > 1:
         return profile
-    return _with_times(profile, (statistics.median(times) for times in zip(*(its for _, its in found), strict=True)))
+    common = _with_times(profile, (statistics.median(times) for times in zip(*times_of_all, strict=True)))
+    to_host, from_host, latencies_s = zip(*links, strict=True)
+    return replace(
+        common, to_host_bytes_per_s=min(to_host), from_host_bytes_per_s=min(from_host), host_latency_s=max(latencies_s)
+    )
+
+
+def _host_link(profile: Profile) -> tuple[float, float, float]:
+    return profile.to_host_bytes_per_s, profile.from_host_bytes_per_s, profile.host_latency_s
 
 
 def _times(profile: Profile) -> Iterator[float]:

@@ -69,6 +69,18 @@ def test_times_of_the_same_ops_become_their_median() -> None:
     assert with_common_times(slower(stack(3), 16.0), Others(profiles)) == slower(stack(3), 9.0)
 
 
+def with_link(profile: Profile, to_host: float, from_host: float, latency_s: float) -> Profile:
+    return replace(profile, to_host_bytes_per_s=to_host, from_host_bytes_per_s=from_host, host_latency_s=latency_s)
+
+
+def test_the_slowest_link_to_a_host_is_that_of_all() -> None:
+    others = [with_link(stack(3), 2e9, 9e9, 1e-6), with_link(stack(3), 3e9, 4e9, 2e-6)]
+    assert with_common_times(with_link(stack(3), 5e9, 5e9, 9e-6), Others(others)) == with_link(stack(3), 2e9, 4e9, 9e-6)
+    assert with_common_times(with_link(stack(3), 5e9, 5e9, 9e-6), Others([stack(3)])) == with_link(stack(3), 0, 0, 9e-6)
+    longer = with_link(stack(3, graph=layer(up_bytes=800)), 1e9, 1e9, 1.0)
+    assert with_common_times(others[0], Others([longer])) == others[0]
+
+
 def test_times_of_other_sizes_and_of_one_process_stay() -> None:
     longer = stack(3, graph=layer(up_bytes=800))
     assert with_common_times(stack(3), Others([slower(longer, 9.0), slower(longer, 9.0)])) == stack(3)
