@@ -1,0 +1,171 @@
+"""Measure how fast copies between a device and the memory of its host are, both directions at once while nothing computes.
+
+Host memory is pinned, and the copies of each direction run in a stream of their own. Where the device is the CPU, a mapped file
+stands in for the host's memory, and two threads copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from recollect.errors import HardwareError
+
+__all__ = ["Copies", "HostCopies", "copies_in_streams", "measure_host_link", "reached"]
+
+_LARGE_BYTES = 64 << 20
+_SMALL_BYTES = 4 << 10
+_NUM_COPIES = 16
+# On the CPU, for large copies; as many as that are made in any case.
+_CPU_S = 0.25
+_FEWEST_COPIES = 3
+
+# When a copy began and ended, in seconds.
+_Span = tuple[float, float]
+
+
+class HostCopies(NamedTuple):
+    """What copies between a device and the memory of its host reach.
+
+    Attributes:
+        to_host_bytes_per_s: of large copies out of the device, in the median.
+        from_host_bytes_per_s: of large copies into it.
+        latency_s: seconds of the smallest copies, of the slower direction.
+    """
+
+    to_host_bytes_per_s: float
+    from_host_bytes_per_s: float
+    latency_s: float
+
+
+class Copies(NamedTuple):
+    """The copies of one direction."""
+
+    large: list[_Span]
+    small: list[_Span]
+
+
+def measure_host_link(device: torch.device) -> HostCopies:
+    """Measure copies of a device to and from the memory of its host.
+
+    Takes less than a second, and 128 MiB of each memory; on the CPU also of the folder for temporary files.
+
+    Args:
+        device: "cpu", or an accelerator with streams, such as "cuda".
+
+    Raises:
+        HardwareError: another type of device, or a missing one; on the CPU, no room for the file.
+
+    Example:
+        >>> import torch
+        >>> measure_host_link(torch.device("cpu")).to_host_bytes_per_s > 1e6
+        True
+    """
+    return reached(*(_cpu_copies() if device.type == "cpu" else _device_copies(device)))
+
+
+def reached(out: Copies, back: Copies) -> HostCopies:
+    """Return what the copies of both directions, which ran at once, reach."""
+    return HostCopies(
+        to_host_bytes_per_s=_LARGE_BYTES / _median_s(out.large, beside=back.large),
+        from_host_bytes_per_s=_LARGE_BYTES / _median_s(back.large, beside=out.large),
+        latency_s=max(_median_s(out.small, beside=back.small), _median_s(back.small, beside=out.small)),
+    )
+
+
+def _median_s(spans: Sequence[_Span], *, beside: Sequence[_Span]) -> float:
+    """Return the median time of the copies that ran while the other direction did, or of all where none did."""
+    first, last = beside[0][0], beside[-1][1]
+    together = [span for span in spans if first <= span[0] and span[1] <= last]
+    return statistics.median(end - begin for begin, end in together or spans)
+
+
+def _cpu_copies() -> tuple[Copies, Copies]:
+    """Copy in two threads; PyTorch lets go of Python's lock while it copies."""
+    # Ones, since pages of zeros that nobody has written to are all the same one.
+    (out, host_out), (back, host_back) = ((torch.ones(_LARGE_BYTES, dtype=torch.uint8), _mapped()) for _ in range(2))
+    with ThreadPoolExecutor(2) as pool:
+        both = pool.submit(_copy_for_a_while, out, host_out), pool.submit(_copy_for_a_while, host_back, back)
+        to_host, from_host = (one.result() for one in both)
+    return to_host, from_host
+
+
+def _copy_for_a_while(source: torch.Tensor, target: torch.Tensor) -> Copies:
+    until = time.perf_counter() + _CPU_S
+    copies = Copies([], [])
+    while len(copies.large) < _FEWEST_COPIES or time.perf_counter() < until:
+        copies.large.append(_timed_copy(source, target))
+    while len(copies.small) < _NUM_COPIES:
+        copies.small.append(_timed_copy(source[:_SMALL_BYTES], target[:_SMALL_BYTES]))
+    return copies
+
+
+def _timed_copy(source: torch.Tensor, target: torch.Tensor) -> _Span:
+    begin = time.perf_counter()
+    target.copy_(source)
+    return begin, time.perf_counter()
+
+
+def _mapped() -> torch.Tensor:
+    """Return a tensor in a mapped file, which has no name."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            # Written, not only made as long as that: a write to a page that the disk has no room for ends the process.
+            for _ in range(_LARGE_BYTES >> 20):
+                file.write(bytes(1 << 20))
+            file.flush()
+            return torch.frombuffer(mmap.mmap(file.fileno(), _LARGE_BYTES), dtype=torch.uint8)
+    except OSError as problem:
+        raise HardwareError(
+            f"link to the host: cannot map a temporary file of {_LARGE_BYTES >> 20} MiB ({problem}), expected room for two of "
+            "them. Free some, or name another folder in the environment as TMPDIR."
+        ) from None
+
+
+def _device_copies(device: torch.device) -> tuple[Copies, Copies]:
+    module: Any = getattr(torch, device.type, None)
+    if not (hasattr(module, "Stream") and module.is_available()):
+        raise HardwareError(
+            f"link to the host: got device {str(device)!r}, expected 'cpu', or an accelerator with streams that PyTorch finds "
+            "here, such as 'cuda'."
+        )
+    with module.device(device):
+        out, back = (torch.zeros(_LARGE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+        host_out, host_back = (torch.zeros(_LARGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+        return copies_in_streams(module, (out, host_out), (host_back, back))
+
+
+def copies_in_streams(
+    module: Any, out: tuple[torch.Tensor, torch.Tensor], back: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[Copies, Copies]:
+    """Copy from the first tensors to the second ones, each pair in a stream of its own; `module` is such as `torch.cuda`."""
+    begin = module.Event(enable_timing=True)
+    begin.record()
+    streams = [module.Stream() for _ in range(2)]
+    for stream in streams:
+        stream.wait_event(begin)
+    ends: tuple[list[Any], list[Any]] = ([], [])
+    # The large ones first: while they run, the host gets ahead, so that the small ones need not wait for it.
+    for nbytes in [_LARGE_BYTES] * _NUM_COPIES + [_SMALL_BYTES] * _NUM_COPIES:
+        for stream, (source, target), of_stream in zip(streams, (out, back), ends, strict=True):
+            with module.stream(stream):
+                target[:nbytes].copy_(source[:nbytes], non_blocking=True)
+                of_stream.append(module.Event(enable_timing=True))
+                of_stream[-1].record()
+    for stream in streams:
+        stream.synchronize()
+    return _between(begin, ends[0]), _between(begin, ends[1])
+
+
+def _between(begin: Any, ends: Sequence[Any]) -> Copies:
+    """Return when the copies ran that ended at these events, but for the first, which had to wait for the host."""
+    spans = list(pairwise(begin.elapsed_time(end) / 1000 for end in ends))
+    return Copies(spans[: _NUM_COPIES - 1], spans[_NUM_COPIES - 1 :])
