@@ -52,6 +52,10 @@ def rates_table(measured: Calibration) -> Table:
     for element in hardware.elements:
         table.add_row(f"{element.kind}, fp32", f"{element.elements_per_s / 1e6:,.0f} million elements/s")
     table.add_row("smallest op", f"{hardware.launch_s * 1e6:.1f} us")
+    if (link := hardware.host_link) is not None:
+        table.add_row("copies to the host's memory", f"{link.to_host_bytes_per_s / 1e9:,.1f} GB/s")
+        table.add_row("copies from the host's memory", f"{link.from_host_bytes_per_s / 1e9:,.1f} GB/s")
+        table.add_row("smallest copy", f"{link.latency_s * 1e6:.1f} us")
     return table
 
 

@@ -2,7 +2,8 @@
 
 The fit finds the parameters of `roofline.py`, first those of memory and elements, then those of matrix products. It minimises
 the squared logarithm of modelled over measured time, so that a factor of two counts the same for long and short ops, under a
-robust loss, so that an op that the model does not describe cannot spoil the others.
+robust loss, so that an op that the model does not describe cannot spoil the others. Copies to and from the host's memory are
+measured, not fitted.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from recollect._torch_private import below_autograd
 from recollect.costs.calibration_ops import MeasuredOp, Sizes, calibration_ops
 from recollect.costs.hardware import KINDS, ArithmeticRate, ElementRate, Hardware
 from recollect.costs.hardware_table import hardware_of_device
+from recollect.costs.host_links import HostLink
 from recollect.costs.op_work import DTYPES
 from recollect.costs.roofline import seconds
 from recollect.errors import HardwareError
 from recollect.measuring.device_memory import memory_bytes
+from recollect.measuring.host_copies import measure_host_link
 from recollect.measuring.timing import timed_work
 
 __all__ = ["Calibration", "calibrate", "fit"]
@@ -80,7 +83,7 @@ def calibrate(device: torch.device, *, seconds_to_spend: float = 40.0, quick: bo
         quick: smaller tensors, three runs: seconds instead of a minute, but rates far from the device's best.
 
     Raises:
-        HardwareError: another type of device, or a missing one.
+        HardwareError: another type of device, or a missing one; no room for a temporary file (see `measure_host_link`).
 
     Example:
         >>> import torch
@@ -97,7 +100,8 @@ def calibrate(device: torch.device, *, seconds_to_spend: float = 40.0, quick: bo
     with current, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         ops = calibration_ops(device, _DTYPES, Sizes.of(device, quick=quick))
         rounds = _measure(ops, device, until=begin + (0.0 if quick else seconds_to_spend))
-    hardware = fit(_blank(device), ops, hardware_of_device(_device_name(device)))
+    fitted = fit(_blank(device), ops, hardware_of_device(_device_name(device)))
+    hardware = replace(fitted, host_link=HostLink(*measure_host_link(device)))
     return Calibration(hardware, tuple(ops), rounds, time.perf_counter() - begin)
 
 

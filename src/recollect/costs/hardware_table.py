@@ -131,6 +131,7 @@ HARDWARE: dict[str, Hardware] = {
             ElementRate("scatter", 1.1e9),
             ElementRate("sort", 0.12e9),
         ),
+        host_link=HostLink(9.3e9, 9.4e9, 0.7e-6),
     ),
 }
 

@@ -102,6 +102,8 @@ def test_quick_calibration_of_this_machine() -> None:
     assert 1e8 < measured.hardware.rate("fp32").peak_flops_per_s < 1e14
     assert 1e-7 < measured.hardware.launch_s < 1e-2
     assert len(measured.ratios("matmul")) == 2 * 3
+    link = measured.hardware.host_link
+    assert link is not None and 1e7 < link.to_host_bytes_per_s < 1e13 and 1e7 < link.from_host_bytes_per_s < 1e13
 
 
 @pytest.mark.gpu
@@ -109,6 +111,7 @@ def test_quick_calibration_of_this_machine() -> None:
 def test_quick_calibration_of_the_gpu() -> None:
     hardware = calibrate(torch.device("cuda"), quick=True).hardware
     assert (hardware.device, hardware.name) == ("cuda", torch.cuda.get_device_name())
+    assert hardware.host_link is not None and 1e9 < hardware.host_link.to_host_bytes_per_s < 1e12
 
 
 def test_other_devices() -> None:
@@ -133,10 +136,18 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "bf16 attention backward",
         "memory",
         "smallest op",
+        "copies to the host's memory",
+        "copies from the host's memory",
+        "smallest copy",
         "off by a factor of",
     ):
         assert word in output
-    assert find_hardware(out).name in output
+    hardware = find_hardware(out)
+    assert hardware.name in output
+    assert hardware.host_link is not None
+    for rate in (hardware.host_link.to_host_bytes_per_s, hardware.host_link.from_host_bytes_per_s):
+        assert f" {rate / 1e9:,.1f} GB/s" in output
+    assert f" {hardware.host_link.latency_s * 1e6:.1f} us" in output
     step = ["--size", "tiny", "--batch-size", "4", "--seq-length", "128", "--fake", "--hardware", str(out)]
     plan = tmp_path / "plan.json"
     assert main(["plan", *step, "--memory-budget", "70%", "--out", str(plan)]) == 0
