@@ -243,4 +243,27 @@ MUTATIONS = (
         "costs",
         (("(argument.shape, argument.stride(), argument.dtype)", "(argument.shape, argument.stride())"),),
     ),
+    Mutation(
+        "fastest-host-link",
+        "of several processes the fastest link to a host counts, not the slowest",
+        "ranks",
+        (
+            (
+                "to_host_bytes_per_s=min(to_host), from_host_bytes_per_s=min(from_host)",
+                "to_host_bytes_per_s=max(to_host)",
+            ),
+        ),
+    ),
+    Mutation(
+        "copies-of-one-direction-alone",
+        "the rate of a direction counts copies that ran when the other one was over",
+        "measuring",
+        (("for begin, end in together or spans", "for begin, end in spans"),),
+    ),
+    Mutation(
+        "host-link-left-out",
+        "a fake profile does not say how fast copies to the host are",
+        "recording",
+        (("{} if host_link is None else host_link.profile_fields()", "{}"),),
+    ),
 )
