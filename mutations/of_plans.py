@@ -138,7 +138,7 @@ MUTATIONS = (
         "unknown-keys-in-plans",
         "a misspelt key of a unit in a plan's file is passed over",
         "plans",
-        (('entry.keys(allowed=["paths", "exact_paths", "engine", "output", "values"])', "pass"),),
+        (('entry.keys(allowed=["paths", "exact_paths", "engine", "output", "values", "trips"])', "pass"),),
     ),
     Mutation(
         "chunks-not-written",

@@ -24,6 +24,7 @@
       RecomputeMismatchError (RuntimeError)   an autograd Function made other tensors when it ran again
       FreedValueError (RuntimeError)          a value's memory was freed (FSDP resharding) before backward used it
       RandomDrawError (RuntimeError)          an op drew other random numbers the second time
+      OffloadError (RuntimeError)             a value could not be copied to host memory, or back
       DataError (ValueError)                  training data missing, empty or malformed
       CheckpointError (RuntimeError)          training checkpoint missing, corrupt, or of another run
       BenchError (ValueError)                 a setting, or a stored result, that a benchmark cannot use
@@ -48,40 +49,13 @@ from typing import Any
 from recollect.byte_format import format_bytes, least_amount
 
 __all__ = [
-    "AlreadyAppliedError",
-    "ArgumentError",
-    "BenchError",
-    "BudgetTooSmallError",
-    "CheckpointError",
-    "ChunkedLossError",
-    "ConfigError",
-    "BudgetWarning",
-    "ConfigWarning",
-    "DataError",
-    "DiagnosisError",
-    "FreedValueError",
-    "HardwareError",
-    "LargerStepError",
-    "MeterError",
-    "MissingFileError",
-    "MissingPackageError",
-    "MutatedValueError",
-    "NotYetError",
-    "PlanError",
-    "PlanFormatError",
-    "PlanMismatchWarning",
-    "ProfileFormatError",
-    "ProfileMismatchWarning",
-    "QuantityError",
-    "RandomDrawError",
-    "RecollectError",
-    "RecomputeMismatchError",
-    "RecordError",
-    "ScheduleError",
-    "TorchVersionWarning",
-    "UnknownNameError",
-    "UnsupportedModelError",
-]
+    "AlreadyAppliedError", "ArgumentError", "BenchError", "BudgetTooSmallError", "BudgetWarning", "CheckpointError",
+    "ChunkedLossError", "ConfigError", "ConfigWarning", "DataError", "DiagnosisError", "FreedValueError",
+    "HardwareError", "LargerStepError", "MeterError", "MissingFileError", "MissingPackageError", "MutatedValueError",
+    "NotYetError", "OffloadError", "PlanError", "PlanFormatError", "PlanMismatchWarning", "ProfileFormatError",
+    "ProfileMismatchWarning", "QuantityError", "RandomDrawError", "RecollectError", "RecomputeMismatchError",
+    "RecordError", "ScheduleError", "TorchVersionWarning", "UnknownNameError", "UnsupportedModelError",
+]  # fmt: skip
 
 
 def _used_by(unit: str, module: str, op: str) -> str:
@@ -361,6 +335,26 @@ class RandomDrawError(RecollectError, RuntimeError):
             "thread drew from the same generator while it ran. Let that thread use a generator of its own, or keep the "
             "op's results in the plan."
         )
+
+
+class OffloadError(RecollectError, RuntimeError):
+    """A value could not be copied to host memory, or back.
+
+    Attributes:
+        unit: path of the unit whose forward computed it.
+        name: the value's name in that unit; empty for host memory as a whole, which could not be had.
+        direction: "to host memory" or "back".
+        reason: what went wrong, in words.
+    """
+
+    def __init__(self, *, unit: str = "", name: str = "", direction: str = "to host memory", reason: str) -> None:
+        self.unit, self.name, self.direction, self.reason = unit, name, direction, reason
+        what = (
+            f"value {name!r} of unit {unit or 'the model'!r} could not be copied {direction}"
+            if name
+            else "no host memory"
+        )
+        super().__init__(f"offload: {what}: {reason}. Make a plan without host_budget to train without it.")
 
 
 class DataError(RecollectError, ValueError):

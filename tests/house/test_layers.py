@@ -26,6 +26,7 @@ LAYERS = (
     "weak_hooks",
     "tensors",
     "replay",
+    "slots",
     "plans",
     "profile",
     "simulation",

@@ -22,10 +22,15 @@ def digest_of(units: Mapping[str, UnitPlan], loss_chunks: int = 1) -> str:
         False
     """
     rows = [
-        (path, unit.engine.word, str(unit.output), sorted((name, str(action)) for name, action in unit.actions.items()))
-        for path, unit in sorted(units.items())
+        (path, unit.engine.word, str(unit.output), sorted(_words(unit).items())) for path, unit in sorted(units.items())
     ]
     return hashlib.sha256(repr((rows, loss_chunks)).encode()).hexdigest()[:12]
+
+
+def _words(unit: UnitPlan) -> dict[str, str]:
+    """Return what happens to each value, in words; of an offloaded one, also when."""
+    words = {name: str(action) for name, action in unit.actions.items()}
+    return words | {name: f"{words[name]} {tuple(trip)}" for name, trip in unit.trips.items()}
 
 
 def needs_all_ranks(units: Mapping[str, UnitPlan]) -> bool:

@@ -22,13 +22,15 @@ from recollect.plans.action import OUTPUT_ACTIONS, Action
 from recollect.plans.engines import ENGINE_WORDS, Tape
 from recollect.plans.paths import compress_paths, expand_paths, is_plain
 from recollect.plans.text import changed_units, unit_table
+from recollect.plans.trip import Trip
 from recollect.plans.unit_plan import UnitPlan
 
 __all__ = ["Plan"]
 
 _COLUMNS = 80
 _FORMAT = "recollect.plan"
-_VERSION = 1
+# 2: a plan that offloads. One that does not is written as version 1, which every reader knows.
+_VERSION = 2
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,6 +48,9 @@ class Plan:
             as the device of a fake profile. `apply` compares them with what it finds.
         loss_chunks: number of parts in which the output matrix and loss are computed, so that only one part's logits
             are alive at a time; 1 leaves them as the model computes them.
+        host_budget_bytes: the requested bound on what is in host memory; None if nothing may be there.
+        predicted_host_bytes: simulated most bytes of offloaded values in host memory at once; None if none are.
+        to_host_bytes_per_s, from_host_bytes_per_s: the rates of copies that the plan was made for.
 
     Raises:
         PlanError: a negative number of bytes, a slowdown that is negative or not finite, or fewer than one chunk.
@@ -71,10 +76,14 @@ class Plan:
     torch_version: str = ""
     device_name: str = ""
     loss_chunks: int = 1
+    host_budget_bytes: int | None = None
+    predicted_host_bytes: int | None = None
+    to_host_bytes_per_s: float | None = None
+    from_host_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", MappingProxyType(dict(self.units)))
-        for name in ("budget_bytes", "predicted_peak_bytes"):
+        for name in ("budget_bytes", "predicted_peak_bytes", "host_budget_bytes", "predicted_host_bytes"):
             nbytes = getattr(self, name)
             if nbytes is not None and nbytes < 0:
                 raise PlanError(f"{name}: got {nbytes}, expected 0 or more")
@@ -82,6 +91,10 @@ class Plan:
             slowdown = getattr(self, name)
             if slowdown is not None and not (math.isfinite(slowdown) and slowdown >= 0):
                 raise PlanError(f"{name}: got {slowdown}, expected a finite number, 0 or more")
+        for name in ("to_host_bytes_per_s", "from_host_bytes_per_s"):
+            rate = getattr(self, name)
+            if rate is not None and not (math.isfinite(rate) and rate > 0):
+                raise PlanError(f"{name}: got {rate}, expected a finite number above 0")
         if self.loss_chunks < 1:
             raise PlanError(f"loss_chunks: got {self.loss_chunks}, expected 1 or more")
 
@@ -110,7 +123,17 @@ class Plan:
             times.append(f"predicted slowdown {_percent(self.predicted_slowdown)}")
         if self.bound_slowdown is not None:
             times.append(f"no plan can be below {_percent(self.bound_slowdown)}")
-        return [*(", ".join(part) for part in (sizes, times) if part), *([self.note] if self.note else [])]
+        hosts = []
+        if self.predicted_host_bytes is not None:
+            hosts.append(f"predicted host memory {_bytes(self.predicted_host_bytes)}")
+        if self.host_budget_bytes is not None:
+            hosts.append(f"host budget {_bytes(self.host_budget_bytes)}")
+        return [*(", ".join(part) for part in (sizes, hosts, times) if part), *([self.note] if self.note else [])]
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any value is copied to host memory."""
+        return any(unit.trips for unit in self.units.values())
 
     def diff(self, other: Plan) -> str:
         """Describe what changes from this plan to `other`, as text."""
@@ -118,6 +141,7 @@ class Plan:
         for what, before, after in (
             ("budget", _bytes(self.budget_bytes), _bytes(other.budget_bytes)),
             ("predicted peak", _bytes(self.predicted_peak_bytes), _bytes(other.predicted_peak_bytes)),
+            ("predicted host memory", _bytes(self.predicted_host_bytes), _bytes(other.predicted_host_bytes)),
             ("predicted slowdown", _percent(self.predicted_slowdown), _percent(other.predicted_slowdown)),
             ("loss", _chunks(self.loss_chunks), _chunks(other.loss_chunks)),
         ):
@@ -128,7 +152,9 @@ class Plan:
     def to_json(self) -> str:
         """Return the plan as JSON; units with equal plans are written once, with ranges of paths."""
         numbers = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
-        document = {"format": _FORMAT, "version": _VERSION, **numbers, "units": _encode_units(self.units)}
+        numbers = {name: number for name, number in numbers.items() if number is not None or "host" not in name}
+        version = _VERSION if self.offloads else 1
+        document = {"format": _FORMAT, "version": version, **numbers, "units": _encode_units(self.units)}
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
     @classmethod
@@ -201,26 +227,38 @@ def _encode_units(units: Mapping[str, UnitPlan]) -> list[dict[str, Any]]:
         # A module that is really called "0-22" must not be read back as 23 modules.
         if exact := [path for path in paths if not is_plain(path)]:
             entry["exact_paths"] = exact
-        entries.append({**entry, "engine": unit.engine.word, "output": unit.output, "values": dict(unit.actions)})
+        entry |= {"engine": unit.engine.word, "output": unit.output, "values": dict(unit.actions)}
+        if unit.trips:
+            entry["trips"] = {name: trip._asdict() for name, trip in unit.trips.items()}
+        entries.append(entry)
     return entries
 
 
 def _decode_units(place: Field) -> dict[str, UnitPlan]:
     units: dict[str, UnitPlan] = {}
     for entry in place.array():
-        entry.keys(allowed=["paths", "exact_paths", "engine", "output", "values"])
-        values = entry.get("values")
+        entry.keys(allowed=["paths", "exact_paths", "engine", "output", "values", "trips"])
+        values, trips = entry.get("values"), entry.find("trips")
         output, engine = entry.find("output"), entry.find("engine")
         unit = UnitPlan(
             {name: _word(values.get(name), tuple(Action)) for name in values.keys()},
             output=Action.KEEP if output is None else _word(output, OUTPUT_ACTIONS),
             engine=Tape() if engine is None else _word(engine, ENGINE_WORDS),
+            trips={} if trips is None else {name: _decode_trip(trips.get(name)) for name in trips.keys()},
         )
         for where, path in _decode_paths(entry):
             if path in units:
                 raise PlanFormatError(f"{where}: the unit {path!r} is there twice; remove one of them")
             units[path] = unit
     return units
+
+
+def _decode_trip(place: Field) -> Trip:
+    place.keys(allowed=list(Trip._fields))
+    defaults = Trip()
+    in_backward = place.find("leaves_in_backward")
+    leaves, returns = (place.get(name).integer(least=0) for name in ("leaves", "returns"))
+    return Trip(leaves, returns, defaults.leaves_in_backward if in_backward is None else in_backward.flag())
 
 
 def _decode_paths(entry: Field) -> list[tuple[str, str]]:

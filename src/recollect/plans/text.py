@@ -107,14 +107,18 @@ def _unit_items(unit: UnitPlan) -> list[str]:
         return ["recompute all" + and_output if summary else "recompute the output"]
     if set(summary) == {Action.KEEP}:
         return ["keep all but the output"]
-    shard = [f"shard      \t{' '.join(summary.pop(Action.SHARD))}"] if Action.SHARD in summary else []
+    others = [
+        f"{action:<11}\t{' '.join(summary.pop(action))}"
+        for action in (Action.SHARD, Action.OFFLOAD)
+        if action in summary
+    ]
     keep, recompute = (" ".join(summary.get(action, ())) for action in (Action.KEEP, Action.RECOMPUTE))
     if not (keep and recompute):
         verb, names = ("keep       ", keep) if keep else ("recompute  ", recompute)
-        return [*([f"{verb}\tall else"] if names else []), *shard]
+        return [*([f"{verb}\tall else"] if names else []), *others]
     # The shorter list says it all.
     keep, recompute = (keep, "all else") if len(keep) <= len(recompute) else ("all else", recompute)
-    return [f"keep       \t{keep}", f"recompute  \t{recompute}{and_output}", *shard]
+    return [f"keep       \t{keep}", f"recompute  \t{recompute}{and_output}", *others]
 
 
 def _unit_changes(old: UnitPlan | None, new: UnitPlan | None) -> list[str]:
@@ -124,6 +128,8 @@ def _unit_changes(old: UnitPlan | None, new: UnitPlan | None) -> list[str]:
         before, after = (actions.get(name, Action.KEEP) for actions in (old_actions, new_actions))
         marks[name] = f"{before} -> {after}" if before != after else ""
     items = [f"{mark}  \t{' '.join(names)}" for mark, names in sorted(summarise_names(marks).items()) if mark]
+    if old is not None and new is not None and not items and old.trips != new.trips:
+        items.append("offload at other moments")
     for what, default in (("output", Action.KEEP), ("engine", Tape())):
         was, becomes = (getattr(unit, what, default) for unit in (old, new))
         if was != becomes:

@@ -10,6 +10,7 @@ from typing import Any
 from recollect.errors import PlanError
 from recollect.plans.action import OUTPUT_ACTIONS, Action
 from recollect.plans.engines import EngineChoice, Tape, engine_choice
+from recollect.plans.trip import Trip, checked_trip
 
 __all__ = ["UnitPlan"]
 
@@ -24,9 +25,10 @@ class UnitPlan:
             `Action.KEEP`: as a part, if the action of its value is `Action.SHARD`.
         engine: `Tape()` follows `actions`; `Region()` re-runs the whole module, for modules that the tape cannot see
             into, and keeps its output. May be given as an engine or its word, "tape" or "region".
+        trips: when each value with `Action.OFFLOAD` leaves and comes back; `Trip()` for those that are not named.
 
     Raises:
-        PlanError: a word is none of these.
+        PlanError: a word is none of these; a trip that cannot be, or of a value that is not offloaded.
 
     Example:
         >>> unit = UnitPlan({"norm.mul": "recompute", "up.mm": "keep"})
@@ -39,30 +41,45 @@ class UnitPlan:
     actions: Mapping[str, Action]
     output: Action
     engine: EngineChoice
+    trips: Mapping[str, Trip]
 
     def __init__(
         self,
         actions: Mapping[str, Action | str],
         output: Action | str = Action.KEEP,
         engine: EngineChoice | str = Tape(),  # noqa: B008, it is frozen
+        trips: Mapping[str, Trip] = MappingProxyType({}),  # noqa: B008, likewise
     ) -> None:
         # Fast path for values that are already actions: the planner makes many unit plans.
         checked = {n: a if type(a) is Action else _action(f"value {n!r}", a) for n, a in actions.items()}
         object.__setattr__(self, "actions", MappingProxyType(checked))
         object.__setattr__(self, "output", _action("output", output, OUTPUT_ACTIONS))
         object.__setattr__(self, "engine", engine_choice(engine))
+        object.__setattr__(self, "trips", MappingProxyType(_trips(checked, trips)))
 
     def __hash__(self) -> int:
-        return hash((frozenset(self.actions.items()), self.output, self.engine))
+        return hash((frozenset(self.actions.items()), self.output, self.engine, frozenset(self.trips.items())))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A mappingproxy cannot be pickled or deep-copied.
-        return UnitPlan, (dict(self.actions), self.output, self.engine)
+        return UnitPlan, (dict(self.actions), self.output, self.engine, dict(self.trips))
 
     @property
     def recomputes_anything(self) -> bool:
         """Whether this differs from leaving the unit alone."""
         return self.engine != Tape() or {self.output, *self.actions.values()} != {Action.KEEP}
+
+
+def _trips(actions: Mapping[str, Action], given: Mapping[str, Trip]) -> dict[str, Trip]:
+    """Return a trip for each value that is offloaded."""
+    for name in given:
+        if actions.get(name) is not Action.OFFLOAD:
+            raise PlanError(f"trip of value {name!r}: got one, expected none, as the value is not offloaded")
+    return {
+        name: checked_trip(f"trip of value {name!r}", given.get(name, Trip()))
+        for name, action in actions.items()
+        if action is Action.OFFLOAD
+    }
 
 
 def _action(what: str, word: str, allowed: Collection[str] = tuple(Action)) -> Action:

@@ -161,7 +161,17 @@ def test_json_round_trip_and_file(tmp_path: Path) -> None:
 
 
 def test_every_number_of_a_plan_is_in_its_json() -> None:
-    plan = dataclasses.replace(llama_plan(), note="tried", torch_version="2.9.0", device_name="H100", loss_chunks=4)
+    plan = dataclasses.replace(
+        llama_plan(),
+        note="tried",
+        torch_version="2.9.0",
+        device_name="H100",
+        loss_chunks=4,
+        host_budget_bytes=2**30,
+        predicted_host_bytes=2**29,
+        to_host_bytes_per_s=25e9,
+        from_host_bytes_per_s=26e9,
+    )
     assert all(getattr(plan, field.name) != field.default for field in dataclasses.fields(plan))
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -239,7 +249,7 @@ def unit(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (document(version=2), r"version: got 2, but this recollect reads up to 1\. Update recollect"),
+        (document(version=3), r"version: got 3, but this recollect reads up to 2\. Update recollect"),
         (document(version="1"), 'version: got "1", expected an integer, 1 or more'),
         (document(version=True), "version: got true, expected an integer"),
         (document(format="recollect.profile"), "format: got \"recollect.profile\", expected 'recollect.plan'"),

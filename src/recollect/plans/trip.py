@@ -1,0 +1,111 @@
+"""Defines when an offloaded value leaves the device and when it comes back, and has copies do so.
+
+The engine and the simulator share the `Timetable`, so the engine does exactly what the simulator predicts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from recollect.errors import PlanError
+
+__all__ = ["Timetable", "Trip", "checked_trip"]
+
+
+class Trip(NamedTuple):
+    """When an offloaded value leaves the device and comes back, in runs of units counted from the one that computes it.
+
+    The copy out begins as soon as the value is there. Both moments are planned, so that memory does not depend on how fast
+    copies are: whoever comes to one too early waits.
+
+    Attributes:
+        leaves: the device has its bytes until so many more units have begun: 1 until the next one does.
+        returns: the copy back begins when backward comes to the unit that ran so many later: 0 with its own.
+        leaves_in_backward: `leaves` counts as `returns` does: until backward comes to the unit that ran so many later. It then
+            has to be more than `returns`, as backward takes units in reverse.
+
+    Example:
+        >>> Trip(leaves=2, returns=1)
+        Trip(leaves=2, returns=1, leaves_in_backward=False)
+    """
+
+    leaves: int = 1
+    returns: int = 1
+    leaves_in_backward: bool = False
+
+
+def checked_trip(what: str, trip: Trip) -> Trip:
+    """Return a trip that is possible.
+
+    Raises:
+        PlanError: it is not.
+    """
+    least = trip.returns + 1 if trip.leaves_in_backward else 1
+    if trip.returns < 0 or trip.leaves < least:
+        raise PlanError(
+            f"{what}: got leaves={trip.leaves}, returns={trip.returns}"
+            f"{', leaves_in_backward=True' if trip.leaves_in_backward else ''}, expected returns of 0 or more, and leaves of "
+            f"{least} or more"
+        )
+    return trip
+
+
+class Copy(Protocol):
+    """A value that is copied to host memory."""
+
+    def leave(self) -> None:
+        """Let go of the value's bytes on the device, once they have been copied."""
+        ...
+
+    def come_back(self) -> None:
+        """Begin to copy it back, if it is away."""
+        ...
+
+
+_Copy = TypeVar("_Copy", bound=Copy)
+
+
+class Timetable(Generic[_Copy]):
+    """Has copies leave and come back as runs of units begin, and as backward comes to them.
+
+    Runs are numbered as they begin. Copies that nobody needs any more are not brought back.
+    """
+
+    def __init__(self) -> None:
+        self._leaving: defaultdict[int, list[_Copy]] = defaultdict(list)
+        self._leaving_in_backward: defaultdict[int, list[_Copy]] = defaultdict(list)
+        self._returning: defaultdict[int, list[weakref.ref[_Copy]]] = defaultdict(list)
+        self._returns: list[tuple[int, weakref.ref[_Copy]]] = []
+
+    def add(self, copy: _Copy, run: int, trip: Trip) -> None:
+        """Add the copy of a value that this run has computed."""
+        leaving = self._leaving_in_backward if trip.leaves_in_backward else self._leaving
+        leaving[run + trip.leaves].append(copy)
+        self._returning[run + trip.returns].append(weakref.ref(copy))
+        self._returns.append((run + trip.returns, weakref.ref(copy)))
+
+    def forward(self, run: int) -> None:
+        """Note that a run begins."""
+        for number in [number for number in self._leaving if number <= run]:
+            for copy in self._leaving.pop(number):
+                copy.leave()
+
+    def backward(self, run: int) -> None:
+        """Note that backward comes to a run: whatever should have left before does now, and what is due comes back."""
+        if self._leaving:
+            self.forward(max(self._leaving))
+        for number in sorted(number for number in self._leaving_in_backward if number >= run):
+            for copy in self._leaving_in_backward.pop(number):
+                copy.leave()
+        for number in sorted((number for number in self._returning if number >= run), reverse=True):
+            for reference in reversed(self._returning.pop(number)):
+                if (found := reference()) is not None:
+                    found.come_back()
+
+    def begin_again(self) -> None:
+        """Have all come back once more, in another backward."""
+        self._returning.clear()
+        for number, reference in self._returns:
+            self._returning[number].append(reference)
