@@ -19,7 +19,7 @@ from typing import Any, Final
 from recollect.plans.action import Action
 from recollect.profile.events import ALLOC, GIVE_BACK, LET_GO, OP, PEEK, PHASE, RELEASE, RETURN, SAVE, USE
 from recollect.simulation.decisions import CallActions, ValueActions
-from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp
+from recollect.simulation.program import BULK, EDGE, WINDOW, Key, Program, ProgramOp
 
 __all__ = ["OUTSIDE", "Division", "Group", "Part"]
 
@@ -112,7 +112,7 @@ class Division:
         for position, (code, operands) in enumerate(self.program.instructions):
             if code == WINDOW:
                 self.window_starts.append(position)
-            elif code != PHASE:
+            elif code not in (PHASE, EDGE):
                 self.parts[self._home(position, code, operands)].positions.append(position)
         self.present.update((key, (born, None)) for key, born in self._alive.items())
 

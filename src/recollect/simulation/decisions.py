@@ -11,6 +11,7 @@ from recollect.plans.action import Action
 from recollect.plans.engines import EngineChoice, Region, Tape
 from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
+from recollect.plans.trip import Trip
 from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import collective_kind
 from recollect.profile.graph import UnitGraph, ValueRecord
@@ -85,6 +86,7 @@ class CallActions:
     Attributes:
         values: actions by index in the call's graph.
         output: action for what the call returns.
+        trips: of the offloaded values, by index, in order. What they are to `values`, is kept: stored, and for no shorter.
         is_planned: whether the plan names the unit, even if only to keep everything.
         engine: which engine carries the plan out. Engines other than the tape play the call by their own schedule
             (`recollect.simulation.simulate`) and have no actions for single values.
@@ -94,16 +96,26 @@ class CallActions:
     output: Action = Action.KEEP
     is_planned: bool = True
     engine: EngineChoice = Tape()
+    trips: tuple[tuple[int, Trip], ...] = ()
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """The values that the tape does not leave where they are."""
+        return self.values.dropped.union(value for value, _ in self.trips) if self.trips else self.values.dropped
 
 
 def calls_on_tape(decisions: Sequence[CallActions]) -> frozenset[int]:
-    """Return the calls whose units `apply` puts on the tape: if any output is dropped or a part, all that the plan names."""
+    """Return the calls whose units `apply` puts on the tape.
+
+    If any output is dropped or a part, all that the plan names; likewise if any value is offloaded, as each unit is an edge.
+    """
     keep = Action.KEEP
-    keeps_outputs = all([decision.output is keep and not decision.values.sharded for decision in decisions])
+    keeps_outputs = all([d.output is keep and not d.values.sharded and not d.trips for d in decisions])
     return frozenset(
         call
         for call, d in enumerate(decisions)
-        if type(d.engine) is Tape and (any(d.values) or d.output is not keep or (d.is_planned and not keeps_outputs))
+        if type(d.engine) is Tape
+        and (any(d.values) or d.output is not keep or d.trips or (d.is_planned and not keeps_outputs))
     )
 
 
@@ -142,16 +154,19 @@ def decide_call(graph: UnitGraph, unit: UnitPlan | None) -> CallActions:
         for index, value in enumerate(graph.values)
         if value.producer is not None
     }
-    return CallActions(ValueActions.of(actions), unit.output)
+    trips = [(index, unit.trips[graph.values[index].name]) for index, a in actions.items() if a is Action.OFFLOAD]
+    return CallActions(ValueActions.of(actions), unit.output, trips=tuple(trips))
 
 
 def _played_action(graph: UnitGraph, value: ValueRecord, action: Action) -> Action:
     """Return what the tape does with a value for which a plan says something: what it cannot do otherwise, it keeps."""
+    is_result = value.producer is not None and graph.ops[value.producer].mutates
     if action is Action.SHARD:
         # What a collective made can be held as a part, though it does not run again.
         is_there = not value.must_keep or collective_kind(value.name)
-        is_written = value.mutated_later or (value.producer is not None and graph.ops[value.producer].mutates)
-        return Action.SHARD if is_there and not is_written else Action.KEEP
+        return Action.SHARD if is_there and not (is_result or value.mutated_later) else Action.KEEP
+    if action is Action.OFFLOAD:
+        return Action.KEEP if is_result else action
     return Action.KEEP if value.must_keep else action
 
 

@@ -12,8 +12,9 @@ from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, calls_on_tape
+from recollect.simulation.edges import edges_for
 from recollect.simulation.playback import Owner, Playback, Token
-from recollect.simulation.program import Instruction, Program, ProgramOp
+from recollect.simulation.program import EDGE, Instruction, Program, ProgramOp
 from recollect.simulation.simulate import Simulation, run
 
 __all__ = ["LOSS", "Lifetime", "Lifetimes", "lifetimes"]
@@ -82,7 +83,7 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
     Complexity: about three times `simulate`.
     """
     untimed_s = _untimed_s(profile)
-    playback = _TimedPlayback(_EveryEvent(profile), decisions, untimed_s or 0.0)
+    playback = _TimedPlayback(_EveryEvent(profile, edges=edges_for(profile, decisions)), decisions, untimed_s or 0.0)
     simulation = run(playback)
     playback.is_over = True
     if playback.phase == FORWARD:
@@ -127,7 +128,11 @@ class _EveryEvent(Program):
         return frozenset()
 
     def _instructions(self) -> Iterator[Instruction]:
-        return ((event[0], self.operands(event)) for event in self.profile.log.events())
+        edges = {edge.start: edge for edge in self.edges}
+        for position, event in enumerate(self.profile.log.events()):
+            if position in edges:
+                yield EDGE, (edges[position].phase, edges[position].call)
+            yield event[0], self.operands(event)
 
 
 class _TimedToken(Token):

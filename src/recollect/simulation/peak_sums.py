@@ -11,7 +11,7 @@ The sum equals what `simulation/simulate.py` finds for the whole step, to the by
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -23,6 +23,7 @@ from recollect.plans.engines import Tape
 from recollect.profile.events import ALLOC, DIES, LET_GO, OP, OPTIMIZER, RETURN, SAVE
 from recollect.simulation.call_groups import OUTSIDE, Division, Group
 from recollect.simulation.decisions import CallActions, calls_on_tape
+from recollect.simulation.holes import Holes
 from recollect.simulation.playback import Playback, Token
 from recollect.simulation.program import BULK, Instruction, Key, Program, ProgramOp
 from recollect.simulation.simulate import Simulation, handlers
@@ -113,19 +114,27 @@ class PeakSums:
         # The simulator gives a missing phase this peak too.
         self._least_peak_bytes = self._profile.persistent_bytes + calibration_bytes
 
+    @cached_property
+    def holes(self) -> Holes:
+        """Where offloaded values are away, in a program with edges."""
+        return Holes(self._program)
+
     def peaks(self, decisions: Sequence[CallActions]) -> Peaks:
         """Return the same peaks as `simulate`, without where the peak is."""
         on_tape = calls_on_tape(decisions)
-        played: dict[int, _Played] = {call: (decision, call in on_tape) for call, decision in enumerate(decisions)}
+        # An offloaded value is kept, but for the time when it is away.
+        stored = [replace(decision, trips=()) if decision.trips else decision for decision in decisions]
+        away, away_bytes = self.holes.changes(decisions)
+        played: dict[int, _Played] = {call: (decision, call in on_tape) for call, decision in enumerate(stored)}
         played[OUTSIDE] = CallActions(), False
         placed = [
             self._placed_trace(group, tuple([played[call] for call in group]))
-            for group in self._division.groups(decisions)
+            for group in self._division.groups(stored)
         ]
-        change_bytes = np.concatenate([self._nothing, *[p.trace.change_bytes for p in placed]])
+        change_bytes = np.concatenate([self._nothing, *[p.trace.change_bytes for p in placed], away_bytes])
         self._subtract_ends(placed, change_bytes)
-        most_bytes = np.concatenate([self._nothing, *[p.trace.most_bytes for p in placed]])
-        positions = np.concatenate([self._starts, *[p.positions for p in placed]])
+        most_bytes = np.concatenate([self._nothing, *[p.trace.most_bytes for p in placed], np.maximum(away_bytes, 0)])
+        positions = np.concatenate([self._starts, *[p.positions for p in placed], away])
         order = np.argsort(positions, kind="stable")
         change_bytes = change_bytes[order]
         tops = np.cumsum(change_bytes) - change_bytes + most_bytes[order] + self._profile.persistent_bytes

@@ -9,15 +9,18 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
 from recollect.plans.action import Action
+from recollect.plans.trip import Timetable
 from recollect.profile import events
 from recollect.profile.events import BACKWARD, FORWARD, PHASE_NAMES
 from recollect.profile.graph import OpRecord
 from recollect.replay import KeptPass, Node, Recipes, Value
+from recollect.simulation.copies import HostRoom, SimulatedCopy
 from recollect.simulation.decisions import CallActions
-from recollect.simulation.program import BULK, WINDOW, Key, Program, ProgramOp, rounded_bytes
+from recollect.simulation.program import BULK, EDGE, WINDOW, Key, Program, ProgramOp, rounded_bytes
 
 __all__ = ["GENERATOR", "OUTSIDE", "Actions", "Owner", "Playback", "Saved", "Token"]
 
@@ -68,7 +71,10 @@ class Playback:
         self.decisions = decisions
         self.on_tape = on_tape
         self.recomputed = {call: decision.values.recomputed for call, decision in decisions.items()}
-        self.counted = {call: program.counted(call, d.values.dropped) for call, d in decisions.items()}
+        self.trips = {call: dict(decision.trips) for call, decision in decisions.items()}
+        self.counted = {
+            call: program.counted(call, d.values.dropped).difference(self.trips[call]) for call, d in decisions.items()
+        }
         self.alive_bytes = profile.persistent_bytes
         # Never below the alive bytes at the window's start, so that an allocation compares with one number only.
         self.window_peak_bytes = self.alive_bytes
@@ -92,12 +98,16 @@ class Playback:
         self.recipes: defaultdict[int, Recipes] = defaultdict(Recipes)
         self.kept_pass = KeptPass()
         self.peeked: dict[int, object] = {}
+        self.host = HostRoom()
+        self.copies: weakref.WeakValueDictionary[Key, SimulatedCopy] = weakref.WeakValueDictionary()
+        self._timetable: Timetable[SimulatedCopy] = Timetable()
 
     def actions(self) -> dict[int, Callable[..., None]]:
         """Return the tape's handler for each code of the program."""
         return {
             BULK: self._bulk,
             WINDOW: self._end_window,
+            EDGE: self._edge,
             events.ALLOC: self._alloc,
             events.FREE: self._dies,
             events.OP: self._op,
@@ -135,6 +145,9 @@ class Playback:
         self.window_peaks.append(self.window_peak_bytes)
         self.window_peak_bytes = self.alive_bytes
 
+    def _edge(self, phase: int, call: int) -> None:
+        (self._timetable.forward if phase == FORWARD else self._timetable.backward)(call)
+
     def make(self, key: Key, nbytes: int) -> Token:
         """Return a token for the bytes of a value."""
         return self.token_type(self, nbytes, key)
@@ -171,9 +184,23 @@ class Playback:
         for value in self.decisions[call].values.sharded.intersection(op.outputs):
             gather = Node(*_gather_of_part(self, run, value), recipes=self.recipes[call])
             self._record(call, gather, (value,), drops=frozenset((value,)))
+        if self.trips[call]:
+            self._send_away(call, op)
         if not drops.isdisjoint(op.outputs):
             node = Node(_Rerun(self, run, run.sizes), self._values(run.inputs), recipes=self.recipes[call])
             self._record(call, node, op.outputs, drops=drops)
+
+    def _send_away(self, call: int, op: OpRecord) -> None:
+        """Begin to copy results of an op to host memory."""
+        trips = self.trips[call]
+        for value in op.outputs:
+            token = self.tensors.get((call, value))
+            if value in trips and isinstance(token, Token):
+                again = partial(self.make, (call, value), token.nbytes)
+                copy = self.copies[call, value] = SimulatedCopy(self.host, token.nbytes, token, again)
+                self._timetable.add(copy, call, trips[value])
+                node = Node(copy, (), recipes=self.recipes[call])
+                self._record(call, node, (value,), drops=frozenset((value,)))
 
     def _write(self, call: int, run: ProgramOp, drops: frozenset[int]) -> None:
         op = run.op
@@ -181,6 +208,8 @@ class Playback:
         token = self.tensors.pop(old, None)
         if not isinstance(token, Token):
             return
+        if old in self.copies:
+            self.copies[old].leave()  # Host memory has the old content.
         for reference in self.leaves.pop(old, ()):
             leaf = reference()
             if leaf is not None:
@@ -260,9 +289,9 @@ class Playback:
     def _return(self, call: int) -> None:
         graph = self.profile.graphs[self.profile.calls[call].graph]
         if self.decisions[call].output is Action.KEEP:
-            parts = self.decisions[call].values.sharded
+            stays = {*self.decisions[call].values.sharded, *self.trips[call]}
             for index, value in enumerate(graph.values):
-                recorded = self.dropped.pop((call, index), None) if value.is_output and index not in parts else None
+                recorded = self.dropped.pop((call, index), None) if value.is_output and index not in stays else None
                 if recorded is not None:
                     recorded.tensor, recorded.node, recorded.is_viewed = self.bytes_of((call, index)), None, True
         self.call = -1

@@ -20,14 +20,17 @@ from recollect.profile.events import ALLOC, DIES, FORWARD, FREE, GIVE_BACK, OP, 
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
+from recollect.simulation.edges import Edge
 from recollect.simulation.windows import Window
 
-__all__ = ["BULK", "WINDOW", "Key", "Program", "ProgramOp", "rounded_bytes"]
+__all__ = ["BULK", "EDGE", "WINDOW", "Key", "Program", "ProgramOp", "rounded_bytes"]
 
 BULK: Final = -1
 """`(BULK, most_bytes, change_bytes)`: memory rises by `most_bytes` at most, and by `change_bytes` in the end."""
 WINDOW: Final = -2
 """`(WINDOW,)`: the next window begins."""
+EDGE: Final = -3
+"""`(EDGE, phase, call)`: an edge, at which offloaded values leave or come back."""
 
 _OF_FORWARD = frozenset({ALLOC, BULK, DIES, FREE, OP, SAVE, WORK})
 
@@ -64,6 +67,7 @@ class Program:
     Args:
         profile: the recorded step.
         windows: the stretches of the step whose peaks are wanted.
+        edges: the edges of the step, for plans that offload.
 
     Attributes:
         instructions: (code, operands) pairs: the events of `recollect.profile.events`, with a `ProgramOp` for each op,
@@ -73,9 +77,10 @@ class Program:
         gives_back: whether the log says when formulas of a backward that keeps its graph have run; old profiles do not.
     """
 
-    def __init__(self, profile: Profile, windows: Sequence[Window] = ()) -> None:
+    def __init__(self, profile: Profile, windows: Sequence[Window] = (), edges: Sequence[Edge] = ()) -> None:
         self.profile = profile
         self.windows = tuple(windows)
+        self.edges = tuple(edges)
         self.lasting = _lasting(profile)
         self.written = frozenset(
             (index, i)
@@ -155,23 +160,27 @@ class Program:
         rerun_s: Iterable[float],
     ) -> float:
         """Return the seconds that a plan adds: the tape's overhead plus the ops that run again, in any order."""
-        return math.fsum(chain((self.tape_s(call, decisions[call].values.dropped) for call in on_tape), rerun_s))
+        return math.fsum(chain((self.tape_s(call, decisions[call].watched) for call in on_tape), rerun_s))
 
     def _instructions(self) -> Iterator[Instruction]:
         starts = iter([*(window.start for window in self.windows[1:]), -1])
         next_start = next(starts)
+        edges = {edge.start: edge for edge in self.edges}
         sizes: dict[int, int] = {}
         change_bytes = most_bytes = 0
         for position, event in enumerate(self.profile.log.events()):
             code = event[0]
             is_window = position == next_start
             is_bulk = code in (ALLOC, FREE, WORK) and not self._is_of_borrowed(event)
-            if (is_window or not is_bulk) and (change_bytes or most_bytes):
+            edge = edges.get(position)
+            if (is_window or edge is not None or not is_bulk) and (change_bytes or most_bytes):
                 yield BULK, (most_bytes, change_bytes)
                 change_bytes = most_bytes = 0
             if is_window:
                 yield WINDOW, ()
                 next_start = next(starts)
+            if edge is not None:
+                yield EDGE, (edge.phase, edge.call)
             if not is_bulk:
                 yield code, self.operands(event)
             elif code == ALLOC:

@@ -15,6 +15,7 @@ from recollect.plans.plan import Plan
 from recollect.profile.events import BACKWARD, FORWARD, PHASE_NAMES
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, calls_on_tape, decide
+from recollect.simulation.edges import edges_for
 from recollect.simulation.playback import Actions, Playback
 from recollect.simulation.program import WINDOW, Program
 from recollect.simulation.region_schedule import RegionSchedule
@@ -39,6 +40,8 @@ class Simulation:
         peak_note: where the peak is, in words.
         kept_bytes: bytes alive when backward begins, without persistent bytes; if it begins several times, the most of them.
         window_peaks: the peak of each requested window, counted like `peak_bytes`.
+        host_bytes: host memory that offloaded values need.
+        num_missed: offloaded values that backward asks for before they are to leave, or to come back.
     """
 
     peak_bytes: int
@@ -50,6 +53,8 @@ class Simulation:
     peak_note: str
     kept_bytes: int
     window_peaks: tuple[int, ...] = ()
+    host_bytes: int = 0
+    num_missed: int = 0
 
 
 def simulate(
@@ -65,17 +70,22 @@ def simulate(
         profile: the recorded step.
         decisions: one for each of `profile.calls`, in order.
         windows: if given, also return the peak of each; must be all of `recollect.simulation.windows.windows(profile)`.
-        program: the program of this profile and these windows, to reuse from an earlier simulation.
+        program: the program of this profile and these windows, to reuse from an earlier simulation; with edges, if the
+            decisions offload anything.
 
     Raises:
         ValueError: the number of decisions is not the number of calls.
+        PlanError: the decisions offload values, and a backward of the step keeps its graph.
 
     Complexity: linear in the number of events.
     """
     if len(decisions) != len(profile.calls):
         raise ValueError(f"got {len(decisions)} decisions for {len(profile.calls)} unit calls, expected one for each")
     on_tape = calls_on_tape(decisions)
-    return run(Playback(program or Program(profile, windows), dict(enumerate(decisions)), on_tape))
+    edges = edges_for(profile, decisions)
+    if program is None or (edges and not program.edges):
+        program = Program(profile, windows, edges)
+    return run(Playback(program, dict(enumerate(decisions)), on_tape))
 
 
 def predicted_plan(profile: Profile, plan: Plan) -> Plan:
@@ -94,6 +104,7 @@ def simulated_plan(profile: Profile, plan: Plan, simulation: Simulation) -> Plan
         plan,
         predicted_peak_bytes=simulation.peak_bytes,
         predicted_slowdown=slowdown,
+        predicted_host_bytes=simulation.host_bytes or None,
         torch_version=profile.torch_version,
         # A fake profile belongs to no device: its times are modelled.
         device_name="" if profile.fake else profile.device_name,
@@ -123,6 +134,8 @@ def run(playback: Playback) -> Simulation:
         peak_note=peak_note,
         kept_bytes=playback.kept_bytes,
         window_peaks=tuple(peak + calibration_bytes[window.phase] for peak, window in windows),
+        host_bytes=playback.host.slots.end_bytes,
+        num_missed=playback.host.num_missed,
     )
 
 

@@ -1,0 +1,71 @@
+"""Plays the copies of offloaded values: counts their bytes on the device, or in host memory, as the engine has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from recollect.slots import SlotList
+
+__all__ = ["HostRoom", "SimulatedCopy"]
+
+
+class HostRoom:
+    """What offloaded values take up in host memory.
+
+    Attributes:
+        slots: room for each.
+        num_missed: values that were asked for before they were to leave, or to come back.
+    """
+
+    def __init__(self) -> None:
+        self.slots = SlotList()
+        self.num_missed = 0
+
+
+class SimulatedCopy:
+    """An offloaded value; calling it stands for what copies it back when a recipe is run.
+
+    Args:
+        host: where it goes.
+        nbytes: its size.
+        token: stands for its bytes on the device.
+        make: allocates them again.
+    """
+
+    __slots__ = ("__weakref__", "_arrived", "_host", "_make", "_slot", "_token")
+
+    def __init__(self, host: HostRoom, nbytes: int, token: object, make: Callable[[], object]) -> None:
+        self._host = host
+        self._make = make
+        self._token: object = token
+        self._arrived: object = None
+        self._slot = host.slots.take(nbytes)
+
+    def leave(self) -> None:
+        """Leave the device."""
+        self._token = None
+
+    def come_back(self) -> None:
+        """Take up room on the device again, and none in host memory."""
+        if self._token is None and self._arrived is None:
+            self._arrived = self._make()
+            self._give_back()
+
+    def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
+        """Return the bytes on the device, which should have left and be back."""
+        if self._arrived is None:
+            self._host.num_missed += 1
+            self.come_back()
+        found = self._token or self._arrived
+        self._token = self._arrived = None
+        self._give_back()
+        return (found,)
+
+    def _give_back(self) -> None:
+        if self._slot is not None:
+            self._host.slots.give_back(self._slot)
+            self._slot = None
+
+    def __del__(self) -> None:
+        self._give_back()

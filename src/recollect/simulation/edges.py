@@ -1,0 +1,131 @@
+"""Finds the edges of units in a step: the moments at which offloaded values leave the device and come back.
+
+An edge in forward is where a unit's call begins. One in backward is where backward comes to a call: to the last one that saved
+something which it may still use. `recollect.engine.offload.flight` finds them in the real step.
+Calls are counted from the first one after a backward; copies belong to that stretch of forward and the backward after it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from recollect.errors import PlanError
+from recollect.profile.events import BACKWARD, FORWARD, OP, PEEK, PHASE, RELEASE, RETURN, SAVE, USE
+from recollect.profile.profile import Profile
+from recollect.simulation.decisions import CallActions
+
+__all__ = ["Edge", "edges", "edges_for", "returning_values"]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A moment of a step.
+
+    Attributes:
+        start: the position in the log of the event that comes next.
+        phase: FORWARD or BACKWARD.
+        call: the call that begins, or that backward comes to.
+    """
+
+    start: int
+    phase: int
+    call: int
+
+
+def edges(profile: Profile) -> list[Edge]:
+    """Return the edges of a step, in order.
+
+    Complexity: one pass over the events.
+    """
+    return _Scan(profile).edges
+
+
+def returning_values(profile: Profile) -> frozenset[tuple[int, int]]:
+    """Return what backward asks for in units, as (call, value): what it pays to offload."""
+    return frozenset(_Scan(profile).used)
+
+
+class _Scan:
+    """Walks over a step.
+
+    Attributes:
+        edges: of the step.
+        used: what backward asked for of what was saved in units, as (call, value).
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.edges: list[Edge] = []
+        self.used: set[tuple[int, int]] = set()
+        self._begun: set[int] = set()
+        self._returned: set[int] = set()
+        # Of the handles that backward may still ask for: what was saved, and by whom; and how many each call has.
+        self._handles: dict[int, tuple[int, int, int]] = {}
+        self._waiting: Counter[int] = Counter()
+        self._phase, self._call = FORWARD, -1
+        handlers: dict[int, Callable[..., None]] = {
+            OP: self._begin,
+            RETURN: self._return,
+            SAVE: self._save,
+            USE: self._use,
+            PEEK: self._use,
+        }
+        handlers |= {RELEASE: self._forget, PHASE: self._begin_phase}
+        self._position = 0
+        for self._position, event in enumerate(profile.log.events()):
+            if event[0] in handlers:
+                handlers[event[0]](*event[1:])
+
+    def _begin_phase(self, phase: int) -> None:
+        self._phase, self._call = phase, -1
+
+    def _begin(self, call: int, *_: int) -> None:
+        if call not in self._begun and self._phase == FORWARD:
+            self._begun.add(call)
+            self.edges.append(Edge(self._position, FORWARD, call))
+
+    def _return(self, call: int) -> None:
+        self._begin(call)
+        self._returned.add(call)
+
+    def _save(self, call: int, value: int, handle: int, saver: int) -> None:
+        # What is saved between units goes by the call that made it.
+        if saver not in self._returned and self._phase == FORWARD:
+            self._begin(saver)
+            self._handles[handle] = call, value, saver
+            self._waiting[saver] += 1
+
+    def _use(self, handle: int) -> None:
+        if handle not in self._handles or self._phase != BACKWARD:
+            return
+        call = max(self._waiting)
+        if call != self._call:
+            self._call = call
+            self.edges.append(Edge(self._position, BACKWARD, call))
+        self.used.add(self._handles[handle][:2])
+        self._forget(handle)
+
+    def _forget(self, handle: int) -> None:
+        if handle in self._handles:
+            *_, saver = self._handles.pop(handle)
+            self._waiting[saver] -= 1
+            if not self._waiting[saver]:
+                del self._waiting[saver]
+
+
+def edges_for(profile: Profile, decisions: Sequence[CallActions]) -> list[Edge]:
+    """Return the edges of a step for decisions that offload something; none for others.
+
+    Raises:
+        PlanError: a backward of the step keeps its graph, so that a value would have to come back twice.
+    """
+    if not any(decision.trips for decision in decisions):
+        return []
+    if any(True for _ in profile.log.operands(PEEK)):
+        raise PlanError(
+            "cannot predict the plan: it offloads values, and a backward of the recorded step keeps its graph (retain_graph, "
+            "or the halves of a zero-bubble pipeline), so that they would have to come back twice. Make a plan without "
+            "host_budget."
+        )
+    return edges(profile)
