@@ -156,7 +156,7 @@ def _unit_forwards(model: nn.Module, plan: Plan, agreement: Agreement) -> list[P
     return [
         forward
         for engine, units in _by_engine(plan.units).items()
-        for forward in ENGINES[engine]().apply(model, units, agreement)
+        for forward in ENGINES[engine]().apply(model, units, agreement, plan.predicted_host_bytes)
     ]
 
 

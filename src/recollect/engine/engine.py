@@ -20,13 +20,16 @@ __all__ = ["ENGINES", "Engine"]
 class Engine(Protocol):
     """Carries out units' plans on a model; `ENGINES` maps a plan's engine choice to its class."""
 
-    def apply(self, model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement) -> list[PlacedForward]:
+    def apply(
+        self, model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None = None
+    ) -> list[PlacedForward]:
         """Return the replacements for the modules' `forward`, without placing them on the model yet.
 
         Args:
             model: the whole model.
             units: all of the plan's units that name this engine, by path, in forward order.
             agreement: of all ranks to run the whole plan.
+            host_bytes: host memory that offloaded values need; None if nobody knows.
 
         Raises:
             UnknownNameError: the model has no such unit.

@@ -89,8 +89,11 @@ class FunctionMode(TapeMode):
         records: dict[int, StorageRecord] = {}
         for made in run.made:
             action = actions[made.storage] if len(actions) > 1 else actions[0]
+            facts = OpFacts(name=run.name, num_returns=run.num_storages)
             if action is Action.SHARD:
-                self.hold_part(made.tensor, OpFacts(name=run.name), made.storage)
+                self.hold_part(made.tensor, facts, made.storage)
+            elif action is Action.OFFLOAD:
+                self.send_away(made.tensor, facts, made.storage)
             if action is not Action.RECOMPUTE:
                 continue
             record = records.get(made.storage)

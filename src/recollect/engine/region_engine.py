@@ -43,7 +43,9 @@ __all__ = ["RegionEngine"]
 class RegionEngine:
     """Runs each unit under `torch.utils.checkpoint`; `recollect.simulation.region_schedule` simulates the cost."""
 
-    def apply(self, model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement) -> list[PlacedForward]:
+    def apply(
+        self, model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None = None
+    ) -> list[PlacedForward]:
         """Return forwards that re-run each unit as a whole."""
         return [_RegionForward(path, unit_module(model, path)) for path in units]
 

@@ -19,7 +19,7 @@ from recollect._torch_private import disable_torch_dispatch
 from recollect.arguments import check_kind
 from recollect.engine.agreement import Agreement
 from recollect.engine.content import checksums
-from recollect.engine.values import Layout, TapeValue, laid_out, layout_of
+from recollect.engine.values import Layout, TapeValue, bytes_of, laid_out, layout_of
 from recollect.errors import PlanError
 from recollect.plans.paths import unit_words
 
@@ -101,7 +101,7 @@ class Shards:
         agreement.meet(self.name)
         agreement.check(self.name, "hold values as parts")
         self._check(tensor, unit, name)
-        content = _bytes_of(tensor)
+        content = bytes_of(tensor)
         size = self.part_bytes(len(content))
         part = content[self._rank * size : (self._rank + 1) * size].clone()
         if len(part) < size:
@@ -145,15 +145,10 @@ def content_of(tensor: torch.Tensor) -> int | None:
     if tensor.layout is not torch.strided or tensor.storage_offset() or not tensor.numel():
         return None
     with disable_torch_dispatch(), torch.no_grad():
-        content = _bytes_of(tensor)
+        content = bytes_of(tensor)
         if len(content) % tensor.element_size():
             return None
         elements = content.view(-1, tensor.element_size())
         if bool((elements == elements[0]).all()):
             return None
     return checksums([tensor])[0]
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))

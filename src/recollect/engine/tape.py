@@ -26,6 +26,8 @@ NOTE [ Rules of the tape ]
    without the hooks. Should it save such a value later, that is kept; should it write to a held tensor, rule 2 applies.
 10. A backward that keeps its graph computes on copies of the recipes, which stay for the next one (`replay.py`).
 11. Ops run again under the settings and the user's dispatch modes of forward (`settings.py`).
+12. An offloaded value is a stored value whose recipe copies it back (`offload/`). It is copied out as soon as its op has run;
+    a write that the tape sees waits until it has been. When it leaves and comes back, depends on units alone.
 """
 
 from __future__ import annotations
@@ -125,9 +127,10 @@ class Tape(TapeState):
             forget_last_step()
         mode = self.new_mode(unit_path)
         self._local.mode = mode
+        pack = mode.pack if self.offload is None else mode.pack_marked
         functions = nullcontext() if SwitchedOff.FUNCTIONS in switched_off() else watched_functions(mode.watch_function)
         try:
-            with CheckpointHooks(mode.pack, self.unpack), mode, functions:
+            with CheckpointHooks(pack, self.unpack), mode, functions:
                 yield mode
             if mode.unsettled:
                 self.learn(mode.unsettled)
@@ -143,7 +146,7 @@ class Tape(TapeState):
         for tensor in strided_tensors(output):
             storage = tensor.untyped_storage()
             record = record_of(storage)
-            if record is None or record.call is not call or record.is_part:
+            if record is None or record.call is not call or record.is_stored:
                 continue
             is_current, layout, base = record.is_current(tensor._version), record.layout, weakref.ref(record.base)
             forget_record(storage)
@@ -194,12 +197,12 @@ def asks_again() -> bool:
 @contextmanager
 def _inside(mode: TapeMode, unit_path: str) -> Iterator[TapeMode]:
     """Run a unit within another one, with its ops under its own names."""
-    outer = mode.unit_path, mode.counts, mode.call
-    mode.unit_path, mode.counts, mode.call = unit_path, {}, Recipes()
+    outer = mode.unit_path, mode.counts, mode.call, mode.place
+    mode.unit_path, mode.counts, mode.call, mode.place = unit_path, {}, Recipes(), mode.tape.next_place()
     try:
         yield mode
     finally:
-        mode.unit_path, mode.counts, mode.call = outer
+        mode.unit_path, mode.counts, mode.call, mode.place = outer
 
 
 def _check_no_functions(unit_path: str, args: Any, kwargs: Any, output: Any) -> None:

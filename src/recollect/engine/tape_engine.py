@@ -11,6 +11,7 @@ from torch import nn
 from recollect._torch_private import has_compiled_forward, is_compiled_module, uncompiled
 from recollect.engine.agreement import Agreement
 from recollect.engine.eager import look_for_compiler
+from recollect.engine.offload.flight import Offload
 from recollect.engine.placed_forward import PlacedForward, unit_module
 from recollect.engine.policy import PlanPolicy
 from recollect.engine.sharded_keep import Shards, shards_of
@@ -26,16 +27,25 @@ __all__ = ["TapeEngine", "tape_forwards"]
 class TapeEngine:
     """Keeps or drops value by value; see `recollect.engine.tape`."""
 
-    def apply(self, model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement) -> list[PlacedForward]:
-        """Return forwards that run the units on one tape; units that recompute nothing run as before."""
-        # A unit that keeps everything still belongs on the tape if another unit may have dropped its input, or holds a part.
-        drops_outputs = any(
+    def apply(
+        self, model: nn.Module, units: Mapping[str, UnitPlan], agreement: Agreement, host_bytes: int | None = None
+    ) -> list[PlacedForward]:
+        """Return forwards that run the units on one tape; units that recompute nothing run as before.
+
+        Raises:
+            OffloadError: the plan offloads values, and there is not so much host memory, or nothing copies from the device.
+        """
+        # A unit that keeps everything still belongs on the tape if another unit may have dropped its input, holds a part, or
+        # offloads, since each unit is an edge at which copies leave and come back.
+        offloads = any(unit.trips for unit in units.values())
+        drops_outputs = offloads or any(
             unit.output is Action.RECOMPUTE or Action.SHARD in unit.actions.values() for unit in units.values()
         )
         paths = [path for path, unit in units.items() if unit.recomputes_anything or drops_outputs]
         shards = shards_of(model)
         _check_shards(units, shards)
-        tape = Tape(PlanPolicy(units), agreement=agreement, shards=shards)
+        offload = Offload(model, units, host_bytes) if offloads else None
+        tape = Tape(PlanPolicy(units), agreement=agreement, shards=shards, offload=offload)
         return tape_forwards(model, paths, tape)
 
 

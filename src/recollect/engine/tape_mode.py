@@ -28,6 +28,8 @@ from recollect._torch_private import (
 from recollect.engine.content import glance_at
 from recollect.engine.draws import Draw, draws_unknown, first_run
 from recollect.engine.facts import OpFacts, facts_of
+from recollect.engine.offload.flight import is_constant
+from recollect.engine.offload.offloaded import settle
 from recollect.engine.op_mode import OpMode
 from recollect.engine.opcall import Arguments, CollectiveCall, OpCall, WriteCall
 from recollect.engine.self_check import SwitchedOff, switched_off
@@ -56,6 +58,7 @@ from recollect.tensors import tensors_in
 _STRIDED = torch.strided
 _RECOMPUTE = Action.RECOMPUTE
 _SHARD = Action.SHARD
+_OFFLOAD = Action.OFFLOAD
 # An index tensor of these types is a mask: it marks elements instead of giving their positions.
 _MASKS = frozenset({torch.bool, torch.uint8})
 
@@ -71,6 +74,7 @@ class TapeMode(OpMode):
         self.unit_path = unit_path
         # Stands for the running call of a unit; a unit inside another one gets its own.
         self.call = Recipes()
+        self.place = tape.next_place()
         self.scope = ""
         self.settings = current_settings()
         self._modes_around = self.settings.modes
@@ -81,7 +85,8 @@ class TapeMode(OpMode):
         self._hooks: tuple[Any, Any] | None = None
         self._may_step_aside = SwitchedOff.STEPPING_ASIDE not in switched_off()
         # Outer hooks see what the tape's hooks let through; a checkpoint around several units would lose count.
-        self._may_unhook = self._may_step_aside and not has_saved_tensors_hooks()
+        # Where values are offloaded, all that is saved tells where backward is.
+        self._may_unhook = self._may_step_aside and not has_saved_tensors_hooks() and tape.offload is None
         # What was seen of modules that the tape has not yet settled.
         self.unsettled: dict[ModuleKey, Watch] = {}
         self._writes: set[ModuleKey] = set()
@@ -156,10 +161,14 @@ class TapeMode(OpMode):
         if torch.is_grad_enabled() or self.is_in_collective:
             actions = self._op_actions(facts, not facts.writes or _is_dropped(args))
         if facts.writes:
-            return self._run_write(func, facts, args, kwargs, ALL_KEPT if _SHARD in actions else actions)
+            return self._run_write(func, facts, args, kwargs, actions if _RECOMPUTE in actions else ALL_KEPT)
         if not actions:
             return func(*args, **kwargs)
         output, draw = _run_once(facts, func, args, kwargs)
+        if _OFFLOAD in actions:
+            self._send_results(facts, output, actions)
+            if _RECOMPUTE not in actions:
+                return output
         if facts.may_keep and _must_keep_result(facts, args, output, kwargs):
             return output
         if facts.is_random and draws_unknown(facts, func, args, kwargs):
@@ -211,14 +220,41 @@ class TapeMode(OpMode):
             return
         if facts.is_collective:
             waited_for(result)  # What it has made may not be there yet.
+        call, part = shards.call(result, agreement, self.unit_path, self._name_of_result(facts, index))
+        self._store(result, Node(call, [part], recipes=self.call))
+
+    def _send_results(self, facts: OpFacts, output: Any, actions: OpActions) -> None:
+        results = output if isinstance(output, (tuple, list)) else (output,)
+        for index, result in enumerate(results):
+            if (actions[index] if len(actions) > 1 else actions[0]) is _OFFLOAD:
+                self.send_away(result, facts, index)
+
+    def send_away(self, result: Any, facts: OpFacts, index: int) -> None:
+        """Offload a result, the `index`-th of its op; not what is no more than room for something."""
+        offload, place = self.tape.offload, self.place
+        if offload is None or place is None or facts.creates is not None or not isinstance(result, torch.Tensor):
+            return
+        if result.layout is not _STRIDED or is_known(result.untyped_storage()) or result.storage_offset():
+            return
+        if facts.is_collective:
+            waited_for(result)
+        held, _ = self.tape.alias(result, False)
+        sent = offload.send(held, self.unit_path, self._name_of_result(facts, index), place)
+        if sent is not None:
+            self._store(result, Node(sent, (), recipes=self.call))
+
+    def _name_of_result(self, facts: OpFacts, index: int) -> str:
+        """Return the name of the `index`-th result of the op that has just run."""
         count = self.counts[self.unit_path, self.scope, facts.name]
         stem = value_stem(self.scope, facts.name, count - 1)
-        call, part = shards.call(result, agreement, self.unit_path, f"{stem}.{index}" if index else stem)
-        node = Node(call, [part], recipes=self.call)
+        return f"{stem}.{index}" if facts.num_returns is not None and facts.num_returns > 1 else stem
+
+    def _store(self, result: torch.Tensor, node: Node) -> None:
+        """Remember that a result is stored in another way than in memory, from where a node brings it back."""
         value = TapeValue(None, node)
         node.add_output(value)
         record = StorageRecord(value, layout_of(result), result._version, None, self.call)
-        record.is_part = True
+        record.is_stored = True
         attach_record(result.untyped_storage(), record)
         self.dropped.append(weakref.ref(result.untyped_storage()))
 
@@ -226,6 +262,8 @@ class TapeMode(OpMode):
         targets = facts.written_by(args, kwargs)
         is_raised = raises_version_first(func)
         storages = snapshot_targets(targets, is_raised=is_raised)
+        for storage in storages if self.tape.offload is not None else ():
+            settle(storage)
         write = self._bind_write(func, facts, args, kwargs) if actions and len(targets) == 1 else None
         version = targets[0]._version if write is not None else 0
         call = None if write is None else write.call
@@ -308,6 +346,15 @@ class TapeMode(OpMode):
         if storage is not None:
             watch(value, storage)
         return value
+
+    @untraced
+    def pack_marked(self, tensor: torch.Tensor) -> Any:
+        """Do the same, and have backward tell by it when it comes to this call."""
+        packed = self.pack(tensor)
+        if self.place is None or is_constant(tensor):
+            return packed
+        flight, call = self.place
+        return flight.mark(packed, call)
 
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:

@@ -15,6 +15,7 @@ import torch
 from recollect._torch_private import is_fake_tensor
 from recollect.engine.agreement import Agreement
 from recollect.engine.facts import OpFacts
+from recollect.engine.offload.flight import Offload, Place
 from recollect.engine.policy import Policy
 from recollect.engine.self_check import SwitchedOff, switched_off
 from recollect.engine.sharded_keep import Shards
@@ -54,6 +55,7 @@ class TapeState:
         settled: what to watch in modules that have run often enough to tell.
         agreement: that of all ranks to drop the same, so that a collective may run again in all of them; None if there is none.
         shards: how values are held as parts; None if they are not.
+        offload: what offloaded values need; None if there are none.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class TapeState:
         runs_to_settle: int = _RUNS_TO_SETTLE,
         agreement: Agreement | None = None,
         shards: Shards | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self.policy = policy
+        self.offload = offload
         self.agreement = agreement
         self.shards = shards
         self.settled: dict[ModuleKey, Watch] = {}
@@ -86,6 +90,10 @@ class TapeState:
             if self._num_runs[key] >= self._runs_to_settle:
                 self.settled[key] = self._watched[key]
 
+    def next_place(self) -> Place | None:
+        """Return where among the units' calls the next one is; None if nothing depends on it."""
+        return None if self.offload is None else self.offload.begin_call()
+
     def alias(self, tensor: torch.Tensor, in_hook: bool) -> tuple[torch.Tensor, int]:
         """Return a tensor to hold in place of one that is kept, and the version at which it is valid."""
         if is_fake_tensor(tensor):
@@ -101,7 +109,7 @@ class TapeState:
 
     def op_actions(self, key: OpKey, count: int, facts: OpFacts, asks: bool) -> OpActions:
         """Return the actions for the results of a module's `count`-th call of an op; all kept if `asks` is False."""
-        if not asks or self.must_keep(facts):
+        if not asks or (self.offload is None and self.must_keep(facts)):
             return ALL_KEPT
         known = self._known.get(key)
         if known is None:
@@ -114,6 +122,9 @@ class TapeState:
     def _ask(self, unit_path: str, stem: str, facts: OpFacts) -> OpActions:
         names = result_names(stem, 1 if facts.writes else facts.num_returns)
         actions = tuple(self.policy.action(unit_path, name) for name in names)
+        if self.must_keep(facts):
+            # What cannot be made again can still be stored elsewhere.
+            actions = tuple(action if action is Action.OFFLOAD else Action.KEEP for action in actions)
         if len(set(actions)) > 1:
             return actions
         return ALL_KEPT if actions[0] is Action.KEEP else actions[:1]

@@ -178,11 +178,11 @@ class StorageRecord:
     `created`: "undefined" or "constant" while the tensor has only its initial content (`torch.empty`, `torch.zeros`).
         It can be made again only after writes that the tape sees, which must cover all of it if it is undefined.
     `filled`: the parts of an undefined buffer written so far.
-    `is_part`: a part of it is held, from which it is gathered.
+    `is_stored`: it is stored, but not in memory as a whole (a part, offloaded), and stays so when it is returned.
     `call`: stands for the unit's call that made this storage, which decides whether it is held when it is returned.
     """
 
-    __slots__ = ("base", "call", "created", "filled", "is_bumped", "is_part", "layout", "version", "views")
+    __slots__ = ("base", "call", "created", "filled", "is_bumped", "is_stored", "layout", "version", "views")
 
     def __init__(self, base: TapeValue, layout: Layout, version: int, created: str | None, call: Recipes) -> None:
         self.base = base
@@ -190,7 +190,7 @@ class StorageRecord:
         self.layout = layout
         self.version = version
         self.is_bumped = False
-        self.is_part = False
+        self.is_stored = False
         self.created = created
         self.filled: list[Box] = []
         self.views: dict[Layout, TapeValue] = {}
@@ -201,7 +201,7 @@ class StorageRecord:
         `is_raised`: the version counter has been raised on account of this op, and will not be again.
         """
         self.base = base
-        self.is_part = False
+        self.is_stored = False
         self.views = {}
         if self.created == "undefined" and written != self.layout:
             box = self.part(written)
@@ -266,6 +266,12 @@ def laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, size, stride)
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor's storage, as bytes."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
 def record_of(storage: torch.UntypedStorage) -> StorageRecord | None:
     """Return what the tape knows about a storage."""
     record: StorageRecord | None = vars(storage).get(_RECORD)
@@ -310,10 +316,16 @@ def expect_bump(tensor: torch.Tensor) -> None:
     record = record_of(storage)
     if record is not None and record.is_current(tensor._version):
         record.expect_bump(tensor._version)
+        if record.is_stored and record.base.node is not None:
+            getattr(record.base.node.call, "expect_bump", _nothing)()
     for reference in vars(storage).get(_LEAVES, ()):
         leaf = reference()
         if leaf is not None and leaf.version == tensor._version:
             leaf.version += 1
+
+
+def _nothing() -> None:
+    pass
 
 
 def private_copy(tensor: torch.Tensor) -> torch.Tensor:

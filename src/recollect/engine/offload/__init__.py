@@ -1,0 +1,1 @@
+"""Copies values to host memory in forward, and back in backward."""

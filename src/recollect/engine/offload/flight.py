@@ -1,0 +1,195 @@
+"""Has offloaded values leave and come back at the edges of units, as `recollect.simulation.edges` predicts them.
+
+Units' calls are numbered from the first one after a backward. While one runs, each tensor that autograd saves is marked with
+its number, so that backward tells which call it has come to: the last one of which marks are left that it has not used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from recollect._torch_private import current_backward, keeps_graph
+from recollect.engine.offload.host import Host
+from recollect.engine.offload.offloaded import Offloaded
+from recollect.engine.subclasses import strided_tensors
+from recollect.errors import BudgetWarning
+from recollect.plans.trip import Timetable, Trip
+from recollect.plans.unit_plan import UnitPlan
+from recollect.warning import warn_user
+
+__all__ = ["Flight", "Mark", "Offload", "Place", "is_constant"]
+
+# On the storages of what no step makes.
+_CONSTANT = "_recollect_constant"
+
+
+class Offload:
+    """What an applied plan has for its offloaded values.
+
+    Args:
+        model: what the plan is applied to; its parameters tell the device.
+        units: the plan of each unit.
+        most_bytes: the host memory that they need; None if nobody knows.
+
+    Attributes:
+        host: where they go.
+        num_stayed: values that stayed on the device, as there was no room for them in host memory.
+    """
+
+    def __init__(self, model: nn.Module, units: Mapping[str, UnitPlan], most_bytes: int | None) -> None:
+        self._model = weakref.ref(model)
+        self._units = units
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self.host = Host(device, most_bytes)
+        self.num_stayed = 0
+        self._flight = Flight()
+
+    def begin_call(self) -> Place:
+        """Return the flight that a unit's call belongs to, and its number there."""
+        if self._flight.has_turned:
+            self._flight = Flight()
+        if self._flight.is_new:
+            self._mark_constants()
+        return self._flight, self._flight.begin_call()
+
+    def send(self, tensor: torch.Tensor, unit: str, name: str, place: Place) -> Offloaded | None:
+        """Begin to copy a value that was just computed; None if there is no room for it.
+
+        Raises:
+            OffloadError: host memory cannot be had.
+        """
+        slot = self.host.pool.take(tensor.untyped_storage().nbytes())
+        if slot is None:
+            self._warn_that_it_stays(unit, name)
+            return None
+        sent = Offloaded(self.host, tensor, slot, (unit, name))
+        flight, call = place
+        flight.timetable.add(sent, call, self._units[unit].trips.get(name, Trip()))
+        return sent
+
+    def _mark_constants(self) -> None:
+        model = self._model()
+        if model is not None:
+            for tensor in strided_tensors([*model.parameters(), *model.buffers()]):
+                vars(tensor.untyped_storage())[_CONSTANT] = True
+
+    def _warn_that_it_stays(self, unit: str, name: str) -> None:
+        if not self.num_stayed:
+            warn_user(
+                f"offload: host memory for the plan is full, so {name!r} of {unit!r} stays on the device, as may others: more "
+                "memory is used than was predicted. Steps that hold several graphs at once need it several times; record such "
+                "a step and make a new plan.",
+                BudgetWarning,
+            )
+        self.num_stayed += 1
+
+
+Place: TypeAlias = "tuple[Flight, int]"
+"""Where a unit's call is: its flight, and its number there."""
+
+
+class Flight:
+    """A stretch of forward, with the backwards over it.
+
+    Attributes:
+        timetable: says when values leave and come back.
+        has_turned: whether a backward has begun.
+    """
+
+    def __init__(self) -> None:
+        self.timetable: Timetable[Offloaded] = Timetable()
+        self.has_turned = False
+        self._num_calls = 0
+        # Of each call: marks that are left, and those that this backward has not used.
+        self._marks: Counter[int] = Counter()
+        self._waiting: Counter[int] = Counter()
+        self._last = -1
+        self._backward = -1
+        self._may_repeat = False
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no call has begun."""
+        return not self._num_calls
+
+    def begin_call(self) -> int:
+        """Return the number of a call that begins."""
+        call = self._num_calls
+        self._num_calls += 1
+        self.timetable.forward(call)
+        return call
+
+    def mark(self, packed: Any, call: int) -> Mark:
+        """Return what autograd holds in place of something that it saves while a call runs."""
+        self._marks[call] += 1
+        self._waiting[call] += 1
+        self._last = max(self._last, call)
+        return Mark(self, packed, call)
+
+    def use(self, call: int, used: int) -> int:
+        """Note that backward asks for something that was saved in a call, and come to the call that it is in.
+
+        Args:
+            call: that saved it.
+            used: number of the backward that has last asked for it.
+
+        Returns:
+            The number of this backward.
+        """
+        backward = current_backward()
+        if backward != self._backward:
+            if self._may_repeat:
+                self._begin_again()
+            self._backward, self._may_repeat = backward, keeps_graph()
+            self.has_turned = True
+        self.timetable.backward(self._come_to())
+        if used != backward:
+            self._waiting[call] -= 1
+        return backward
+
+    def forget(self, call: int, used: int) -> None:
+        """Note that autograd holds something no longer that was saved in a call."""
+        self._marks[call] -= 1
+        if used != self._backward or used < 0:
+            self._waiting[call] -= 1
+
+    def _come_to(self) -> int:
+        while self._last > 0 and not self._waiting[self._last]:
+            self._last -= 1
+        return self._last
+
+    def _begin_again(self) -> None:
+        """Begin another backward over a graph that the last one kept."""
+        self._waiting = Counter(self._marks)
+        self._last = max(self._marks, default=-1)
+        self.timetable.begin_again()
+
+
+class Mark:
+    """What autograd holds in place of something that it saves; asking for it tells where backward is."""
+
+    __slots__ = ("_call", "_flight", "_packed", "_used")
+
+    def __init__(self, flight: Flight, packed: Any, call: int) -> None:
+        self._flight, self._packed, self._call = flight, packed, call
+        self._used = -1
+
+    def rebuild(self, unpack: Any) -> torch.Tensor:
+        """Return the tensor, obtained from `unpack`."""
+        self._used = self._flight.use(self._call, self._used)
+        tensor: torch.Tensor = unpack(self._packed)
+        return tensor
+
+    def __del__(self) -> None:
+        self._flight.forget(self._call, self._used)
+
+
+def is_constant(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of what no step makes, such as a parameter: who saves it tells nothing of where backward is."""
+    return tensor.layout is torch.strided and _CONSTANT in vars(tensor.untyped_storage())

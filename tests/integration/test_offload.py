@@ -1,0 +1,123 @@
+"""Random plans that keep, recompute and offload, on real models: gradients bit for bit, peak and host memory as predicted."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import recollect
+from gradients import Step, assert_same_gradients, call, gradients, loss_of
+from offload_plans import random_offload_plan
+from predictions import CASES, LEAN_LOOP, MOST_OVER_BYTES, larger
+from recollect.applying import Applied
+from recollect.engine.offload.flight import Offload
+from recollect.engine.tape_engine import _UnitForward
+from recollect.measuring.meter import measure_peak
+from recollect.profile.profile import Profile
+from recollect.simulation.decisions import decide
+from recollect.simulation.edges import edges
+from recollect.simulation.peak_sums import PeakSums
+from recollect.simulation.program import Program
+from recollect.simulation.simulate import simulate
+from recollect.simulation.windows import windows
+from tiers import long_but
+from zoo import Batch, Case
+
+QUICK = ["reference_gpt", "mixtral", "bart", "resnet"]
+NUM_PLANS = 3
+
+
+class Trial:
+    """A model, recorded, with its gradients without a plan."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.model: nn.Module = case.model()
+        self.batch: Batch = larger(case.data())
+        self.profile: Profile = recollect.record(self.model, self.batch, loss_fn=case.loss_fn, **LEAN_LOOP)
+        self.plain = self.step()
+
+    def step(self) -> Step:
+        found = gradients(self.model, self.batch, self.case.loss_fn)
+        # Batch norm's statistics go on from step to step.
+        return {name: tensor for name, tensor in found.items() if not name.startswith("buffer ")}
+
+    def backward(self) -> None:
+        loss_of(call(self.model, self.batch), self.case.loss_fn).backward()
+
+    def peak_bytes(self) -> int:
+        self.model.zero_grad()
+        gc.collect()
+        return self.profile.persistent_bytes + measure_peak(self.backward, device="cpu").peak_growth_bytes
+
+
+def offload_of(applied: Applied) -> Offload:
+    """What the tape of an applied plan has for its offloaded values."""
+    found = next(f.tape.offload for f in applied._forwards if isinstance(f, _UnitForward))
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module", params=long_but(QUICK, list(CASES)))
+def trial(request: pytest.FixtureRequest) -> Iterator[Trial]:
+    yield Trial(CASES[request.param])
+
+
+@pytest.mark.parametrize("seed", range(NUM_PLANS))
+def test_random_plans_are_exact(trial: Trial, seed: int) -> None:
+    profile = trial.profile
+    plan = random_offload_plan(profile, seed)
+    simulation = simulate(profile, decide(profile, plan))
+    assert simulation.host_bytes and not simulation.num_missed
+    plan = replace(plan, predicted_host_bytes=simulation.host_bytes)
+    with recollect.apply(trial.model, plan) as applied:
+        offload = offload_of(applied)
+        for _ in range(2):
+            assert_same_gradients(trial.plain, trial.step())
+        measured_bytes = trial.peak_bytes()
+    assert abs(measured_bytes - simulation.peak_bytes) <= MOST_OVER_BYTES
+    # Each value came and went as planned, and the host memory that was predicted was enough.
+    assert (offload.host.num_missed, offload.num_stayed, offload.host.pool.taken_bytes) == (0, 0, 0)
+    assert 0 < offload.host.pool.most_taken_bytes <= simulation.host_bytes
+
+
+@pytest.mark.parametrize("seed", range(NUM_PLANS))
+def test_sum_over_units_is_the_simulation(trial: Trial, seed: int) -> None:
+    """An offloaded value is a kept one with a hole: the planner's quick sum says the same as playing each copy."""
+    profile = trial.profile
+    program = Program(profile, windows(profile), edges(profile))
+    decisions = decide(profile, random_offload_plan(profile, 100 + seed))
+    played, summed = simulate(profile, decisions, program=program), PeakSums(program).peaks(decisions)
+    assert (played.peak_bytes, played.recompute_s) == (summed.peak_bytes, summed.recompute_s)
+    assert played.window_peaks == summed.window_peaks
+
+
+def test_is_exact_under_accumulation_kept_graphs_and_graphs_that_are_thrown_away() -> None:
+    trial = Trial(CASES["reference"])
+    plan = random_offload_plan(trial.profile, 3)
+
+    def steps(times: int) -> list[torch.Tensor]:
+        trial.model.zero_grad()
+        for number in range(times):
+            torch.manual_seed(number)
+            loss = loss_of(call(trial.model, trial.batch), trial.case.loss_fn)
+            loss_of(call(trial.model, trial.batch), trial.case.loss_fn)  # Nobody asks for its gradients.
+            loss.backward(retain_graph=True)
+            loss.backward()
+        two = [loss_of(call(trial.model, trial.batch), trial.case.loss_fn) for _ in range(2)]
+        for loss in reversed(two):
+            loss.backward()
+        return [p.grad.clone() for p in trial.model.parameters() if p.grad is not None]
+
+    plain = steps(2)
+    with recollect.apply(trial.model, plan) as applied:
+        planned = steps(2)
+        offload = offload_of(applied)
+    assert all(map(torch.equal, plain, planned))
+    gc.collect()
+    assert offload.host.pool.taken_bytes == 0
