@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from recollect.pipelines.schedule import PipelineSchedule
     from recollect.pipelines.split_pipeline import PipelineSplit, split_pipeline
     from recollect.planning.batch_search import LargestBatch
-    from recollect.planning.choose import plan
     from recollect.planning.classic import classic_plan
     from recollect.planning.frontier import Frontier, frontier
+    from recollect.planning.planners import plan
     from recollect.plans.plan import Plan
     from recollect.plans.unit_plan import UnitPlan
     from recollect.profile.profile import Profile
@@ -128,7 +128,7 @@ _HOME_OF_NAME = {
     "layer_usage": "recollect.simulation.layer_usage",
     "measure_peak": "recollect.measuring.meter",
     "megatron_plan": "recollect.integrations.megatron.compile",
-    "plan": "recollect.planning.choose",
+    "plan": "recollect.planning.planners",
     "plan_pipeline": "recollect.pipelines.plan_pipeline",
     "policy_plan": "recollect.checkpointing.policy_plan",
     "predict_pipeline": "recollect.pipelines.plan_pipeline",

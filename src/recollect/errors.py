@@ -224,8 +224,15 @@ class BudgetTooSmallError(RecollectError, ValueError):
 
     def with_percentage_of(self, plain_peak_bytes: int) -> BudgetTooSmallError:
         """Return the same error for a budget whose percentages are of another peak without recompute."""
-        fields = {name: getattr(self, name) for name in ("budget_bytes", "least_peak_bytes", "unit", "advice")}
-        return BudgetTooSmallError(**fields, plain_peak_bytes=plain_peak_bytes)
+        return self._with(plain_peak_bytes=plain_peak_bytes)
+
+    def with_advice(self, advice: Sequence[str]) -> BudgetTooSmallError:
+        """Return the same error with other advice."""
+        return self._with(advice=advice)
+
+    def _with(self, **changed: Any) -> BudgetTooSmallError:
+        names = ("budget_bytes", "least_peak_bytes", "unit", "advice", "plain_peak_bytes")
+        return BudgetTooSmallError(**{name: getattr(self, name) for name in names} | changed)
 
 
 class HardwareError(RecollectError, ValueError):

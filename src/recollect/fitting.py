@@ -17,10 +17,11 @@ from recollect.byte_format import format_bytes
 from recollect.engine.placed_forward import PlacedForward
 from recollect.errors import BudgetWarning, RecordError
 from recollect.measuring.device_memory import memory_bytes
+from recollect.measuring.host_memory import check_host_budget
 from recollect.planning.loss_chunks import LossChunks, plan_with_chunks
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.quantities import check_budget
+from recollect.quantities import check_budget, parse_bytes
 from recollect.ranks.common import common_plan
 from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
@@ -118,6 +119,7 @@ def fit(
     holds_output: bool = True,
     gradients: Gradients = "held",
     loss_chunks: LossChunks = 1,
+    host_budget: int | str = 0,
     group: GroupChoice = None,
 ) -> Plan:
     """Fit the model's training step into a memory budget with the least recompute: record, plan and apply.
@@ -140,6 +142,8 @@ def fit(
         loss_chunks: parts in which LM head and loss are computed, so that only one part's logits are alive; see
             `chunked_cross_entropy`. 1: as the model does, so that gradients keep their bits. "auto": as many as the fastest
             plan needs, and 1 if that is as fast; records up to four times, and needs a batch.
+        host_budget: bytes of host memory, as an int or text such as "64GiB", that values may be copied to in forward and back
+            in backward, beside what is computed; how fast that is, is measured first. 0: nothing is offloaded.
         group: the processes that record together and run one plan; see `record`.
 
     Returns:
@@ -148,7 +152,8 @@ def fit(
     Raises:
         BudgetTooSmallError: no plan fits; names the least possible peak and its unit.
         ChunkedLossError: the model's loss cannot be computed in chunks.
-        ConfigError: two processes of the group have different budgets.
+        ConfigError: two processes of the group have different budgets; or there is not so much host memory.
+        OffloadError: host memory for the plan cannot be had.
         ArgumentError, QuantityError, UnsupportedModelError, AlreadyAppliedError, RecordError: see `plan` and `record`.
 
     Warns:
@@ -177,9 +182,10 @@ def fit(
     def check() -> None:
         check_optimizers(model, optimizer)
         check_budget(budget, device_bytes=1 if fake else memory_bytes(device_of(model, batch)))
+        check_host_budget(host_budget)
 
     ranks.together(check, Place.START)
-    check_alike(ranks, model, {"budget": budget})
+    check_alike(ranks, model, {"budget": budget, "host_budget": host_budget})
 
     def record_with(num_chunks: int) -> Profile:
         return record(
@@ -193,11 +199,12 @@ def fit(
             holds_output=holds_output,
             gradients=gradients,
             loss_chunks=num_chunks,
+            host_link=bool(parse_bytes(host_budget)),
             group=group,
         )
 
     with without_plans(model) as before:
-        made = ranks.together(lambda: plan_with_chunks(record_with, budget, loss_chunks), Place.PLANNED)
+        made = ranks.together(lambda: plan_with_chunks(record_with, budget, loss_chunks, host_budget), Place.PLANNED)
     check_alike(ranks, model, {"loss_chunks": made.plan.loss_chunks})
     budget_bytes, plain_bytes = made.plan.budget_bytes or 0, made.plain_peak_bytes
     chosen, _ = common_plan(made.profile, made.plan, plain_bytes=plain_bytes, budget_bytes=budget_bytes, ranks=ranks)

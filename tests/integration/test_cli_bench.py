@@ -98,7 +98,8 @@ def test_golden_results_there_and_back(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_larger_peak_than_the_golden_one_is_a_regression(tmp_path: Path) -> None:
     golden = tmp_path / "golden.json"
     assert main([*QUICK, "--save-golden", str(golden)]) == 0
-    with_speed(golden, 0.5)
+    # However busy the machine is, the step does not take fifty times as long.
+    with_speed(golden, 1 / 50)
     data = document(golden)
     data["rows"][0]["peak_bytes"] = data["rows"][0]["peak_bytes"] * 9 // 10
     golden.write_text(json.dumps(data))

@@ -28,6 +28,7 @@ from recollect.errors import (
     MissingPackageError,
     MutatedValueError,
     NotYetError,
+    OffloadError,
     PlanError,
     PlanFormatError,
     PlanMismatchWarning,
@@ -68,6 +69,7 @@ BUILTIN_BASE = {
     FreedValueError: RuntimeError,
     RecomputeMismatchError: RuntimeError,
     RandomDrawError: RuntimeError,
+    OffloadError: RuntimeError,
     DataError: ValueError,
     CheckpointError: RuntimeError,
     BenchError: ValueError,
@@ -83,6 +85,7 @@ WITH_ATTRIBUTES = [
     NotYetError(settings={"a": 1}, needs="b", advice="Leave it out."),
     FreedValueError(unit="layers.0", module="mlp", op="mul", shape=(2, 3)),
     RandomDrawError(op="lab.noise.default"),
+    OffloadError(unit="layers.0", name="up.mm", direction="back", reason="no room"),
 ]
 
 

@@ -15,7 +15,8 @@ from recollect.engine.self_check import check_steps_can_be_recorded
 from recollect.errors import AlreadyAppliedError, RecollectError, RecordError
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.measuring.device_memory import memory_bytes
-from recollect.quantities import check_budget
+from recollect.measuring.host_memory import check_host_budget
+from recollect.quantities import check_budget, parse_bytes
 from recollect.ranks.group import Place, Ranks
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.model_step import device_of
@@ -31,6 +32,7 @@ def attach(
     *,
     on_larger: OnLarger = "replan",
     units: Iterable[str] | None = None,
+    host_budget: int | str = 0,
     log: Callable[[str], object] | None = None,
     group: GroupChoice = None,
 ) -> Attached:
@@ -51,6 +53,8 @@ def attach(
         on_larger: what to do at a step that no plan was made for: "replan", "warn" (once, and go on with the plan that there
             is), or "raise".
         units: module paths of the layers to plan, where they are not found.
+        host_budget: bytes of host memory that values may be copied to in forward and back in backward; see `fit`. A step that
+            is recorded offloads nothing, nor does one that runs at its leanest.
         log: takes the line; by default it goes to standard error, in the first process of a group.
         group: the processes that record together and run one plan: a process group or a device mesh; by default those that
             the model is spread over (by DistributedDataParallel, FSDP2, tensor parallelism); "alone" for a plan of its own.
@@ -63,7 +67,7 @@ def attach(
         RecordError: the optimizer trains another model; or, in the first step, it never steps, or steps without a backward; or
             a process of the group fails, does not call, has another model, or calls the model less often in a step; or this
             PyTorch does not do what a recording needs.
-        ConfigError: two processes of the group have different budgets, units or `on_larger`.
+        ConfigError: two processes of the group have different budgets, units or `on_larger`; there is not so much host memory.
         QuantityError: the budget is no amount of bytes, or a percentage of a device whose memory is not known.
         AlreadyAppliedError: the model already recomputes.
         UnsupportedModelError, UnknownNameError: see `record`.
@@ -99,12 +103,15 @@ def attach(
     ranks = ranks_of(whole, group, "attach(model, optimizer, budget)")
     names = None if units is None else list(units)
     attached = ranks.together(
-        lambda: _attached(whole, optimizer, budget, on_larger=on_larger, units=names, log=log, ranks=ranks),
+        lambda: _attached(
+            whole, optimizer, budget, on_larger=on_larger, units=names, host_budget=host_budget, log=log, ranks=ranks
+        ),
         Place.START,
         undo=Attached.remove,
     )
     try:
-        check_alike(ranks, whole, {"budget": budget, "on_larger": on_larger, "units": attached.unit_paths})
+        alike = {"budget": budget, "host_budget": host_budget, "on_larger": on_larger, "units": attached.unit_paths}
+        check_alike(ranks, whole, alike)
     except RecollectError:
         attached.remove()
         raise
@@ -118,6 +125,7 @@ def _attached(
     *,
     on_larger: OnLarger,
     units: Sequence[str] | None,
+    host_budget: int | str,
     log: Callable[[str], object] | None,
     ranks: Ranks,
 ) -> Attached:
@@ -133,6 +141,7 @@ def _attached(
         )
     device = device_of(model, None)
     check_budget(budget, device_bytes=memory_bytes(device))
+    check_host_budget(host_budget)
     return Attached(
         model,
         units,
@@ -140,6 +149,7 @@ def _attached(
         budget,
         device=device,
         on_larger=on_larger,
+        host_bytes=parse_bytes(host_budget),
         log=log or (_to_standard_error if ranks.is_first else _to_nobody),
         ranks=ranks,
     )

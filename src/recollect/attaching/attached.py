@@ -80,6 +80,7 @@ class Attached:
         device: torch.device,
         on_larger: OnLarger,
         log: Callable[[str], object],
+        host_bytes: int = 0,
         ends_by_hand: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
@@ -103,10 +104,8 @@ class Attached:
         self._end = StepEnd(model, watched)
         self._hooks: list[Removable] = [o.register_step_post_hook(self._after_optimizer) for o in watched]
         self._optimizers_seen = None if ends_by_hand else OptimizersSeen(self._optimizers, self._take_over)
-        if self._optimizers_seen is not None:
-            self._hooks.append(self._optimizers_seen)
-        self._hooks.append(self._structure)
-        self._planner = StepPlanner(model, self._optimizers, budget, self._lockstep, log, device)
+        self._hooks += [hook for hook in (self._optimizers_seen, self._structure) if hook is not None]
+        self._planner = StepPlanner(model, self._optimizers, budget, self._lockstep, log, device, host_bytes)
         self._device_peak = DevicePeak(device)
         self._watch = CallWatch(device, keeps_to_plan=on_larger == "warn", joins_others=not ranks.is_alone)
         self._state = State.IDLE

@@ -14,6 +14,8 @@ from recollect.attaching.step_shape import Call, covering
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
+from recollect.planning.offload_planner import OffloadPlanner
+from recollect.planning.planners import planner_for
 from recollect.plans.digest import needs_all_ranks
 from recollect.plans.engines import Region
 from recollect.plans.plan import Plan
@@ -160,6 +162,7 @@ def plan_step(
     courses: list[Course],
     spare: list[Mapping[str, int]],
     ranks: Ranks = ALONE,
+    host_bytes: int = 0,
 ) -> PlannedStep:
     """Return a step with its plan: the leanest that there is, if none fits and it is not the first.
 
@@ -172,12 +175,13 @@ def plan_step(
         courses: see `PlannedStep`.
         spare: see `PlannedStep`; the profile has memory reserved for it.
         ranks: the processes that have recorded it, too, and get the same plan.
+        host_bytes: most bytes that may be in host memory.
 
     Raises:
         BudgetTooSmallError: no plan fits, in some process, and there is no earlier step.
     """
     profile = with_common_times(profile, ranks, Place.STEP_END)
-    planner = Planner(profile)
+    planner = planner_for(profile, host_bytes)
     plain_bytes = max(ranks.gather(planner.plain_peak_bytes, Place.STEP_END))
     budget_bytes = parse_budget(budget, reference_bytes=plain_bytes, device_bytes=profile.device_memory_bytes)
     own, problem = own_plan(planner, budget_bytes)
@@ -221,7 +225,7 @@ def least_recompute_first(steps: Iterable[PlannedStep]) -> list[PlannedStep]:
     return sorted(steps, key=lambda step: (step.worst_slowdown, step.number))
 
 
-def own_plan(planner: Planner, budget_bytes: int) -> tuple[Plan, BudgetTooSmallError | None]:
+def own_plan(planner: Planner | OffloadPlanner, budget_bytes: int) -> tuple[Plan, BudgetTooSmallError | None]:
     """Return the plan for a budget; where none fits, the leanest, and the error that says so."""
     try:
         return planner.plan(budget_bytes), None

@@ -22,9 +22,10 @@ def line_of(planned: PlannedStep, seconds: float) -> str:
         planned: the step.
         seconds: that planning took.
     """
-    slowdown = planned.plan.predicted_slowdown or 0.0
+    slowdown, host_bytes = planned.plan.predicted_slowdown or 0.0, planned.plan.predicted_host_bytes
+    host = f"host memory {format_bytes(host_bytes)}, " if host_bytes else ""
     return (
-        f"recollect: {format_bytes(planned.budget_bytes)} budget, peak {format_bytes(planned.peak_bytes)}, "
+        f"recollect: {format_bytes(planned.budget_bytes)} budget, peak {format_bytes(planned.peak_bytes)}, {host}"
         f"{slowdown:+.1%} (full recompute: {planned.full_slowdown:+.0%}), planned for {planned.calls[0]} in {seconds:.1f} s"
     )
 

@@ -27,6 +27,7 @@ from recollect.errors import BudgetWarning
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.ranks.group import Place
+from recollect.recording.host_link import with_host_link
 from recollect.recording.step_recording import StepRecording
 from recollect.warning import warn_user
 
@@ -48,6 +49,7 @@ class StepPlanner:
         lockstep: of the processes that run one plan.
         log: takes a line for each plan.
         device: where the model runs.
+        host_bytes: most bytes that may be in host memory.
 
     Attributes:
         budget_bytes: None until the first plan is made.
@@ -64,6 +66,7 @@ class StepPlanner:
         lockstep: Lockstep,
         log: Callable[[str], object],
         device: torch.device,
+        host_bytes: int = 0,
     ) -> None:
         self.budget_bytes: int | None = None
         self.recorded_steps: list[int] = []
@@ -75,6 +78,7 @@ class StepPlanner:
         self._lockstep = lockstep
         self._log = log
         self._device = device
+        self._host_bytes = host_bytes
         self._warned: set[str] = set()
         # Numbers of planned steps after which one was recorded, since the allocator showed more than was planned.
         self._tried: set[int] = set()
@@ -95,7 +99,8 @@ class StepPlanner:
         with stage("planning"):
             with placement.suspended():
                 profile = self._lockstep.together(
-                    lambda: profile_of(recording, calls, self._optimizers, budget), is_end=True
+                    lambda: self._profile(recording, calls, budget),
+                    is_end=True,
                 )
             for seen in self._lockstep.ranks.gather(self.steps.seen(), Place.STEP_END):
                 self.steps.note_seen(seen)
@@ -112,6 +117,10 @@ class StepPlanner:
         self._renew(reserve)
         placement.put(planned)
         self._log(line_of(planned, time.perf_counter() - begin))
+
+    def _profile(self, recording: StepRecording, calls: Sequence[Call], budget: int | str) -> Profile:
+        profile = profile_of(recording, calls, self._optimizers, budget)
+        return with_host_link(profile, self._device) if self._host_bytes else profile
 
     def see_to(self, step: StepUnderWay, departure: Departure, number: int, placement: Placement) -> None:
         """Say what a step needed that did what its plan does not foresee, and have the next ones planned.
@@ -234,6 +243,7 @@ class StepPlanner:
             courses=courses,
             spare=spare,
             ranks=self._lockstep.ranks,
+            host_bytes=self._host_bytes,
         )
         planned.more_bytes, planned.state_bytes = more_bytes, reserve.optimizer_bytes()
         expect(planned)

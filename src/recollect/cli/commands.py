@@ -13,6 +13,7 @@ from recollect.lab.parallel.layout import DeviceLayout, ParallelFlags
 from recollect.lab.parallel.pipeline_layout import ScheduleName
 from recollect.lab.train.checks import at_least
 from recollect.lab.train.config import ModelFlags, OptimFlags, TrainConfig
+from recollect.quantities import parse_bytes
 
 _SUFFIXES = (".csv", ".json", ".md")
 # The names are headings of --help.
@@ -146,6 +147,8 @@ class MakePlan:
     """With --fake: plan for many devices."""
     memory_budget: str
     """Bound on the peak of the whole step, such as 16GiB, 900MB or 60% of the peak without recompute; of each device."""
+    host_budget: str = "0"
+    """Host memory that values may be copied to in forward and back in backward, such as 64GiB; 0: nothing is offloaded."""
     loss_chunks: Literal["auto"] | int = 1
     """Chunks in which LM head and loss are computed; 1: as in the model, auto: as many as the fastest plan needs."""
     out: Path | None = None
@@ -187,6 +190,10 @@ class MakePlan:
                 )
         if self.loss_chunks == "auto":
             raise ValueError("loss_chunks: got auto with --largest, expected a number.")
+        if parse_bytes(self.host_budget):
+            raise ValueError(
+                f"host_budget: got {self.host_budget} with --largest, expected none: plan the size that it finds."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +204,8 @@ class DrawFrontier:
     """The training step."""
     loss_chunks: int = 1
     """Chunks in which LM head and loss are computed; 1: as in the model."""
+    host_budget: str = "0"
+    """Host memory that values may be copied to in forward and back in backward, such as 64GiB; 0: nothing is offloaded."""
     png: Path | None = None
     """Draw the frontier to this file; needs matplotlib."""
     html: Path | None = None

@@ -20,6 +20,7 @@ from recollect.pictures.png import draw_frontier
 from recollect.pictures.words import percent
 from recollect.planning.frontier import Frontier
 from recollect.printing import print_line
+from recollect.quantities import parse_bytes
 
 
 def run_frontier(command: DrawFrontier, console: Console) -> None:
@@ -33,8 +34,9 @@ def run_frontier(command: DrawFrontier, console: Console) -> None:
         RecollectError: a package for a picture is missing, a file cannot be written, or recording fails.
     """
     check_pictures(command.png, command.html)
-    profile = step_recorder(command.step)(command.loss_chunks)
-    frontier = recollect.frontier(profile)
+    has_host = bool(parse_bytes(command.host_budget))
+    profile = step_recorder(command.step, host_link=has_host)(command.loss_chunks)
+    frontier = recollect.frontier(profile, command.host_budget)
     print_line(console, describe_step(profile))
     console.print(frontier_table(frontier))
     print_line(console, "To take one of them: recollect plan with the same flags, and its peak as --memory-budget.")

@@ -12,14 +12,17 @@ from recollect.cli.commands import MakePlan
 from recollect.cli.largest import run_largest
 from recollect.cli.output import check_folder, check_pictures, write_file
 from recollect.cli.recorded_step import check_step_budget, step_recorder
+from recollect.errors import NotYetError
 from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags, nearest_settings
 from recollect.integrations.torchtitan_settings import nearest_policy, torchtitan_flags
+from recollect.measuring.host_memory import check_host_budget
 from recollect.pictures.page import write_plan_page
 from recollect.pictures.png import draw_memory
 from recollect.planning.loss_chunks import plan_with_chunks
 from recollect.plans.plan import Plan
 from recollect.printing import columns_of, print_line
 from recollect.profile.profile import Profile
+from recollect.quantities import parse_bytes
 
 
 def run_plan(command: MakePlan, console: Console) -> None:
@@ -35,6 +38,12 @@ def run_plan(command: MakePlan, console: Console) -> None:
     if command.plan_file is not None:
         check_folder(command.plan_file, "--out")
     if command.cluster.is_given:
+        if parse_bytes(command.host_budget):
+            raise NotYetError(
+                settings={"host_budget": command.host_budget},
+                needs="plans that offload, for the devices of a cluster",
+                advice="Plan without --host-budget; or plan one device of it, without the flags of a cluster.",
+            )
         run_cluster(command, console)
         return
     if command.largest is not None:
@@ -42,7 +51,10 @@ def run_plan(command: MakePlan, console: Console) -> None:
         return
     check_pictures(command.png, command.html)
     check_step_budget(command.memory_budget, command.step)
-    planned = plan_with_chunks(step_recorder(command.step), command.memory_budget, command.loss_chunks)
+    recorder = step_recorder(command.step, host_link=bool(parse_bytes(command.host_budget)))
+    if not command.step.fake:
+        check_host_budget(command.host_budget)
+    planned = plan_with_chunks(recorder, command.memory_budget, command.loss_chunks, command.host_budget)
     plan = planned.plan
     print_line(console, plan.to_text(columns_of(console)))
     print_line(console, f"without recompute {format_bytes(planned.plain_peak_bytes)}")

@@ -61,6 +61,7 @@ def step_recorder(
     *,
     holds_output: bool = True,
     gradients: Gradients = "held",
+    host_link: bool = False,
 ) -> Callable[[int], Profile]:
     """Build the step and return a function that records it with a given number of loss chunks.
 
@@ -69,6 +70,7 @@ def step_recorder(
         config: the model, instead of that of the flags.
         holds_output: whether the loop holds the output; see `recollect.record`.
         gradients: those of the last step; see `recollect.record`.
+        host_link: whether to measure copies to host memory and back.
 
     Raises:
         RecollectError: a Hugging Face config cannot be read or used.
@@ -84,6 +86,7 @@ def step_recorder(
         holds_output=holds_output,
         gradients=gradients,
         loss_chunks=loss_chunks,
+        host_link=host_link,
     )
 
 

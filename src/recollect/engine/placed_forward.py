@@ -16,6 +16,7 @@ from torch import nn
 
 from recollect._torch_private import transforms_are_active, uncompiled
 from recollect.arguments import check_kind
+from recollect.engine.offload.flight import HostUse
 from recollect.errors import ConfigError, UnknownNameError
 from recollect.plans.plan import Plan
 
@@ -36,6 +37,10 @@ class PlacedForward:
         self.forward: Callable[..., Any] = module.forward
         # Do not copy attributes: those of another placed forward would become this one's own.
         functools.update_wrapper(self, self.forward, updated=())  # type: ignore[arg-type]
+
+    def host_use(self) -> HostUse | None:
+        """What offloaded values have needed so far; None if there are none here."""
+        return None
 
     def recomputes(self) -> bool:
         """Whether the plan is to be obeyed now.
@@ -105,6 +110,18 @@ class Applied:
         finally:
             for forward in self._forwards:
                 forward.put()
+
+    @property
+    def host_use(self) -> HostUse | None:
+        """What offloaded values have needed so far: host memory, and waiting for copies; None if the plan offloads nothing.
+
+        Example:
+            >>> import recollect
+            >>> from torch import nn
+            >>> print(recollect.apply(nn.Linear(2, 2), recollect.Plan({})).host_use)
+            None
+        """
+        return next((use for use in (forward.host_use() for forward in self._forwards) if use is not None), None)
 
     def begin(self, micro_batch: int = 0) -> None:
         """Take the plan of this micro-batch for the next forward, where each has a plan of its own.

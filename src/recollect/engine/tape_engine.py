@@ -11,7 +11,7 @@ from torch import nn
 from recollect._torch_private import has_compiled_forward, is_compiled_module, uncompiled
 from recollect.engine.agreement import Agreement
 from recollect.engine.eager import look_for_compiler
-from recollect.engine.offload.flight import Offload
+from recollect.engine.offload.flight import HostUse, Offload
 from recollect.engine.placed_forward import PlacedForward, unit_module
 from recollect.engine.policy import PlanPolicy
 from recollect.engine.sharded_keep import Shards, shards_of
@@ -99,6 +99,10 @@ class _UnitForward(PlacedForward):
         super().__init__(module)
         self.tape = tape
         self.path = path
+
+    def host_use(self) -> HostUse | None:
+        """What offloaded values have needed so far."""
+        return None if self.tape.offload is None else self.tape.offload.use()
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

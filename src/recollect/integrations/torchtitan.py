@@ -35,7 +35,7 @@ from recollect.errors import BudgetWarning, ConfigError, ConfigWarning, NotYetEr
 from recollect.extras import needed
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.integrations.trainers import check_version
-from recollect.planning.choose import plan as planned
+from recollect.planning.planners import plan as planned
 from recollect.plans.plan import Plan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile

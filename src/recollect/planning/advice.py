@@ -6,7 +6,10 @@ from recollect.byte_format import format_bytes
 from recollect.profile.events import ALLOC, FREE, OPTIMIZER, PHASE
 from recollect.profile.profile import Profile, kind_text
 
-__all__ = ["advice", "lasting_bytes"]
+__all__ = ["HOST_ADVICE", "advice", "lasting_bytes"]
+
+HOST_ADVICE = 'Or let part of what backward needs go to host memory (host_budget="64GiB", or as much as there is).'
+"""For whoever plans without it."""
 
 # A chunked loss pays only if the logits are at least this fraction of the bytes that grow with the batch.
 _LARGE_PART = 0.1
@@ -61,10 +64,7 @@ recompute changes: shard it (FSDP), use an optimizer with less state, or bf16 pa
             f"Use a smaller micro-batch, with gradient accumulation: about {int(100 * fraction)} % of the recorded one "
             f"({profile.batch or 'size unknown'}) fits."
         )
-    found.append(
-        "Or offload what backward needs to host memory (torch.autograd.graph.save_on_cpu around the step, without a plan)."
-    )
-    return tuple(found)
+    return (*found, HOST_ADVICE)
 
 
 def lasting_bytes(profile: Profile) -> int:

@@ -67,6 +67,9 @@ class Chain:
             simulated plan contains them.
         working: working sets measured by chains over other tables of the same profile; this chain adds to them.
 
+    Attributes:
+        order: the rows in forward order.
+
     Complexity: (options per unit / identical units) simulations once; then, for each budget, up to eight rounds of one
         program and one simulation.
     """
@@ -83,9 +86,9 @@ class Chain:
         self._table = table
         self._play = play
         self._most_probes = most_probes
-        self._order = sorted(range(len(table.rows)), key=lambda row: table.rows[row].calls[0])
+        self.order = sorted(range(len(table.rows)), key=lambda row: table.rows[row].calls[0])
         self._places = self._assign(windows)
-        units = [table.rows[row] for row in self._order]
+        units = [table.rows[row] for row in self.order]
         self._others = calls_besides(
             table.profile, windows, [u.calls for u in units], [position for position, _ in self._places]
         )
@@ -105,7 +108,7 @@ class Chain:
 
     def _assign(self, windows: Sequence[Window]) -> list[tuple[int, int]]:
         """Return, for each window, the chain position of its unit (-1: before the first), and its number there."""
-        position_of = {call: p for p, row in enumerate(self._order) for call in self._table.rows[row].calls}
+        position_of = {call: p for p, row in enumerate(self.order) for call in self._table.rows[row].calls}
         numbers: dict[tuple[int, int], int] = {}
         rows = []
         for window in windows:
@@ -125,7 +128,7 @@ class Chain:
             for window, (position, number) in enumerate(self._places):
                 if position < 0:
                     continue
-                row = self._order[position]
+                row = self.order[position]
                 known = self._working_of(row, number)
                 if choice == self._reference:
                     self._base[window] = peaks[window] - earlier[window]
@@ -160,7 +163,7 @@ class Chain:
         """Group rows to measure together; neighbors that can drop outputs are apart, as that adds work to the next."""
         fixed: list[int] = []
         free: tuple[list[int], list[int]] = ([], [])
-        for position, index in enumerate(self._order):
+        for position, index in enumerate(self.order):
             is_free = len(set(self._table.rows[index].outputs)) > 1
             (free[position % 2] if is_free else fixed).append(index)
         return fixed, *free
@@ -169,7 +172,7 @@ class Chain:
         """Return the kind of each row; a kind shares graph and options, and whether the input is dropped."""
         kinds: dict[int, _Kind] = {}
         reads_dropped = False
-        for index in self._order:
+        for index in self.order:
             row = self._table.rows[index]
             kinds[index] = (row.graph, row.outputs, reads_dropped, len(row.calls))
             reads_dropped = Action.KEEP not in row.outputs
@@ -184,12 +187,12 @@ class Chain:
         before = self._before(choice)
         if self._others is None:
             return before
-        kept = np.array([self._table.rows[row].options[choice[row]].kept_bytes for row in self._order], dtype=float)
+        kept = np.array([self._table.rows[row].options[choice[row]].kept_bytes for row in self.order], dtype=float)
         return [nbytes + int(more) for nbytes, more in zip(before, np.rint(self._others @ kept), strict=True)]
 
     def _before(self, choice: Choice) -> list[int]:
         """Return, for each window, the bytes kept by the units before its own."""
-        kept = (self._table.rows[row].options[choice[row]].kept_bytes for row in self._order)
+        kept = (self._table.rows[row].options[choice[row]].kept_bytes for row in self.order)
         before = [0, *accumulate(kept)]
         return [before[max(0, position)] for position, _ in self._places]
 
@@ -208,7 +211,7 @@ class Chain:
         earlier = self._earlier(candidate.choice)
         for window, (position, number) in enumerate(self._places):
             if position >= 0:
-                row = self._order[position]
+                row = self.order[position]
                 known = self._working_of(row, number)
                 growth_bytes = candidate.cost.window_peaks[window] - earlier[window]
                 # An option without a measurement gets one here; with one, the base must have been wrong.
@@ -241,11 +244,11 @@ class Chain:
 
     def _own_bytes(self, windows: Iterable[int]) -> list[NDArray[np.int64]]:
         """Return, for each position and option, the peak over some windows minus what earlier units keep."""
-        own = [np.full(len(self._table.rows[row].options), -_NO_LIMIT) for row in self._order]
+        own = [np.full(len(self._table.rows[row].options), -_NO_LIMIT) for row in self.order]
         for window in windows:
             position, number = self._places[window]
             if position >= 0:
-                bytes_of = _filled_in(self._working_of(self._order[position], number), len(own[position]))
+                bytes_of = _filled_in(self._working_of(self.order[position], number), len(own[position]))
                 own[position] = np.maximum(own[position], self._floor(window) + bytes_of)
         return own
 
@@ -255,7 +258,7 @@ class Chain:
 
     def _stages(self, windows: Iterable[int]) -> list[Stage]:
         """Return the stages of the program, constrained by some windows only."""
-        rows = [self._table.rows[row] for row in self._order]
+        rows = [self._table.rows[row] for row in self.order]
         return [
             Stage(
                 kept_bytes=np.array([option.kept_bytes for option in row.options], dtype=np.int64),
@@ -264,6 +267,11 @@ class Chain:
             )
             for row, own_bytes in zip(rows, self._own_bytes(windows), strict=True)
         ]
+
+    def stages_of(self, phase: int) -> list[Stage]:
+        """Return the stages of the units in forward order, constrained by the windows of one phase only."""
+        windows = [window for window, (_, number) in enumerate(self._places) if number % 3 == phase]
+        return self._stages(windows)
 
     def _solve(self, budget_bytes: int) -> Choice | None:
         if self._others is None:
@@ -278,18 +286,18 @@ class Chain:
         assert self._others is not None
         used = [window for window, (position, _) in enumerate(self._places) if position >= 0]
         positions = np.array([self._places[window][0] for window in used], dtype=np.int64)
-        counts = self._others[used] + (np.arange(len(self._order)) < positions[:, None])
+        counts = self._others[used] + (np.arange(len(self.order)) < positions[:, None])
         own = []
         for window in used:
             position, number = self._places[window]
-            num_options = len(self._table.rows[self._order[position]].options)
-            own.append(_filled_in(self._working_of(self._order[position], number), num_options) + self._floor(window))
+            num_options = len(self._table.rows[self.order[position]].options)
+            own.append(_filled_in(self._working_of(self.order[position], number), num_options) + self._floor(window))
         return Limits(positions, counts, own)
 
     def _choice_of(self, chosen: Sequence[int]) -> Choice:
         """Reorder chosen options from chain positions to table rows."""
-        choice = [0] * len(self._order)
-        for row, option in zip(self._order, chosen, strict=True):
+        choice = [0] * len(self.order)
+        for row, option in zip(self.order, chosen, strict=True):
             choice[row] = option
         return tuple(choice)
 

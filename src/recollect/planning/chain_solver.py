@@ -122,6 +122,11 @@ class ChainSolver:
         """Return the candidate with the lowest peak; see `Solver`."""
         return self._leanest
 
+    def measured(self) -> tuple[OptionTable, Chain]:
+        """Return the options of units that keep their outputs, and what was measured of them."""
+        costs, chain = self._chain(frozenset())
+        return costs.table, chain
+
     def best(self, budget_bytes: int, enough_s: float) -> Candidate | None:
         """Return the fastest candidate found within the budget, or None; see `Solver`."""
         found = self._searched(budget_bytes, enough_s)

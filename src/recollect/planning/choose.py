@@ -27,7 +27,6 @@ from recollect.planning.classic import classic_plan
 from recollect.planning.option_table import OptionTable
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
-from recollect.progress.stage import stage
 from recollect.quantities import parse_budget
 from recollect.simulation.decisions import CallActions, decide
 from recollect.simulation.peak_sums import checked
@@ -35,7 +34,7 @@ from recollect.simulation.program import Program
 from recollect.simulation.simulate import Simulation, simulate, simulated_plan
 from recollect.simulation.windows import windows
 
-__all__ = ["SOLVERS", "Planner", "Solver", "plan"]
+__all__ = ["SOLVERS", "Planner", "Solver", "without_collections"]
 
 # Stop searching this close to the bound: a fraction of the bound itself, and one of the step.
 _SMALL_GAP = 0.01
@@ -68,49 +67,15 @@ SOLVERS: tuple[type[Solver], ...] = (ChainSolver,)
 """The solvers, in the order the planner calls them; the best answer wins."""
 
 
-def plan(profile: Profile, budget: int | str) -> Plan:
-    """Choose what to keep so that the peak of the whole step is within a budget, at the least recompute.
-
-    Args:
-        profile: the recorded step.
-        budget: bytes for the whole step (parameters, gradients, optimizer state, kept values, workspace): an int,
-            or text such as "16GiB", "80GB", "60%" (of the peak when everything is kept), or "90% of the device".
-
-    Returns:
-        A plan with `predicted_peak_bytes <= budget_bytes`, the same for every run.
-
-    Raises:
-        BudgetTooSmallError: no plan fits; carries the lowest peak found, the unit at that peak, and advice.
-        ArgumentError: the profile is none.
-        ProfileFormatError: the profile has units, but no memory events to predict a peak from.
-        QuantityError: the budget is not a number of bytes.
-
-    Complexity: about one simulation per option of a distinct unit. To plan for many budgets, use `Planner`.
-
-    Example:
-        >>> import torch, recollect
-        >>> from recollect.lab.models.architectures import llama_config
-        >>> from recollect.lab.models.gpt import GPTModel
-        >>> model = GPTModel(llama_config(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=64))
-        >>> tokens = torch.randint(0, 64, (1, 16))
-        >>> profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True)
-        >>> made = plan(profile, "98%")
-        >>> made.predicted_peak_bytes <= made.budget_bytes
-        True
-    """
-    with stage("planning"):
-        return Planner(profile).plan(budget)
-
-
 @contextmanager
-def _without_collections() -> Iterator[None]:
+def without_collections() -> Iterator[None]:
     """Collect no garbage in a with-block or function, in any thread.
 
     A planner makes many small objects that refer to each other and soon go by their reference counts. Collections would find
     next to nothing, and take half of the time: there are as many as objects are made, each looks at all of a large step.
 
     Example:
-        >>> with _without_collections():
+        >>> with without_collections():
         ...     gc.isenabled()
         False
         >>> gc.isenabled()
@@ -133,7 +98,7 @@ class Planner:
         make_bound: makes a bound on its plans, for who knows more of the step; called when a budget asks for it.
 
     Raises:
-        ProfileFormatError: as `plan`.
+        ProfileFormatError: as `recollect.plan`.
 
     Example:
         >>> import torch, recollect
@@ -147,7 +112,7 @@ class Planner:
         (0.0, True)
     """
 
-    @_without_collections()
+    @without_collections()
     def __init__(self, profile: Profile, *, make_bound: Callable[[], LowerBound] | None = None) -> None:
         check_kind("plan(profile, budget)", "profile", profile, Profile, "recollect.Profile")
         if profile.calls and not profile.log.sequence:
@@ -180,19 +145,19 @@ class Planner:
         """Return the predicted peak of the step that keeps everything."""
         return self._plain.peak_bytes
 
-    @_without_collections()
+    @without_collections()
     def bound_slowdown(self, budget_bytes: int) -> float | None:
         """Return a lower bound on the slowdown of any plan within a budget; inf if no plan fits, None if unknown."""
         if self.profile.step_s <= 0 or not self.profile.calls:
             return None
         return self._bound_s(budget_bytes) / self.profile.step_s
 
-    @_without_collections()
+    @without_collections()
     def plan(self, budget: int | str) -> Plan:
-        """Return the plan for a budget, as `plan` does, or a better one found for an earlier budget.
+        """Return the plan for a budget, as `recollect.plan` does, or a better one found for an earlier budget.
 
         Raises:
-            BudgetTooSmallError, QuantityError: as `plan`.
+            BudgetTooSmallError, QuantityError: as `recollect.plan`.
         """
         device_bytes = self.profile.device_memory_bytes
         budget_bytes = parse_budget(budget, reference_bytes=self._plain.peak_bytes, device_bytes=device_bytes)

@@ -10,6 +10,7 @@ from typing import Any
 
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.choose import Planner
+from recollect.planning.offload_planner import OffloadPlanner
 from recollect.plans.paths import compress_paths
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
@@ -110,7 +111,7 @@ class Explanation:
         }
 
 
-def explain_plan(profile: Profile, plan: Plan, *, planner: Planner | None = None) -> Explanation:
+def explain_plan(profile: Profile, plan: Plan, *, planner: Planner | OffloadPlanner | None = None) -> Explanation:
     """Return what a plan keeps and recomputes, and what the planner would for the same peak.
 
     Args:

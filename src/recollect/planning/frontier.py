@@ -13,7 +13,9 @@ from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.planning.bound import check_bound, is_all_on_tape
 from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
+from recollect.planning.offload_planner import OffloadPlanner
 from recollect.planning.output_choices import longest_chain
+from recollect.planning.planners import planner_for
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
@@ -88,11 +90,12 @@ class Frontier:
         return next((point for point in reversed(self.points) if point.peak_bytes <= budget_bytes), None)
 
 
-def frontier(profile: Profile) -> Frontier:
+def frontier(profile: Profile, host_budget: int | str = 0) -> Frontier:
     """Return plans over all budgets, the bound on each, and the classic schedules for the same profile.
 
     Args:
         profile: the recorded step.
+        host_budget: host memory for offloaded values; see `plan`.
 
     Returns:
         About 22 points at most, from the leanest known plan to the one without recompute; a single point if nothing can
@@ -116,7 +119,7 @@ def frontier(profile: Profile) -> Frontier:
     """
     check_kind("frontier(profile)", "profile", profile, Profile, "recollect.Profile")
     with stage("planning for all budgets"):
-        planner = Planner(profile)
+        planner = planner_for(profile, host_budget)
         plans = _plans(planner)
         classics = _classics(profile)
         points = _undominated(itertools.chain(plans, (p for p in classics if p.note == "keep_all")))
@@ -128,7 +131,7 @@ def frontier(profile: Profile) -> Frontier:
         )
 
 
-def _plans(planner: Planner) -> list[Plan]:
+def _plans(planner: Planner | OffloadPlanner) -> list[Plan]:
     """Return plans from the lowest known peak to the plain one."""
     leanest = _leanest(planner)
     least_bytes = leanest.predicted_peak_bytes or 0
@@ -142,7 +145,7 @@ def _plans(planner: Planner) -> list[Plan]:
     return plans
 
 
-def _leanest(planner: Planner) -> Plan:
+def _leanest(planner: Planner | OffloadPlanner) -> Plan:
     """Return the plan with the lowest peak that the planner knows."""
     try:
         return planner.plan(0)
@@ -150,7 +153,7 @@ def _leanest(planner: Planner) -> Plan:
         return planner.plan(error.least_peak_bytes)
 
 
-def _point(planner: Planner, plan: Plan, name: str = "") -> FrontierPoint:
+def _point(planner: Planner | OffloadPlanner, plan: Plan, name: str = "") -> FrontierPoint:
     peak_bytes, slowdown = plan.predicted_peak_bytes or 0, plan.predicted_slowdown or 0.0
     # The bound holds for the tape only: a module re-run as a whole drops values that the tape has to keep.
     bound = planner.bound_slowdown(peak_bytes) if is_all_on_tape(plan) else None
@@ -161,7 +164,7 @@ def _point(planner: Planner, plan: Plan, name: str = "") -> FrontierPoint:
     )
 
 
-def _bound(planner: Planner, peaks_bytes: list[int]) -> tuple[BoundPoint, ...]:
+def _bound(planner: Planner | OffloadPlanner, peaks_bytes: list[int]) -> tuple[BoundPoint, ...]:
     """Return the bound at these peaks, and below them until it rules out any plan."""
     stretch_bytes = max(planner.plain_peak_bytes - peaks_bytes[0], 0)
     below = [peaks_bytes[0] - round(stretch_bytes * fraction) for fraction in _FRACTIONS_BELOW]
@@ -176,7 +179,7 @@ def _bound(planner: Planner, peaks_bytes: list[int]) -> tuple[BoundPoint, ...]:
     return tuple(reversed(found))
 
 
-def _with_edge(planner: Planner, found: list[BoundPoint]) -> list[BoundPoint]:
+def _with_edge(planner: Planner | OffloadPlanner, found: list[BoundPoint]) -> list[BoundPoint]:
     """Bisect the range where the bound becomes infinite; return all points, largest budget first."""
     *finite, infinite = found
     for _ in range(_NUM_HALVINGS if finite else 0):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
 from recollect.errors import BudgetTooSmallError, ChunkedLossError
-from recollect.planning.choose import plan as plan_for
 from recollect.planning.classic import classic_plan
+from recollect.planning.planners import plan as plan_for
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
@@ -59,13 +59,16 @@ class Planned:
 
 
 @stage("planning")
-def plan_with_chunks(record: Callable[[int], Profile], budget: int | str, loss_chunks: LossChunks) -> Planned:
+def plan_with_chunks(
+    record: Callable[[int], Profile], budget: int | str, loss_chunks: LossChunks, host_budget: int | str = 0
+) -> Planned:
     """Record and plan with a given number of loss chunks, or the number that gives the least predicted step time.
 
     Args:
         record: records the step with a number of chunks.
         budget: bytes, or text; "60%" is relative to the step recorded first, which with "auto" is the model's own.
         loss_chunks: a number, or "auto" to try 1, 4, 16 and 64 and take the smallest of those that are equally fast.
+        host_budget: host memory for offloaded values; see `plan`.
 
     Returns:
         The plan and the profile it was made from.
@@ -92,7 +95,7 @@ def plan_with_chunks(record: Callable[[int], Profile], budget: int | str, loss_c
                     raise failure from reason
                 break
         try:
-            made = Planned(plan_for(profile, budget_bytes), profile, plain_bytes)
+            made = Planned(plan_for(profile, budget_bytes, host_budget), profile, plain_bytes)
         except BudgetTooSmallError as error:
             if failure is None or error.least_peak_bytes < failure.least_peak_bytes:
                 failure = error.with_percentage_of(plain_bytes)

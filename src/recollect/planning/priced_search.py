@@ -155,7 +155,7 @@ class PricedChain(Chain):
 
     def _earlier(self, choice: Choice) -> list[int]:
         # What other passes keep is left to the corrections.
-        unheld = [0, *accumulate(self._unheld[row][choice[row]] for row in self._order)]
+        unheld = [0, *accumulate(self._unheld[row][choice[row]] for row in self.order)]
         return [
             unheld[max(0, position)] if is_forward else kept
             for (position, _), is_forward, kept in zip(
@@ -173,7 +173,7 @@ class PricedChain(Chain):
         self._refused[:] = 0
         for _ in range(_MOST_FILLINGS):
             self.correct(start)
-            filled = self._choice_of(_filled(self._units(), [start.choice[row] for row in self._order], budget_bytes))
+            filled = self._choice_of(_filled(self._units(), [start.choice[row] for row in self.order], budget_bytes))
             if filled == start.choice:
                 break
             found = self._play(filled)
@@ -188,7 +188,7 @@ class PricedChain(Chain):
         windows = range(len(self._places))
         stages = self._stages(window for window in windows if not self._is_forward[window])
         forward_own = self._own_bytes(window for window in windows if self._is_forward[window])
-        unheld = [np.array(self._unheld[row], dtype=np.int64) for row in self._order]
+        unheld = [np.array(self._unheld[row], dtype=np.int64) for row in self.order]
         return [_Unit(*unit) for unit in zip(stages, unheld, forward_own, strict=True)]
 
     def _solve(self, budget_bytes: int) -> Choice | None:

@@ -51,6 +51,7 @@ class Plan:
         host_budget_bytes: the requested bound on what is in host memory; None if nothing may be there.
         predicted_host_bytes: simulated most bytes of offloaded values in host memory at once; None if none are.
         to_host_bytes_per_s, from_host_bytes_per_s: the rates of copies that the plan was made for.
+        host_wait_slowdown: the part of `predicted_slowdown` in which the step waits for copies.
 
     Raises:
         PlanError: a negative number of bytes, a slowdown that is negative or not finite, or fewer than one chunk.
@@ -80,6 +81,7 @@ class Plan:
     predicted_host_bytes: int | None = None
     to_host_bytes_per_s: float | None = None
     from_host_bytes_per_s: float | None = None
+    host_wait_slowdown: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", MappingProxyType(dict(self.units)))
@@ -87,7 +89,7 @@ class Plan:
             nbytes = getattr(self, name)
             if nbytes is not None and nbytes < 0:
                 raise PlanError(f"{name}: got {nbytes}, expected 0 or more")
-        for name in ("predicted_slowdown", "bound_slowdown"):
+        for name in ("predicted_slowdown", "bound_slowdown", "host_wait_slowdown"):
             slowdown = getattr(self, name)
             if slowdown is not None and not (math.isfinite(slowdown) and slowdown >= 0):
                 raise PlanError(f"{name}: got {slowdown}, expected a finite number, 0 or more")
@@ -120,7 +122,8 @@ class Plan:
         if self.budget_bytes is not None:
             sizes.append(f"budget {_bytes(self.budget_bytes)}")
         if self.predicted_slowdown is not None:
-            times.append(f"predicted slowdown {_percent(self.predicted_slowdown)}")
+            waits = f" ({_percent(self.host_wait_slowdown)} waiting for copies)" if self.host_wait_slowdown else ""
+            times.append(f"predicted slowdown {_percent(self.predicted_slowdown)}{waits}")
         if self.bound_slowdown is not None:
             times.append(f"no plan can be below {_percent(self.bound_slowdown)}")
         hosts = []

@@ -27,6 +27,7 @@ from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.fake_model import fake_run
 from recollect.recording.find_units import find_units
+from recollect.recording.host_link import with_host_link
 from recollect.recording.model_step import (
     LossFunction,
     check_step,
@@ -61,6 +62,7 @@ def record(
     split_backward: bool = False,
     loss_chunks: int = 1,
     collectives: Collectives = "keep",
+    host_link: bool = False,
     group: GroupChoice = None,
 ) -> Profile:
     """Run one training step and record all that a planner needs to know.
@@ -97,6 +99,8 @@ def record(
         collectives: what plans may do with the results of collectives inside units. "keep": they stay, so that each rank may
             have a plan of its own. "replay": they may be dropped, and the collective runs again in backward; then all ranks
             have to record, to apply the same plan, and to run the same ops in the same order.
+        host_link: measure copies to host memory and back, too, once in a process, so that plans can have a `host_budget`. With
+            `fake`, `hardware` says how fast they are.
         group: the processes that record together, whose profiles get the median of their times, so that they make the same plan
             of the same step: a process group or a device mesh; by default those that the model is spread over (by
             DistributedDataParallel, FSDP2, tensor parallelism); "alone" for times of its own. Not with `fake`.
@@ -142,7 +146,10 @@ def record(
     with stage("recording the step"):
         recording, optimizer_step = ranks.together(prepared, Place.START)
         check_alike(ranks, model, {"loss_chunks": loss_chunks, "collectives": collectives})
-        return with_common_times(ranks.together(lambda: loop.recorded(recording, optimizer_step), Place.START), ranks)
+        profile = ranks.together(lambda: loop.recorded(recording, optimizer_step), Place.START)
+        if host_link and not fake:
+            profile = ranks.together(lambda: with_host_link(profile, loop.device), Place.START)
+        return with_common_times(profile, ranks)
 
 
 def record_with(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from recollect.simulation.program import Key
 from recollect.slots import SlotList
 
 __all__ = ["HostRoom", "SimulatedCopy"]
@@ -22,21 +23,30 @@ class HostRoom:
         self.slots = SlotList()
         self.num_missed = 0
 
+    def sent(self, key: Key) -> None:
+        """Note that a copy out begins."""
+
+    def asked(self, key: Key, *, is_back: bool) -> None:
+        """Note that something asks for a value."""
+        self.num_missed += not is_back
+
 
 class SimulatedCopy:
     """An offloaded value; calling it stands for what copies it back when a recipe is run.
 
     Args:
         host: where it goes.
+        key: the value.
         nbytes: its size.
         token: stands for its bytes on the device.
         make: allocates them again.
     """
 
-    __slots__ = ("__weakref__", "_arrived", "_host", "_make", "_slot", "_token")
+    __slots__ = ("__weakref__", "_arrived", "_host", "_key", "_make", "_slot", "_token")
 
-    def __init__(self, host: HostRoom, nbytes: int, token: object, make: Callable[[], object]) -> None:
+    def __init__(self, host: HostRoom, key: Key, nbytes: int, token: object, make: Callable[[], object]) -> None:
         self._host = host
+        self._key = key
         self._make = make
         self._token: object = token
         self._arrived: object = None
@@ -54,9 +64,8 @@ class SimulatedCopy:
 
     def __call__(self, tensors: list[Any], may_overwrite_first: bool) -> Sequence[Any]:
         """Return the bytes on the device, which should have left and be back."""
-        if self._arrived is None:
-            self._host.num_missed += 1
-            self.come_back()
+        self._host.asked(self._key, is_back=self._arrived is not None)
+        self.come_back()
         found = self._token or self._arrived
         self._token = self._arrived = None
         self._give_back()

@@ -7,16 +7,18 @@ Calls are counted from the first one after a backward; copies belong to that str
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from recollect.errors import PlanError
+from recollect.plans.trip import Trip
 from recollect.profile.events import BACKWARD, FORWARD, OP, PEEK, PHASE, RELEASE, RETURN, SAVE, USE
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
 
-__all__ = ["Edge", "edges", "edges_for", "returning_values"]
+__all__ = ["Edge", "EdgeTable", "edges", "edges_for", "returning_values"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,47 @@ def edges(profile: Profile) -> list[Edge]:
     Complexity: one pass over the events.
     """
     return _Scan(profile).edges
+
+
+class EdgeTable:
+    """Finds the edges at which values leave and come back.
+
+    Args:
+        edges: of a step, in order.
+    """
+
+    def __init__(self, edges: Sequence[Edge]) -> None:
+        # Of each stretch of forward with the backward after it: (call, number of the edge), in order.
+        self._stretches: list[tuple[list[tuple[int, int]], list[tuple[int, int]]]] = []
+        self._stretch_of: dict[int, int] = {}
+        for number, edge in enumerate(edges):
+            if edge.phase == FORWARD and (not self._stretches or self._stretches[-1][1]):
+                self._stretches.append(([], []))
+            self._stretches[-1][edge.phase == BACKWARD].append((edge.call, number))
+            self._stretch_of.setdefault(edge.call, len(self._stretches) - 1)
+
+    def leaves(self, call: int, trip: Trip) -> int | None:
+        """Return the number of the edge at which a value of a call leaves; None if there is none."""
+        if trip.leaves_in_backward:
+            return self._reaches(call, call + trip.leaves)
+        if call not in self._stretch_of:
+            return None
+        forward, backward = self._stretches[self._stretch_of[call]]
+        after = bisect_left(forward, (call + trip.leaves, -1))
+        if after < len(forward):
+            return forward[after][1]
+        return backward[0][1] if backward else None
+
+    def returns(self, call: int, trip: Trip) -> int | None:
+        """Return the number of the edge at which it comes back; None if there is none."""
+        return self._reaches(call, call + trip.returns)
+
+    def _reaches(self, call: int, other: int) -> int | None:
+        """Return the edge at which the backward after a call comes to another one, or to an earlier one."""
+        if call not in self._stretch_of:
+            return None
+        _, backward = self._stretches[self._stretch_of[call]]
+        return next((number for reached, number in backward if reached <= other), None)
 
 
 def returning_values(profile: Profile) -> frozenset[tuple[int, int]]:

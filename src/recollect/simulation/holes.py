@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from recollect.plans.trip import Trip
-from recollect.profile.events import BACKWARD, DIES, FORWARD
+from recollect.profile.events import DIES
 from recollect.simulation.decisions import CallActions
+from recollect.simulation.edges import EdgeTable
 from recollect.simulation.program import EDGE, Key, Program, rounded_bytes
 
 __all__ = ["Holes"]
-
-
-class _Stretch:
-    """A stretch of forward with the backward after it: calls and positions of its edges, in order."""
-
-    def __init__(self) -> None:
-        self.forward: list[tuple[int, int]] = []
-        self.backward: list[tuple[int, int]] = []
-
-    def leaves(self, call: int, trip: Trip) -> int | None:
-        """Return the position at which a value of a call leaves."""
-        if trip.leaves_in_backward:
-            return self.reaches(call + trip.leaves)
-        after = bisect_left(self.forward, (call + trip.leaves, -1))
-        if after < len(self.forward):
-            return self.forward[after][1]
-        return self.backward[0][1] if self.backward else None
-
-    def reaches(self, call: int) -> int | None:
-        """Return the position at which backward comes to a call, or to an earlier one."""
-        return next((position for reached, position in self.backward if reached <= call), None)
 
 
 class Holes:
@@ -48,18 +27,14 @@ class Holes:
 
     def __init__(self, program: Program) -> None:
         self._profile = program.profile
-        self._stretch_of: dict[int, _Stretch] = {}
+        self._edges = EdgeTable(program.edges)
+        self._positions: list[int] = []
         self._dies: dict[Key, int] = {}
-        stretch = _Stretch()
         for position, (code, operands) in enumerate(program.instructions):
             if code == DIES:
                 self._dies[operands[0]] = position
             elif code == EDGE:
-                phase, call = operands
-                if phase == FORWARD and stretch.backward:
-                    stretch = _Stretch()
-                (stretch.backward if phase == BACKWARD else stretch.forward).append((call, position))
-                self._stretch_of.setdefault(call, stretch)
+                self._positions.append(position)
 
     def changes(self, decisions: Sequence[CallActions]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return where offloaded values leave and come back, and by how many bytes memory changes there."""
@@ -75,11 +50,9 @@ class Holes:
 
     def away(self, call: int, value: int, trip: Trip) -> tuple[int, int] | None:
         """Return where a value leaves, at the earliest where the model's own code lets go of it, and where it comes back."""
-        stretch = self._stretch_of.get(call)
+        leaves, returns = self._edges.leaves(call, trip), self._edges.returns(call, trip)
         dies = self._dies.get((call, value))
-        if stretch is None or dies is None:
+        if leaves is None or returns is None or dies is None:
             return None
-        leaves, returns = stretch.leaves(call, trip), stretch.reaches(call + trip.returns)
-        if leaves is None or returns is None or max(leaves, dies) >= returns:
-            return None
-        return max(leaves, dies), returns
+        begin, end = max(self._positions[leaves], dies), self._positions[returns]
+        return (begin, end) if begin < end else None

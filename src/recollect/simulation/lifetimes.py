@@ -17,7 +17,7 @@ from recollect.simulation.playback import Owner, Playback, Token
 from recollect.simulation.program import EDGE, Instruction, Program, ProgramOp
 from recollect.simulation.simulate import Simulation, run
 
-__all__ = ["LOSS", "Lifetime", "Lifetimes", "lifetimes"]
+__all__ = ["LOSS", "EveryEvent", "Lifetime", "Lifetimes", "lifetimes", "untimed_s"]
 
 LOSS = 3
 """What runs in forward after the last unit: one more phase besides those of `recollect.profile.events`."""
@@ -82,8 +82,8 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
 
     Complexity: about three times `simulate`.
     """
-    untimed_s = _untimed_s(profile)
-    playback = _TimedPlayback(_EveryEvent(profile, edges=edges_for(profile, decisions)), decisions, untimed_s or 0.0)
+    rest_s = untimed_s(profile)
+    playback = _TimedPlayback(EveryEvent(profile, edges=edges_for(profile, decisions)), decisions, rest_s or 0.0)
     simulation = run(playback)
     playback.is_over = True
     if playback.phase == FORWARD:
@@ -97,7 +97,7 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
         time_s=_stretched(np.array(playback.times_s), profile.step_s + simulation.recompute_s),
         phases=phases,
         calls=np.array(playback.calls, dtype=np.int32),
-        has_times=untimed_s is None,
+        has_times=rest_s is None,
         backwards=tuple(playback.backwards),
         began=playback.began,
         reruns=tuple(playback.reruns),
@@ -109,7 +109,7 @@ def _stretched(time_s: NDArray[np.float64], end_s: float) -> NDArray[np.float64]
     return time_s * (end_s / time_s[-1]) if time_s[-1] > 0 else time_s
 
 
-def _untimed_s(profile: Profile) -> float | None:
+def untimed_s(profile: Profile) -> float | None:
     """Return the seconds to assume for each untimed op outside the units; None if all are timed."""
     works = list(profile.log.operands(WORK))
     times_ns = [time_ns for _, *timed in works for time_ns in timed]
@@ -121,10 +121,11 @@ def _untimed_s(profile: Profile) -> float | None:
     return missing_s / untimed
 
 
-class _EveryEvent(Program):
+class EveryEvent(Program):
     """Works nothing out in advance, and gives every value its own token, even where counting bytes would do."""
 
     def counted(self, call: int, dropped: frozenset[int]) -> frozenset[int]:
+        """Count nothing only."""
         return frozenset()
 
     def _instructions(self) -> Iterator[Instruction]:
@@ -151,7 +152,7 @@ class _TimedToken(Token):
 class _TimedPlayback(Playback):
     token_type = _TimedToken
 
-    def __init__(self, program: _EveryEvent, decisions: Sequence[CallActions], untimed_s: float) -> None:
+    def __init__(self, program: EveryEvent, decisions: Sequence[CallActions], untimed_s: float) -> None:
         super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
         self.untimed_s = untimed_s
         self.is_over = False

@@ -197,7 +197,8 @@ class Playback:
             token = self.tensors.get((call, value))
             if value in trips and isinstance(token, Token):
                 again = partial(self.make, (call, value), token.nbytes)
-                copy = self.copies[call, value] = SimulatedCopy(self.host, token.nbytes, token, again)
+                copy = self.copies[call, value] = SimulatedCopy(self.host, (call, value), token.nbytes, token, again)
+                self.host.sent((call, value))
                 self._timetable.add(copy, call, trips[value])
                 node = Node(copy, (), recipes=self.recipes[call])
                 self._record(call, node, (value,), drops=frozenset((value,)))
@@ -328,8 +329,7 @@ class _Rerun:
         """Run the op when `recollect.replay` asks for it."""
         step, op, results = self.step, self.op, self.results
         step.runs_again(results[0][0][0], op)
-        if op.working_bytes:
-            step.work(op)
+        step.work(op)
         if op.mutates and may_overwrite_first:
             return (tensors[0],)
         if len(results) == 1:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from recollect.byte_format import format_bytes
+from recollect.engine.offload.flight import HostUse
+from recollect.quantities import format_seconds
 from recollect.verification.compare import Difference
 
 __all__ = ["Report", "report_of_ranks"]
@@ -38,6 +40,9 @@ class Report:
         loss_chunks: parts of the plan's loss; with more than one, sums have another order than the model's.
         unchunked_difference: the gradient (or "the loss") furthest from that of the unchunked model, and its distance: the norm
             of the difference over the norm; None with one chunk, or if the plain step did not run.
+        host: what offloaded values needed in a step: host memory, seconds of waiting for copies, and values that were asked for
+            at another moment than planned; None if there are none, or units ran alone, where edges are missed by design.
+        predicted_host_bytes: the plan's prediction of that memory.
         rank: in a group of processes, the one whose peaks these are, since its peak under the plan is the largest. The slowdown
             is that of the slowest, and differences are those of the first that has some, which they name. None alone.
         by_rank: in a group, what each process found, by its rank; the same in all of them. Empty alone.
@@ -58,6 +63,8 @@ class Report:
     plan_fragmentation_bytes: int | None = None
     plain_difference: tuple[str, float] | None = None
     first_state_difference: tuple[str, float] | None = None
+    host: HostUse | None = None
+    predicted_host_bytes: int | None = None
     rank: int | None = None
     by_rank: Mapping[int, Report] = field(default_factory=dict)
 
@@ -91,6 +98,8 @@ class Report:
         if self.plan_reserved_bytes is not None and self.plan_fragmentation_bytes is not None:
             fragmentation = format_bytes(self.plan_fragmentation_bytes)
             lines.append(f"reserved         {format_bytes(self.plan_reserved_bytes)} ({fragmentation} fragmentation)")
+        if self.host is not None:
+            lines.append(f"host memory      {format_bytes(self.host.most_bytes)}{self._compared_host(self.host)}")
         if self.measured_slowdown is not None:
             predicted = "" if self.predicted_slowdown is None else f" (predicted {self.predicted_slowdown:.1%})"
             lines.append(f"slowdown         {self.measured_slowdown:.1%}{predicted}")
@@ -103,6 +112,13 @@ class Report:
             return ""
         off = self.plan_peak_bytes / self.predicted_peak_bytes - 1
         return f" (predicted {format_bytes(self.predicted_peak_bytes)}, measured {off:+.2%})"
+
+    def _compared_host(self, host: HostUse) -> str:
+        found = [] if self.predicted_host_bytes is None else [f"predicted {format_bytes(self.predicted_host_bytes)}"]
+        found += [f"waited {format_seconds(host.stalled_s)}", f"{host.num_missed} values asked for out of time"]
+        if host.num_stayed:
+            found.append(f"{host.num_stayed} found no room")
+        return f" ({', '.join(found)})"
 
     def _compared_ranks(self) -> str:
         lean = min(self.by_rank, key=lambda rank: self.by_rank[rank].plan_peak_bytes)

@@ -14,6 +14,7 @@ from recollect._torch_fsdp import fully_sharded_modules
 from recollect._torch_parallel import GradientBuckets
 from recollect.applying import apply, without_plans
 from recollect.arguments import check_kind
+from recollect.engine.offload.flight import HostUse
 from recollect.errors import NotYetError
 from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import OtherAllocations, empty_cache, memory_bytes
@@ -168,13 +169,14 @@ class _Check:
             unchunked, expected = expected, self._reference(plan)
             off = furthest(unchunked.gradients, expected.gradients)
             del unchunked
-        with apply(self.model, plan):
+        with apply(self.model, plan) as applied:
             got = self.step.run()
+            host = applied.host_use
         findings = compare_runs(expected, got, again=lambda: self._reference(plan), in_any=self._in_any)
         # The loss is no gradient.
         findings = replace(findings, num_compared=findings.num_compared - ("the loss" in expected.gradients))
         del got
-        return self._report(plan, "step", findings, plain_peak_bytes, peak, self._slowdown(plan), off)
+        return self._report(plan, "step", findings, plain_peak_bytes, peak, self._slowdown(plan), off, host)
 
     def _reference(self, plan: Plan) -> Computed:
         """Run the step that the plan's is compared with."""
@@ -207,6 +209,7 @@ class _Check:
         peak: PeakMeasurement[Any],
         slowdown: float | None,
         unchunked_difference: tuple[str, float] | None,
+        host: HostUse | None = None,
     ) -> Report:
         return Report(
             compared=compared,
@@ -224,6 +227,8 @@ class _Check:
             loss_chunks=plan.loss_chunks,
             unchunked_difference=unchunked_difference,
             plain_difference=findings.plain_difference,
+            host=host,
+            predicted_host_bytes=plan.predicted_host_bytes,
         )
 
     def _peak_of(self, plan: Plan) -> PeakMeasurement[Any]:

@@ -171,7 +171,7 @@ def test_nothing_fits() -> None:
     # It would be advice to do what was just found impossible.
     assert "smaller micro-batch, with" in str(known.value)
     assert "smaller micro-batch, with" not in str(error)
-    assert "Or offload" in str(error)
+    assert "go to host memory" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 
 from recollect.errors import BudgetTooSmallError, QuantityError
-from recollect.planning.choose import plan
 from recollect.planning.loss_chunks import plan_with_chunks
 from recollect.planning.option_table import OptionTable
 from recollect.planning.output_choices import dropped_outputs
+from recollect.planning.planners import plan
 from recollect.profile.graph import UnitCall
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide

@@ -14,10 +14,10 @@ from recollect.errors import BudgetTooSmallError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.planning.candidate import Candidate
-from recollect.planning.choose import plan
 from recollect.planning.classic import classic_plan
 from recollect.planning.lean_search import LeanSearch
 from recollect.planning.lean_units import checkpoints, worth_keeping
+from recollect.planning.planners import plan
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums

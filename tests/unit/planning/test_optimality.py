@@ -14,7 +14,7 @@ from every_plan import Point, all_plans, on_a_slow_tape
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.bound import LowerBound, is_all_on_tape
 from recollect.planning.choose import Planner
-from recollect.planning.choose import plan as choose
+from recollect.planning.planners import plan as choose
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, decide
 from recollect.simulation.simulate import simulate

@@ -8,9 +8,9 @@ import pytest
 
 from recollect.errors import BudgetTooSmallError
 from recollect.planning.chain_solver import ChainSolver
-from recollect.planning.choose import plan
 from recollect.planning.classic import classic_plan
 from recollect.planning.output_choices import dropped_outputs, first_outputs, folded_outputs, longest_chain, most_folded
+from recollect.planning.planners import plan
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan

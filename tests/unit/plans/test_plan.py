@@ -171,6 +171,7 @@ def test_every_number_of_a_plan_is_in_its_json() -> None:
         predicted_host_bytes=2**29,
         to_host_bytes_per_s=25e9,
         from_host_bytes_per_s=26e9,
+        host_wait_slowdown=0.001,
     )
     assert all(getattr(plan, field.name) != field.default for field in dataclasses.fields(plan))
     assert Plan.from_json(plan.to_json()) == plan

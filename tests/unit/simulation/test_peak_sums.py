@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from recollect.planning.choose import plan
+from recollect.planning.planners import plan
 from recollect.plans.action import Action
 from recollect.plans.engines import Region
 from recollect.profile.events import ALLOC, DIES, FREE, OP, RELEASE, RETURN, SAVE, USE, StepLog

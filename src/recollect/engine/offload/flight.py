@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -23,10 +23,26 @@ from recollect.plans.trip import Timetable, Trip
 from recollect.plans.unit_plan import UnitPlan
 from recollect.warning import warn_user
 
-__all__ = ["Flight", "Mark", "Offload", "Place", "is_constant"]
+__all__ = ["Flight", "HostUse", "Mark", "Offload", "Place", "is_constant"]
 
 # On the storages of what no step makes.
 _CONSTANT = "_recollect_constant"
+
+
+class HostUse(NamedTuple):
+    """What the offloaded values of an applied plan have needed so far.
+
+    Attributes:
+        most_bytes: the most that has been in host memory at once.
+        stalled_s: seconds that whoever computes has waited for copies, on the CPU.
+        num_missed: values that were asked for, or written to, at another moment than the plan says.
+        num_stayed: values that stayed on the device, as there was no room for them in host memory.
+    """
+
+    most_bytes: int
+    stalled_s: float
+    num_missed: int
+    num_stayed: int
 
 
 class Offload:
@@ -49,6 +65,11 @@ class Offload:
         self.host = Host(device, most_bytes)
         self.num_stayed = 0
         self._flight = Flight()
+
+    def use(self) -> HostUse:
+        """Return what was needed so far."""
+        host = self.host
+        return HostUse(host.pool.most_taken_bytes, host.stalled_s, host.num_missed, self.num_stayed)
 
     def begin_call(self) -> Place:
         """Return the flight that a unit's call belongs to, and its number there."""

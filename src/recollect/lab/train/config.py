@@ -16,6 +16,7 @@ from recollect.lab.parallel.layout import ParallelFlags
 from recollect.lab.train.checks import at_least, within
 from recollect.lab.train.model_flags import ModelFlags, SizeName
 from recollect.lab.train.optim_flags import OptimFlags
+from recollect.quantities import parse_bytes
 
 __all__ = [
     "DataFlags",
@@ -76,6 +77,8 @@ class StepFlags:
 
     memory_budget: str | None = None
     """Bound on the peak of the whole step, such as 16GiB, 900MB or 60%; none: no recompute."""
+    host_budget: str = "0"
+    """With a budget: host memory that values may be copied to in forward and back in backward, such as 64GiB."""
     loss_chunks: Literal["auto"] | int = 1
     """Chunks in which LM head and loss are computed, so that only one chunk's logits are alive; auto: as many as the fastest
     plan within the budget needs."""
@@ -108,6 +111,10 @@ class StepFlags:
             raise ValueError(
                 f"memory_budget: got {self.memory_budget} with settings that say what to recompute "
                 f"({', '.join(self.recompute.changed())}), expected one of them: a budget already decides. Remove one."
+            )
+        if parse_bytes(self.host_budget) and self.memory_budget is None:
+            raise ValueError(
+                f"host_budget: got {self.host_budget} without memory_budget, expected both: it is for plans within a budget."
             )
         if self.distribute_saved_activations and self.memory_budget is None:
             raise ValueError(

@@ -38,6 +38,7 @@ from recollect.lab.train.processes import Processes, joined_processes, num_proce
 from recollect.lab.train.records import LiveDisplay, Log, MetricsFile, Outcome, PlainDisplay, StepRecord, TensorBoardLog
 from recollect.lab.train.session import Session, open_session
 from recollect.measuring.device_memory import memory_bytes
+from recollect.measuring.host_memory import check_host_budget
 from recollect.plans.plan import Plan
 from recollect.printing import print_line
 from recollect.quantities import check_budget
@@ -88,6 +89,7 @@ def train(config: TrainConfig, *, console: Console | None = None) -> Outcome:
         if config.step.memory_budget is not None:
             # Not before: each process has its own device from here on, and the others would wait for one with another budget.
             check_budget(config.step.memory_budget, device_bytes=memory_bytes(resolve_device(config.step.device)))
+            check_host_budget(config.step.host_budget)
         if not ranks.is_alone:
             config = _on_ranks(config, processes)
         if not processes.is_first:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import recollect
-from recollect.errors import PlanError, PlanFormatError
+from recollect.errors import NotYetError, PlanError, PlanFormatError
 from recollect.fields import Field, read_document, read_file
 from recollect.integrations.megatron import megatron_stage_plans
 from recollect.lab.parallel.pipeline_step import received
@@ -24,6 +24,7 @@ from recollect.pipelines.pipeline import PipelinePlan
 from recollect.planning.loss_chunks import fewest_chunks
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
+from recollect.quantities import parse_bytes
 from recollect.ranks.group import Place
 
 __all__ = ["PipelinePlans", "plan_stages", "record_own_stages"]
@@ -143,6 +144,12 @@ def plan_stages(session: Session) -> PipelinePlans:
         ConfigError, NotYetError: see `megatron_stage_plans`.
     """
     flags = session.config.step
+    if parse_bytes(flags.host_budget):
+        raise NotYetError(
+            settings={"host_budget": flags.host_budget},
+            needs="plans that offload, for the stages of a pipeline",
+            advice="Train without host_budget, or without a pipeline.",
+        )
     stages = _Stages(session)
     if flags.loss_chunks == "auto":
         assert flags.memory_budget is not None  # else there is nothing to plan

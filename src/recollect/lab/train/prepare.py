@@ -24,6 +24,7 @@ from recollect.measuring.timing import timed
 from recollect.planning.loss_chunks import plan_with_chunks
 from recollect.printing import columns_of, print_line
 from recollect.profile.profile import Profile
+from recollect.quantities import parse_bytes
 from recollect.ranks.common import common_plan
 from recollect.ranks.group import Place
 from recollect.recording.record import Collectives
@@ -114,7 +115,10 @@ def _decide(session: Session) -> tuple[Plan, int]:
     if flags.recompute is None:
         planned = ranks.together(
             lambda: plan_with_chunks(
-                lambda chunks: _recorded(session, chunks), str(flags.memory_budget), flags.loss_chunks
+                lambda chunks: _recorded(session, chunks),
+                str(flags.memory_budget),
+                flags.loss_chunks,
+                flags.host_budget,
             ),
             Place.PLANNED,
         )
@@ -154,6 +158,7 @@ def _recorded(session: Session, loss_chunks: int) -> Profile:
             optimizer=trained.optimizer,
             loss_chunks=loss_chunks,
             collectives=collectives,
+            host_link=bool(parse_bytes(session.config.step.host_budget)),
             group=group,
             **how,
         )

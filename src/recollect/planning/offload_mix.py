@@ -1,0 +1,157 @@
+"""Choose one option per unit, and how much of what it stores is offloaded: a linear program over shares of options.
+
+Take n units in forward order, and their 2n windows: the forward of each, then the backward of each in reverse. Unit l with
+option k stores s(l, k) bytes, runs ops again for t(l, k) seconds, and needs f(l, k) and b(l, k) bytes in its own windows beside
+what earlier units store. With the shares x(l, k) of options, the bytes o(l) of a unit that are offloaded, the bytes out(w) and
+back(w) that the link carries in each window, and the seconds z(w) that the step waits in it, minimise the sum of all t x and z
+subject to
+
+    out(w) <= out rate x (seconds of w + z(w)),   back(w) <= back rate x (seconds of w, and of what runs again there, + z(w))
+    what is out before a window <= the sum of o over the units that have run before it
+    away(w) = out before w - back until the end of w:  0 <= away(w) <= sum of o over the units before that of w, in backward
+    forward of l:   sum of s x over j < l - away(w) + f(l) <= budget
+    backward of l:  sum of s x over j < l - away(w) + b(l) <= budget
+    o(l) <= what the options of l store and can offload,   sum of o <= host memory
+
+What goes out in a window has left by its end, and what comes back in it takes up room from its beginning, as at edges; only the
+first edge of backward comes later than its window, which begins with the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from recollect.simulation.copy_clock import Link
+
+__all__ = ["OffloadUnit", "offload_mix"]
+
+# Of two choices that take equally long, prefer the one that copies less: seconds per byte copied, as a part of the link's.
+_COPY_PRICE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadUnit:
+    """A unit; for each option, from the leanest: bytes and seconds.
+
+    Attributes:
+        kept_bytes: that it stores.
+        leaving_bytes: the part of them that can be offloaded.
+        recompute_s: that it runs again for.
+        forward_bytes, backward_bytes: that its windows need beside what earlier units store.
+        forward_s, backward_s: of its windows, without recompute.
+    """
+
+    kept_bytes: NDArray[np.int64]
+    leaving_bytes: NDArray[np.int64]
+    recompute_s: NDArray[np.float64]
+    forward_bytes: NDArray[np.int64]
+    backward_bytes: NDArray[np.int64]
+    forward_s: float
+    backward_s: float
+
+
+def offload_mix(
+    units: Sequence[OffloadUnit], link: Link, budget_bytes: int, host_bytes: int
+) -> list[NDArray[np.float64]] | None:
+    """Return the share of each option of each unit in the fastest mix; None if none fits the budget.
+
+    Args:
+        units: in forward order.
+        link: what copies take.
+        budget_bytes: limit on each window.
+        host_bytes: limit on what is offloaded.
+
+    Complexity: a linear program of an unknown for each option, and five for each unit.
+    """
+    program = _Program(units, link, budget_bytes, host_bytes)
+    shares = program.solved()
+    return None if shares is None else np.split(shares, program.first[1:])
+
+
+class _Program:
+    """Builds and solves the program; bytes are in parts of the budget."""
+
+    def __init__(self, units: Sequence[OffloadUnit], link: Link, budget_bytes: int, host_bytes: int) -> None:
+        self._units = units
+        self._scale = float(budget_bytes) or 1.0
+        self._link = link
+        self._host = host_bytes / self._scale
+        counts = [len(unit.kept_bytes) for unit in units]
+        self.first = np.concatenate(([0], np.cumsum(counts)[:-1])).astype(int)
+        self._num_shares, self._num_units = sum(counts), len(units)
+        self._rows: list[list[tuple[int, float]]] = []
+        self._limits: list[float] = []
+        for window in range(2 * self._num_units):
+            self._add_window(window)
+        for unit in range(self._num_units):
+            self._add([(self._offloaded(unit), 1.0), *self._shares(unit, -self._part(units[unit].leaving_bytes))], 0.0)
+        self._add([(self._offloaded(unit), 1.0) for unit in range(self._num_units)], self._host)
+
+    def _part(self, nbytes: NDArray[np.int64]) -> NDArray[np.float64]:
+        return nbytes / self._scale
+
+    # The unknowns: shares, then for each unit what is offloaded, then for each window what goes out, comes back, and waits.
+
+    def _shares(self, unit: int, factors: NDArray[np.float64]) -> list[tuple[int, float]]:
+        return list(enumerate(factors.tolist(), start=int(self.first[unit])))
+
+    def _offloaded(self, unit: int) -> int:
+        return self._num_shares + unit
+
+    def _of_window(self, window: int, what: int) -> int:
+        return self._num_shares + self._num_units + 3 * window + what
+
+    def _add(self, terms: list[tuple[int, float]], limit: float) -> None:
+        self._rows.append(terms)
+        self._limits.append(limit)
+
+    def _add_window(self, window: int) -> None:
+        is_forward = window < self._num_units
+        number = window if is_forward else 2 * self._num_units - 1 - window
+        unit = self._units[number]
+        out, back, wait = (self._of_window(window, what) for what in range(3))
+        out_rate, back_rate = (rate / self._scale for rate in self._link[:2])
+        own_s = unit.forward_s if is_forward else unit.backward_s
+        again = np.zeros(len(unit.recompute_s)) if is_forward else unit.recompute_s
+        for rate, carried in ((out_rate, out), (back_rate, back)):
+            self._add([(carried, 1.0), (wait, -rate), *self._shares(number, -rate * again)], rate * own_s)
+        gone = [(self._of_window(other, 0), 1.0) for other in range(window)]
+        returned = [(self._of_window(other, 1), -1.0) for other in range(window + 1)]
+        made = [(self._offloaded(other), -1.0) for other in range(number if is_forward else self._num_units)]
+        self._add([*gone, (out, 1.0), *made], 0.0)
+        self._add([(column, -factor) for column, factor in (*gone, *returned)], 0.0)
+        if not is_forward:
+            self._add([*gone, *returned, *((self._offloaded(other), -1.0) for other in range(number))], 0.0)
+        earlier = [term for j in range(number) for term in self._shares(j, self._part(self._units[j].kept_bytes))]
+        own = self._shares(number, self._part(unit.forward_bytes if is_forward else unit.backward_bytes))
+        if window == self._num_units:
+            # The loss, where memory is often fullest, is before the first edge of backward.
+            gone = gone[:-1]
+        away = [(column, -factor) for column, factor in (*gone, *returned)]
+        self._add([*earlier, *own, *away], 1.0)
+
+    def solved(self) -> NDArray[np.float64] | None:
+        """Return the shares of the fastest mix."""
+        num_unknowns = self._of_window(2 * self._num_units, 0)
+        seconds = np.zeros(num_unknowns)
+        seconds[: self._num_shares] = np.concatenate([unit.recompute_s for unit in self._units])
+        for window in range(2 * self._num_units):
+            seconds[self._of_window(window, 0)] = _COPY_PRICE * self._scale / self._link.to_host_bytes_per_s
+            seconds[self._of_window(window, 2)] = 1.0
+        equal = np.zeros((self._num_units, num_unknowns))
+        for unit in range(self._num_units):
+            for column, _ in self._shares(unit, self._units[unit].recompute_s):
+                equal[unit, column] = 1.0
+        entries = [(row, column, factor) for row, terms in enumerate(self._rows) for column, factor in terms]
+        rows, columns, factors = zip(*entries, strict=True)
+        matrix = coo_array((factors, (rows, columns)), shape=(len(self._rows), num_unknowns)).tocsr()
+        result = linprog(
+            seconds, A_ub=matrix, b_ub=self._limits, A_eq=equal, b_eq=np.ones(self._num_units), method="highs"
+        )
+        return None if result.status != 0 else np.asarray(result.x[: self._num_shares])

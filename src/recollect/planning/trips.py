@@ -1,0 +1,237 @@
+"""Schedule the trips of offloaded values: each leaves as soon as it has been copied, and comes back as late as it can.
+
+Copies out go in the order in which values are made, so values of early layers go first: those that are away longest. Copies
+back end just when something asks for the value, or when the next one has to begin.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from recollect.plans.action import Action
+from recollect.plans.plan import Plan
+from recollect.plans.trip import Trip
+from recollect.plans.unit_plan import UnitPlan
+from recollect.profile.events import BACKWARD
+from recollect.profile.graph import UnitGraph
+from recollect.profile.profile import Profile
+from recollect.simulation.copy_clock import Course, Journey, Link, Waits, course, waits
+from recollect.simulation.decisions import CallActions, decide
+from recollect.simulation.edges import EdgeTable, edges
+from recollect.simulation.lifetimes import EveryEvent
+from recollect.simulation.program import Key, rounded_bytes
+
+__all__ = ["HASTES", "Name", "Schedule", "TripPlanner", "may_leave", "scheduled", "with_trips"]
+
+Name = tuple[str, str]
+"""A value that may be offloaded: path of its unit, and its name there."""
+
+HASTES = (1.0, 1.5, 2.5, 5.0, 20.0, 1e6)
+"""If values can only be away in time when the step waits for them, plan as if the link were so many times as fast."""
+
+# All values are out for the clock from here to there: whatever backward asks for is asked for in time.
+_WHOLE_WAY = Trip(1, 10**6)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A plan with trips.
+
+    Attributes:
+        plan: the plan.
+        waits: what it waits for copies.
+    """
+
+    plan: Plan
+    waits: Waits
+
+
+class TripPlanner:
+    """Schedules trips for values that a plan keeps.
+
+    Args:
+        program: of the recorded step, with its edges.
+        plan: keeps and recomputes; what it offloads it is taken to keep.
+        link: what copies take.
+        least_bytes: the smallest values to offload.
+
+    Attributes:
+        course: when things happen under the plan.
+        names: the values that can be offloaded, in the order in which they are made.
+    """
+
+    def __init__(self, program: EveryEvent, plan: Plan, link: Link, *, least_bytes: int = 0) -> None:
+        self._profile = profile = program.profile
+        self._plan = plan
+        self._link = link
+        self._offloads_all = with_trips(profile, plan, dict.fromkeys(_kept(profile, plan, least_bytes), _WHOLE_WAY))
+        self.course: Course = course(program, decide(profile, self._offloads_all))
+        self.names = self._names()
+
+    @cached_property
+    def _edges(self) -> EdgeTable:
+        return EdgeTable(self.course.edges)
+
+    @cached_property
+    def _keys(self) -> dict[Name, list[Key]]:
+        """The values of each name, in all calls of its unit."""
+        found: defaultdict[Name, list[Key]] = defaultdict(list)
+        for call, decision in enumerate(decide(self._profile, self._offloads_all)):
+            record = self._profile.calls[call]
+            for value, _ in decision.trips:
+                found[record.path, self._profile.graph_of(record).values[value].name].append((call, value))
+        return found
+
+    def _names(self) -> list[Name]:
+        """Return what backward asks for in all calls of its unit, in the order in which it is made first."""
+        made_s, asked = self.course.made_s, self.course.asked
+        used = [name for name, keys in self._keys.items() if all(key in asked for key in keys)]
+        return sorted(used, key=lambda name: min(made_s[key] for key in self._keys[name]))
+
+    def nbytes(self, name: Name) -> int:
+        """Return the bytes of a value, of all calls of its unit."""
+        return sum(map(self._nbytes, self._keys[name]))
+
+    def _nbytes(self, key: Key) -> int:
+        call, value = key
+        graph = self._profile.graph_of(self._profile.calls[call])
+        return rounded_bytes(self._profile, graph.values[value].nbytes)
+
+    def scheduled(self, names: Collection[Name], *, haste: float = 1.0) -> Schedule:
+        """Return the plan with trips for some values; those for whose way there is no time are kept.
+
+        Args:
+            names: of `self.names`.
+            haste: plan edges as if the link were so many times as fast: values leave earlier and come back later, and the
+                step waits for copies.
+        """
+        out, back, latency_s = self._link
+        link = Link(out * haste, back * haste, latency_s / haste)
+        found = self._journeys(names, link)
+        trips: dict[Name, Trip] = {}
+        for name in names:
+            keys = self._keys[name]
+            if all(key in found for key in keys):
+                trips[name] = _common(self._trip(key, found[key]) for key in keys)
+        journeys: dict[Key, Journey] = {}
+        for name, trip in list(trips.items()):
+            own = {key: self._journey(key, trip) for key in self._keys[name]}
+            known = {key: journey for key, journey in own.items() if journey is not None}
+            if len(known) < len(own):
+                del trips[name]
+            else:
+                journeys |= known
+        return Schedule(with_trips(self._profile, self._plan, trips), waits(self.course, journeys, self._link))
+
+    def _journeys(self, names: Iterable[Name], link: Link) -> dict[Key, Journey]:
+        """Return the edges of each value that has time to go out and come back."""
+        all_keys = [key for name in names for key in self._keys[name]]
+        time = self.course
+        leaves: dict[Key, int] = {}
+        free_s = 0.0
+        for key in sorted(all_keys, key=time.made_s.__getitem__):
+            end_s = max(free_s, time.made_s[key]) + link.out_s(self._nbytes(key))
+            edge = bisect_left(time.edge_s, end_s)
+            if edge < time.asked[key][0]:
+                leaves[key] = edge
+                free_s = end_s
+        found: dict[Key, Journey] = {}
+        free_s = time.end_s
+        for key in sorted(leaves, key=lambda key: -time.asked[key][1]):
+            last, asked_s = time.asked[key]
+            begin_s = min(free_s, asked_s) - link.back_s(self._nbytes(key))
+            edge = min(max(bisect_right(time.edge_s, begin_s) - 1, leaves[key] + 1), last)
+            while edge <= last and time.edges[edge].phase != BACKWARD:
+                edge += 1
+            if leaves[key] < edge <= last:
+                found[key] = Journey(leaves[key], edge, self._nbytes(key))
+                free_s = begin_s
+        return found
+
+    def _trip(self, key: Key, journey: Journey) -> Trip:
+        leaves, returns = (self.course.edges[number] for number in journey[:2])
+        return Trip(leaves.call - key[0], returns.call - key[0], leaves_in_backward=leaves.phase == BACKWARD)
+
+    def _journey(self, key: Key, trip: Trip) -> Journey | None:
+        leaves, returns = self._edges.leaves(key[0], trip), self._edges.returns(key[0], trip)
+        if leaves is None or returns is None or not leaves < returns <= self.course.asked[key][0]:
+            return None
+        return Journey(leaves, returns, self._nbytes(key))
+
+
+def _common(trips: Iterable[Trip]) -> Trip:
+    """Return one trip for all calls of a unit: leaving as late, and coming back as early, as any of them."""
+    all_trips = list(trips)
+    returns = max(trip.returns for trip in all_trips)
+    late = [trip.leaves for trip in all_trips if trip.leaves_in_backward]
+    if late:
+        return Trip(max(min(late), returns + 1), returns, leaves_in_backward=True)
+    return Trip(max(trip.leaves for trip in all_trips), returns)
+
+
+def with_trips(profile: Profile, plan: Plan, trips: Mapping[Name, Trip]) -> Plan:
+    """Return the plan that offloads these values, keeps what else it offloaded, and names every unit of the profile."""
+    graphs = {call.path: profile.graph_of(call) for call in profile.calls}
+    of_unit: defaultdict[str, dict[str, Trip]] = defaultdict(dict)
+    for (path, name), trip in trips.items():
+        of_unit[path][name] = trip
+    units = {}
+    for path, graph in graphs.items():
+        unit = plan.units.get(path, UnitPlan({v.name: Action.KEEP for v in graph.values if v.producer is not None}))
+        actions: dict[str, Action] = {n: Action.KEEP if a is Action.OFFLOAD else a for n, a in unit.actions.items()}
+        actions |= dict.fromkeys(of_unit[path], Action.OFFLOAD)
+        units[path] = UnitPlan(actions, output=unit.output, engine=unit.engine, trips=of_unit[path])
+    return replace(plan, units=units if trips or plan.offloads else plan.units)
+
+
+def _kept(profile: Profile, plan: Plan, least_bytes: int) -> list[Name]:
+    """Return the values that a plan keeps, and could offload."""
+    found: dict[Name, None] = {}
+    refused: set[Name] = set()
+    for call, decision in zip(profile.calls, decide(profile, with_trips(profile, plan, {})), strict=True):
+        graph = profile.graph_of(call)
+        for index, value in enumerate(graph.values):
+            name = call.path, value.name
+            is_stored = decision.values.action(index) is Action.KEEP and _is_on_tape(decision)
+            if is_stored and may_leave(graph, index, least_bytes):
+                found[name] = None
+            else:
+                refused.add(name)
+    return [name for name in found if name not in refused]
+
+
+def may_leave(graph: UnitGraph, index: int, least_bytes: int) -> bool:
+    """Return whether a value of a unit can be offloaded if it is stored: an op made it, and none writes to it."""
+    value = graph.values[index]
+    is_made = value.producer is not None and not graph.ops[value.producer].mutates
+    return is_made and not (value.mutated_later or value.must_keep) and value.nbytes >= max(1, least_bytes)
+
+
+def _is_on_tape(decision: CallActions) -> bool:
+    return decision.engine == CallActions().engine
+
+
+def scheduled(profile: Profile, plan: Plan, link: Link) -> Plan:
+    """Return a plan whose offloaded values have trips for which, at these rates, it waits as little as possible.
+
+    Only what backward does not ask for in units is kept.
+
+    Args:
+        profile: the recorded step.
+        plan: offloads values, at any edges.
+        link: what copies take.
+    """
+    wanted: Sequence[Name] = [(path, name) for path, unit in plan.units.items() for name in unit.trips]
+    planner = TripPlanner(EveryEvent(profile, edges=edges(profile)), plan, link)
+    known = set(planner.names)
+    names = [name for name in wanted if name in known]
+    made = plan
+    for haste in HASTES:
+        made = planner.scheduled(names, haste=haste).plan
+        if sum(len(unit.trips) for unit in made.units.values()) == len(names):
+            break
+    return made

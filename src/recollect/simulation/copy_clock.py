@@ -1,0 +1,217 @@
+"""Says when things happen in a step under a plan, and how long copies to host memory and back make it wait.
+
+Ops take the times of the profile, one after the other. A copy out begins when its value has been made, one back at its edge;
+each direction carries one copy at a time, in the order in which they begin. Whoever comes to an edge at which a value leaves,
+or asks for one, before its copy is over waits, and all that follows is so much later. Copies and ops are taken not to slow each
+other down: to plan for less than the link's rate makes up for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recollect.profile.events import BACKWARD, OP, WORK
+from recollect.profile.graph import OpRecord
+from recollect.profile.profile import Profile
+from recollect.simulation.copies import HostRoom
+from recollect.simulation.decisions import CallActions, calls_on_tape
+from recollect.simulation.edges import Edge
+from recollect.simulation.lifetimes import EveryEvent, untimed_s
+from recollect.simulation.playback import Playback
+from recollect.simulation.program import Key
+
+__all__ = ["Course", "Journey", "Link", "Waits", "course", "event_times", "waits"]
+
+
+class Link(NamedTuple):
+    """What copies between a device and host memory take.
+
+    Attributes:
+        to_host_bytes_per_s, from_host_bytes_per_s: rates in each direction.
+        latency_s: seconds of the smallest copy.
+    """
+
+    to_host_bytes_per_s: float
+    from_host_bytes_per_s: float
+    latency_s: float = 0.0
+
+    def out_s(self, nbytes: int) -> float:
+        """Return the seconds of a copy out."""
+        return self.latency_s + nbytes / self.to_host_bytes_per_s
+
+    def back_s(self, nbytes: int) -> float:
+        """Return the seconds of a copy back."""
+        return self.latency_s + nbytes / self.from_host_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Course:
+    """When things happen in a step, if nothing waits.
+
+    Attributes:
+        edges: of units, in order.
+        edge_s: time of each.
+        made_s: when each value that may be offloaded has been made, in order.
+        asked: for each value that may be offloaded: the number of the last edge before something first asks for it in
+            backward, and the time.
+        end_s: when the step ends.
+    """
+
+    edges: Sequence[Edge]
+    edge_s: Sequence[float]
+    made_s: Mapping[Key, float]
+    asked: Mapping[Key, tuple[int, float]]
+    end_s: float
+
+
+class Journey(NamedTuple):
+    """An offloaded value's way: the numbers of the edges at which it leaves and comes back, and its bytes."""
+
+    leaves: int
+    returns: int
+    nbytes: int
+
+
+class Waits(NamedTuple):
+    """What copies make a step wait, in seconds: for values to leave, and for values to come back."""
+
+    out_s: float
+    back_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds that the step is longer."""
+        return self.out_s + self.back_s
+
+
+def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
+    """Return when things happen under a plan.
+
+    Args:
+        program: of the recorded step, with its edges.
+        decisions: one for each call; they offload all values that may be.
+
+    Complexity: about two simulations.
+    """
+    profile = program.profile
+    playback = _ClockPlayback(program, decisions, untimed_s(profile) or 0.0)
+    play = playback.actions()
+    for code, operands in program.instructions:
+        play[code](*operands)
+    added_s = program.added_s(decisions, playback.on_tape, playback.rerun_s)
+    scale = (profile.step_s + added_s) / playback.clock_s if playback.clock_s > 0 else 1.0
+    return Course(
+        program.edges,
+        [scale * time_s for time_s in playback.edge_s],
+        {key: scale * time_s for key, time_s in playback.host.made_s.items()},
+        {key: (edge, scale * time_s) for key, (edge, time_s) in playback.host.asked_s.items()},
+        scale * playback.clock_s,
+    )
+
+
+class _ClockPlayback(Playback):
+    """Plays a step with a clock."""
+
+    host: _ClockedHost
+
+    def __init__(self, program: EveryEvent, decisions: Sequence[CallActions], rest_s: float) -> None:
+        super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
+        self._rest_s = rest_s
+        self.clock_s = 0.0
+        self.edge_s: list[float] = []
+        self.host = _ClockedHost(self)
+
+    def actions(self) -> dict[int, Callable[..., None]]:
+        return {**super().actions(), WORK: self._work_outside}
+
+    def work(self, op: OpRecord) -> None:
+        super().work(op)
+        self.clock_s += op.time_s
+
+    def _work_outside(self, nbytes: int, time_ns: int | None = None) -> None:
+        self._bulk(nbytes, 0)
+        self.clock_s += self._rest_s if time_ns is None else 1e-9 * time_ns
+
+    def _edge(self, phase: int, call: int) -> None:
+        self.edge_s.append(self.clock_s)
+        super()._edge(phase, call)
+
+
+class _ClockedHost(HostRoom):
+    def __init__(self, playback: _ClockPlayback) -> None:
+        super().__init__()
+        self._playback = playback
+        self.made_s: dict[Key, float] = {}
+        self.asked_s: dict[Key, tuple[int, float]] = {}
+
+    def sent(self, key: Key) -> None:
+        self.made_s[key] = self._playback.clock_s
+
+    def asked(self, key: Key, *, is_back: bool) -> None:
+        # Of a value that is asked for in forward, too, the first time in backward counts.
+        if self._playback.phase == BACKWARD:
+            self.asked_s.setdefault(key, (len(self._playback.edge_s) - 1, self._playback.clock_s))
+
+
+def waits(course: Course, journeys: Mapping[Key, Journey], link: Link) -> Waits:
+    """Return what a step waits for copies.
+
+    Args:
+        course: of the step.
+        journeys: of each offloaded value.
+        link: what copies take.
+    """
+    later_s = out_s = back_s = 0.0
+    out_free_s = back_free_s = 0.0
+    out_ends: dict[Key, float] = {}
+    back_ends: dict[Key, float] = {}
+    for time_s, kind, key in _happenings(course, journeys):
+        now_s = time_s + later_s
+        nbytes = journeys[key].nbytes
+        wait_s = 0.0
+        if kind == _MADE:
+            out_free_s = out_ends[key] = max(out_free_s, now_s) + link.out_s(nbytes)
+        elif kind == _LEAVES:
+            wait_s = max(0.0, out_ends[key] - now_s)
+            out_s += wait_s
+        elif kind == _RETURNS:
+            back_free_s = back_ends[key] = max(back_free_s, now_s) + link.back_s(nbytes)
+        else:
+            wait_s = max(0.0, back_ends.get(key, now_s) - now_s)
+            back_s += wait_s
+        later_s += wait_s
+    return Waits(out_s, back_s)
+
+
+_LEAVES, _RETURNS, _ASKED, _MADE = range(4)
+
+
+def _happenings(course: Course, journeys: Mapping[Key, Journey]) -> list[tuple[float, int, Key]]:
+    """Return what happens to the values, in order: what leaves at an edge does so before what comes back there."""
+    found: list[tuple[float, int, float, Key]] = []
+    for key, journey in journeys.items():
+        asked_s = course.asked[key][1]
+        found.append((course.made_s[key], _MADE, 0.0, key))
+        found.append((course.edge_s[journey.leaves], _LEAVES, 0.0, key))
+        # Those that are asked for first come back first.
+        found.append((course.edge_s[journey.returns], _RETURNS, asked_s, key))
+        found.append((asked_s, _ASKED, 0.0, key))
+    return [(time_s, kind, key) for time_s, kind, _, key in sorted(found)]
+
+
+def event_times(profile: Profile) -> NDArray[np.float64]:
+    """Return the time after each event of a step without recompute, in seconds."""
+    rest_s = untimed_s(profile) or 0.0
+    own_s = np.zeros(profile.log.num_events)
+    for position, (code, *operands) in enumerate(profile.log.events()):
+        if code == OP:
+            own_s[position] = profile.graph_of(profile.calls[operands[0]]).ops[operands[1]].time_s
+        elif code == WORK:
+            own_s[position] = 1e-9 * operands[1] if len(operands) > 1 else rest_s
+    times_s: NDArray[np.float64] = np.cumsum(own_s)
+    return times_s * (profile.step_s / times_s[-1]) if len(times_s) and times_s[-1] > 0 else times_s

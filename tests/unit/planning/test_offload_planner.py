@@ -1,0 +1,218 @@
+"""Plans with host memory, on small steps made by hand and on a modelled device: within all limits, and worth having."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import recollect
+from recollect.errors import BudgetTooSmallError, PlanError
+from recollect.lab.models.architectures import llama_config
+from recollect.lab.models.gpt import GPTModel
+from recollect.planning.choose import Planner
+from recollect.planning.offload_mix import OffloadUnit, offload_mix
+from recollect.planning.offload_planner import OffloadPlanner
+from recollect.planning.trips import scheduled
+from recollect.plans.plan import Plan
+from recollect.plans.trip import Trip
+from recollect.plans.unit_plan import UnitPlan
+from recollect.profile.profile import Profile
+from recollect.simulation.copy_clock import Course, Journey, Link, waits
+from recollect.simulation.decisions import decide
+from recollect.simulation.edges import edges
+from recollect.simulation.simulate import simulate
+from toy_profile import layer, stack
+
+MANY_BYTES = 10**12
+
+
+def linked(profile: Profile, bytes_per_s: float) -> Profile:
+    return replace(profile, to_host_bytes_per_s=bytes_per_s, from_host_bytes_per_s=bytes_per_s)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Profile:
+    """A step whose times are those of a modelled H100."""
+    config = llama_config(num_layers=6, hidden_size=512, num_attention_heads=8, vocab_size=1024)
+    with torch.device("meta"):
+        model, tokens = GPTModel(config), torch.zeros(4, 512, dtype=torch.int64)
+    batch = {"tokens": tokens, "labels": tokens}
+    return recollect.record(model, batch, fake=True, hardware="H100", holds_output=False, gradients="freed")
+
+
+def test_a_profile_of_a_known_device_knows_its_link(llama: Profile) -> None:
+    assert (llama.to_host_bytes_per_s, llama.from_host_bytes_per_s) == (55e9, 55e9)
+
+
+@pytest.mark.parametrize("fraction", [0.8, 0.6, 0.45])
+@pytest.mark.parametrize("bytes_per_s", [5e9, 55e9, 1e13])
+def test_plans_are_within_all_limits_and_no_slower_than_without_host_memory(
+    llama: Profile, bytes_per_s: float, fraction: float
+) -> None:
+    profile = linked(llama, bytes_per_s)
+    plain, planner = Planner(profile), OffloadPlanner(profile, MANY_BYTES)
+    budget_bytes = int(fraction * plain.plain_peak_bytes)
+    plan, without = planner.plan(budget_bytes), plain.plan(budget_bytes)
+    simulation = simulate(profile, decide(profile, plan))
+    assert simulation.peak_bytes == plan.predicted_peak_bytes <= budget_bytes
+    assert simulation.host_bytes == (plan.predicted_host_bytes or 0)
+    assert simulation.num_missed == 0
+    slowdown, bound = plan.predicted_slowdown or 0.0, plan.bound_slowdown or 0.0
+    assert bound <= slowdown <= (without.predicted_slowdown or 0.0)
+    assert bound <= (without.bound_slowdown or 0.0)
+    if bytes_per_s == 1e13:
+        assert plan.offloads and slowdown < 0.5 * (without.predicted_slowdown or 0.0)
+
+
+def test_host_memory_is_not_exceeded(llama: Profile) -> None:
+    budget_bytes = int(0.5 * Planner(llama).plain_peak_bytes)
+    slowdowns = []
+    for host_bytes in (MANY_BYTES, 2**27, 2**25):
+        plan = OffloadPlanner(llama, host_bytes).plan(budget_bytes)
+        assert (plan.predicted_host_bytes or 0) <= host_bytes == plan.host_budget_bytes
+        slowdowns.append(plan.predicted_slowdown)
+    assert slowdowns == sorted(slowdowns, key=lambda slowdown: slowdown or 0.0)
+
+
+def test_a_slower_link_than_planned_for_costs_time_only(llama: Profile) -> None:
+    """The peak is the same on any link: the bytes of the plan do not depend on it."""
+    budget_bytes = int(0.5 * Planner(llama).plain_peak_bytes)
+    plans = [OffloadPlanner(llama, MANY_BYTES, link_share=share).plan(budget_bytes) for share in (1.0, 0.5)]
+    assert plans[0].to_host_bytes_per_s == 2 * (plans[1].to_host_bytes_per_s or 0.0) == 55e9
+    assert (plans[0].predicted_slowdown or 0.0) <= (plans[1].predicted_slowdown or 0.0)
+    at_half = simulate(linked(llama, 55e9 / 2), decide(llama, plans[0]))
+    assert at_half.peak_bytes == plans[0].predicted_peak_bytes
+
+
+def test_without_host_memory_nothing_changes(llama: Profile) -> None:
+    budget_bytes = int(0.6 * Planner(llama).plain_peak_bytes)
+    assert recollect.plan(llama, budget_bytes, 0) == Planner(llama).plan(budget_bytes)
+    assert recollect.plan(llama, budget_bytes).to_json() == Planner(llama).plan(budget_bytes).to_json()
+
+
+def test_a_budget_that_needs_no_recompute_needs_no_host_memory(llama: Profile) -> None:
+    plan = recollect.plan(llama, "100%", "1GiB")
+    assert not plan.offloads and plan.predicted_slowdown == 0.0
+
+
+def test_text_says_what_is_planned_for(llama: Profile) -> None:
+    lines = str(recollect.plan(llama, "50%", "4GiB")).splitlines()
+    assert lines[-2].startswith("predicted host memory ") and lines[-2].endswith(", host budget 4.0 GiB")
+    assert any("offload    " in line for line in lines)
+
+
+def test_a_budget_below_the_least_peak_says_how_much_host_memory_would_do() -> None:
+    profile = linked(stack(12, graph=layer(norm_bytes=10, up_bytes=40, act_bytes=40, out_bytes=200)), 1e5)
+    with pytest.raises(BudgetTooSmallError) as refused:
+        Planner(profile).plan(0)
+    least_bytes = refused.value.least_peak_bytes
+    budget_bytes = least_bytes - 10
+    plan = OffloadPlanner(profile, MANY_BYTES).plan(budget_bytes)
+    assert (plan.predicted_peak_bytes or 0) <= budget_bytes and plan.offloads
+    with pytest.raises(
+        BudgetTooSmallError, match=r"With more host memory it can be met: host_budget='.*', at a slowdown of"
+    ):
+        OffloadPlanner(profile, 30).plan(budget_bytes)
+    with pytest.raises(BudgetTooSmallError, match="No amount of host memory would do") as none_fits:
+        OffloadPlanner(profile, MANY_BYTES).plan(1)
+    assert "Or let part" not in str(none_fits.value)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5])
+def test_a_share_is_a_part(llama: Profile, share: float) -> None:
+    with pytest.raises(PlanError, match=r"link_share: got .*, expected a part of the link's rate"):
+        OffloadPlanner(llama, 1, link_share=share)
+
+
+def test_a_profile_without_a_link_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"does not say how fast copies .* are.* Record it with host_link=True"):
+        recollect.plan(stack(2), "50%", "1GiB")
+
+
+def test_hand_made_trips_are_scheduled_anew(llama: Profile) -> None:
+    graph = llama.graph_of(llama.calls[2])
+    name = max((v for v in graph.values if v.saved and v.producer is not None), key=lambda v: v.nbytes).name
+    path = llama.calls[2].path
+    plan = Plan({path: UnitPlan({name: "offload"}, trips={name: Trip(1, 0)})})
+    fast, slow = (scheduled(llama, plan, Link(rate, rate)).units[path].trips for rate in (1e13, 55e9))
+    assert fast[name].leaves < slow[name].leaves and fast[name].returns <= slow[name].returns
+    # On a link on which it cannot come back in time it goes all the same, and the step waits.
+    assert scheduled(llama, plan, Link(1e6, 1e6)).offloads
+
+
+def test_what_a_step_waits_for() -> None:
+    """Two values of 10 and 20 bytes over a link of 10 bytes a second, worked out by hand."""
+    course = Course(
+        edges=edges(stack(1)),
+        edge_s=(0.0, 1.0, 2.0, 5.0, 6.0),
+        made_s={(0, 1): 0.5, (1, 1): 1.0},
+        asked={(0, 1): (4, 6.5), (1, 1): (3, 5.5)},
+        end_s=8.0,
+    )
+    journeys = {(0, 1): Journey(2, 4, 10), (1, 1): Journey(2, 3, 20)}
+    # Out: 0.5 to 1.5 and 1.5 to 3.5, which is 1.5 s after the edge at 2. Then all is that much later. Back: the second from
+    # 6.5 to 8.5, asked for at 7: 1.5 s more; the first from 9 to 10, asked for at 9.5: 0.5 s.
+    assert waits(course, journeys, Link(10.0, 10.0)) == (pytest.approx(1.5), pytest.approx(2.0))
+    assert waits(course, journeys, Link(1e9, 1e9)).total_s == pytest.approx(0.0, abs=1e-6)
+
+
+def unit(*, kept: tuple[int, ...], recompute_s: tuple[float, ...], own: int = 10) -> OffloadUnit:
+    numbers = np.array(kept, dtype=np.int64)
+    return OffloadUnit(
+        kept_bytes=numbers,
+        leaving_bytes=numbers,
+        recompute_s=np.array(recompute_s),
+        forward_bytes=np.full(len(kept), own),
+        backward_bytes=own + numbers,
+        forward_s=1.0,
+        backward_s=2.0,
+    )
+
+
+def seconds_of(units: list[OffloadUnit], link: Link, budget: int, host: int = MANY_BYTES) -> float | None:
+    shares = offload_mix(units, link, budget, host)
+    return None if shares is None else sum(float(own @ u.recompute_s) for own, u in zip(shares, units, strict=True))
+
+
+def test_the_mix_is_the_cheapest_choice_where_nothing_can_go() -> None:
+    """With a link that carries nothing it is the plain choice, which all combinations show."""
+    units = [unit(kept=(0, 40), recompute_s=(seconds, 0.0)) for seconds in (3.0, 1.0, 2.0)]
+    for budget in range(50, 140, 10):
+        best = min(
+            (
+                sum(float(u.recompute_s[k]) for u, k in zip(units, choice, strict=True))
+                for choice in itertools.product(range(2), repeat=3)
+                if all(
+                    sum(int(units[j].kept_bytes[choice[j]]) for j in range(number))
+                    + 10
+                    + int(u.kept_bytes[choice[number]])
+                    <= budget
+                    for number, u in enumerate(units)
+                )
+            ),
+            default=None,
+        )
+        found = seconds_of(units, Link(1e-9, 1e-9), budget)
+        assert best is not None and found is not None
+        # Shares of options may be faster than whole ones, never slower.
+        assert found <= best + 1e-9
+
+
+def test_the_mix_offloads_what_the_link_carries() -> None:
+    units = [unit(kept=(0, 40), recompute_s=(3.0, 0.0)) for _ in range(4)]
+    seconds = [seconds_of(units, Link(rate, rate), 100) for rate in (1e-9, 5.0, 20.0, 1e6)]
+    assert None not in seconds
+    assert seconds == sorted(seconds, key=lambda s: -(s or 0.0))
+    assert seconds[0] == pytest.approx(3.0 * 70 / 40, rel=0.3) and seconds[-1] == pytest.approx(0.0, abs=1e-6)
+    # No more goes than the host has room for.
+    assert seconds_of(units, Link(1e6, 1e6), 100, host=0) == pytest.approx(seconds[0], rel=1e-6)
+
+
+def test_the_mix_waits_where_that_is_the_only_way() -> None:
+    units = [unit(kept=(40,), recompute_s=(0.0,)) for _ in range(4)]
+    assert seconds_of(units, Link(1.0, 1.0), 100) == 0.0
+    assert seconds_of(units, Link(1.0, 1.0), 40) is None
