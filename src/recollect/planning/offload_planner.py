@@ -170,6 +170,16 @@ class OffloadPlanner:
         needed = least_amount(with_all.predicted_host_bytes or 0)
         return f"With more host memory it can be met: host_budget={needed!r}, at a slowdown of {_percent(with_all)}."
 
+    def offloading(self, base: Plan, budget_bytes: int) -> Plan | None:
+        """Return what a plan is with as few of its kept values offloaded as it takes to be within a budget; None if it cannot.
+
+        Args:
+            base: keeps and recomputes.
+            budget_bytes: limit on the peak.
+        """
+        found = self._offloaded(base, budget_bytes)
+        return None if found is None else self._finished(found, budget_bytes)
+
     def _finished_without(self, plan: Plan) -> Plan:
         """Return a plan that offloads nothing, with the bound for those that may."""
         bound = self.bound_slowdown(plan.budget_bytes or 0)

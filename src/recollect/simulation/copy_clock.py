@@ -20,12 +20,12 @@ from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.copies import HostRoom
 from recollect.simulation.decisions import CallActions, calls_on_tape
-from recollect.simulation.edges import Edge
+from recollect.simulation.edges import Edge, EdgeTable, edges_for
 from recollect.simulation.lifetimes import EveryEvent, untimed_s
 from recollect.simulation.playback import Playback
 from recollect.simulation.program import Key
 
-__all__ = ["Course", "Journey", "Link", "Waits", "course", "event_times", "waits"]
+__all__ = ["Course", "Journey", "Link", "Waits", "course", "event_times", "waits", "waits_of"]
 
 
 class Link(NamedTuple):
@@ -186,6 +186,26 @@ def waits(course: Course, journeys: Mapping[Key, Journey], link: Link) -> Waits:
             back_s += wait_s
         later_s += wait_s
     return Waits(out_s, back_s)
+
+
+def waits_of(profile: Profile, decisions: Sequence[CallActions], link: Link) -> Waits:
+    """Return what a step under a plan waits for copies on some link.
+
+    Args:
+        profile: the recorded step.
+        decisions: one for each of `profile.calls`.
+        link: what copies take.
+    """
+    time = course(EveryEvent(profile, edges=edges_for(profile, decisions)), decisions)
+    table = EdgeTable(time.edges)
+    journeys: dict[Key, Journey] = {}
+    for call, decision in enumerate(decisions):
+        values = profile.graph_of(profile.calls[call]).values
+        for value, trip in decision.trips:
+            leaves, returns = table.leaves(call, trip), table.returns(call, trip)
+            if leaves is not None and returns is not None and (call, value) in time.asked:
+                journeys[call, value] = Journey(leaves, returns, values[value].nbytes)
+    return waits(time, journeys, link)
 
 
 _LEAVES, _RETURNS, _ASKED, _MADE = range(4)
