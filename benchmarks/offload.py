@@ -4,8 +4,8 @@
     python benchmarks/offload.py threads
 
 Modelled: slowdown of plans that recompute only, that offload only, and that do both, with the bound, and what the last cost
-where the link is half to twice as fast as planned for. Threads: steps of the three, timed in turn with the plain step and with a
-second, identical copy of each, over a link of so many bytes a second; gradients are compared bit for bit.
+where the link is half to twice as fast as planned for. Threads: steps of the three, timed in turn with the plain step and with
+a second, identical copy of each, over a link of so many bytes a second; gradients are compared bit for bit.
 """
 
 from __future__ import annotations

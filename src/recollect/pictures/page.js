@@ -111,6 +111,10 @@
         type: "scatter", mode: "lines", hoverinfo: "skip", x: bare.bytes.map((_, i) => i * bare.end / bare.bytes.length),
         y: bare.bytes, line: { shape: "hv", width: 1, color: color("pale") },
       },
+      ...(memory.host ? [{
+        name: "in host memory", type: "scatter", mode: "lines", hoverinfo: "skip", x, y: closed(memory.host),
+        line: { shape: "hv", width: 2, dash: "dot", color: color("classic") },
+      }] : []),
       ...(memory.budget ? [{
         type: "scatter", mode: "lines", hoverinfo: "skip", x: [0, memory.end], y: [memory.budget[0], memory.budget[0]],
         line: { dash: "dash", width: 1.5, color: color("ink") },
@@ -124,7 +128,7 @@
     const frame = layout({
       hovermode: "x",
       xaxis: { title: { text: plain(memory.axis).replace("; ", "<br>") }, automargin: true, range: [0, memory.end] },
-      yaxis: { title: { text: `bytes alive (${data.unit})` }, range: [0, 1.2 * Math.max(bare.peak, data.plans[chosen].peak)] },
+      yaxis: { title: { text: `bytes alive (${data.unit})` }, range: [0, 1.2 * Math.max(bare.peak, data.plans[chosen].peak, ...(memory.host ?? []))] },
       shapes: memory.phases.filter((phase) => phase[1] > 0).map((phase) => ({
         type: "line", x0: phase[1], x1: phase[1], y0: 0, y1: 1, yref: "paper", line: { width: 1, color: color("pale") },
       })),
@@ -133,6 +137,10 @@
           text: plain(phase[0]), x: (phase[1] + phase[2]) / 2, y: 1, yref: "paper", yanchor: "top", showarrow: false,
         })),
         { text: "without recompute", x: bare.peak_at, y: bare.peak, yanchor: "bottom", showarrow: false, font: { size: 11 } },
+        ...(memory.host ? [{
+          text: "in host memory", x: step * memory.host.indexOf(Math.max(...memory.host)), y: Math.max(...memory.host),
+          yanchor: "bottom", showarrow: false, font: { size: 11, color: color("classic") },
+        }] : []),
         ...(memory.budget ? [{
           text: memory.budget[1], x: memory.end, xanchor: "right", y: memory.budget[0], yanchor: "bottom", showarrow: false,
           font: { size: 11 },

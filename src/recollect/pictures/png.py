@@ -122,11 +122,16 @@ def draw_memory(profile: Profile, plan: Plan, out: str | Path) -> None:
     found = timeline(profile, plan)
     curve = memory_curve(found, num_points=_NUM_POINTS, time_unit=time_unit_of(profile))
     plain = timeline(profile, classic_plan(profile, "keep_all"))
-    highest_bytes = max(plain.report.peak_bytes, found.report.peak_bytes, plan.budget_bytes or 0)
+    most_host_bytes = int(found.host_bytes.max())
+    highest_bytes = max(plain.report.peak_bytes, found.report.peak_bytes, plan.budget_bytes or 0, most_host_bytes)
     unit_bytes, unit = byte_unit(highest_bytes)
     axes.set(xlim=(0, curve.end), ylim=(0, 1.13 * highest_bytes / unit_bytes))
     _stack(axes, found, curve, unit_bytes)
     _draw_plain(axes, plain, unit_bytes, time_unit_of(profile))
+    if most_host_bytes:
+        host = found.host_bytes[curve.moments] / unit_bytes
+        label = f"in host memory, at most {format_bytes(most_host_bytes)}"
+        axes.plot(curve.start, host, color=CLASSIC, linestyle=":", drawstyle="steps-post", label=label, zorder=6)
     if plan.budget_bytes is not None:
         budget = plan.budget_bytes / unit_bytes
         axes.axhline(

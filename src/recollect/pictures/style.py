@@ -29,6 +29,7 @@ CATEGORY_COLORS = {
     "gradients": "#ccbb44",
     "kept values": "#4477aa",
     "outside of the units": "#aa3377",
+    "returned values": "#88bbdd",
     "recomputed values": "#ee6677",
     "passing values": "#66ccee",
     "working memory": "#228833",

@@ -26,6 +26,9 @@ class HostRoom:
     def sent(self, key: Key) -> None:
         """Note that a copy out begins."""
 
+    def changed(self, nbytes: int) -> None:
+        """Note that so many bytes more are in host memory, or on their way there."""
+
     def asked(self, key: Key, *, is_back: bool) -> None:
         """Note that something asks for a value."""
         self.num_missed += not is_back
@@ -42,15 +45,17 @@ class SimulatedCopy:
         make: allocates them again.
     """
 
-    __slots__ = ("__weakref__", "_arrived", "_host", "_key", "_make", "_slot", "_token")
+    __slots__ = ("__weakref__", "_arrived", "_host", "_key", "_make", "_nbytes", "_slot", "_token")
 
     def __init__(self, host: HostRoom, key: Key, nbytes: int, token: object, make: Callable[[], object]) -> None:
         self._host = host
         self._key = key
         self._make = make
+        self._nbytes = nbytes
         self._token: object = token
         self._arrived: object = None
         self._slot = host.slots.take(nbytes)
+        host.changed(nbytes)
 
     def leave(self) -> None:
         """Leave the device."""
@@ -75,6 +80,7 @@ class SimulatedCopy:
         if self._slot is not None:
             self._host.slots.give_back(self._slot)
             self._slot = None
+            self._host.changed(-self._nbytes)
 
     def __del__(self) -> None:
         self._give_back()

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
+from recollect.simulation.copies import HostRoom
 from recollect.simulation.decisions import CallActions, calls_on_tape
 from recollect.simulation.edges import edges_for
 from recollect.simulation.playback import Owner, Playback, Token
@@ -60,6 +61,7 @@ class Lifetimes:
         backwards: the moments at which backward begins.
         began: for each call that has an op, the moment at which the first one runs.
         reruns: each op that runs again, with its call.
+        host_changes: each moment at which an offloaded value takes up host memory, or gives it back, and by how many bytes.
     """
 
     simulation: Simulation
@@ -71,6 +73,7 @@ class Lifetimes:
     backwards: tuple[int, ...]
     began: Mapping[int, int]
     reruns: tuple[tuple[int, OpRecord], ...]
+    host_changes: tuple[tuple[int, int], ...] = ()
 
 
 def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
@@ -101,6 +104,7 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
         backwards=tuple(playback.backwards),
         began=playback.began,
         reruns=tuple(playback.reruns),
+        host_changes=tuple(playback.host.changes),
     )
 
 
@@ -149,8 +153,20 @@ class _TimedToken(Token):
         self.watch.end(self.made)
 
 
+class _TimedHost(HostRoom):
+    def __init__(self, playback: _TimedPlayback) -> None:
+        super().__init__()
+        self._playback = playback
+        self.changes: list[tuple[int, int]] = []
+
+    def changed(self, nbytes: int) -> None:
+        if not self._playback.is_over:
+            self.changes.append((len(self._playback.times_s) - 1, nbytes))
+
+
 class _TimedPlayback(Playback):
     token_type = _TimedToken
+    host: _TimedHost
 
     def __init__(self, program: EveryEvent, decisions: Sequence[CallActions], untimed_s: float) -> None:
         super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
@@ -167,6 +183,7 @@ class _TimedPlayback(Playback):
         self.backwards: list[int] = []
         self.began: dict[int, int] = {}
         self.reruns: list[tuple[int, OpRecord]] = []
+        self.host = _TimedHost(self)
         self.moment()
 
     def moment(self) -> int:

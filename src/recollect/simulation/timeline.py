@@ -11,6 +11,7 @@ playback that predicts the peak (`simulation/simulate.py`).
 | gradients | what backward makes and leaves behind, or what was there before (of the last step; accumulation) |
 | kept values | the units' values that forward makes and backward still finds; states of random generators |
 | outside of the units | what forward makes there: the loss and what it saves |
+| returned values | offloaded in forward, back from host memory |
 | recomputed values | made again for backward |
 | passing values | values that die in the phase that made them: gradients in flight, results that nothing saves |
 | working memory | an op's workspace while it runs, including its results |
@@ -46,6 +47,7 @@ CATEGORIES = (
     "gradients",
     "kept values",
     "outside of the units",
+    "returned values",
     "recomputed values",
     "passing values",
     "working memory",
@@ -120,6 +122,7 @@ class Timeline:
         report: what is alive at the peak.
         has_times: False if only the units' ops are timed (a profile of an earlier version); the rest of the step is
             then spread evenly over the ops outside them.
+        host_bytes: bytes of offloaded values in host memory, or on their way there, at each moment.
     """
 
     time_s: NDArray[np.float64]
@@ -131,6 +134,7 @@ class Timeline:
     peak: int
     report: PeakReport
     has_times: bool
+    host_bytes: NDArray[np.int64]
 
     @property
     def total_bytes(self) -> NDArray[np.int64]:
@@ -200,7 +204,15 @@ def timeline(profile: Profile, plan: Plan) -> Timeline:
         peak=peak,
         report=PeakReport(int(total[peak]), where, _alive_at(profile, lives, categories, peak)),
         has_times=lives.has_times,
+        host_bytes=_host_bytes(lives),
     )
+
+
+def _host_bytes(lives: Lifetimes) -> NDArray[np.int64]:
+    changes = np.zeros(len(lives.time_s), dtype=np.int64)
+    for moment, nbytes in lives.host_changes:
+        changes[moment] += nbytes
+    return np.cumsum(changes)
 
 
 def explain_peak(profile: Profile, plan: Plan | None = None) -> PeakReport:
@@ -260,6 +272,8 @@ class _Categories:
             if born_in == BACKWARD:
                 return "gradients" if died >= self._next(self._optimizers, storage.born) else "passing values"
             return "outside of the units" if born_in in (FORWARD, LOSS) else "passing values"
+        if born_in == BACKWARD:
+            return "returned values"
         return "kept values" if died > self._next(self._backwards, storage.born) else "passing values"
 
     def _next(self, begins: NDArray[np.int64], moment: int) -> int:

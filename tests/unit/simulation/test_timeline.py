@@ -14,6 +14,7 @@ from torch.nn import functional
 import recollect
 from recollect.errors import BudgetTooSmallError
 from recollect.plans.plan import Plan
+from recollect.plans.trip import Trip
 from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER, WORK, StepLog
 from recollect.profile.profile import Profile
@@ -24,6 +25,7 @@ from recollect.simulation.simulate import simulate
 from recollect.simulation.timeline import CATEGORIES, PHASES, AliveItem, PeakReport
 from small_llama import batch_of, llama
 from synthetic_step import random_step
+from toy_profile import stack
 
 
 class Block(nn.Module):
@@ -197,3 +199,15 @@ def test_gradients_of_the_last_step_are_gradients_until_backward_begins() -> Non
     freed = recollect.record(model, torch.randn(4, 16), loss_fn=lambda out: out.square().mean(), gradients="freed")
     shown = recollect.timeline(freed, Plan({}))
     assert max(shown.bytes_of["gradients"][shown.phases == FORWARD]) == 4
+
+
+def test_what_is_offloaded_is_in_host_memory_and_comes_back() -> None:
+    profile, name = stack(4), "mlp.up.mm"
+    units = {f"layers.{i}": UnitPlan({name: "keep"}) for i in range(4)}
+    kept, plan = Plan(units), Plan(units | {"layers.0": UnitPlan({name: "offload"}, trips={name: Trip(1, 1)})})
+    before, found = recollect.timeline(profile, kept), recollect.timeline(profile, plan)
+    nbytes = next(value.nbytes for value in profile.graphs[1].values if value.name == name)
+    assert set(found.host_bytes.tolist()) == {0, nbytes} and not before.host_bytes.any()
+    assert found.host_bytes[0] == found.host_bytes[-1] == 0
+    assert found.bytes_of["returned values"].max() == nbytes and not before.bytes_of["returned values"].any()
+    assert found.report.peak_bytes == before.report.peak_bytes - nbytes
