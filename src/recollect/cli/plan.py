@@ -19,6 +19,7 @@ from recollect.measuring.host_memory import check_host_budget
 from recollect.pictures.page import write_plan_page
 from recollect.pictures.png import draw_memory
 from recollect.planning.loss_chunks import plan_with_chunks
+from recollect.planning.prices import prices
 from recollect.plans.plan import Plan
 from recollect.printing import columns_of, print_line
 from recollect.profile.profile import Profile
@@ -58,6 +59,8 @@ def run_plan(command: MakePlan, console: Console) -> None:
     plan = planned.plan
     print_line(console, plan.to_text(columns_of(console)))
     print_line(console, f"without recompute {format_bytes(planned.plain_peak_bytes)}")
+    if plan.offloads:
+        print_line(console, str(prices(planned.profile, plan)))
     if command.write is not None:
         print_line(console, _nearest(command.write, planned.profile, plan))
     if command.plan_file is not None:

@@ -28,7 +28,8 @@ class UnitPlan:
         trips: when each value with `Action.OFFLOAD` leaves and comes back; `Trip()` for those that are not named.
 
     Raises:
-        PlanError: a word is none of these; a trip that cannot be, or of a value that is not offloaded.
+        PlanError: a word is none of these; a trip that cannot be, or of a value that is not offloaded; or one is offloaded of a
+            unit that is run again as a whole.
 
     Example:
         >>> unit = UnitPlan({"norm.mul": "recompute", "up.mm": "keep"})
@@ -56,6 +57,12 @@ class UnitPlan:
         object.__setattr__(self, "output", _action("output", output, OUTPUT_ACTIONS))
         object.__setattr__(self, "engine", engine_choice(engine))
         object.__setattr__(self, "trips", MappingProxyType(_trips(checked, trips)))
+        if self.trips and self.engine != Tape():
+            name = next(iter(self.trips))
+            raise PlanError(
+                f"engine: got {self.engine.word!r} with {name!r} offloaded, expected 'tape': a module that is run again as a "
+                "whole stores its inputs only. Leave out one of them."
+            )
 
     def __hash__(self) -> int:
         return hash((frozenset(self.actions.items()), self.output, self.engine, frozenset(self.trips.items())))

@@ -16,6 +16,7 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.planning.choose import Planner
 from recollect.planning.offload_mix import OffloadUnit, offload_mix
 from recollect.planning.offload_planner import OffloadPlanner
+from recollect.planning.prices import prices
 from recollect.planning.trips import scheduled
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
@@ -120,6 +121,12 @@ def test_a_budget_below_the_least_peak_says_how_much_host_memory_would_do() -> N
     with pytest.raises(BudgetTooSmallError, match="No amount of host memory would do") as none_fits:
         OffloadPlanner(profile, MANY_BYTES).plan(1)
     assert "Or let part" not in str(none_fits.value)
+
+
+def test_host_memory_is_worth_something_while_it_is_short(llama: Profile) -> None:
+    short, enough = (prices(llama, recollect.plan(llama, "50%", host)) for host in ("24MiB", "64GiB"))
+    assert short.host_gib > 0 and enough.host_gib == 0
+    assert short.device_gib > 0 and "one more GiB on the device would save" in str(short)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5])

@@ -118,3 +118,8 @@ def test_what_nobody_needs_does_not_come_back() -> None:
     timetable.forward(1)
     timetable.backward(0)
     assert log == ["a leaves"]
+
+
+def test_a_unit_that_is_run_again_as_a_whole_offloads_nothing() -> None:
+    with pytest.raises(PlanError, match="engine: got 'region' with 'up.mm' offloaded, expected 'tape'"):
+        UnitPlan({"up.mm": "offload"}, engine="region")
