@@ -47,6 +47,13 @@ PARTS = (
         packages=("transformers",),
     ),
     _part(
+        "offload",
+        "copies to host memory and back, and plans that offload beside those that recompute: peaks, times, bits",
+        "offload_part",
+        least_gib=16,
+        packages=("transformers",),
+    ),
+    _part(
         "overhead",
         "the tape's Python against the time of kernels, from tiny tensors to sizes at which it vanishes",
         "overhead_part",
