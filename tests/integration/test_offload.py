@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -29,7 +30,9 @@ from tiers import long_but
 from zoo import Batch, Case
 
 QUICK = ["reference_gpt", "mixtral", "bart", "resnet"]
-NUM_PLANS = 3
+# Of each model. All of them: 207 plans; with RECOLLECT_OFFLOAD_PLANS=44, a thousand.
+SEEDS = range(int(os.environ.get("RECOLLECT_OFFLOAD_PLANS", "9")))
+QUICK_SEEDS = SEEDS[:3]
 
 
 class Trial:
@@ -68,7 +71,7 @@ def trial(request: pytest.FixtureRequest) -> Iterator[Trial]:
     yield Trial(CASES[request.param])
 
 
-@pytest.mark.parametrize("seed", range(NUM_PLANS))
+@pytest.mark.parametrize("seed", long_but(QUICK_SEEDS, SEEDS))
 def test_random_plans_are_exact(trial: Trial, seed: int) -> None:
     profile = trial.profile
     plan = random_offload_plan(profile, seed)
@@ -86,7 +89,7 @@ def test_random_plans_are_exact(trial: Trial, seed: int) -> None:
     assert 0 < offload.host.pool.most_taken_bytes <= simulation.host_bytes
 
 
-@pytest.mark.parametrize("seed", range(NUM_PLANS))
+@pytest.mark.parametrize("seed", long_but(QUICK_SEEDS, SEEDS))
 def test_sum_over_units_is_the_simulation(trial: Trial, seed: int) -> None:
     """An offloaded value is a kept one with a hole: the planner's quick sum says the same as playing each copy."""
     profile = trial.profile
