@@ -101,25 +101,20 @@ MUTATIONS = (
     ),
     Mutation(
         "layers-beside-selective",
-        "selective recompute with a number of layers is not refused",
+        "what clashes by being set at all, such as a number of layers with selective recompute, is not refused",
         "integrations",
         (
             (
-                'breaks={"recompute_granularity": one_of("selective"), "recompute_num_layers": SET},',
-                'breaks={"recompute_granularity": one_of("none at all"), "recompute_num_layers": SET},',
+                '"set": Condition(lambda value: value is not None, "`{}`"),',
+                '"set": Condition(lambda value: False, "`{}`"),',
             ),
         ),
     ),
     Mutation(
         "nothing-to-distribute-to",
-        "distribute_saved_activations without tensor parallelism is not refused",
+        "what needs several ranks, such as distribute_saved_activations, is not refused on one",
         "integrations",
-        (
-            (
-                'breaks={"distribute_saved_activations": ON, "tensor_model_parallel_size": ONE_RANK},',
-                'breaks={"distribute_saved_activations": ON, "tensor_model_parallel_size": one_of(0)},',
-            ),
-        ),
+        (('"at most": lambda value, most: value <= int(most),', '"at most": lambda value, most: value < int(most),'),),
     ),
     Mutation(
         "roll-default-misread",

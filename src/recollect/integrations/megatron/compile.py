@@ -13,14 +13,12 @@ from itertools import chain
 
 from recollect.arguments import check_kind
 from recollect.errors import ConfigError, ConfigWarning
+from recollect.integrations.megatron.checks import mtp_block_clash, num_layers_clash
 from recollect.integrations.megatron.choice import BlockFull, Choice, ModuleName, NoRecompute, Selective, UniformFull
 from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.module_values import LayerOps, values_of_module
-from recollect.integrations.megatron.not_yet import refuse_not_yet
 from recollect.integrations.megatron.pipeline import model_chunks
-from recollect.integrations.megatron.rules import report
-from recollect.integrations.megatron.rules_others import mtp_block_clash
-from recollect.integrations.megatron.rules_recompute import num_layers_clash
+from recollect.integrations.megatron.rules import refuse_not_yet, report
 from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.planning.output_choices import outputs_within
 from recollect.plans.action import Action

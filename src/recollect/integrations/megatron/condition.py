@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-__all__ = ["OFF", "ON", "ONE_RANK", "SET", "SEVERAL_RANKS", "UNSET", "Broken", "Condition"]
-__all__ += ["before", "below", "has", "one_of", "other_than", "version_of"]
+__all__ = ["Broken", "Condition", "condition", "version_of"]
 
 Broken: TypeAlias = object
 """Whether a rule is broken: true or false; or a list, empty if not, of what the rule's reason and advice name as `{}`; or
@@ -27,44 +26,53 @@ class Condition:
     words: str
 
 
-ON: Final = Condition(bool, "`{}`")
-OFF: Final = Condition(lambda value: not value, "without `{}`")
-SET: Final = Condition(lambda value: value is not None, "`{}`")
-ONE_RANK: Final = Condition(lambda ranks: ranks <= 1, "`{}` 1")
-SEVERAL_RANKS: Final = Condition(lambda ranks: ranks != 1, "`{}` above 1")
-UNSET: Final = Condition(lambda value: value is None, "without `{}`")
+_WORDS: Final = {
+    True: Condition(bool, "`{}`"),
+    False: Condition(lambda value: not value, "without `{}`"),
+    "set": Condition(lambda value: value is not None, "`{}`"),
+    "unset": Condition(lambda value: value is None, "without `{}`"),
+}
+_COMPARED: Final[Mapping[str, Callable[[Any, str], bool]]] = {
+    "above": lambda value, least: value > int(least),
+    "at most": lambda value, most: value <= int(most),
+    # Of what is set, also what is no whole number.
+    "below": lambda value, least: value is not None and (type(value) is not int or value < int(least)),
+    "before": lambda value, version: version_of(value) < version_of(version),
+}
 
 
-def one_of(*values: object) -> Condition:
-    """Hold for some values, whose words stand for the setting."""
-    return Condition(lambda value: value in values, _either(values))
+def condition(given: Any, known: Iterable[object] = ()) -> Condition:
+    """Return the condition that a table gives in short.
 
-
-def other_than(*values: object) -> Condition:
-    """Hold for all values but some; the rule's texts name the value."""
-    return Condition(lambda value: [] if value in values else [value], f"without {_either(values)}")
-
-
-def below(least: int) -> Condition:
-    """Hold for what is set and is no whole number, or a smaller one."""
+    Args:
+        given: `true`, `false`, `set` or `unset`; a comparison, such as `above 1`, `at most 1`, `below 1` (which any other type
+            is) or `before 2.6`; a list, for these values, or for a list with some of these names; `{not: a list}`, for any
+            value or name but these.
+        known: stands for the list in `{not: known}`.
+    """
+    if isinstance(given, list):
+        return Condition(lambda value: _those(given, value), _either(given))
+    if isinstance(given, dict):
+        right = (None, *known) if given["not"] == "known" else tuple(given["not"])
+        return Condition(lambda value: _others(right, value), f"without {_either(right)}")
+    if given in _WORDS:
+        return _WORDS[given]
+    word, _, limit = given.rpartition(" ")
     return Condition(
-        lambda value: value is not None and (type(value) is not int or value < least), f"`{{}}` below {least}"
+        lambda value: _COMPARED[word](value, limit), f"`{{}}` {'' if word == 'at most' else word + ' '}{limit}"
     )
 
 
-def before(*version: int) -> Condition:
-    """Hold for earlier versions."""
-    return Condition(lambda text: version_of(text) < version, f"`{{}}` before {'.'.join(map(str, version))}")
+def _those(names: list[object], value: object) -> Broken:
+    """Return whether a value is one of these; of a list, those that are there, in one phrase."""
+    if not isinstance(value, list | tuple):
+        return value in names
+    there = [str(name) for name in names if name in value]
+    return [" and ".join(there)] if there else []
 
 
-def has(*names: str) -> Condition:
-    """Hold for lists with some of the names; the rule's texts name those in one phrase."""
-
-    def those_in(value: Iterable[str]) -> list[str]:
-        there = [name for name in names if name in value]
-        return [" and ".join(there)] if there else []
-
-    return Condition(those_in, _either(names))
+def _others(right: tuple[object, ...], value: object) -> list[object]:
+    return [name for name in (value if isinstance(value, list | tuple) else [value]) if name not in right]
 
 
 def _either(values: Iterable[object]) -> str:

@@ -69,6 +69,11 @@ class RecomputeSettings:
         return (*named, *(["moe"] if self.moe_layer_recompute and "moe" not in named else []))
 
     @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The modules to offload; () if that is not switched on."""
+        return tuple(self.offload_modules) if self.fine_grained_activation_offloading else ()
+
+    @property
     def choice(self) -> Choice:
         """The requested recompute, as one of four types."""
         if self.is_selective:

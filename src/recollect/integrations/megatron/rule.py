@@ -1,14 +1,14 @@
 """A rule about settings: which ones clash, how Megatron answers, how recollect answers, and why.
 
-The rules are in the files `rules_*.py`, by topic; `docs/megatron.md` has the table generated from them.
+The rules are in rules.yaml; `docs/megatron.md` has the table generated from them.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 from recollect.integrations.megatron.condition import Broken, Condition
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
@@ -32,26 +32,25 @@ class Clash:
 Alone: TypeAlias = Callable[[RecomputeSettings], Broken]
 Within: TypeAlias = Callable[[RecomputeSettings, TrainingSetting], Broken]
 
-_TRAINING: Final = frozenset(field.name for field in fields(TrainingSetting))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One rule. What breaks it is said in one of three ways, `breaks`, `alone` and `within`; or in none, if nothing does here.
 
     Attributes:
-        name: as in errors and in the table, which is the key of a rule in the files by topic.
+        name: as in errors and in the table; empty for a missing feature.
         when: the settings that break it, in words; empty: the words of `breaks`.
         megatron: Megatron's answer, in words.
         ours: recollect's answer.
         why: the reason for it, where an error gives another or none.
-        breaks: the conditions that all hold of a configuration, and of the rest of the training's settings, that break it;
-            "modules" are the recomputed ones, with defaults.
+        breaks: the conditions that all hold of a configuration, and of the rest of the training's settings, that break it, by
+            names of fields or properties: "modules" are the recomputed ones, with defaults.
         alone: tells whether the configuration breaks it.
         within: tells whether the configuration breaks it, with the rest of the training's settings.
-        settings: what an error shows, in this order; empty: those of `breaks`.
-        reason: what an error gives as its reason.
-        advice: what an error says to do; by default for two settings that exclude each other.
+        settings: what an error shows, in this order.
+        reason: what an error gives as its reason; for a missing feature, what recollect would need.
+        advice: what an error says to do; by default for two settings that exclude each other. It may name what breaks the rule
+            as `{}`, and the right names as `{known}`.
         known: the right names, if the wrong one that breaks the rule may be a misspelling.
     """
 
@@ -76,7 +75,7 @@ class Rule:
     @property
     def needs_training(self) -> bool:
         """Whether it compares the configuration with the rest of the training's settings."""
-        return self.within is not None or not _TRAINING.isdisjoint(self.breaks)
+        return self.within is not None or any(hasattr(TrainingSetting, name) for name in self.breaks)
 
     @property
     def words(self) -> str:
@@ -95,12 +94,13 @@ class Rule:
         if not broken:
             return None
         details = broken if isinstance(broken, list) else []
-        hint = did_you_mean(details[0], self.known) if self.known else ""
+        hint = did_you_mean(details[0], self.known) if details and self.known else ""
         shown = {
-            "recompute_modules" if name == "modules" else name: _value(config, setting, name)
-            for name in self.settings or self.breaks
+            "recompute_modules" if name == "modules" else name: _value(config, setting, name) for name in self.settings
         }
-        return Clash(shown, self.reason.format(*details), hint + self.advice.format(*details))
+        return Clash(
+            shown, self.reason.format(*details), hint + self.advice.format(*details, known=", ".join(self.known))
+        )
 
     def _broken(self, config: RecomputeSettings, setting: TrainingSetting | None) -> Broken:
         if self.alone is not None:
@@ -119,7 +119,7 @@ class Rule:
 
 
 def _value(config: RecomputeSettings, setting: TrainingSetting | None, name: str) -> Any:
-    return getattr(setting if name in _TRAINING else config, name)
+    return getattr(setting if hasattr(TrainingSetting, name) else config, name)
 
 
 def found(source: object, *names: str) -> dict[str, object]:

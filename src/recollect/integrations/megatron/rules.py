@@ -1,55 +1,42 @@
-"""All rules, and the two checks that apply them: of a configuration alone, and of one within a training."""
+"""All rules, from rules.yaml, and the checks that apply them: of a configuration alone, and of one within a training."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from importlib import resources
+from typing import Any, Final
 
-from recollect.errors import ConfigError, ConfigWarning
+import yaml
+
+from recollect.errors import ConfigError, ConfigWarning, NotYetError
+from recollect.integrations.megatron.checks import ALONE, WITHIN
+from recollect.integrations.megatron.choice import MODULES, OFFLOAD_MODULES
+from recollect.integrations.megatron.condition import condition
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, Rule
-from recollect.integrations.megatron.rules_cuda_graph import CUDA_GRAPH_RULES
-from recollect.integrations.megatron.rules_offload import OFFLOAD_RULES
-from recollect.integrations.megatron.rules_others import OTHER_RULES
-from recollect.integrations.megatron.rules_recompute import RECOMPUTE_RULES
 from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.warning import warn_user
 
-__all__ = ["RULES", "check", "report"]
+__all__ = ["NOT_YET", "RULES", "check", "refuse_not_yet", "report"]
 
-_OPTIONAL_NUMBERS = (
-    "mhc_recompute_layer_num",
-    "num_microbatches_with_partial_activation_checkpoints",
-    "fine_grained_offloading_max_inflight_offloads",
-)
+_NAMES: Final = {"recompute_modules": MODULES, "offload_modules": OFFLOAD_MODULES}
 
 
-def _types(config: RecomputeSettings) -> Clash | None:
-    for field in fields(config):
-        value, default = getattr(config, field.name), field.default
-        if isinstance(default, bool):
-            expected, is_right = "True or False", isinstance(value, bool)
-        elif isinstance(default, int):
-            expected, is_right = "a whole number", type(value) is int
-        elif isinstance(default, float):
-            expected, is_right = "a number", type(value) in (int, float)
-        elif field.name in _OPTIONAL_NUMBERS:
-            expected, is_right = "a whole number or None", value is None or type(value) is int
-        else:
-            continue
-        if not is_right:
-            return Clash({field.name: value}, f"{type(value).__name__} is the wrong type", f"Set it to {expected}.")
-    return None
+def _rule(name: str, entry: dict[str, Any]) -> Rule:
+    listed = entry.pop("known", ())
+    known = tuple(_NAMES[listed] if isinstance(listed, str) else listed)
+    breaks = {setting: condition(given, known) for setting, given in entry.pop("breaks", {}).items()}
+    settings = tuple(entry.pop("settings", breaks))
+    alone, within = ALONE.get(name), WITHIN.get(name)
+    return Rule(name=name, breaks=breaks, alone=alone, within=within, settings=settings, known=known, **entry)
 
 
-_TYPE_RULE = Rule(
-    when="a value of another type than the setting's, such as the string `'false'`",
-    megatron="nothing; the string is true",
-    why="meaningless",
-    alone=_types,
-)
-_RULES = {"types": _TYPE_RULE, **RECOMPUTE_RULES, **OFFLOAD_RULES, **CUDA_GRAPH_RULES, **OTHER_RULES}
-RULES: tuple[Rule, ...] = tuple(replace(rule, name=name) for name, rule in _RULES.items())
+_TEXT: Final = (resources.files(__package__) / "rules.yaml").read_text(encoding="utf-8")
+# In C if PyYAML has that, which takes 3 ms; else 26.
+_TABLE: Final = yaml.load(_TEXT, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+RULES: tuple[Rule, ...] = tuple(_rule(name, entry) for name, entry in _TABLE["rules"].items())
 """In the order in which they are checked: rules about single values first."""
+NOT_YET: tuple[Rule, ...] = tuple(_rule("", entry) for entry in _TABLE["not yet"])
+"""What asks for a feature that recollect lacks."""
 
 
 def check(config: RecomputeSettings, setting: TrainingSetting | None = None) -> None:
@@ -64,6 +51,13 @@ def report(name: str, clash: Clash | None) -> None:
     if clash is None:
         return
     error = ConfigError(rule=name, settings=clash.settings, reason=clash.reason, advice=clash.advice)
-    if _RULES[name].ours == "error":
+    if next(rule.ours for rule in RULES if rule.name == name) == "error":
         raise error
     warn_user(str(error), ConfigWarning)
+
+
+def refuse_not_yet(config: RecomputeSettings, setting: TrainingSetting | None) -> None:
+    """Raise NotYetError if a setting asks for a missing feature."""
+    for missing in NOT_YET:
+        if (clash := missing.clash(config, setting)) is not None:
+            raise NotYetError(settings=clash.settings, needs=clash.reason, advice=clash.advice)

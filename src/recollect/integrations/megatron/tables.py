@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from recollect.integrations.megatron.choice import MEGATRON_OUTPUT, OFFLOAD_MODULES
-from recollect.integrations.megatron.not_yet import NOT_YET
-from recollect.integrations.megatron.rules import RULES
+from recollect.integrations.megatron.rules import NOT_YET, RULES
 
 __all__ = ["not_yet_table", "rules_table"]
 
@@ -40,7 +39,7 @@ def not_yet_table() -> str:
         '| setting | what it needs | meanwhile |'
     """
     unbuilt = [name for name in MEGATRON_OUTPUT if name.startswith(("gdn", "gdp")) or name == "mhc"]
-    rows = [(" ".join(f"`{name}`" for name in missing.settings), missing.needs, missing.advice) for missing in NOT_YET]
+    rows = [(" ".join(f"`{name}`" for name in missing.settings), missing.reason, missing.advice) for missing in NOT_YET]
     rows.append((f"`recompute_modules`: {', '.join(unbuilt)}", "models that have these parts", "Leave it out."))
     rows.append((f"`offload_modules`: {', '.join(OFFLOAD_MODULES)}", "as `fine_grained_activation_offloading`", ""))
     return _table(("setting", "what it needs", "meanwhile"), *rows)

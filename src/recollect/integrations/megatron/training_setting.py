@@ -98,6 +98,14 @@ class TrainingSetting:
         object.__setattr__(self, "cuda_graph_modules", names)
         object.__setattr__(self, "cuda_graph_scope", None)
 
+    @property
+    def captured(self) -> tuple[str, ...]:
+        """What CUDA graphs capture of each layer, by the names of `cuda_graph_modules`."""
+        if self.cuda_graph_impl == "none":
+            return ()
+        is_whole = self.cuda_graph_impl == "full_iteration" or not self.cuda_graph_modules
+        return CUDA_GRAPH_MODULES if is_whole else tuple(self.cuda_graph_modules)
+
     @classmethod
     def of(cls, model_config: Any, **others: Any) -> TrainingSetting:
         """Read the settings that a model's configuration has by the same names.

@@ -11,8 +11,7 @@ import pytest
 from megatron_cases import ALONE, BLOCK, LAYER_OFFLOAD, PARTIAL, WITHIN, Broken, graph, offload
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting
-from recollect.integrations.megatron.not_yet import NOT_YET, refuse_not_yet
-from recollect.integrations.megatron.rules import RULES
+from recollect.integrations.megatron.rules import NOT_YET, RULES, refuse_not_yet
 
 ANSWER = {rule.name: rule.ours for rule in RULES}
 
