@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -31,9 +32,9 @@ def loss_of(output: Any) -> Tensor:
     return loss
 
 
-def built(config: TransformerConfig) -> tuple[GPTModel, dict[str, Tensor], recollect.Profile]:
+def built(config: TransformerConfig, sequences: int = 2) -> tuple[GPTModel, dict[str, Tensor], recollect.Profile]:
     torch.manual_seed(0)
-    model, tokens = GPTModel(config).train(), torch.randint(0, config.vocab_size, (2, 12))
+    model, tokens = GPTModel(config).train(), torch.randint(0, config.vocab_size, (sequences, 12))
     batch = {"tokens": tokens, "labels": tokens}
     return model, batch, recollect.record(model, batch, **LEAN_LOOP)
 
@@ -102,6 +103,49 @@ def test_frozen_base() -> None:
         got = gradients(model, batch, loss_of)
     assert sum(name.startswith("gradient") for name in got) == len(trained)
     assert_same_gradients(expected, got)
+
+
+def assert_exact_and_smaller(
+    model: GPTModel, batch: dict[str, Tensor], plan: recollect.Plan, than: recollect.Plan
+) -> None:
+    expected = gradients(model, batch, loss_of)
+    with recollect.apply(model, plan):
+        assert_same_gradients(expected, gradients(model, batch, loss_of))
+    assert plan.predicted_host_bytes
+    assert plan.predicted_peak_bytes is not None and than.predicted_peak_bytes is not None
+    assert plan.predicted_peak_bytes < than.predicted_peak_bytes
+
+
+def test_offload_and_recompute() -> None:
+    model, batch, profile = built(NAMED_CONFIGS["llama-tiny"], sequences=342)
+    for fields in (
+        FULL | {"recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    ):
+        config = RecomputeConfig(**fields, cpu_offloading=True, cpu_offloading_num_layers=3)
+        plan = megatron_plan(profile, config, TrainingSetting(num_layers=4))
+        assert any(unit.recomputes_anything for unit in plan.units.values())
+        assert_exact_and_smaller(model, batch, plan, megatron_plan(profile, RecomputeConfig(**fields)))
+
+
+FINE: dict[str, Any] = {
+    "fine_grained_activation_offloading": True,
+    "offload_modules": ["core_attn", "mlp_norm"],
+    "min_offloaded_tensor_size": 600,
+}
+
+
+def test_offload_transformer_engine() -> None:
+    model, batch, profile = built(NAMED_CONFIGS["llama-tiny"], sequences=16)
+    plan = megatron_plan(profile, RecomputeConfig(**FINE), TrainingSetting(transformer_impl="local"))
+    assert_exact_and_smaller(model, batch, plan, megatron_plan(profile, RecomputeConfig()))
+
+
+def test_offload_v1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NVTE_CPU_OFFLOAD_V1", raising=False)
+    model, batch, profile = built(NAMED_CONFIGS["llama-tiny"], sequences=16)
+    plan = megatron_plan(profile, RecomputeConfig(**FINE), TrainingSetting(transformer_engine_version="2.10"))
+    assert_exact_and_smaller(model, batch, plan, megatron_plan(profile, RecomputeConfig()))
 
 
 def test_autograd_grad() -> None:

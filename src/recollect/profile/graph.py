@@ -33,6 +33,7 @@ class ValueRecord:
         saved: autograd saved it in the step without recompute.
         is_output: the unit returns it.
         mutated_later: an op writes to its storage later, so holding the storage does not preserve the value.
+        saved_elements: of what autograd saved of it, which may be less than all: numbers in the largest tensor; 0 if unknown.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ValueRecord:
     saved: bool = False
     is_output: bool = False
     mutated_later: bool = False
+    saved_elements: int = 0
 
 
 @dataclass(frozen=True, slots=True)

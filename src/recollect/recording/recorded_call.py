@@ -21,6 +21,7 @@ class RecordedValue:
     saved: bool = False
     is_output: bool = False
     mutated_later: bool = False
+    saved_elements: int = 0
 
 
 @dataclass

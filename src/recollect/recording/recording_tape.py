@@ -334,10 +334,11 @@ class _RecordingMode(FunctionMode):
             return False
         saver = recorder.current if recorder.current is not None else getattr(tracker, "call", -1)
         if isinstance(tracker, TrackedValue):
-            recorder.calls[tracker.call].values[tracker.value].saved = True
+            value = recorder.calls[tracker.call].values[tracker.value]
+            value.saved, value.saved_elements = True, max(value.saved_elements, tensor.numel())
             recorder.log(events.SAVE, tracker.call, tracker.value, handle.open(recorder, saver), saver)
-        elif (value := recorder.value_index(storage)) is not None and recorder.current is not None:
-            recorder.log(events.SAVE, recorder.current, value, handle.open(recorder, saver), recorder.current)
+        elif (index := recorder.value_index(storage)) is not None and recorder.current is not None:
+            recorder.log(events.SAVE, recorder.current, index, handle.open(recorder, saver), recorder.current)
         return True
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Final
@@ -214,9 +213,6 @@ ALONE: Final[Mapping[str, Callable[[RecomputeSettings], Broken]]] = {
     ),
     "list-of-modules": _is_a_list,
     "discard-outputs": _discarded_is_recomputed,
-    "offload-and-recompute": lambda config: (
-        config.cpu_offloading and (config.recompute_granularity or config.is_selective)
-    ),
     "offload-attn-proj": lambda config: "attn_proj" in config.offloaded and "core_attn" not in config.offloaded,
     "offload-numbers": _numbers,
     "gdp-range": lambda config: not 0 <= config.gdp_num_chunk_states_to_recompute <= 64,
@@ -226,11 +222,6 @@ ALONE: Final[Mapping[str, Callable[[RecomputeSettings], Broken]]] = {
 WITHIN: Final[Mapping[str, Callable[[RecomputeSettings, TrainingSetting], Broken]]] = {
     "num-layers-range": _num_layers_in_range,
     "offload-num-layers": _every_layer,
-    "offload-v1": lambda config, setting: (
-        config.fine_grained_activation_offloading
-        and version_of(setting.transformer_engine_version) >= (2, 10)
-        and os.environ.get("NVTE_CPU_OFFLOAD_V1") != "1"
-    ),
     "graph-hidden-dropout": lambda config, setting: [
         module
         for module in ("mlp", "moe")

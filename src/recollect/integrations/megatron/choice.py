@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 from recollect.plans.action import Action
 
 __all__ = ["MEGATRON_OUTPUT", "MODULES", "OFFLOAD_MODULES", "BlockFull", "Choice", "ModuleName"]
-__all__ += ["NoRecompute", "Selective", "UniformFull"]
+__all__ += ["NoRecompute", "OffloadName", "Selective", "UniformFull"]
 
 ModuleName = Literal[
     "core_attn",
@@ -46,7 +46,7 @@ MEGATRON_OUTPUT: Final[dict[ModuleName, Action]] = {
 """What Megatron does with what a module returns: "keep" under `CheckpointFunction`, "recompute" under
 `CheckpointWithoutOutput`, which it calls output-discarding."""
 
-OFFLOAD_MODULES: Final[tuple[str, ...]] = (
+OffloadName = Literal[
     "attn_norm",
     "qkv_linear",
     "core_attn",
@@ -56,7 +56,9 @@ OFFLOAD_MODULES: Final[tuple[str, ...]] = (
     "moe_act",
     "fused_group_mlp",
     "gdp_qkv",
-)
+]
+OFFLOAD_MODULES: Final[tuple[OffloadName, ...]] = get_args(OffloadName)
+"""In the order in which a layer runs them."""
 
 
 @dataclass(frozen=True, slots=True)

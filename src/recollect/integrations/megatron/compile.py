@@ -7,7 +7,7 @@ layers (`mtp`) count separately: with `uniform` each of them is a region, with `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -17,8 +17,9 @@ from recollect.integrations.megatron.checks import mtp_block_clash, num_layers_c
 from recollect.integrations.megatron.choice import BlockFull, Choice, ModuleName, NoRecompute, Selective, UniformFull
 from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.module_values import LayerOps, values_of_module
+from recollect.integrations.megatron.offload import modules_in, with_offload
 from recollect.integrations.megatron.pipeline import model_chunks
-from recollect.integrations.megatron.rules import refuse_not_yet, report
+from recollect.integrations.megatron.rules import check_rule, refuse_not_yet, report
 from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.planning.output_choices import outputs_within
 from recollect.plans.action import Action
@@ -49,7 +50,7 @@ def megatron_plan(
     Selective recompute drops what the named modules compute; their outputs are kept or dropped as in Megatron
     (`MEGATRON_OUTPUT` in `choice.py`), unless `recompute_discard_outputs` says otherwise. What cannot be recomputed (a
     router's choices) is always kept. With `distribute_saved_activations` the inputs that full recompute keeps have the action
-    "shard".
+    "shard". What `cpu_offloading` and `offload_modules` stand for has the action "offload", unless it is recomputed anyway.
 
     Args:
         profile: the recorded step, of the whole model.
@@ -67,7 +68,7 @@ def megatron_plan(
         NotYetError: a setting for something that recollect cannot do yet.
 
     Warns:
-        ConfigWarning: one of several modules is not in the model.
+        ConfigWarning: one of several modules is not in the model; or nothing is large enough to offload.
 
     Example:
         >>> import torch, recollect
@@ -100,6 +101,14 @@ def megatron_plan(
     if config.distribute_saved_activations:
         units = _with_inputs_as_parts(profile, units, _with_kept_inputs(choice, chunks, heads))
     plan = Plan(units, note=f"Megatron: {choice}")
+    if config.cpu_offloading and config.cpu_offloading_num_layers:
+        check_rule("offload-num-layers", config, TrainingSetting(num_layers=min(map(len, chunks), default=0)))
+        first = [path for chunk in chunks for path in chunk[: config.cpu_offloading_num_layers]]
+        plan = with_offload(profile, plan, config, first)
+    elif config.fine_grained_activation_offloading:
+        layers = [*chain.from_iterable(chunks), *heads]
+        _check_matched("offload", config.offload_modules, modules_in(profile, layers, config.offload_modules))
+        plan = with_offload(profile, plan, config, layers)
     return predicted_plan(profile, plan)
 
 
@@ -214,7 +223,7 @@ def _selective_units(layers: dict[str, UnitGraph], choice: Selective) -> dict[st
             matched.update(parts)
             made[id(graph)] = _unit(layer, choice, parts)
         units[path] = made[id(graph)]
-    _check_matched(choice, matched, layers)
+    _check_matched("recompute", tuple(choice.outputs), matched)
     return units
 
 
@@ -230,19 +239,19 @@ def _unit(layer: LayerOps, choice: Selective, parts: dict[ModuleName, frozenset[
     return UnitPlan(actions)
 
 
-def _check_matched(choice: Selective, matched: Iterable[ModuleName], layers: Iterable[str]) -> None:
-    missing = [name for name in choice.outputs if name not in set(matched)]
+def _check_matched(verb: str, names: Sequence[str], matched: Collection[str]) -> None:
+    missing = [name for name in names if name not in matched]
     if not missing:
         return
-    settings = {"recompute_modules": tuple(choice.outputs)}
-    if len(missing) == len(choice.outputs):
+    if len(missing) == len(names):
         raise ConfigError(
             rule="modules-not-there",
-            settings=settings,
+            settings={f"{verb}_modules": tuple(names)},
             reason=f"no layer of this model has {' or '.join(missing)}",
             advice="docs/megatron.md says which module paths each name stands for.",
         )
     warn_user(
-        f"no layer of this model has {' or '.join(missing)}; of {' '.join(choice.outputs)} the others are recomputed",
+        f"no layer of this model has {' or '.join(missing)}; of {' '.join(names)} the others are "
+        f"{'recomputed' if verb == 'recompute' else 'offloaded'}",
         ConfigWarning,
     )

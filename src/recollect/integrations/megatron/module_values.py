@@ -12,6 +12,12 @@ path: the reference models use Megatron's names, Hugging Face's models their own
 | layernorm | `input_layernorm`, `pre_mlp_layernorm` | norms before attention and MLP: `post_attention_layernorm`, `ln_2` |
 | moe_act | `experts.activation_func` | `experts.act_fn` and the product that reads it |
 | mla_up_proj | `qkv_up_proj` | `q_b_proj`, `kv_b_proj`, and what the attention module does before its core |
+| attn_norm | `input_layernorm` | the norm before attention: `input_layernorm`, `ln_1` |
+| mlp_norm | `pre_mlp_layernorm` | the norm before the MLP: `post_attention_layernorm`, `ln_2` |
+| qkv_linear | the modules in attention before its core | the same: `q_proj`, `c_attn`, `kv_a_layernorm` |
+| attn_proj | `linear_proj` | the modules in attention after its core: `o_proj`, `c_proj` |
+| expert_fc1 | `experts.linear_fc1` | - |
+| fused_group_mlp | `experts` | `experts` |
 
 The other names (`gdn_norm_out`, `gdp_in_proj`, `gdp_qkv`, `mhc`) stand for parts that none of these models has.
 """
@@ -22,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from recollect.integrations.megatron.choice import ModuleName
+from recollect.integrations.megatron.choice import ModuleName, OffloadName
 from recollect.profile.graph import UnitGraph
 
 __all__ = ["LayerOps", "values_of_module"]
@@ -33,7 +39,8 @@ _EXPERTS = frozenset({"experts", "router"})
 _SHARED_EXPERTS = frozenset({"shared_experts", "shared_expert"})
 _ACTIVATIONS = frozenset({"act_fn", "activation_func", "act"})
 _DROPOUTS = frozenset({"dropout", "resid_dropout", "hidden_dropout"})
-_NORMS = frozenset({"input_layernorm", "pre_mlp_layernorm", "pre_feedforward_layernorm", "ln_1", "ln_2"})
+_ATTENTION_NORMS = frozenset({"input_layernorm", "ln_1"})
+_NORMS = _ATTENTION_NORMS | {"pre_mlp_layernorm", "pre_feedforward_layernorm", "ln_2"}
 # In models with another norm before the MLP (Gemma), this one follows the attention, and is no input of a recomputed module.
 _NORM_BEFORE_MLP = "post_attention_layernorm"
 _LATENT_UP = frozenset({"q_b_proj", "kv_b_proj", "linear_q_up_proj", "linear_kv_up_proj"})
@@ -111,6 +118,11 @@ class LayerOps:
         """Return the values that certain ops compute."""
         return frozenset(v for index, op in enumerate(self.ops) if is_part(index, op) for v in op.outputs)
 
+    def ops_of(self, values: Iterable[int]) -> frozenset[int]:
+        """Return the ops that compute some values."""
+        producers = (self.graph.values[value].producer for value in values)
+        return frozenset(op for op in producers if op is not None)
+
     def outputs_of(self, inside: frozenset[int]) -> frozenset[int]:
         """Return those of some values that other ops read, or that the layer returns."""
         read = {v for op in self.ops if inside.isdisjoint(op.outputs) for v in op.inputs}
@@ -123,7 +135,7 @@ def _layer_op(name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> _
     return _LayerOp(tuple(module), call.partition("#")[0], inputs, outputs)
 
 
-def values_of_module(layer: LayerOps, name: ModuleName) -> frozenset[int]:
+def values_of_module(layer: LayerOps, name: ModuleName | OffloadName) -> frozenset[int]:
     """Return the indices of the values that a Megatron module computes in a layer; none if the layer lacks it."""
     find = _PARTS.get(name)
     return frozenset(find(layer)) if find is not None else frozenset()
@@ -168,7 +180,30 @@ def _mla_up_proj(layer: LayerOps) -> frozenset[int]:
     return layer.values(lambda index, op: op.is_in(_LATENT_UP) or (op.module == layer.attention and index < start))
 
 
-_PARTS: dict[ModuleName, Callable[[LayerOps], Iterable[int]]] = {
+def _mlp_norm(layer: LayerOps) -> frozenset[int]:
+    return _layernorm(layer) - _attn_norm(layer)
+
+
+def _attn_norm(layer: LayerOps) -> frozenset[int]:
+    return layer.values(lambda _, op: op.is_in(_ATTENTION_NORMS))
+
+
+def _in_attention(layer: LayerOps, is_part: Callable[[int, int, int], bool]) -> frozenset[int]:
+    """Return what the modules in attention compute, by the place of the op, and of the core's first and last one."""
+    core = layer.ops_of(_core_attn(layer))
+    depth = len(layer.attention)
+    return layer.values(
+        lambda index, op: (
+            bool(core)
+            and op.module[:depth] == layer.attention
+            and len(op.module) > depth
+            and not op.is_in(_DROPOUTS)
+            and is_part(index, min(core), max(core))
+        )
+    )
+
+
+_PARTS: dict[ModuleName | OffloadName, Callable[[LayerOps], Iterable[int]]] = {
     "core_attn": _core_attn,
     "mlp": lambda layer: () if layer.has_experts else _feed_forward(layer),
     "moe": lambda layer: _feed_forward(layer) if layer.has_experts else (),
@@ -176,4 +211,10 @@ _PARTS: dict[ModuleName, Callable[[LayerOps], Iterable[int]]] = {
     "layernorm": _layernorm,
     "moe_act": _moe_act,
     "mla_up_proj": _mla_up_proj,
+    "attn_norm": _attn_norm,
+    "mlp_norm": _mlp_norm,
+    "qkv_linear": lambda layer: _in_attention(layer, lambda index, first, _: index < first),
+    "attn_proj": lambda layer: _in_attention(layer, lambda index, _, last: index > last),
+    "expert_fc1": lambda layer: layer.values(lambda _, op: {"experts", "linear_fc1"} <= {*op.module}),
+    "fused_group_mlp": lambda layer: layer.values(lambda _, op: "experts" in op.module),
 }

@@ -16,7 +16,7 @@ from recollect.integrations.megatron.rule import Clash, Rule
 from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.warning import warn_user
 
-__all__ = ["NOT_YET", "RULES", "check", "refuse_not_yet", "report"]
+__all__ = ["NOT_YET", "RULES", "check", "check_rule", "refuse_not_yet", "report"]
 
 _NAMES: Final = {"recompute_modules": MODULES, "offload_modules": OFFLOAD_MODULES}
 
@@ -44,6 +44,11 @@ def check(config: RecomputeSettings, setting: TrainingSetting | None = None) -> 
     for rule in RULES:
         if rule.needs_training == (setting is not None):
             report(rule.name, rule.clash(config, setting))
+
+
+def check_rule(name: str, config: RecomputeSettings, setting: TrainingSetting) -> None:
+    """Check one rule."""
+    report(name, next(rule for rule in RULES if rule.name == name).clash(config, setting))
 
 
 def report(name: str, clash: Clash | None) -> None:

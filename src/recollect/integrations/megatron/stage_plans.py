@@ -12,6 +12,8 @@ from recollect.errors import ScheduleError
 from recollect.integrations.megatron.choice import BlockFull
 from recollect.integrations.megatron.compile import megatron_plan
 from recollect.integrations.megatron.config import RecomputeConfig
+from recollect.integrations.megatron.rules import refuse_not_yet
+from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.pipelines.schedule import FORWARD, PipelineAction, schedule_of
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
@@ -79,8 +81,9 @@ def megatron_stage_plans(
         raise ScheduleError(
             f"got {len(profiles)} profiles for a schedule of {found.num_stages} stages, expected one for each"
         )
-    num_partial = config.num_microbatches_with_partial_activation_checkpoints
     alike = replace(config, num_microbatches_with_partial_activation_checkpoints=None)
+    refuse_not_yet(alike, TrainingSetting(pipeline_model_parallel_size=found.num_stages))
+    num_partial = config.num_microbatches_with_partial_activation_checkpoints
     distinct = {id(profile): profile for profile in profiles}
     partial = {key: megatron_plan(profile, alike) for key, profile in distinct.items()}
     if num_partial is None or not isinstance(config.choice, BlockFull):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recollect.integrations.megatron.choice import MEGATRON_OUTPUT, OFFLOAD_MODULES
+from recollect.integrations.megatron.choice import MEGATRON_OUTPUT
 from recollect.integrations.megatron.rules import NOT_YET, RULES
 
 __all__ = ["not_yet_table", "rules_table"]
@@ -41,7 +41,7 @@ def not_yet_table() -> str:
     unbuilt = [name for name in MEGATRON_OUTPUT if name.startswith(("gdn", "gdp")) or name == "mhc"]
     rows = [(" ".join(f"`{name}`" for name in missing.settings), missing.reason, missing.advice) for missing in NOT_YET]
     rows.append((f"`recompute_modules`: {', '.join(unbuilt)}", "models that have these parts", "Leave it out."))
-    rows.append((f"`offload_modules`: {', '.join(OFFLOAD_MODULES)}", "as `fine_grained_activation_offloading`", ""))
+    rows.append(("`offload_modules`: gdp_qkv", "models that have this part", "Leave it out."))
     return _table(("setting", "what it needs", "meanwhile"), *rows)
 
 

@@ -35,8 +35,7 @@ def test_a_configuration_that_breaks_a_rule(broken: Broken) -> None:
 
 
 @pytest.mark.parametrize("broken", WITHIN, ids=lambda broken: broken.rule)
-def test_settings_that_break_a_rule_together(broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NVTE_CPU_OFFLOAD_V1", raising=False)
+def test_settings_that_break_a_rule_together(broken: Broken) -> None:
     config = RecomputeConfig(**broken.config)
     provoke(broken.rule, broken.message, lambda: config.check(TrainingSetting(**broken.setting)))
     config.check(TrainingSetting(**{**broken.setting, **broken.mend}))
@@ -51,17 +50,16 @@ def test_every_rule_is_here() -> None:
         assert (rule.ours in ("error", "warning")) == rule.is_checked or rule.name == "modules-not-there"
 
 
-def test_the_environment_can_satisfy_the_rule_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
-    RecomputeConfig(**offload("core_attn")).check(TrainingSetting(transformer_engine_version="2.10"))
-
-
 ASKS_FOR_WHAT_IS_NOT_BUILT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (LAYER_OFFLOAD, {}, "cpu_offloading=True, cpu_offloading_num_layers=1: not yet: values that are copied to host"),
+    (
+        LAYER_OFFLOAD,
+        {"pipeline_model_parallel_size": 2},
+        "cpu_offloading=True, pipeline_model_parallel_size=2: not yet: plans of copies for several micro-batches in flight",
+    ),
     (
         offload("core_attn"),
-        {},
-        "offload_modules=('core_attn',): not yet: values that are copied to host memory and back",
+        {"pipeline_model_parallel_size": 2},
+        "offload_modules=('core_attn',), pipeline_model_parallel_size=2: not yet: plans of copies for several",
     ),
     ({"moe_paged_stash": True}, {}, "moe_paged_stash=True: not yet: a store for experts' activations in pages. Leave"),
     ({**BLOCK, **PARTIAL}, {}, "checkpoints=1: not yet: a stage of a pipeline that"),

@@ -1,0 +1,247 @@
+"""Find the values that Megatron's settings for offload copy to host memory.
+
+Read in Megatron-LM main at d98e8a64 (`fine_grained_activation_offload.py`, and what calls it) and in Transformer Engine: what
+autograd saves while a layer, or a module of one, runs. Such a run of a module is a group. A value that others save too stays,
+as it would not leave the device; so does what is recomputed or split among ranks.
+
+| setting | here |
+|---|---|
+| `cpu_offloading_num_layers` n | what the first n layers save, values of 1 MiB or more |
+| `offload_modules` | what these modules save; of each name, the last group stays, since backward needs it at once |
+| `min_offloaded_tensor_size` | numbers in the largest tensor that is saved of a value; smaller ones stay |
+| `activation_offload_fraction` | of the groups that have something to offload, this part, the first ones in forward order |
+| `fine_grained_offloading_max_inflight_offloads` k | a value has left when its layer and k more have run |
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Final
+
+from recollect.errors import ConfigWarning
+from recollect.integrations.megatron.choice import OFFLOAD_MODULES
+from recollect.integrations.megatron.config import RecomputeConfig
+from recollect.integrations.megatron.module_values import LayerOps, values_of_module
+from recollect.plans.action import Action
+from recollect.plans.engines import Tape
+from recollect.plans.plan import Plan
+from recollect.plans.trip import Trip
+from recollect.plans.unit_plan import UnitPlan
+from recollect.profile.events import OP, RETURN, SAVE
+from recollect.profile.profile import Profile
+from recollect.simulation.decisions import keep_all_unit
+from recollect.simulation.edges import returning_values
+from recollect.warning import warn_user
+
+__all__ = ["modules_in", "with_offload"]
+
+_LEAST_BYTES_OF_LAYERS: Final = 2**20
+_OUTSIDE: Final = -1
+
+_Key = tuple[int, int]
+"""A call and a value in it; or a call and an op in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A run of a module, or of a layer: the ops that belong to it, as (call, op)."""
+
+    name: str
+    ops: frozenset[_Key]
+
+
+def with_offload(profile: Profile, plan: Plan, config: RecomputeConfig, layers: Sequence[str]) -> Plan:
+    """Return a plan that offloads what a configuration says, of what it keeps.
+
+    Args:
+        profile: the recorded step.
+        plan: what else the configuration means.
+        config: Megatron's settings.
+        layers: paths of the layers that offload, in forward order.
+
+    Warns:
+        ConfigWarning: nothing is large enough, or left to offload.
+    """
+    savers = _savers(profile)
+    candidates = {key for key in savers if _may_go(profile, plan, config, key)} & returning_values(profile)
+    groups = _groups(profile, config, layers)
+    if config.fine_grained_activation_offloading:
+        groups = _first_groups(groups, {key: savers[key] for key in candidates}, config.activation_offload_fraction)
+    asked = frozenset[_Key]().union(*(group.ops for group in groups))
+    stays = {_name(profile, key) for key in savers if key not in candidates or not savers[key] <= asked}
+    going: dict[tuple[str, str], int] = {}
+    for key in sorted(candidates):
+        if (name := _name(profile, key)) not in stays:
+            # It may leave, and has to be back, one unit after the last one that saves it.
+            later = max(saver for saver, _ in savers[key]) - key[0] + 1
+            going[name] = max(later, going.get(name, 0))
+    if not going:
+        _warn_of_nothing(config)
+        return plan
+    what = " ".join(config.offloaded) or f"the first {config.cpu_offloading_num_layers} layers"
+    plan = plan.with_note(f"{plan.note}, offload of {what}")
+    scheduled = _scheduled(profile, _with_trips(profile, plan, going))
+    return _limited(scheduled, config.fine_grained_offloading_max_inflight_offloads, going)
+
+
+def _scheduled(profile: Profile, plan: Plan) -> Plan:
+    """Return the plan with trips at which nothing waits."""
+    return plan
+
+
+def _savers(profile: Profile) -> dict[_Key, set[_Key]]:
+    """Return by what each value is saved: by which ops of which calls, or outside of units.
+
+    Autograd saves the arguments of an op before the op runs, and its results after it has.
+    """
+    found: defaultdict[_Key, set[_Key]] = defaultdict(set)
+    saved: defaultdict[int, Counter[_Key]] = defaultdict(Counter)
+    last: dict[int, int] = {}
+    returned: set[int] = set()
+    for code, *operands in profile.log.events():
+        if code == SAVE:
+            call, value, _, saver = operands
+            if saver in returned:
+                found[call, value].add((_OUTSIDE, _OUTSIDE))
+            else:
+                saved[saver][call, value] += 1
+        elif code in (OP, RETURN):
+            call, following = operands[0], operands[1] if code == OP else None
+            for key, times in saved.pop(call, {}).items():
+                found[key].update(
+                    (call, op) for op in _savers_between(profile, call, key, times, last.get(call), following)
+                )
+            if following is None:
+                returned.add(call)
+            else:
+                last[call] = following
+    return found
+
+
+def _savers_between(
+    profile: Profile, call: int, key: _Key, times: int, before: int | None, following: int | None
+) -> list[int]:
+    """Return which of two ops of a call, one after the other, save a value that is saved between them so many times."""
+    ops = profile.graph_of(profile.calls[call]).ops
+    value = (
+        key[1] if key[0] == call else next((v for v, *origin in profile.calls[call].origins if (*origin,) == key), -1)
+    )
+    is_result = before is not None and value in ops[before].outputs
+    is_argument = following is not None and value in ops[following].inputs
+    if is_result and is_argument and times == 1:
+        is_result = False
+    chosen = [before] * is_result + [following] * (is_argument or not is_result)
+    return [_OUTSIDE if op is None else op for op in chosen]
+
+
+def _may_go(profile: Profile, plan: Plan, config: RecomputeConfig, key: _Key) -> bool:
+    """Whether a value is kept, and large enough."""
+    call = profile.calls[key[0]]
+    graph, unit = profile.graph_of(call), plan.units.get(call.path)
+    value = graph.values[key[1]]
+    if value.producer is None or graph.ops[value.producer].mutates:
+        return False
+    if unit is not None:
+        action = unit.actions.get(value.name, Action.KEEP)
+        # What a unit returns is kept whatever its own action is, unless that is to hold a part, or the plan drops outputs.
+        is_kept = (
+            unit.output is Action.KEEP and action is not Action.SHARD if value.is_output else action is Action.KEEP
+        )
+        if not is_kept or unit.engine != Tape():
+            return False
+    if config.fine_grained_activation_offloading:
+        return value.saved_elements >= config.min_offloaded_tensor_size
+    return value.nbytes >= _LEAST_BYTES_OF_LAYERS
+
+
+def modules_in(profile: Profile, layers: Collection[str], names: Collection[str]) -> set[str]:
+    """Return those of some names for which a layer has a module."""
+    graphs = {call.graph for call in profile.calls if call.path in layers}
+    found = [LayerOps(profile.graphs[graph]) for graph in graphs]
+    return {name for name in OFFLOAD_MODULES if name in names and any(values_of_module(layer, name) for layer in found)}
+
+
+def _groups(profile: Profile, config: RecomputeConfig, layers: Sequence[str]) -> list[_Group]:
+    """Return what is to offload, in forward order."""
+    names = [name for name in OFFLOAD_MODULES if name in config.offloaded]
+    ops_of: dict[tuple[int, str], frozenset[int]] = {}
+    found = []
+    for path in layers:
+        for call in profile.calls_by_path[path]:
+            graph = profile.calls[call].graph
+            if not names:
+                found.append(_Group("", frozenset((call, op) for op in range(-1, len(profile.graphs[graph].ops)))))
+            for name in names:
+                if (graph, name) not in ops_of:
+                    layer = LayerOps(profile.graphs[graph])
+                    ops_of[graph, name] = layer.ops_of(values_of_module(layer, name))
+                if ops_of[graph, name]:
+                    found.append(_Group(name, frozenset((call, op) for op in ops_of[graph, name])))
+    return found
+
+
+def _first_groups(groups: Sequence[_Group], savers: Mapping[_Key, Collection[_Key]], fraction: float) -> list[_Group]:
+    """Return the groups that offload: not the last one of each name, and of the rest that have anything, the first ones."""
+    last = {group.name: group for group in groups}
+    saving = {op for ops in savers.values() for op in ops}
+    eligible = [group for group in groups if group is not last[group.name] and group.ops & saving]
+    return eligible[: len(eligible) - int(len(eligible) * (1 - fraction))]
+
+
+def _name(profile: Profile, key: _Key) -> tuple[str, str]:
+    """Return what a value is called in a plan."""
+    call = profile.calls[key[0]]
+    return call.path, profile.graph_of(call).values[key[1]].name
+
+
+def _with_trips(profile: Profile, plan: Plan, going: Mapping[tuple[str, str], int]) -> Plan:
+    """Return a plan that offloads some values, which leave and come back so many units later.
+
+    Where outputs are dropped, the last layer of a region asks for what the first one is recomputed from. All units are named,
+    as those that a plan does not name do not count on a trip.
+    """
+    firsts = {path: profile.graph_of(profile.calls[calls[0]]) for path, calls in profile.calls_by_path.items()}
+    units = {path: plan.units.get(path) or keep_all_unit(graph) for path, graph in firsts.items()}
+    drops = [units[call.path].output is Action.RECOMPUTE for call in profile.calls]
+    ahead = max(sum(run) for _, run in groupby(drops))
+    of_path: defaultdict[str, dict[str, Trip]] = defaultdict(dict)
+    for (path, name), later in going.items():
+        of_path[path][name] = Trip(later, later + ahead)
+    for path, trips in of_path.items():
+        unit = units[path]
+        units[path] = UnitPlan(
+            {**unit.actions, **dict.fromkeys(trips, Action.OFFLOAD)}, unit.output, unit.engine, trips=trips
+        )
+    return replace(plan, units=units)
+
+
+def _limited(plan: Plan, most: int | None, going: Mapping[tuple[str, str], int]) -> Plan:
+    """Return a plan whose values leave after no more layers than may have copies in flight."""
+    if most is None:
+        return plan
+
+    def earlier(path: str, name: str, trip: Trip) -> Trip:
+        return trip if trip.leaves_in_backward else trip._replace(leaves=min(trip.leaves, going[path, name] + most))
+
+    units = {
+        path: UnitPlan(
+            unit.actions,
+            unit.output,
+            unit.engine,
+            trips={name: earlier(path, name, trip) for name, trip in unit.trips.items()},
+        )
+        for path, unit in plan.units.items()
+    }
+    return replace(plan, units=units)
+
+
+def _warn_of_nothing(config: RecomputeConfig) -> None:
+    least = f"{config.min_offloaded_tensor_size} elements" if config.fine_grained_activation_offloading else "1 MiB"
+    warn_user(
+        f"nothing is offloaded: of what is kept, nothing that only these layers or modules save has {least} or more. Lower "
+        "min_offloaded_tensor_size, offload more modules, or leave the setting out.",
+        ConfigWarning,
+    )
