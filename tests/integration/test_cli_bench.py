@@ -288,7 +288,7 @@ def test_megatrons_words_are_measured(tmp_path: Path) -> None:
     [
         (["--setting", "full"], "full recompute needs"),
         (["--setting", "selective moe"], "no layer of this model has moe"),
-        (["--cpu-offloading-num-layers", "1"], "offload"),
+        (["--cpu-offloading-num-layers", "99"], "all layers cannot be offloaded"),
     ],
 )
 def test_settings_that_clash_are_megatrons_rules(

@@ -547,3 +547,27 @@ WITHIN = [
         {"mtp_num_layers": 1},
     ),
 ]
+
+# Megatron's answer is an error, and here it works, without a word. The doctor says it of Megatron's runs.
+FREE = [
+    Broken(
+        "offload-and-recompute",
+        {**LAYER_OFFLOAD, **selective("mlp")},
+        "one brings back what the other drops",
+        {"recompute_granularity": None, "recompute_modules": None},
+    ),
+    Broken(
+        "offload-transformer-engine",
+        offload("core_attn"),
+        "modules are offloaded only in Transformer Engine's layers",
+        {"transformer_impl": "transformer_engine"},
+        {"transformer_impl": "local"},
+    ),
+    Broken(
+        "offload-v1",
+        offload("core_attn"),
+        "from 2.10 on, this needs the older of its two offload paths",
+        {"transformer_engine_version": "2.9.1"},
+        {"transformer_engine_version": "2.10.0"},
+    ),
+]

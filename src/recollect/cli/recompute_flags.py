@@ -18,23 +18,23 @@ class OffloadFlags:
     """Which activations to offload to host memory, as Megatron's flags."""
 
     cpu_offloading_num_layers: int | None = None
-    """Layers whose activations are offloaded entirely."""
+    """The first N layers: offload what they save for backward."""
     cpu_offloading_retain_pinned_cpu_buffers: bool = False
-    """Keep their pinned host buffers from step to step."""
+    """Without effect: host memory is always kept from step to step."""
     fine_grained_activation_offloading: bool = False
     """Offload what the modules in --offload-modules save for backward."""
     offload_modules: tuple[str, ...] | None = None
-    """attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1, moe_act."""
+    """attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1, moe_act, fused_group_mlp."""
     min_offloaded_tensor_size: int | None = None
     """Smallest tensor to offload, in elements."""
     delay_offload_until_cuda_graph: bool = False
-    """Offload only during the replay of CUDA graphs."""
+    """Without effect: no CUDA graph is replayed."""
     delta_offload_bytes_across_pp_ranks: int | None = None
-    """How many bytes less each pipeline rank offloads than the previous one."""
+    """How many bytes less each pipeline rank offloads than the one before; without effect, as pipelines cannot offload yet."""
     activation_offload_fraction: float | None = None
-    """Fraction of the offloadable activations to offload."""
+    """Fraction of the groups (a module in one layer) to offload, the first ones in forward order."""
     fine_grained_offloading_max_inflight_offloads: int | None = None
-    """Most copies to the host in flight at once."""
+    """How many more layers may run until a value has left the device."""
 
 
 # The names are headings of --help.

@@ -38,6 +38,7 @@ COMMANDS = {
     "megatron-full-needs-method": "x.py --recompute-granularity full --recompute-num-layers 1",
     "megatron-graph-full": "x.py --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
     "--cuda-graph-impl transformer_engine --cuda-graph-scope mlp",
+    "megatron-offload-and-recompute": "x.py --num-layers 8 --cpu-offloading-num-layers 2 --recompute-granularity selective",
     "megatron-offload-pipeline": "x.py --num-layers 8 --cpu-offloading-num-layers 2 --pipeline-model-parallel-size 2",
     "megatron-distribute-with-sequence-parallel": "x.py --tensor-model-parallel-size 2 --sequence-parallel "
     "--distribute-saved-activations --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Final
@@ -222,6 +223,11 @@ ALONE: Final[Mapping[str, Callable[[RecomputeSettings], Broken]]] = {
 WITHIN: Final[Mapping[str, Callable[[RecomputeSettings, TrainingSetting], Broken]]] = {
     "num-layers-range": _num_layers_in_range,
     "offload-num-layers": _every_layer,
+    "offload-v1": lambda config, setting: (
+        config.fine_grained_activation_offloading
+        and version_of(setting.transformer_engine_version) >= (2, 10)
+        and os.environ.get("NVTE_CPU_OFFLOAD_V1") != "1"
+    ),
     "graph-hidden-dropout": lambda config, setting: [
         module
         for module in ("mlp", "moe")

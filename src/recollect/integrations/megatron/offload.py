@@ -239,9 +239,10 @@ def _limited(plan: Plan, most: int | None, going: Mapping[tuple[str, str], int])
 
 
 def _warn_of_nothing(config: RecomputeConfig) -> None:
-    least = f"{config.min_offloaded_tensor_size} elements" if config.fine_grained_activation_offloading else "1 MiB"
+    is_fine = config.fine_grained_activation_offloading
+    least = f"{config.min_offloaded_tensor_size} elements" if is_fine else "1 MiB"
     warn_user(
-        f"nothing is offloaded: of what is kept, nothing that only these layers or modules save has {least} or more. Lower "
-        "min_offloaded_tensor_size, offload more modules, or leave the setting out.",
+        f"nothing is offloaded: of what is kept, nothing that only these {'modules' if is_fine else 'layers'} save has {least} "
+        f"or more. {'Lower min_offloaded_tensor_size, or leave' if is_fine else 'Leave'} the setting out.",
         ConfigWarning,
     )

@@ -41,7 +41,7 @@ class Rule:
         name: as in errors and in the table; empty for a missing feature.
         when: the settings that break it, in words; empty: the words of `breaks`.
         megatron: Megatron's answer, in words.
-        ours: recollect's answer.
+        ours: recollect's answer; what is free breaks Megatron's rule, as `recollect doctor` says, and none of ours.
         why: the reason for it, where an error gives another or none.
         breaks: the conditions that all hold of a configuration, and of the rest of the training's settings, that break it, by
             names of fields or properties: "modules" are the recomputed ones, with defaults.

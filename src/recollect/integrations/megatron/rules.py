@@ -42,7 +42,7 @@ NOT_YET: tuple[Rule, ...] = tuple(_rule("", entry) for entry in _TABLE["not yet"
 def check(config: RecomputeSettings, setting: TrainingSetting | None = None) -> None:
     """Check the rules that compare the configuration with a setting; without one, those that need only the configuration."""
     for rule in RULES:
-        if rule.needs_training == (setting is not None):
+        if rule.ours != "free" and rule.needs_training == (setting is not None):
             report(rule.name, rule.clash(config, setting))
 
 

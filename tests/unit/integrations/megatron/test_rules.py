@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_cases import ALONE, BLOCK, LAYER_OFFLOAD, PARTIAL, WITHIN, Broken, graph, offload
+from megatron_cases import ALONE, BLOCK, FREE, LAYER_OFFLOAD, PARTIAL, WITHIN, Broken, graph, offload
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.megatron import RecomputeConfig, TrainingSetting
 from recollect.integrations.megatron.rules import NOT_YET, RULES, refuse_not_yet
@@ -41,13 +41,30 @@ def test_settings_that_break_a_rule_together(broken: Broken) -> None:
     config.check(TrainingSetting(**{**broken.setting, **broken.mend}))
 
 
+@pytest.mark.parametrize("broken", FREE, ids=lambda broken: broken.rule)
+def test_settings_that_break_a_rule_of_megatrons_alone(broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NVTE_CPU_OFFLOAD_V1", raising=False)
+    (rule,) = (rule for rule in RULES if rule.name == broken.rule)
+    config = RecomputeConfig(**broken.config)
+    config.check(TrainingSetting(**broken.setting))
+    clash = rule.clash(config, TrainingSetting(**broken.setting))
+    assert clash is not None and clash.reason == broken.message and set(clash.settings) == set(rule.settings)
+    fields = {name: value for name, value in broken.mend.items() if name in broken.setting}
+    mended = RecomputeConfig(**{**broken.config, **{k: v for k, v in broken.mend.items() if k not in fields}})
+    assert rule.clash(mended, TrainingSetting(**{**broken.setting, **fields})) is None
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
+    assert (rule.clash(config, TrainingSetting(**broken.setting)) is None) == (rule.name == "offload-v1")
+
+
 def test_every_rule_is_here() -> None:
-    checked = [rule for rule in RULES if rule.is_checked]
+    assert {broken.rule for broken in FREE} == {rule.name for rule in RULES if rule.is_checked and rule.ours == "free"}
+    checked = [rule for rule in RULES if rule.is_checked and rule.ours != "free"]
     assert {broken.rule for broken in ALONE} == {rule.name for rule in checked if not rule.needs_training}
     assert {broken.rule for broken in WITHIN} == {rule.name for rule in checked if rule.needs_training}
     assert len(ANSWER) == len(RULES)
     for rule in RULES:
-        assert (rule.ours in ("error", "warning")) == rule.is_checked or rule.name == "modules-not-there"
+        is_checked = rule.is_checked and rule.ours != "free"
+        assert (rule.ours in ("error", "warning")) == is_checked or rule.name == "modules-not-there"
 
 
 ASKS_FOR_WHAT_IS_NOT_BUILT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
