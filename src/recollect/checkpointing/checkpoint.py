@@ -55,8 +55,9 @@ def checkpoint(
         function: a function or module. What it returns is kept. Without it, a decorator is returned.
         *args: its arguments: tensors, of any shape, and others.
         use_reentrant: False or None: on the tape. True: PyTorch's reentrant implementation itself, with its limits.
-        context_fn: of `create_selective_checkpoint_contexts`: what its policy saves is kept. Any other one asks for something
-            around a second run, so there is one, by PyTorch's own implementation.
+        context_fn: of `create_selective_checkpoint_contexts`: what its policy saves is kept, and what it offloads goes to host
+            memory until backward comes near it. Any other one asks for something around a second run, so there is one, by
+            PyTorch's own implementation.
         determinism_check: "default" or "none". Without a second run there is nothing to check.
         debug: explains a failed check; the same applies.
         early_stop: stop a second run early; the same applies.
@@ -70,7 +71,8 @@ def checkpoint(
 
     Raises:
         ConfigError: another `determinism_check`; `debug` with a `context_fn`.
-        NotYetError: a policy that offloads; `respect_saved_tensors_hooks` with a policy and hooks around it.
+        NotYetError: `respect_saved_tensors_hooks` with a policy and hooks around it.
+        OffloadError: host memory cannot be had, or a copy failed.
 
     Example:
         >>> import torch

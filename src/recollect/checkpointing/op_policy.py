@@ -17,14 +17,17 @@ from torch.utils.checkpoint import (
 )
 
 from recollect._torch_functions import selective_policy
-from recollect.engine.facts import OpFacts
+from recollect._torch_private import untraced
+from recollect.engine.facts import OpFacts, facts_of
 from recollect.engine.function_mode import FunctionMode
+from recollect.engine.offload.flight import Offload, is_constant
 from recollect.engine.policy import DropAll
 from recollect.engine.subclasses import strided_tensors
 from recollect.engine.tape import Tape
 from recollect.engine.tape_state import OpActions
 from recollect.engine.values import forget_record, laid_out, record_of, watch
-from recollect.errors import ConfigError, NotYetError
+from recollect.errors import ConfigError
+from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem
 
 __all__ = ["Contexts", "PolicyFunction", "PolicyTape", "contexts_with"]
@@ -35,8 +38,7 @@ PolicyFunction = Callable[..., CheckpointPolicy | bool]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """What PyTorch enters around the first and the second run of a checkpointed function."""
 
-_SAVES: Final = frozenset({"MUST_SAVE", "PREFER_SAVE"})
-_RECOMPUTES: Final = frozenset({"MUST_RECOMPUTE", "PREFER_RECOMPUTE"})
+_ACTIONS: Final = {"SAVE": Action.KEEP, "RECOMPUTE": Action.RECOMPUTE, "CPU_OFFLOAD": Action.OFFLOAD}
 _NO_NAMES: Final[tuple[str, ...]] = ()
 
 
@@ -48,23 +50,26 @@ def contexts_with(policy_fn: PolicyFunction | Sequence[Any]) -> Callable[[], Con
 
 
 class PolicyTape(Tape):
-    """A tape that keeps what a policy saves, and drops everything else that it can.
+    """A tape that keeps what a policy saves, offloads what it offloads, and drops everything else that it can.
 
     Args:
         context_fn: as for PyTorch's `checkpoint`; called for each run of a unit, since a policy may count. Of what it returns
             only the policy is used, which is asked after each op, with its results in `context.op_output`.
+        only_asks: nothing will ever be asked for, so that nothing has to go to host memory.
 
     Attributes:
-        kept: names of the values that the policy saved, by unit path.
+        kept, offloaded: names of the values that the policy saved, and offloaded, by unit path.
 
     Raises:
         ConfigError: it is no `create_selective_checkpoint_contexts`.
     """
 
-    def __init__(self, context_fn: Callable[[], Contexts]) -> None:
+    def __init__(self, context_fn: Callable[[], Contexts], *, only_asks: bool = False) -> None:
         super().__init__(DropAll(), runs_to_settle=sys.maxsize)
         self.context_fn = context_fn
+        self.only_asks = only_asks
         self.kept: dict[str, set[str]] = {}
+        self.offloaded: dict[str, set[str]] = {}
         self.new_policy()
 
     def new_policy(self) -> PolicyFunction:
@@ -84,12 +89,12 @@ class PolicyTape(Tape):
 
 
 class _PolicyMode(FunctionMode):
-    """Lets the tape drop what an op makes, and forgets the recipe if the policy saves it."""
+    """Lets the tape drop what an op makes, and forgets the recipe if the policy saves or offloads it."""
 
     def __init__(self, tape: PolicyTape, unit_path: str) -> None:
         super().__init__(tape, unit_path)
         self._policy = tape.new_policy()
-        self._kept = tape.kept
+        self._asking = tape
         # What the results of the running op are called.
         self._names: tuple[str, ...] = _NO_NAMES
         # What made a storage, so that a saved view keeps that; an identity used again is entered again.
@@ -105,19 +110,47 @@ class _PolicyMode(FunctionMode):
         if names:
             for index, tensor in enumerate(tensors):
                 self._makers[id(tensor.untyped_storage())] = names[index] if index < len(names) else names[0]
-        if self._saves(func, args, kwargs or {}, output):
-            if self.function is not None:
-                self.function.keep("a policy saves what one of its ops makes")
-            for tensor in tensors:
-                self._keep(tensor, is_view=not names)
+        action = self._asked(func, args, kwargs or {}, output)
+        if action is Action.RECOMPUTE:
+            return output
+        if self.function is not None:
+            self.function.keep("a policy saves what one of its ops makes")
+        facts = facts_of(func)
+        is_made_here = bool(names) and not facts.writes and self.function is None
+        for index, tensor in enumerate(tensors):
+            self._keep(tensor, is_view=not names)
+            if action is Action.OFFLOAD and is_made_here:
+                self._offload(tensor, facts, index, names)
         return output
+
+    def _offload(self, tensor: torch.Tensor, facts: OpFacts, index: int, names: tuple[str, ...]) -> None:
+        """Offload a result of the op that has just run, which is kept."""
+        tape = self._asking
+        tape.offloaded.setdefault(self.unit_path, set()).add(names[index] if index < len(names) else names[0])
+        if tape.only_asks:
+            return
+        if self.place is None:
+            tape.offload = _offload_from(tensor.device)
+            self.place = tape.offload.begin_call()
+        self.send_away(tensor, facts, index)
+
+    @untraced
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd holds in place of a tensor; from the first offloaded one on, it tells where backward is."""
+        packed = super().pack(tensor)
+        if self.place is None or is_constant(tensor):
+            return packed
+        flight, call = self.place
+        return flight.mark(packed, call)
+
+    pack_marked = pack
 
     def _keep(self, tensor: torch.Tensor, *, is_view: bool) -> None:
         """Keep what is in a tensor's storage."""
         storage = tensor.untyped_storage()
         maker = self._makers.get(id(storage))
         if maker is not None:
-            self._kept.setdefault(self.unit_path, set()).add(maker)
+            self._asking.kept.setdefault(self.unit_path, set()).add(maker)
         record = record_of(storage)
         forget_record(storage)
         # By the time that a view is saved, autograd may hold the recipe of what it looks at.
@@ -132,27 +165,24 @@ class _PolicyMode(FunctionMode):
         self._names = result_names(stem, 1 if facts.writes else facts.num_returns)
         return super()._op_actions(facts, asks)
 
-    def _saves(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> bool:
+    def _asked(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Action:
         """Ask the policy about an op that has just run."""
         context = SelectiveCheckpointContext(is_recompute=False)
         context.op_output = output  # PyTorch 2.11 does not take it as an argument.
         answer = self._policy(context, func, *args, **kwargs)
         if isinstance(answer, bool):
-            return answer
-        name = getattr(answer, "name", "")
-        if name in _SAVES:
-            return True
-        if name in _RECOMPUTES:
-            return False
-        if name.endswith("CPU_OFFLOAD"):
-            raise NotYetError(
+            return Action.KEEP if answer else Action.RECOMPUTE
+        action = _ACTIONS.get(getattr(answer, "name", "").partition("_")[2])
+        if action is None:
+            raise ConfigError(
                 settings={str(func): answer},
-                needs="a copy of the op's result in host memory",
-                advice="Return CheckpointPolicy.MUST_SAVE, or PREFER_RECOMPUTE, which is what PyTorch makes of it "
-                "where nothing is compiled.",
+                reason="the policy returned no CheckpointPolicy",
+                advice="Return one of torch.utils.checkpoint.CheckpointPolicy, or True to save.",
             )
-        raise ConfigError(
-            settings={str(func): answer},
-            reason="the policy returned no CheckpointPolicy",
-            advice="Return one of torch.utils.checkpoint.CheckpointPolicy, or True to save.",
-        )
+        return action
+
+
+@functools.cache
+def _offload_from(device: torch.device) -> Offload:
+    """Return what calls outside of any plan share to offload from a device."""
+    return Offload(None, {}, None, device=device)

@@ -21,6 +21,8 @@ from recollect.profile.profile import Profile
 from recollect.recording.fake_model import fake_run
 from recollect.recording.model_step import call_model, device_of
 from recollect.recording.restored_state import undisturbed
+from recollect.simulation.decisions import keep_all_unit
+from recollect.simulation.edges import returning_values
 from recollect.simulation.simulate import predicted_plan
 
 __all__ = ["policy_plan"]
@@ -36,9 +38,10 @@ def policy_plan(
 ) -> Plan:
     """Return what a policy of PyTorch's selective checkpointing keeps and drops, as a plan, with its predicted peak.
 
-    The model runs forward once, and the policy is asked about each op of its layers. All that it does not save is recomputed,
-    but for what cannot be (a router's choices). Layers share one plan for all of their calls: what is saved in one of them is
-    kept in all.
+    The model runs forward once, and the policy is asked about each op of its layers. What it offloads (`MUST_CPU_OFFLOAD`,
+    `PREFER_CPU_OFFLOAD`) goes to host memory, if backward asks for it. All else that it does not save is recomputed, but for
+    what cannot be (a router's choices). Layers share one plan for all of their calls: what is saved or offloaded in one of
+    them is in all.
 
     Args:
         profile: the recorded step.
@@ -55,7 +58,6 @@ def policy_plan(
     Raises:
         ArgumentError: the profile is no profile.
         ConfigError: none or both of `policy_fn` and `context_fn`; or the latter has no policy.
-        NotYetError: the policy offloads.
         UnknownNameError: the model is not the recorded one.
 
     Example:
@@ -81,9 +83,14 @@ def policy_plan(
         context_fn = contexts_with(policy_fn)
     assert context_fn is not None
     graphs = {call.path: profile.graph_of(call) for call in profile.calls if call.repeated}
-    tape = PolicyTape(context_fn)
+    tape = PolicyTape(context_fn, only_asks=True)
     _run_forward(model, batch, list(graphs), tape, is_fake=profile.fake)
-    units = {path: _unit(graph, tape.kept.get(path, set())) for path, graph in graphs.items()}
+    none: set[str] = set()
+    offloaded = {path: names & _returning(profile, path) for path, names in tape.offloaded.items()}
+    units = {path: _unit(graph, tape.kept.get(path, none), offloaded.get(path, none)) for path, graph in graphs.items()}
+    if any(offloaded.values()):
+        # Units that a plan does not name do not count on a trip.
+        units = {call.path: units.get(call.path) or keep_all_unit(profile.graph_of(call)) for call in profile.calls}
     plan = Plan(units, note="selective checkpointing by a policy")
     return predicted_plan(profile, plan)
 
@@ -100,10 +107,24 @@ def _run_forward(model: nn.Module, batch: Any, paths: list[str], tape: PolicyTap
         call_model(model, batch)
 
 
-def _unit(graph: UnitGraph, kept: set[str]) -> UnitPlan:
-    actions: dict[str, Action] = {
-        value.name: Action.KEEP if value.must_keep or value.name in kept else Action.RECOMPUTE
-        for value in graph.values
-        if value.producer is not None
-    }
+def _returning(profile: Profile, path: str) -> set[str]:
+    """Return the names of a unit's values that backward asks for in each of its runs."""
+    found = returning_values(profile)
+    return set.intersection(
+        *(
+            {value.name for v, value in enumerate(profile.graph_of(profile.calls[call]).values) if (call, v) in found}
+            for call in profile.calls_by_path[path]
+        )
+    )
+
+
+def _unit(graph: UnitGraph, kept: set[str], offloaded: set[str]) -> UnitPlan:
+    actions: dict[str, Action] = {}
+    for value in graph.values:
+        if value.producer is None:
+            continue
+        if value.name in offloaded:
+            actions[value.name] = Action.OFFLOAD
+        else:
+            actions[value.name] = Action.KEEP if value.must_keep or value.name in kept else Action.RECOMPUTE
     return UnitPlan(actions)

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import recollect
+from recollect.checkpointing.op_policy import _offload_from
 from recollect.errors import ConfigError, MutatedValueError, NotYetError
+from watch import Watch
 
 torch.manual_seed(0)
 LAYER = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
@@ -492,9 +494,31 @@ def test_a_policy_and_two_backwards() -> None:
 
 
 @pytest.mark.parametrize("answer", [CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD])
-def test_a_policy_that_offloads_is_refused(answer: CheckpointPolicy) -> None:
-    with fresh() as x, pytest.raises(NotYetError, match="not yet: a copy of the op's result in host memory"):
-        recollect.checkpoint(composite, x, context_fn=selective(lambda context, op, *args, **kwargs: answer))
+def test_a_policy_that_offloads_does(answer: CheckpointPolicy) -> None:
+    """What it offloads is in host memory between forward and backward, and computed once; PyTorch computes it again."""
+    mm = torch.ops.aten.mm.default
+    offloads = selective(lambda context, op, *args, **kwargs: answer if op is mm else CheckpointPolicy.PREFER_RECOMPUTE)
+    weight = torch.randn(64, 64, requires_grad=True)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return (x @ weight).sigmoid() @ weight
+
+    def two(run: Any) -> Any:
+        x = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        return x, run(block, run(block, x))
+
+    pool = _offload_from(torch.device("cpu")).host.pool
+    x, output = two(functools.partial(recollect.checkpoint, context_fn=offloads))
+    assert pool.taken_bytes == 4 * x.nbytes
+    with Watch() as watch:
+        output.sum().backward()
+    assert watch.computing_ops()["mm"] == 2 * 4  # Two gradients of each of two products.
+    assert pool.taken_bytes == 0
+    plain, expected = two(lambda function, x: function(x))
+    found = weight.grad
+    weight.grad = None
+    expected.sum().backward()
+    assert torch.equal(output, expected) and torch.equal(x.grad, plain.grad) and torch.equal(found, weight.grad)
 
 
 def test_a_policy_that_says_nothing_is_refused() -> None:

@@ -49,19 +49,29 @@ class Offload:
     """What an applied plan has for its offloaded values.
 
     Args:
-        model: what the plan is applied to; its parameters tell the device.
+        model: what the plan is applied to; its parameters tell the device. None: nothing is known of it.
         units: the plan of each unit.
         most_bytes: the host memory that they need; None if nobody knows.
+        device: where values are computed, if not as the parameters tell.
 
     Attributes:
         host: where they go.
         num_stayed: values that stayed on the device, as there was no room for them in host memory.
     """
 
-    def __init__(self, model: nn.Module, units: Mapping[str, UnitPlan], most_bytes: int | None) -> None:
-        self._model = weakref.ref(model)
+    def __init__(
+        self,
+        model: nn.Module | None,
+        units: Mapping[str, UnitPlan],
+        most_bytes: int | None,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
+        self._model = (lambda: None) if model is None else weakref.ref(model)
         self._units = units
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        if device is None:
+            parameters = model.parameters() if model is not None else ()
+            device = next((parameter.device for parameter in parameters), torch.device("cpu"))
         self.host = Host(device, most_bytes)
         self.num_stayed = 0
         self._flight = Flight()
@@ -91,7 +101,8 @@ class Offload:
             return None
         sent = Offloaded(self.host, tensor, slot, (unit, name))
         flight, call = place
-        flight.timetable.add(sent, call, self._units[unit].trips.get(name, Trip()))
+        planned = self._units.get(unit)
+        flight.timetable.add(sent, call, Trip() if planned is None else planned.trips.get(name, Trip()))
         return sent
 
     def _mark_constants(self) -> None:
