@@ -166,7 +166,7 @@ MUTATIONS = (
         "saved-value-not-marked",
         "that autograd saves a value is recorded in the log, but not with the value",
         "recording",
-        (("recorder.calls[tracker.call].values[tracker.value].saved = True", "pass"),),
+        (("value.saved, value.saved_elements = True, max(", "value.saved_elements = max("),),
     ),
     Mutation(
         "write-of-another-unit-forgotten",

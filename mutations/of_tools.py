@@ -100,6 +100,36 @@ MUTATIONS = (
         (("or value <= max(sizes):", "or True:"),),
     ),
     Mutation(
+        "last-group-goes-out",
+        "what the last module of a name saves is offloaded too, though backward needs it at once",
+        "integrations",
+        (("if group is not last[group.name] and group.ops & saving]", "if group.ops & saving]"),),
+    ),
+    Mutation(
+        "part-of-groups-rounded",
+        "how many groups are offloaded is rounded otherwise than in Megatron",
+        "integrations",
+        (("int(len(eligible) * (1 - fraction))]", "round(len(eligible) * (1 - fraction))]"),),
+    ),
+    Mutation(
+        "saved-by-others-too",
+        "a value is offloaded though something else saves it as well, so that it never leaves",
+        "integrations",
+        (("or not savers[key] <= asked}", "or not savers[key] & asked}"),),
+    ),
+    Mutation(
+        "region-asks-early",
+        "what a region of layers is recomputed from comes back too late for its last layer",
+        "integrations",
+        (("= Trip(later, later + ahead)", "= Trip(later, later)"),),
+    ),
+    Mutation(
+        "policy-offload-forgotten",
+        "what a policy offloads stays on the device",
+        "checkpointing",
+        (("        self.send_away(tensor, facts, index)\n", ""),),
+    ),
+    Mutation(
         "layers-beside-selective",
         "what clashes by being set at all, such as a number of layers with selective recompute, is not refused",
         "integrations",

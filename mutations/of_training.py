@@ -160,7 +160,7 @@ MUTATIONS = (
         "preferred-saves-recomputed",
         "a policy that prefers to save is read as one that recomputes",
         "checkpointing",
-        (('frozenset({"MUST_SAVE", "PREFER_SAVE"})', 'frozenset({"MUST_SAVE"})'),),
+        (('"name", "").partition("_")[2]', '"name", "").replace("PREFER_SAVE", "MUST_RECOMPUTE").partition("_")[2]'),),
     ),
     Mutation(
         "checkpoint-under-transforms",

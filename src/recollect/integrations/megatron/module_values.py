@@ -16,7 +16,7 @@ path: the reference models use Megatron's names, Hugging Face's models their own
 | mlp_norm | `pre_mlp_layernorm` | the norm before the MLP: `post_attention_layernorm`, `ln_2` |
 | qkv_linear | the modules in attention before its core | the same: `q_proj`, `c_attn`, `kv_a_layernorm` |
 | attn_proj | `linear_proj` | the modules in attention after its core: `o_proj`, `c_proj` |
-| expert_fc1 | `experts.linear_fc1` | - |
+| expert_fc1 | `experts.linear_fc1` | the product that `experts.act_fn` reads |
 | fused_group_mlp | `experts` | `experts` |
 
 The other names (`gdn_norm_out`, `gdp_in_proj`, `gdp_qkv`, `mhc`) stand for parts that none of these models has.
@@ -172,6 +172,13 @@ def _moe_act(layer: LayerOps) -> Iterator[int]:
             activated.update(op.outputs)
 
 
+def _expert_fc1(layer: LayerOps) -> frozenset[int]:
+    """By its name; or what the activation reads of what the experts compute."""
+    named = layer.values(lambda _, op: {"experts", "linear_fc1"} <= {*op.module})
+    read = {v for op in layer.ops if "experts" in op.module and op.is_in(_ACTIVATIONS) for v in op.inputs}
+    return named or layer.values(lambda _, op: "experts" in op.module and not op.is_in(_ACTIVATIONS)) & read
+
+
 def _mla_up_proj(layer: LayerOps) -> frozenset[int]:
     named = layer.values(lambda _, op: "qkv_up_proj" in op.module)
     if named or not any(op.is_in(_LATENT_UP) for op in layer.ops):
@@ -215,6 +222,6 @@ _PARTS: dict[ModuleName | OffloadName, Callable[[LayerOps], Iterable[int]]] = {
     "mlp_norm": _mlp_norm,
     "qkv_linear": lambda layer: _in_attention(layer, lambda index, first, _: index < first),
     "attn_proj": lambda layer: _in_attention(layer, lambda index, _, last: index > last),
-    "expert_fc1": lambda layer: layer.values(lambda _, op: {"experts", "linear_fc1"} <= {*op.module}),
+    "expert_fc1": _expert_fc1,
     "fused_group_mlp": lambda layer: layer.values(lambda _, op: "experts" in op.module),
 }
