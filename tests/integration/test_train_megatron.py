@@ -36,13 +36,22 @@ MODELS = {
     "experts": f"{GPT} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm",
     "latent": "--size deepseek-v3-tiny --seq-length 32 --micro-batch-size 2 --device cpu",
 }
+OFFLOAD = "--fine-grained-activation-offloading --min-offloaded-tensor-size 1000 --offload-modules"
 RECOMPUTE = {
-    "gpt": ["--recompute-activations", "--recompute-granularity selective --recompute-modules core_attn mlp layernorm"],
+    "gpt": [
+        "--recompute-activations",
+        "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
+        f"{OFFLOAD} core_attn attn_proj mlp_norm --recompute-granularity selective --recompute-modules layernorm",
+    ],
     "llama": [
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
     ],
-    "experts": ["--recompute-granularity selective --recompute-modules core_attn moe_act", "--moe-layer-recompute"],
+    "experts": [
+        "--recompute-granularity selective --recompute-modules core_attn moe_act",
+        "--moe-layer-recompute",
+        f"{OFFLOAD} expert_fc1 moe_act --activation-offload-fraction 0.5",
+    ],
     "latent": ["--recompute-granularity selective --recompute-modules core_attn mla_up_proj moe_act shared_experts"],
 }
 

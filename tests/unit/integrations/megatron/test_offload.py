@@ -21,6 +21,7 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
+from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate
@@ -158,13 +159,27 @@ def test_a_fraction_of_the_groups_is_the_first_ones(fraction: float, number: int
     assert going(plan) == expected
 
 
-def test_copies_in_flight_bound_when_a_value_has_left() -> None:
-    config = RecomputeConfig(**offload("core_attn"), **SMALL, fine_grained_offloading_max_inflight_offloads=0)
-    for most, leaves in ((0, 1), (2, 1)):
-        plan = megatron_plan(
-            profile_of("llama-tiny"), replace(config, fine_grained_offloading_max_inflight_offloads=most)
-        )
-        assert {trip.leaves for unit in plan.units.values() for trip in unit.trips.values()} == {leaves}
+@pytest.mark.parametrize(("most", "inside", "between"), [(None, 9, 9), (0, 1, 2), (2, 3, 4), (9, 9, 9)])
+def test_copies_in_flight_bound_when_a_value_has_left(
+    most: int | None, inside: int, between: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else the schedule says: what a layer saves of the one before it has one more unit."""
+
+    def late(profile: Profile, plan: Plan) -> Plan:
+        units = {
+            path: replace_trips(unit, {name: trip._replace(leaves=9) for name, trip in unit.trips.items()})
+            for path, unit in plan.units.items()
+        }
+        return replace(plan, units=units)
+
+    monkeypatch.setattr("recollect.integrations.megatron.offload._scheduled", late)
+    config = RecomputeConfig(**offload("attn_norm"), **SMALL, fine_grained_offloading_max_inflight_offloads=most)
+    trips = megatron_plan(profile_of("llama-tiny"), config).units[f"{LAYER}1"].trips
+    assert {name: trip.leaves for name, trip in trips.items()} == {"input_layernorm.mul": inside, "add#1": between}
+
+
+def replace_trips(unit: UnitPlan, trips: dict[str, Trip]) -> UnitPlan:
+    return UnitPlan(unit.actions, unit.output, unit.engine, trips=trips)
 
 
 def large(**fields: Any) -> Plan:
