@@ -438,9 +438,20 @@ class Runs(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def offloads(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_CPU_OFFLOAD
+
+
+def takes_turns(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    answers = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.PREFER_CPU_OFFLOAD)
+    return answers[sum(map(ord, op.__name__)) % 3]
+
+
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize(
-    "policy", [saves_products, [torch.ops.aten.exp.default, torch.ops.aten.view.default]], ids=["function", "list"]
+    "policy",
+    [saves_products, [torch.ops.aten.exp.default, torch.ops.aten.view.default], offloads, takes_turns],
+    ids=["function", "list", "offloads", "takes turns"],
 )
 def test_steps_with_a_policy_are_those_of_the_function(function: Any, policy: Any) -> None:
     assert_equal(step(lambda x: recollect.checkpoint(function, x, context_fn=selective(policy))), step(function))
@@ -488,8 +499,9 @@ def test_a_policy_sees_the_result_and_may_count_and_answer_with_bools() -> None:
     assert all(isinstance(output, Tensor) for output in seen)
 
 
-def test_a_policy_and_two_backwards() -> None:
-    run = functools.partial(recollect.checkpoint, with_dropout, context_fn=selective(saves_products))
+@pytest.mark.parametrize("policy", [saves_products, offloads])
+def test_a_policy_and_two_backwards(policy: Any) -> None:
+    run = functools.partial(recollect.checkpoint, with_dropout, context_fn=selective(policy))
     assert_equal(step(run, twice), step(with_dropout, twice))
 
 
@@ -497,7 +509,7 @@ def test_a_policy_and_two_backwards() -> None:
 def test_a_policy_that_offloads_does(answer: CheckpointPolicy) -> None:
     """What it offloads is in host memory between forward and backward, and computed once; PyTorch computes it again."""
     mm = torch.ops.aten.mm.default
-    offloads = selective(lambda context, op, *args, **kwargs: answer if op is mm else CheckpointPolicy.PREFER_RECOMPUTE)
+    products = selective(lambda context, op, *args, **kwargs: answer if op is mm else CheckpointPolicy.PREFER_RECOMPUTE)
     weight = torch.randn(64, 64, requires_grad=True)
 
     def block(x: torch.Tensor) -> torch.Tensor:
@@ -508,7 +520,7 @@ def test_a_policy_that_offloads_does(answer: CheckpointPolicy) -> None:
         return x, run(block, run(block, x))
 
     pool = _offload_from(torch.device("cpu")).host.pool
-    x, output = two(functools.partial(recollect.checkpoint, context_fn=offloads))
+    x, output = two(functools.partial(recollect.checkpoint, context_fn=products))
     assert pool.taken_bytes == 4 * x.nbytes
     with Watch() as watch:
         output.sum().backward()

@@ -15,9 +15,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     offload_wrapper,
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import recollect
+from recollect.checkpointing.op_policy import _offload_from
 from recollect.errors import AlreadyAppliedError, ArgumentError, ConfigError, NotYetError
 
 
@@ -142,6 +143,25 @@ def test_a_wrapper_with_a_policy() -> None:
     again = new_model()
     with recollect.apply_activation_checkpointing(again, check_fn=is_block, policy_fn=[torch.ops.aten.addmm.default]):
         assert all(torch.equal(one, other) for one, other in zip(gradients(again), expected, strict=True))
+
+
+def test_a_policy_that_offloads_in_step_after_step() -> None:
+    def offloads(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_exponential = op is torch.ops.aten.exp.default
+        return CheckpointPolicy.MUST_CPU_OFFLOAD if is_exponential else CheckpointPolicy.PREFER_RECOMPUTE
+
+    pool = _offload_from(torch.device("cpu")).host.pool
+    expected, model = gradients(new_model()), new_model()
+    with recollect.apply_activation_checkpointing(model, check_fn=is_block, policy_fn=offloads):
+        for _ in range(3):
+            model.zero_grad()
+            assert all(map(torch.equal, gradients(model), expected))
+            assert pool.taken_bytes == 0
+        loss = model(torch.randn(8, 16))
+        assert pool.taken_bytes == 3 * 8 * 64 * 4
+        del loss  # Nobody goes back through this graph; what was last sent away leaves at the next edge.
+        gradients(model)
+    assert pool.taken_bytes == 0
 
 
 def test_mistakes() -> None:

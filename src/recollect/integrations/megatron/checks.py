@@ -15,29 +15,23 @@ from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = ["ALONE", "WITHIN", "mtp_block_clash", "num_layers_clash"]
 
-_OPTIONAL_NUMBERS = (
-    "mhc_recompute_layer_num",
-    "num_microbatches_with_partial_activation_checkpoints",
-    "fine_grained_offloading_max_inflight_offloads",
-)
+# By the annotations of the settings.
+_TYPES: Final[Mapping[str, tuple[str, tuple[type, ...]]]] = {
+    "bool": ("True or False", (bool,)),
+    "int": ("a whole number", (int,)),
+    "int | None": ("a whole number or None", (int, type(None))),
+    "float": ("a number", (int, float)),
+}
 _AFTER_NORM = {"attn_norm": ("attn",), "mlp_norm": ("mlp", "moe", "moe_router")}
 _PARTIAL_MOE = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 
 
 def _types(config: RecomputeSettings) -> Clash | None:
     for field in fields(config):
-        value, default = getattr(config, field.name), field.default
-        if isinstance(default, bool):
-            expected, is_right = "True or False", isinstance(value, bool)
-        elif isinstance(default, int):
-            expected, is_right = "a whole number", type(value) is int
-        elif isinstance(default, float):
-            expected, is_right = "a number", type(value) in (int, float)
-        elif field.name in _OPTIONAL_NUMBERS:
-            expected, is_right = "a whole number or None", value is None or type(value) is int
-        else:
-            continue
-        if not is_right:
+        expected, right = _TYPES.get(str(field.type), ("", ()))
+        value = getattr(config, field.name)
+        # Not isinstance: a bool is an int to Python. And recompute_num_layers has a rule of its own.
+        if expected and type(value) not in right and field.name != "recompute_num_layers":
             return Clash({field.name: value}, f"{type(value).__name__} is the wrong type", f"Set it to {expected}.")
     return None
 
