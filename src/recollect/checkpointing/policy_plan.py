@@ -13,6 +13,7 @@ from recollect.applying import apply_policy
 from recollect.arguments import check_kind
 from recollect.checkpointing.op_policy import Contexts, PolicyFunction, PolicyTape, contexts_with
 from recollect.errors import ConfigError
+from recollect.planning.trips import scheduled
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
@@ -92,7 +93,7 @@ def policy_plan(
         # Units that a plan does not name do not count on a trip.
         units = {call.path: units.get(call.path) or keep_all_unit(profile.graph_of(call)) for call in profile.calls}
     plan = Plan(units, note="selective checkpointing by a policy")
-    return predicted_plan(profile, plan)
+    return predicted_plan(profile, scheduled(profile, plan))
 
 
 def _run_forward(model: nn.Module, batch: Any, paths: list[str], tape: PolicyTape, *, is_fake: bool) -> None:

@@ -115,6 +115,8 @@ def totals_table(explanation: Explanation) -> Table:
     table.add_row("predicted peak", *(format_bytes(plan.peak_bytes) for plan in plans))
     table.add_row("alive all the time", *[format_bytes(sum(explanation.persistent.values()))] * len(plans))
     table.add_row("kept for backward", *(format_bytes(plan.kept_bytes) for plan in plans))
+    if any(plan.host_bytes for plan in plans):
+        table.add_row("in host memory", *(format_bytes(plan.host_bytes) for plan in plans))
     table.add_row("ops recomputed", *(f"{plan.recomputed_ops:,}" for plan in plans))
     table.add_row("time of recompute", *(_seconds(plan.recompute_s) for plan in plans))
     table.add_row("predicted slowdown", *(_percent(plan.slowdown) for plan in plans), style="bold")

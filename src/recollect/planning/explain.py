@@ -65,6 +65,7 @@ class Explained:
         recomputed_ops, recompute_s: of the whole step.
         peak_bytes: peak of the whole step; `peak_at` says where.
         slowdown: `recompute_s` divided by the seconds of forward and backward without recompute.
+        host_bytes: host memory of offloaded values.
     """
 
     plan: Plan
@@ -76,6 +77,7 @@ class Explained:
     peak_bytes: int
     peak_at: str
     slowdown: float
+    host_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,7 @@ def _explained(profile: Profile, plan: Plan) -> Explained:
         peak_bytes=simulation.peak_bytes,
         peak_at=simulation.peak_note,
         slowdown=simulation.recompute_s / profile.step_s if profile.step_s > 0 else 0.0,
+        host_bytes=simulation.host_bytes,
     )
 
 
@@ -200,7 +203,8 @@ def _added_up(account: LayerUsage) -> Counter[str]:
 
 
 def _data(explained: Explained) -> dict[str, Any]:
-    numbers = ("kept_bytes", "outside_bytes", "recomputed_ops", "recompute_s", "peak_bytes", "peak_at", "slowdown")
+    numbers: tuple[str, ...] = ("kept_bytes", "outside_bytes", "host_bytes", "recomputed_ops", "recompute_s")
+    numbers += ("peak_bytes", "peak_at", "slowdown")
     layers = [
         {**asdict(group), "kept_bytes": group.kept_bytes, "recomputed_ops": group.recomputed_ops}
         for group in explained.groups

@@ -23,12 +23,12 @@ from recollect.planning.bound import check_bound, is_all_on_tape
 from recollect.planning.choose import Planner
 from recollect.planning.host_bound import HostBound
 from recollect.planning.offload_units import OffloadUnits, measured_units
-from recollect.planning.trips import HASTES, Name, TripPlanner
+from recollect.planning.trips import HASTES, LINK_SHARE, Name, TripPlanner, link_of
 from recollect.plans.digest import digest_of
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.quantities import parse_budget
-from recollect.simulation.copy_clock import Link, Waits
+from recollect.simulation.copy_clock import Waits
 from recollect.simulation.decisions import decide
 from recollect.simulation.edges import edges
 from recollect.simulation.lifetimes import EveryEvent
@@ -37,10 +37,7 @@ from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate, simulated_plan
 from recollect.simulation.windows import windows
 
-__all__ = ["LINK_SHARE", "OffloadPlanner"]
-
-LINK_SHARE = 0.75
-"""The part of the link's rate to plan for, by default."""
+__all__ = ["OffloadPlanner"]
 
 # More than any host has.
 _ANY_BYTES = 2**62
@@ -99,7 +96,8 @@ class OffloadPlanner:
         if not 0 < link_share <= 1:
             raise PlanError(f"link_share: got {link_share}, expected a part of the link's rate, above 0 and at most 1")
         self._recompute = Planner(profile)
-        if not (profile.to_host_bytes_per_s and profile.from_host_bytes_per_s):
+        link = link_of(profile, link_share)
+        if link is None:
             raise PlanError(
                 "plan with host_budget: the profile does not say how fast copies to host memory and back are, on which depends "
                 "what to offload. Record it with host_link=True, or on fake tensors for hardware with a host_link."
@@ -107,8 +105,7 @@ class OffloadPlanner:
         self.profile = profile
         self._host_bytes = host_bytes
         self._link_share = link_share
-        rates = (profile.to_host_bytes_per_s, profile.from_host_bytes_per_s)
-        self._link = Link(link_share * rates[0], link_share * rates[1], profile.host_latency_s)
+        self._link = link
         self._program = Program(profile, windows(profile), edges(profile))
         self._sums = PeakSums(self._program)
         self._timed_program = EveryEvent(profile, edges=self._program.edges)

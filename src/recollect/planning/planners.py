@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from recollect.planning.choose import Planner
-from recollect.planning.offload_planner import LINK_SHARE, OffloadPlanner
+from recollect.planning.offload_planner import OffloadPlanner
+from recollect.planning.trips import LINK_SHARE
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from recollect.planning.offload_planner import LINK_SHARE, OffloadPlanner
+from recollect.planning.offload_planner import OffloadPlanner
+from recollect.planning.trips import LINK_SHARE
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 

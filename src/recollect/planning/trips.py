@@ -25,7 +25,7 @@ from recollect.simulation.edges import EdgeTable, edges
 from recollect.simulation.lifetimes import EveryEvent
 from recollect.simulation.program import Key, rounded_bytes
 
-__all__ = ["HASTES", "Name", "Schedule", "TripPlanner", "may_leave", "scheduled", "with_trips"]
+__all__ = ["HASTES", "LINK_SHARE", "Name", "Schedule", "TripPlanner", "link_of", "may_leave", "scheduled", "with_trips"]
 
 Name = tuple[str, str]
 """A value that may be offloaded: path of its unit, and its name there."""
@@ -215,16 +215,29 @@ def _is_on_tape(decision: CallActions) -> bool:
     return decision.engine == CallActions().engine
 
 
-def scheduled(profile: Profile, plan: Plan, link: Link) -> Plan:
+LINK_SHARE = 0.75
+"""The part of the link's rate to plan for, by default."""
+
+
+def link_of(profile: Profile, share: float = LINK_SHARE) -> Link | None:
+    """Return what copies take over so much of the profile's link; None if that is not known."""
+    rates = profile.to_host_bytes_per_s, profile.from_host_bytes_per_s
+    return Link(share * rates[0], share * rates[1], profile.host_latency_s) if all(rates) else None
+
+
+def scheduled(profile: Profile, plan: Plan, link: Link | None = None) -> Plan:
     """Return a plan whose offloaded values have trips for which, at these rates, it waits as little as possible.
 
-    Only what backward does not ask for in units is kept.
+    What backward does not ask for in units is kept. Where no rates are known, the trips stay.
 
     Args:
         profile: the recorded step.
         plan: offloads values, at any edges.
-        link: what copies take.
+        link: what copies take; default: over the usual share of the profile's link.
     """
+    link = link or link_of(profile)
+    if link is None:
+        return plan
     wanted: Sequence[Name] = [(path, name) for path, unit in plan.units.items() for name in unit.trips]
     planner = TripPlanner(EveryEvent(profile, edges=edges(profile)), plan, link)
     known = set(planner.names)

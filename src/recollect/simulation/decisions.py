@@ -180,10 +180,13 @@ def decide(profile: Profile, plan: Plan) -> list[CallActions]:
     """Return a plan's decision for each of the profile's calls.
 
     Raises:
-        PlanError: the plan holds values as parts, and the profile does not know of ranks that hold them.
+        PlanError: the plan holds values as parts, and the profile does not know of ranks that hold them; or it offloads values,
+            and does not name all units.
     """
     if profile.shard_ranks == 1:
         _check_no_shards(plan)
+    if plan.offloads:
+        _check_names_all(profile, plan)
     known: dict[tuple[int, int], CallActions] = {}
     decisions = []
     for call in profile.calls:
@@ -193,6 +196,15 @@ def decide(profile: Profile, plan: Plan) -> list[CallActions]:
             known[key] = decide_call(profile.graphs[call.graph], unit)
         decisions.append(known[key])
     return decisions
+
+
+def _check_names_all(profile: Profile, plan: Plan) -> None:
+    missing = next((call.path for call in profile.calls if call.path not in plan.units), None)
+    if missing is not None:
+        raise PlanError(
+            f"cannot predict the plan: it offloads values, and does not name {unit_words(missing)}. Values leave and come back "
+            "where units begin, of those that the plan names: name all, if only with UnitPlan({}), which keeps everything."
+        )
 
 
 def _check_no_shards(plan: Plan) -> None:

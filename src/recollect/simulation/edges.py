@@ -168,7 +168,7 @@ def edges_for(profile: Profile, decisions: Sequence[CallActions]) -> list[Edge]:
     if any(True for _ in profile.log.operands(PEEK)):
         raise PlanError(
             "cannot predict the plan: it offloads values, and a backward of the recorded step keeps its graph (retain_graph, "
-            "or the halves of a zero-bubble pipeline), so that they would have to come back twice. Make a plan without "
-            "host_budget."
+            "or the halves of a zero-bubble pipeline), so that they would have to come back twice. Make a plan that offloads "
+            "nothing."
         )
     return edges(profile)

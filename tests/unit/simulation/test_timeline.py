@@ -203,7 +203,7 @@ def test_gradients_of_the_last_step_are_gradients_until_backward_begins() -> Non
 
 def test_what_is_offloaded_is_in_host_memory_and_comes_back() -> None:
     profile, name = stack(4), "mlp.up.mm"
-    units = {f"layers.{i}": UnitPlan({name: "keep"}) for i in range(4)}
+    units = {call.path: UnitPlan({}) for call in profile.calls}
     kept, plan = Plan(units), Plan(units | {"layers.0": UnitPlan({name: "offload"}, trips={name: Trip(1, 1)})})
     before, found = recollect.timeline(profile, kept), recollect.timeline(profile, plan)
     nbytes = next(value.nbytes for value in profile.graphs[1].values if value.name == name)

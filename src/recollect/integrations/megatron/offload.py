@@ -25,6 +25,7 @@ from recollect.errors import ConfigWarning
 from recollect.integrations.megatron.choice import OFFLOAD_MODULES
 from recollect.integrations.megatron.config import RecomputeConfig
 from recollect.integrations.megatron.module_values import LayerOps, values_of_module
+from recollect.planning.trips import scheduled
 from recollect.plans.action import Action
 from recollect.plans.engines import Tape
 from recollect.plans.plan import Plan
@@ -83,13 +84,8 @@ def with_offload(profile: Profile, plan: Plan, config: RecomputeConfig, layers: 
         return plan
     what = " ".join(config.offloaded) or f"the first {config.cpu_offloading_num_layers} layers"
     plan = plan.with_note(f"{plan.note}, offload of {what}")
-    scheduled = _scheduled(profile, _with_trips(profile, plan, going))
-    return _limited(scheduled, config.fine_grained_offloading_max_inflight_offloads, going)
-
-
-def _scheduled(profile: Profile, plan: Plan) -> Plan:
-    """Return the plan with trips at which nothing waits."""
-    return plan
+    with_edges = scheduled(profile, _with_trips(profile, plan, going))
+    return _limited(with_edges, config.fine_grained_offloading_max_inflight_offloads, going)
 
 
 def _savers(profile: Profile) -> dict[_Key, set[_Key]]:

@@ -119,7 +119,10 @@ def test_what_enters_a_layer_is_of_the_one_before_it() -> None:
         "1": inside | {"add#1"},
         "2": inside,
     }
-    # It leaves when the layer that saves it has run; the embedding is two units before that, as rotary positions are one.
+    # Where nobody knows the link, it leaves when the layer that saves it has run; the embedding is two units before that, as
+    # rotary positions are one.
+    unknown = replace(profile_of("llama-tiny"), to_host_bytes_per_s=0.0, from_host_bytes_per_s=0.0)
+    plan = megatron_plan(unknown, RecomputeConfig(**offload("attn_norm"), **SMALL))
     assert plan.units["embedding"].trips == {"word_embeddings.embedding": Trip(3, 3)}
     assert plan.units[f"{LAYER}0"].trips == {"input_layernorm.mul": Trip(1, 1), "add#1": Trip(2, 2)}
 
@@ -172,7 +175,7 @@ def test_copies_in_flight_bound_when_a_value_has_left(
         }
         return replace(plan, units=units)
 
-    monkeypatch.setattr("recollect.integrations.megatron.offload._scheduled", late)
+    monkeypatch.setattr("recollect.integrations.megatron.offload.scheduled", late)
     config = RecomputeConfig(**offload("attn_norm"), **SMALL, fine_grained_offloading_max_inflight_offloads=most)
     trips = megatron_plan(profile_of("llama-tiny"), config).units[f"{LAYER}1"].trips
     assert {name: trip.leaves for name, trip in trips.items()} == {"input_layernorm.mul": inside, "add#1": between}
