@@ -48,7 +48,7 @@ def test_a_plan_with_parts_needs_a_profile_of_several_ranks() -> None:
 def test_a_plan_that_offloads_names_all_units() -> None:
     """Units that it does not name are no edges, at which values leave."""
     profile, unit = stack(2), UnitPlan({"mlp.up.mm": "offload"})
-    with pytest.raises(PlanError, match=r"offloads values, and does not name 'embed'.*name all, if only with UnitPlan"):
+    with pytest.raises(PlanError, match=r"offloads values, and does not name unit 'embed'.*name all, if only with UnitPlan"):
         decide(profile, Plan({"layers.0": unit}))
     named = {call.path: UnitPlan({}) for call in profile.calls} | {"layers.0": unit}
     assert [len(decision.trips) for decision in decide(profile, Plan(named))] == [0, 1, 0, 0]
