@@ -9,7 +9,7 @@ from recollect.checkpointing.checkpoint import checkpoint_sequential as checkpoi
 from recollect.checkpointing.modules import apply_activation_checkpointing as apply_activation_checkpointing
 from recollect.checkpointing.policy_plan import policy_plan as policy_plan
 from recollect.doctor.diagnose import diagnose as diagnose
-from recollect.doctor.finding import Finding as Finding
+from recollect.doctor.rule import Finding as Finding
 from recollect.engine.placed_forward import Applied as Applied
 from recollect.engine.sharded_keep import distribute_saved_activations as distribute_saved_activations
 from recollect.fitting import fit as fit

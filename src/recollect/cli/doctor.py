@@ -16,7 +16,7 @@ from rich.console import Console
 
 from recollect.cli.commands import Doctor
 from recollect.doctor.diagnose import Case
-from recollect.doctor.finding import Finding
+from recollect.doctor.rule import Finding
 from recollect.doctor.table import NUM_RULES
 from recollect.errors import DiagnosisError
 from recollect.printing import columns_of, print_line

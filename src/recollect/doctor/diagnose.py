@@ -23,7 +23,7 @@ else:
     import tomli as tomllib
 
 from recollect.doctor import library_settings, megatron_settings, out_of_memory, snapshot_findings
-from recollect.doctor.finding import CERTAINTIES, Finding
+from recollect.doctor.rule import CERTAINTIES, Finding
 from recollect.doctor.scan import TextScan
 from recollect.doctor.settings import KNOWN, Settings, settings_in_data
 from recollect.doctor.snapshot import Snapshot, is_snapshot, read_json, read_pickle, snapshot_of

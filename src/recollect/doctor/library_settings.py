@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 
-from recollect.doctor.finding import Finding
-from recollect.doctor.rule import RULES
+from recollect.doctor.rule import RULES, Finding
 from recollect.doctor.settings import Settings
 from recollect.errors import ConfigError, ConfigWarning
 from recollect.integrations.deepspeed import ActivationCheckpointing

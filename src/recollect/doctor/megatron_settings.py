@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recollect.byte_format import format_bytes
-from recollect.doctor.finding import Finding
-from recollect.doctor.rule import RULES
+from recollect.doctor.rule import RULES, Finding
 from recollect.doctor.settings import Settings
 from recollect.errors import ConfigError
 from recollect.integrations.megatron.pipeline import chunk_sizes

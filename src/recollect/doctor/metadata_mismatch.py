@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from recollect.doctor.finding import Finding
 from recollect.doctor.passage import Passage
-from recollect.doctor.rule import RULES
+from recollect.doctor.rule import RULES, Finding
 
 __all__ = ["findings", "is_mismatch"]
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from recollect.byte_format import format_bytes
-from recollect.doctor.finding import Certainty, Finding
 from recollect.doctor.passage import Passage
-from recollect.doctor.rule import RULES, Rule
+from recollect.doctor.rule import RULES, Certainty, Finding, Rule
 
 __all__ = ["MemoryMessage", "findings", "is_out_of_memory"]
 

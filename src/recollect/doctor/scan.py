@@ -10,9 +10,8 @@ from typing import Any
 
 from recollect.byte_format import format_bytes
 from recollect.doctor import metadata_mismatch, out_of_memory
-from recollect.doctor.finding import Finding
 from recollect.doctor.passage import Passage, passages
-from recollect.doctor.rule import RULES, Rule
+from recollect.doctor.rule import RULES, Finding, Rule
 from recollect.doctor.settings import Settings
 from recollect.doctor.settings_in_text import SettingsInText
 

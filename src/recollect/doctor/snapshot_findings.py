@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from recollect.byte_format import format_bytes
-from recollect.doctor.finding import Finding
-from recollect.doctor.rule import RULES
+from recollect.doctor.rule import RULES, Finding
 from recollect.doctor.snapshot import Block, Snapshot
 
 __all__ = ["findings"]

@@ -10,18 +10,16 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from recollect.errors import ProfileFormatError
-from recollect.fields import read_document, read_file
-from recollect.profile.check_log import check_log
-from recollect.profile.codec import construct, decode_call, decode_graph, decode_log, encode, encode_graph
-from recollect.profile.events import StepLog
-from recollect.profile.graph import UnitCall, UnitGraph
+from recollect.fields import Field, read_document, read_file
+from recollect.profile.events import StepLog, check_log
+from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
 
 __all__ = ["Profile", "kind_text"]
 
@@ -161,8 +159,8 @@ class Profile:
             "version": _VERSION,
             **{f.name: getattr(self, f.name) for f in fields(self)[3:]},
             "persistent": dict(self.persistent),
-            "calls": [encode(call) for call in self.calls],
-            "graphs": [encode_graph(graph) for graph in self.graphs],
+            "calls": [_encode(call) for call in self.calls],
+            "graphs": [_encode_graph(graph) for graph in self.graphs],
             "log": {"blocks": self.log.blocks, "sequence": self.log.sequence},
         }
         return json.dumps(document, separators=(",", ":"), allow_nan=False)
@@ -177,17 +175,17 @@ class Profile:
         """
         root = read_document(text, format=_FORMAT, version=_VERSION, error=ProfileFormatError)
         persistent = root.get("persistent")
-        profile = construct(
+        profile = _construct(
             Profile,
             root,
-            graphs=tuple(decode_graph(graph) for graph in root.get("graphs").array()),
-            calls=tuple(decode_call(call) for call in root.get("calls").array()),
-            log=decode_log(root.get("log")),
+            graphs=tuple(_decode_graph(graph) for graph in root.get("graphs").array()),
+            calls=tuple(_decode_call(call) for call in root.get("calls").array()),
+            log=_decode_log(root.get("log")),
             persistent={kind: persistent.get(kind).integer(least=0) for kind in persistent.keys()},
             **root.arguments(Profile, least={"calibration_bytes": None, "loss_chunks": 1, "shard_ranks": 1}),
         )
         graphs = [profile.graph_of(call) for call in profile.calls]
-        construct(check_log, root, log=profile.log, graphs=graphs)
+        _construct(check_log, root, log=profile.log, graphs=graphs)
         return profile
 
     def save(self, path: str | Path) -> None:
@@ -228,3 +226,71 @@ def kind_text(kind: str) -> str:
         ('optimizer state', 'other tensors that the step reads')
     """
     return "other tensors that the step reads" if kind == "other_tensors" else kind.replace("_", " ")
+
+
+_Built = TypeVar("_Built")
+
+
+def _construct(kind: Callable[..., _Built], place: Field, **arguments: Any) -> _Built:
+    """Build an object that checks its arguments; report what it rejects with the place in the document."""
+    try:
+        return kind(**arguments)
+    except ValueError as problem:
+        raise place.error(f"{place.where}: {problem}") from None
+
+
+def _encode(record: UnitGraph | ValueRecord | OpRecord | PartRecord | UnitCall) -> dict[str, Any]:
+    """Return a record of plain numbers, texts and tuples as JSON data, without fields that have their default."""
+    return {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}
+
+
+def _encode_graph(graph: UnitGraph) -> dict[str, Any]:
+    """Return a unit's graph as JSON data."""
+    data = _encode(graph)
+    for name in ("values", "ops", "parts"):
+        if name in data:
+            data[name] = [_encode(record) for record in data[name]]
+    if graph.module_tape_s:
+        data["module_tape_s"] = dict(graph.module_tape_s)
+    return data
+
+
+def _decode_graph(graph: Field) -> UnitGraph:
+    """Read a unit's graph; raise the document's error at what cannot be."""
+    modules = graph.find("module_tape_s")
+    return _construct(
+        UnitGraph,
+        graph,
+        values=tuple(ValueRecord(**value.arguments(ValueRecord)) for value in graph.get("values").array()),
+        ops=tuple(OpRecord(**op.arguments(OpRecord)) for op in graph.get("ops").array()),
+        module_tape_s=() if modules is None else tuple((m, modules.get(m).number()) for m in modules.keys()),
+        parts=tuple(PartRecord(**part.arguments(PartRecord)) for part in graph.items("parts")),
+        **graph.arguments(UnitGraph),
+    )
+
+
+def _decode_call(call: Field) -> UnitCall:
+    """Read a call; raise the document's error at what cannot be."""
+    return UnitCall(
+        **call.arguments(UnitCall, least={"num_runs": 1}),
+        origins=tuple(_numbers(entry, "value", "call", "value of that call") for entry in call.items("origins")),
+        outside=tuple(_numbers(entry, "value", "storage") for entry in call.items("outside")),
+    )
+
+
+def _numbers(place: Field, *expected: str) -> tuple[Any, ...]:
+    """Return as many integers as are expected."""
+    numbers = place.integers()
+    if len(numbers) != len(expected):
+        raise place.error(f"{place.where}: got {list(numbers)}, expected [{', '.join(expected)}]")
+    return numbers
+
+
+def _decode_log(log: Field) -> StepLog:
+    """Read the events; raise the document's error at what cannot be."""
+    return _construct(
+        StepLog,
+        log,
+        blocks=tuple(tuple(event.integers() for event in block.array()) for block in log.get("blocks").array()),
+        sequence=tuple(step.integers() for step in log.get("sequence").array()),
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import recollect
-from recollect.doctor.finding import Finding
+from recollect.doctor.rule import Finding
 from recollect.errors import DiagnosisError
 
 FUSED = "--transformer-impl transformer_engine --num-layers 32 --hidden-size 4096"
