@@ -7,8 +7,6 @@ from typing import Final
 
 from recollect.errors import ArgumentError
 
-__all__ = ["check_kind"]
-
 _MOST_SHOWN: Final = 200
 
 

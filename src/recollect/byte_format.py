@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import operator
 
-__all__ = ["format_bytes", "least_amount"]
-
 _PREFIXES = "KMGTP"
 
 

@@ -8,8 +8,6 @@ from typing import Final
 
 from recollect.errors import MissingPackageError
 
-__all__ = ["EXTRA_OF_PACKAGE", "needed"]
-
 EXTRA_OF_PACKAGE: Final = {
     "matplotlib": "plot",
     "plotly": "plot",

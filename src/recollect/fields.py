@@ -17,8 +17,6 @@ from typing import Any, NoReturn, get_args, get_type_hints
 
 from recollect.errors import MissingFileError
 
-__all__ = ["Field", "read_document", "read_file"]
-
 _ZERO_OR_MORE: Mapping[str, int | None] = MappingProxyType({})
 
 

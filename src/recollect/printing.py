@@ -7,8 +7,6 @@ import textwrap
 
 from rich.console import Console
 
-__all__ = ["columns_of", "print_line"]
-
 _LEAST_COLUMNS = 80
 # What people copy stays on one line, and a number with its unit.
 _WHOLE = re.compile(r"pip install \S+|\d (?:[KMGT]i?)?B\b|\d %")

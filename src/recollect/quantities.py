@@ -13,8 +13,6 @@ from fractions import Fraction
 
 from recollect.errors import QuantityError
 
-__all__ = ["check_budget", "format_seconds", "parse_budget", "parse_bytes"]
-
 _PREFIXES = "kmgtp"
 _SCALES: dict[str, int] = {
     "b": 1,

@@ -19,8 +19,6 @@ from recollect.recording.optimizers import Optimizers, check_optimizers
 from recollect.recording.record import record
 from recollect.recording.step_recording import Gradients
 
-__all__ = ["largest_batch"]
-
 
 def largest_batch(
     model: nn.Module,

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-__all__ = ["SLOT_ALIGNMENT", "SlotList"]
-
 SLOT_ALIGNMENT = 64
 """Slots begin at multiples of so many bytes."""
 

@@ -11,8 +11,6 @@ import torch
 
 from recollect._torch_private import is_traceable_wrapper_subclass, tree_leaves
 
-__all__ = ["inner_tensors", "sparse_parts", "tensors_held", "tensors_in"]
-
 _NO_HOLDERS = (torch.nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
 
 

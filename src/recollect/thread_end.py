@@ -6,8 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable
 
-__all__ = ["at_end_of_thread"]
-
 
 class _Here(threading.local):
     """What lives as long as the thread that looks at it."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import warnings
 
-__all__ = ["warn_user"]
-
 # A plan's modules are called by way of PyTorch's, and its context managers by way of the standard library's.
 _NOT_USERS = frozenset({"recollect", "torch", "contextlib"})
 

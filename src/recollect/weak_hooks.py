@@ -10,8 +10,6 @@ from torch.utils.hooks import RemovableHandle
 
 from recollect._torch_private import uncompiled
 
-__all__ = ["register_weakly"]
-
 
 def register_weakly(register: Callable[[Any], RemovableHandle], method: Callable[..., Any]) -> RemovableHandle:
     """Register a bound method; the hook goes when its object goes, and `torch.compile` does not trace it.

@@ -21,8 +21,6 @@ from recollect.doctor.table import NUM_RULES
 from recollect.errors import DiagnosisError
 from recollect.printing import columns_of, print_line
 
-__all__ = ["report", "run_doctor"]
-
 _COLUMNS = 80
 _LABEL = 10
 _NOTHING_FOUND = 1

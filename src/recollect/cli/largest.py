@@ -19,8 +19,6 @@ from recollect.printing import print_line
 from recollect.profile.profile import Profile
 from recollect.quantities import check_budget
 
-__all__ = ["run_largest"]
-
 _NONE = "-"
 # A length of 1 leaves nothing to predict, and kernels like round lengths.
 _MULTIPLES = {"micro-batch": 1, "seq-length": 64}

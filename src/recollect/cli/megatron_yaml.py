@@ -14,8 +14,6 @@ from recollect.integrations.megatron import RecomputeConfig, TrainingSetting
 from recollect.lab.bench.settings import read_yaml
 from recollect.lab.models.config import TransformerConfig
 
-__all__ = ["MegatronFile", "read_megatron_file"]
-
 # Names stand at the top level, or in these sections of a Bridge configuration and of Megatron-LM's own YAML.
 _SECTIONS = ("model", "language_model", "model_parallel", "train", "training", "dataset")
 _DIMENSIONS = ("num_layers", "hidden_size", "num_attention_heads")

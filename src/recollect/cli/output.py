@@ -14,8 +14,6 @@ from recollect.pictures.style import require_matplotlib
 from recollect.printing import print_line
 from recollect.profile.profile import Profile
 
-__all__ = ["check_folder", "check_pictures", "describe_step", "wide_console", "write_file"]
-
 
 def wide_console(console: Console, width: int) -> Console:
     """Return a console of a given width unless a terminal has its own: in a file, no column has to be broken."""

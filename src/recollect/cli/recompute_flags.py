@@ -10,8 +10,6 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import OmitArgPrefixes, arg
 
-__all__ = ["OffloadFlags", "RecomputeFlags"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadFlags:

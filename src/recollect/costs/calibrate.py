@@ -37,8 +37,6 @@ from recollect.measuring.device_memory import memory_bytes
 from recollect.measuring.host_copies import measure_host_link
 from recollect.measuring.timing import timed_work
 
-__all__ = ["Calibration", "calibrate", "fit"]
-
 _DTYPES = (torch.float32, torch.bfloat16)
 _PRODUCT_KINDS = ("matmul", "attention", "attention_backward")
 _ELEMENT_KINDS = tuple(kind for kind in KINDS if kind not in _PRODUCT_KINDS)

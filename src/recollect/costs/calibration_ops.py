@@ -20,8 +20,6 @@ from recollect.costs.op_work import work_of
 from recollect.costs.roofline import Work
 from recollect.engine.facts import facts_of
 
-__all__ = ["MeasuredOp", "Sizes", "calibration_ops"]
-
 # Width of normalised and looked-up rows, and sizes of attention: as in models.
 _WIDTH = 256
 _HEADS, _HEAD_WIDTH = 8, 64

@@ -16,8 +16,6 @@ from recollect.costs.number_checks import check_fraction, check_not_negative, ch
 from recollect.errors import HardwareError
 from recollect.fields import Field, read_document
 
-__all__ = ["KINDS", "ArithmeticRate", "ElementRate", "Hardware", "Kind"]
-
 # What limits an op, apart from memory.
 Kind = Literal[
     "matmul",

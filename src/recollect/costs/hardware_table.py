@@ -42,8 +42,6 @@ from recollect.costs.hardware import ArithmeticRate, ElementRate, Hardware
 from recollect.costs.host_links import HOST_LINKS, HostLink
 from recollect.errors import HardwareError
 
-__all__ = ["HARDWARE", "choose_hardware", "find_hardware", "hardware_of_device"]
-
 _DEFAULT_NAME = "H100"
 
 _GIB = 2**30

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 from recollect.costs.number_checks import check_not_negative, check_positive
 
-__all__ = ["HOST_LINKS", "HostLink"]
-
 _LATENCY_S = 10e-6
 
 

@@ -32,8 +32,6 @@ from recollect.costs.hardware import Hardware
 from recollect.costs.hardware_table import HARDWARE
 from recollect.errors import ConfigError, HardwareError
 
-__all__ = ["LINKS", "Cluster", "CollectiveKind", "Link", "cluster_of"]
-
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 # Of a ring of NCCL, before its first step.

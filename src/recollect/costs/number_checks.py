@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["check_fraction", "check_not_negative", "check_positive"]
-
 
 def check_positive(what: str, number: float) -> None:
     """Raise ValueError for a number that is not finite, or 0 or less; `what` says which one."""

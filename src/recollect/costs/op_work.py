@@ -17,8 +17,6 @@ from recollect.costs.hardware import Kind
 from recollect.costs.roofline import FREE, Work
 from recollect.engine.facts import OpFacts, facts_of
 
-__all__ = ["DTYPES", "flops_of", "touched_bytes", "work_of"]
-
 DTYPES = {
     torch.float64: "fp64",
     torch.float32: "fp32",

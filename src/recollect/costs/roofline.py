@@ -21,8 +21,6 @@ from dataclasses import dataclass
 
 from recollect.costs.hardware import Hardware, Kind
 
-__all__ = ["FREE", "Work", "seconds"]
-
 
 @dataclass(frozen=True, slots=True)
 class Work:

@@ -29,8 +29,6 @@ from recollect.doctor.settings import KNOWN, Settings, settings_in_data
 from recollect.doctor.snapshot import Snapshot, is_snapshot, read_json, read_pickle, snapshot_of
 from recollect.errors import DiagnosisError
 
-__all__ = ["Case", "diagnose"]
-
 _LONGEST_LINE = 64 * 1024  # what follows on the same line is read as the next one
 _LARGEST_CONFIGURATION = 4 * 2**20
 _START_BYTES = 8192

@@ -11,8 +11,6 @@ from recollect.errors import ConfigError, ConfigWarning
 from recollect.integrations.deepspeed import ActivationCheckpointing
 from recollect.integrations.megatron.roll import is_moe_config
 
-__all__ = ["findings", "is_checkpointing"]
-
 _SWITCHES = ("gradient_checkpointing", "activation_checkpointing")
 _KWARGS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
 _ADAPTERS = ("lora_r", "lora_rank", "lora_target_modules", "lora_target", "use_peft", "peft_type")

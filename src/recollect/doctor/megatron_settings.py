@@ -16,8 +16,6 @@ from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rules import RULES as CLASHES
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
-__all__ = ["InLog", "findings", "is_megatron"]
-
 _RECOMPUTE = tuple(f.name for f in dataclasses.fields(RecomputeSettings))
 _TRAINING = tuple(f.name for f in dataclasses.fields(TrainingSetting))
 _LISTS = ("recompute_modules", "recompute_discard_outputs", "offload_modules")

@@ -9,8 +9,6 @@ from typing import Any
 from recollect.doctor.passage import Passage
 from recollect.doctor.rule import RULES, Finding
 
-__all__ = ["findings", "is_mismatch"]
-
 _MESSAGE = "have different metadata than during the forward pass"
 _METADATA = re.compile(r"(saved|recomputed) metadata: \{'shape': torch\.Size\(\[([\d, ]*)\]\), 'dtype': torch\.(\w+)")
 _EXPERTS = re.compile(

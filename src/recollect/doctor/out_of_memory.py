@@ -11,8 +11,6 @@ from recollect.byte_format import format_bytes
 from recollect.doctor.passage import Passage
 from recollect.doctor.rule import RULES, Certainty, Finding, Rule
 
-__all__ = ["MemoryMessage", "findings", "is_out_of_memory"]
-
 _SIZES_MATTER = 0.05  # of the device; less in other processes is their CUDA context
 # Innermost frames first. A step with a closure runs forward and backward inside the optimizer's, so the search ends there.
 _PLACES = {

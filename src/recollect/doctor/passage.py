@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["Passage", "passages"]
-
 BEFORE = 150  # lines: a traceback through a trainer has 60 to 120
 AFTER = 16
 _WITHOUT_HEAD = 12  # of a traceback that does not say where it begins

@@ -13,8 +13,6 @@ import yaml
 
 from recollect.doctor.passage import Passage
 
-__all__ = ["CERTAINTIES", "RULES", "TOPICS", "Certainty", "Finding", "Rule"]
-
 Certainty = Literal["certain", "likely", "possible"]
 """The text or the numbers say so; they fit no other common cause; they allow it."""
 

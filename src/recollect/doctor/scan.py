@@ -15,8 +15,6 @@ from recollect.doctor.rule import RULES, Finding, Rule
 from recollect.doctor.settings import Settings
 from recollect.doctor.settings_in_text import SettingsInText
 
-__all__ = ["LogNumbers", "TextScan"]
-
 _TEXT_RULES = tuple(rule for rule in RULES.values() if rule.pattern)
 
 _PORTION = 256  # lines

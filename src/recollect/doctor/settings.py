@@ -10,8 +10,6 @@ from typing import Any
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
-__all__ = ["ALIASES", "KNOWN", "Settings", "renamed", "settings_in_data"]
-
 _MEGATRON_NAMES = frozenset(f.name for kind in (RecomputeSettings, TrainingSetting) for f in dataclasses.fields(kind))
 # Names of Megatron's command line for the same settings, and older names.
 ALIASES = {

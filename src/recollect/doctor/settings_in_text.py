@@ -8,8 +8,6 @@ from typing import Any
 
 from recollect.doctor.settings import ALIASES, KNOWN, Settings, renamed
 
-__all__ = ["SettingsInText"]
-
 _MOST_SCOPES = 20  # a log that names more settings than so many runs can have is prose
 _FLAG = re.compile(r"^--([A-Za-z][\w.-]*)(?:=(.*))?$", re.DOTALL)
 _FLAG_IN_LINE = re.compile(r"--([A-Za-z][\w-]*)")

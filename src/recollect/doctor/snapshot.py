@@ -17,8 +17,6 @@ from typing import Any, NoReturn
 
 from recollect.errors import DiagnosisError
 
-__all__ = ["Block", "Snapshot", "is_snapshot", "read_pickle", "snapshot_of"]
-
 # The largest that are read: a snapshot of 100,000 events with stacks has about 200 MB.
 MAX_BYTES = 2 * 2**30
 

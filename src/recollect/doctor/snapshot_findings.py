@@ -10,8 +10,6 @@ from recollect.byte_format import format_bytes
 from recollect.doctor.rule import RULES, Finding
 from recollect.doctor.snapshot import Block, Snapshot
 
-__all__ = ["findings"]
-
 _GAPS_MATTER = 0.15  # of what is reserved
 _SHARE_MATTERS = 0.3  # of the peak, but for these:
 _OTHER_SHARES = {"snapshot-logits": 0.2, "snapshot-without-stacks": 0.5}

@@ -5,8 +5,6 @@ from __future__ import annotations
 from recollect.doctor.rule import RULES, TOPICS
 from recollect.integrations.megatron.rules import RULES as CLASHES
 
-__all__ = ["NUM_RULES", "rules_table"]
-
 NUM_CLASHES = sum(rule.is_checked for rule in CLASHES)
 NUM_RULES = len(RULES) + NUM_CLASHES
 

@@ -32,8 +32,6 @@ from recollect._torch_private import is_traceable_wrapper_subclass, keeps_graph,
 from recollect.errors import ChunkedLossError
 from recollect.loss.vocabulary_part import VocabularyPart, WholeVocabulary, split_head
 
-__all__ = ["chunked_cross_entropy"]
-
 # Rows of the weight's gradient computed at once if the product has another dtype than the sum: enough for a matrix product
 # at full speed, few enough for its memory to be negligible.
 _ROWS_AT_ONCE = 8192

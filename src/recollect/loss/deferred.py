@@ -21,8 +21,6 @@ from recollect._torch_private import disable_torch_function
 from recollect.errors import ChunkedLossError
 from recollect.loss.chunked import chunked_cross_entropy
 
-__all__ = ["DeferredLogits", "LossCall", "refusal"]
-
 # Methods that cast to PyTorch's type of the same name.
 _CASTS = ("float", "double", "half", "bfloat16")
 _ELEMENTWISE = ("mul", "multiply", "div", "divide", "tanh")

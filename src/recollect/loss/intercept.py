@@ -21,8 +21,6 @@ from recollect.engine.placed_forward import PlacedForward
 from recollect.errors import AlreadyAppliedError, ChunkedLossError
 from recollect.loss.deferred import DeferredLogits, LossCall, refusal
 
-__all__ = ["loss_forwards", "loss_in_chunks"]
-
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

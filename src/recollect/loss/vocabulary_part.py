@@ -17,8 +17,6 @@ from recollect._torch_parallel import all_gather_rows
 from recollect._torch_private import is_traceable_wrapper_subclass
 from recollect.errors import ChunkedLossError
 
-__all__ = ["VocabularyPart", "WholeVocabulary", "split_head"]
-
 
 @dataclass(frozen=True)
 class WholeVocabulary:

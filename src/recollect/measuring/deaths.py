@@ -14,8 +14,6 @@ import torch
 
 from recollect._torch_private import disable_torch_function, is_traceable_wrapper_subclass, untraced
 
-__all__ = ["Deaths", "added_up", "is_of_the_allocator", "reachable_storages"]
-
 
 def reachable_storages() -> list[torch.UntypedStorage]:
     """Return the CPU storages of all tensors known to the garbage collector, and of their gradients.

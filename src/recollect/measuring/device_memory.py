@@ -17,8 +17,6 @@ import torch
 
 from recollect.measuring.meter import storage_bytes
 
-__all__ = ["OtherAllocations", "allocated_bytes", "empty_cache", "held_now", "memory_bytes", "other_bytes"]
-
 
 def memory_bytes(device: torch.device) -> int:
     """Return the size of a CUDA device's memory; 0 for other devices."""

@@ -19,8 +19,6 @@ import torch
 
 from recollect.errors import HardwareError
 
-__all__ = ["Copies", "HostCopies", "copies_in_streams", "measure_host_link", "reached"]
-
 _LARGE_BYTES = 64 << 20
 _SMALL_BYTES = 4 << 10
 _NUM_COPIES = 16

@@ -27,8 +27,6 @@ from recollect.measuring.deaths import Deaths, added_up, reachable_storages
 from recollect.quantities import parse_bytes
 from recollect.tensors import inner_tensors, sparse_parts
 
-__all__ = ["PeakMeasurement", "measure_peak", "storage_bytes", "storages_of"]
-
 T = TypeVar("T")
 
 _measuring: ContextVar[bool] = ContextVar("recollect_measuring", default=False)

@@ -8,8 +8,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["timed", "timed_by_events", "timed_work", "wait_for", "waits_for_others", "work_clock"]
-
 T = TypeVar("T")
 
 

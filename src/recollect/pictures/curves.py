@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from recollect.profile.events import OPTIMIZER
 from recollect.simulation.timeline import PHASES, Timeline
 
-__all__ = ["MemoryCurve", "Span", "TimeUnit", "memory_curve"]
-
 TimeUnit: TypeAlias = tuple[float, str]
 """Seconds in one unit, and its name."""
 

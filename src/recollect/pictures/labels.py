@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Mark", "place_labels"]
-
 # Candidate offsets of a label from its mark, in points, best first.
 _OFFSETS = [
     (side * x, y, "left" if side > 0 else "right")

@@ -34,8 +34,6 @@ from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.simulation.timeline import CATEGORIES, PeakReport, timeline
 
-__all__ = ["name_points", "require_plotly", "write_frontier_page", "write_plan_page"]
-
 _NUM_POINTS = 300
 _DIGITS = 5
 _MOST_HOVER_LINES = 9

@@ -30,8 +30,6 @@ from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.simulation.timeline import CATEGORIES, Timeline, timeline
 
-__all__ = ["draw_frontier", "draw_memory"]
-
 _NUM_POINTS = 900
 # Room to the left of the leanest plan, where only the bound is, as a fraction of the range.
 _LEFT_FRACTION = 0.15

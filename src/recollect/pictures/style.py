@@ -13,8 +13,6 @@ from typing import Any
 from recollect.errors import RecollectError
 from recollect.extras import needed
 
-__all__ = ["BOUND", "CATEGORY_COLORS", "CLASSIC", "INK", "OURS", "PALE", "new_figure", "save_png", "set_title"]
-
 INK = "#333333"
 PALE = "#777777"
 OURS = "#4477aa"

@@ -10,8 +10,6 @@ from dataclasses import replace
 from recollect.planning.frontier import BoundPoint, Frontier, FrontierPoint
 from recollect.profile.profile import Profile
 
-__all__ = ["bound_corners", "byte_unit", "classics_of", "describe_profile", "percent", "time_unit_of"]
-
 _Point = tuple[float, float]
 _GIB = 1 << 30
 _MIB = 1 << 20

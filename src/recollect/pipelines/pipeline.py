@@ -22,8 +22,6 @@ from recollect.simulation.decisions import CallActions, decide
 from recollect.simulation.simulate import simulate
 from recollect.simulation.timeline import timeline
 
-__all__ = ["Pipeline", "PipelinePlan", "RecordedPieces", "StagePlans"]
-
 StagePlans = Plan | Sequence[Plan]
 """A plan for all micro-batches of a stage, or one for each of them."""
 

@@ -16,8 +16,6 @@ from recollect.profile.profile import Profile
 from recollect.progress.stage import stage as progress_stage
 from recollect.quantities import parse_budget
 
-__all__ = ["plan_pipeline", "predict_pipeline"]
-
 
 def plan_pipeline(
     profiles: Sequence[Profile],

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from recollect.errors import ScheduleError
 from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineAction, PipelineSchedule
 
-__all__ = ["StageTimes", "played_s"]
-
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:

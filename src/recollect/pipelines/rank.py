@@ -13,8 +13,6 @@ from recollect.pipelines.stage_parts import RecordedStage
 from recollect.profile import events
 from recollect.profile.events import Event
 
-__all__ = ["Buffers", "Rank", "RankStage", "first_actions", "left_out"]
-
 
 @dataclass(frozen=True, eq=False)
 class RankStage:

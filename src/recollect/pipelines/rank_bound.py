@@ -30,8 +30,6 @@ from recollect.planning.checkpoint_times import checkpoint_times, fixed_bytes
 from recollect.planning.choose import Planner
 from recollect.profile.events import StepLog
 
-__all__ = ["rank_bound", "rank_planner", "rank_planners"]
-
 _PARTS = {BACKWARD: (FORWARD, BACKWARD), INPUT: (FORWARD, INPUT, WEIGHT)}
 
 

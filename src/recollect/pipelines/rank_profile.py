@@ -16,8 +16,6 @@ from recollect.profile.events import Event, StepLog
 from recollect.profile.graph import UnitCall, UnitGraph
 from recollect.profile.profile import Profile
 
-__all__ = ["RankStep", "rank_step", "stage_plan", "unit_path"]
-
 _CALL_EVENTS: Final = (events.OP, events.DIES, events.RETURN, events.LET_GO)
 _HANDLE_EVENTS: Final = (events.USE, events.PEEK, events.GIVE_BACK, events.RELEASE)
 

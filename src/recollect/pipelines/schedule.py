@@ -11,8 +11,6 @@ from typing import Any, Final
 
 from recollect.errors import ConfigError, ScheduleError
 
-__all__ = ["Loop", "PipelineAction", "PipelineSchedule", "schedule_of"]
-
 FORWARD: Final = "F"
 BACKWARD: Final = "B"
 # The two halves of a backward: gradients of the stage's input, then of its parameters.

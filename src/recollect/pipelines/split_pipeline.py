@@ -19,8 +19,6 @@ from recollect.profile.profile import Profile
 from recollect.progress.stage import stage as progress_stage
 from recollect.quantities import parse_budget
 
-__all__ = ["PipelineSplit", "split_pipeline"]
-
 # All of eight stages.
 _MOST_MOVES: Final = 56
 

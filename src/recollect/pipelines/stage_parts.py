@@ -13,8 +13,6 @@ from recollect.profile import events
 from recollect.profile.events import Event
 from recollect.profile.profile import Profile
 
-__all__ = ["STORAGE_EVENTS", "RecordedStage", "StageParts"]
-
 STORAGE_EVENTS: Final = (events.ALLOC, events.FREE)
 _ENDS: Final = (events.DIES, events.FREE, events.LET_GO, events.RELEASE)
 

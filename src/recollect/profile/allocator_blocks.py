@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["block_bytes"]
-
 # The CUDA caching allocator hands out multiples of this (PYTORCH_NO_CUDA_MEMORY_CACHING unset).
 _CUDA_BLOCK_BYTES = 512
 

@@ -30,11 +30,6 @@ from typing import Final, TypeAlias
 
 from recollect.profile.graph import UnitGraph
 
-__all__ = [
-    "ALLOC", "BACKWARD", "DIES", "FORWARD", "FREE", "GIVE_BACK", "LET_GO", "OP", "OPTIMIZER", "PEEK", "PHASE", "PHASE_NAMES",
-    "RELEASE", "RETURN", "SAVE", "SUM", "USE", "WORK", "Event", "StepLog", "check_log",
-]  # fmt: skip
-
 Event: TypeAlias = tuple[int, ...]
 """A code and its operands."""
 

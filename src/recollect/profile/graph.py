@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 from recollect.plans.value_names import module_of
 
-__all__ = ["OpRecord", "PartRecord", "UnitCall", "UnitGraph", "ValueRecord"]
-
 
 @dataclass(frozen=True, slots=True)
 class ValueRecord:

@@ -21,8 +21,6 @@ from recollect.fields import Field, read_document, read_file
 from recollect.profile.events import StepLog, check_log
 from recollect.profile.graph import OpRecord, PartRecord, UnitCall, UnitGraph, ValueRecord
 
-__all__ = ["Profile", "kind_text"]
-
 _FORMAT = "recollect.profile"
 # 2: a call may stand for several runs. Readers of version 1 would take it for one, and predict too little recompute.
 _VERSION = 2

@@ -19,8 +19,6 @@ from recollect.profile.graph import UnitCall
 from recollect.profile.profile import Profile
 from recollect.profile.stretches import Item, Stretch, stretches
 
-__all__ = ["fold"]
-
 # The most stretches that repeat together: a micro-step may have several forwards, each with a backward of its own.
 _LONGEST_PERIOD = 8
 

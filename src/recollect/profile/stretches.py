@@ -11,8 +11,6 @@ from recollect.profile import events
 from recollect.profile.allocator_blocks import block_bytes
 from recollect.profile.profile import Profile
 
-__all__ = ["Held", "Item", "Stretch", "stretches"]
-
 Item: TypeAlias = tuple[int, int]
 """A value, (call, value), or a storage from outside the units, (-1, number)."""
 

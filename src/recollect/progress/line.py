@@ -15,8 +15,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Line"]
-
 # Drawing takes a millisecond, which what is timed meanwhile shall hardly notice.
 _DRAWN_PER_S: Final = 2
 _BAR_WIDTH: Final = 30

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from recollect.progress.line import Line
 
-__all__ = ["stage"]
-
 _DELAY_S: Final = 2.0
 _SWITCH: Final = "RECOLLECT_PROGRESS"
 

@@ -16,8 +16,6 @@ from recollect.profile.profile import Profile
 from recollect.ranks.group import Place, Ranks
 from recollect.simulation.simulate import predicted_plan
 
-__all__ = ["check_same_plans", "common_plan", "with_common_times"]
-
 # Of how many processes the plans are tried by all the others, those that need the most memory.
 _MOST_TRIED: Final = 4
 

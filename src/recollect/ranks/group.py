@@ -19,8 +19,6 @@ from recollect._torch_parallel import meeting_place
 from recollect.errors import RecollectError, RecordError
 from recollect.progress.stage import stage
 
-__all__ = ["ALONE", "Group", "Place", "Ranks", "group_of"]
-
 T = TypeVar("T")
 
 # Of one exchange: so many words, of so many bits each.

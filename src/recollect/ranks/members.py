@@ -18,8 +18,6 @@ from recollect._torch_parallel import RankNotes, meeting_place, processes_of
 from recollect.errors import ArgumentError, ConfigError, RecordError
 from recollect.ranks.group import ALONE, Place, Ranks, group_of
 
-__all__ = ["GroupChoice", "Presence", "check_alike", "ranks_of"]
-
 # A DeviceMesh is imported only where there is one.
 GroupChoice: TypeAlias = "dist.ProcessGroup | Any | Literal['alone'] | None"
 """Which processes run one plan: a process group, a device mesh, "alone", or None for those that the model is spread over."""

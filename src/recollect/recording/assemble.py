@@ -14,8 +14,6 @@ from recollect.recording.replicated_values import RanksWithParts
 from recollect.recording.step_recorder import Costs, StepRecorder
 from recollect.warning import warn_user
 
-__all__ = ["assemble"]
-
 
 def assemble(
     recorder: StepRecorder, costs: Costs, layers: set[str], *, ranks: RanksWithParts | None = None, **facts: Any

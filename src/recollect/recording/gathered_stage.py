@@ -11,8 +11,6 @@ from torch import nn
 from recollect._torch_fsdp import fully_sharded_modules, is_fully_sharded
 from recollect.arguments import check_kind
 
-__all__ = ["free_gathered", "gathered_stage"]
-
 
 @contextmanager
 def gathered_stage(stage: nn.Module) -> Iterator[None]:

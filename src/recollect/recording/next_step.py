@@ -21,8 +21,6 @@ from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.recording.recorded_call import RecordedCall
 
-__all__ = ["Leftovers", "Phases", "foreseen", "leftovers", "with_copies", "with_last_step"]
-
 
 @dataclass(frozen=True)
 class Leftovers:

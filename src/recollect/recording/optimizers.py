@@ -13,17 +13,6 @@ from recollect.errors import RecordError
 from recollect.measuring.meter import storages_of
 from recollect.profile.allocator_blocks import block_bytes
 
-__all__ = [
-    "Optimizers",
-    "check_optimizers",
-    "copied_weights",
-    "on_device",
-    "optimizers_in",
-    "present_state_bytes",
-    "state_tensors",
-    "tensors_in_state",
-]
-
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from recollect.costs.op_costs import OpRun
 
-__all__ = ["RecordedCall", "RecordedOp", "RecordedValue"]
-
 
 @dataclass
 class RecordedValue:

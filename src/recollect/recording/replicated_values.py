@@ -21,8 +21,6 @@ from recollect.profile.graph import PartRecord
 from recollect.recording.recorded_call import RecordedCall
 from recollect.recording.trackers import storage_of
 
-__all__ = ["RanksWithParts"]
-
 _SMALL_BYTES, _LARGE_BYTES = 64, 1 << 22
 _NUM_SAMPLES: Final = 5
 

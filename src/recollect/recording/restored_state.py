@@ -20,8 +20,6 @@ from recollect.engine.region_draws import host_states, set_host_states
 from recollect.engine.region_state import HOOKS, ModuleParts
 from recollect.errors import RecordError
 
-__all__ = ["free_gradients", "restored_attributes", "restored_buffers", "restored_generators", "undisturbed"]
-
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:

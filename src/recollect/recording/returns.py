@@ -18,8 +18,6 @@ from recollect.recording.step_recorder import StepRecorder
 from recollect.recording.trackers import TrackedOther, TrackedValue, tracker_of
 from recollect.tensors import tensors_held
 
-__all__ = ["Returns", "entry_modules"]
-
 _Caller: TypeAlias = tuple[nn.Module, bool]
 """A module that is called, and whether gradients are on."""
 

@@ -15,8 +15,6 @@ from recollect.engine.function_call import FunctionCall
 from recollect.engine.function_run import FunctionRun
 from recollect.tensors import tensors_in
 
-__all__ = ["RunsAgain"]
-
 
 class RunsAgain:
     """Runs a recipe, on the arguments of the call that it is the recipe of.

@@ -15,8 +15,6 @@ from recollect.simulation.playback import Playback, Token
 from recollect.simulation.program import Key, Program
 from recollect.simulation.simulate import Simulation, run, simulate
 
-__all__ = ["in_one_backward", "leanest_of", "recorded_under"]
-
 
 def leanest_of(profile: Profile, graphs: Container[int]) -> Simulation:
     """Simulate the step in which calls of some graphs drop all they can but their outputs, and the others nothing."""

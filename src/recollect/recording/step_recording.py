@@ -47,8 +47,6 @@ from recollect.recording.unit_times import TOGETHER, Rounds, measure_unit_times,
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.simulate import simulate
 
-__all__ = ["Collectives", "Gradients", "StepRecording"]
-
 Gradients: TypeAlias = Literal["held", "freed", "accumulated"]
 """Gradients of the last step when the next one begins: alive until backward begins, freed, or added to by backward."""
 

@@ -23,8 +23,6 @@ from recollect._torch_private import (
 )
 from recollect.engine.region_state import HOOKS
 
-__all__ = ["Excerpt", "NoSamples", "UnitSample", "UnitSamples"]
-
 # Of tensors of so many bytes an excerpt has one element of so many along its longest dimension.
 _LARGE_BYTES: Final = 1 << 13
 _EXCERPT: Final = 16

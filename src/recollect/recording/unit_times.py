@@ -35,8 +35,6 @@ from recollect.progress.stage import stage
 from recollect.recording.unit_samples import UnitSample
 from recollect.simulation.simulate import Simulation
 
-__all__ = ["TOGETHER", "Rounds", "UnitTimes", "measure_unit_times", "rounds_for", "with_unit_times"]
-
 # Even if noise makes recompute look free, op times must still tell ops apart.
 _LEAST_SHRUNK = 0.1
 # The part of forward that counts as nearly all of it.

@@ -11,8 +11,6 @@ from recollect.engine.offload.flight import HostUse
 from recollect.quantities import format_seconds
 from recollect.verification.compare import Difference
 
-__all__ = ["Report", "report_of_ranks"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Report:

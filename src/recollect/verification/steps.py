@@ -24,8 +24,6 @@ from recollect.recording.restored_state import (
 from recollect.recording.step_recording import Gradients
 from recollect.verification.compare import Computed, state_after
 
-__all__ = ["BatchStep", "OwnStep", "VerifiedStep"]
-
 
 class VerifiedStep(ABC):
     """A step that runs as often as it takes.

@@ -23,8 +23,6 @@ from recollect.planning.choose import Planner
 if TYPE_CHECKING:
     from recollect.plans.plan import Plan
 
-__all__ = ["Measured", "SwitchablePlan", "is_out_of_memory", "measure"]
-
 # PyTorch's CPU allocator raises a plain RuntimeError with this text.
 _CPU_ALLOCATOR = "can't allocate memory"
 

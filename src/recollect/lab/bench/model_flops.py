@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from recollect.lab.models.config import TransformerConfig
 
-__all__ = ["CAUSAL_FRACTION", "model_flops"]
-
 CAUSAL_FRACTION = 0.5
 """Fraction of the [seq, seq] scores left by a causal mask, with the diagonal counted as half."""
 

@@ -20,8 +20,6 @@ from typing import Generic, TypeVar
 
 from recollect.lab.bench.machine import few_objects
 
-__all__ = ["Contestant", "Race", "percentile"]
-
 
 @dataclass(eq=False, kw_only=True)
 class Contestant:

@@ -12,8 +12,6 @@ from recollect.byte_format import format_bytes
 from recollect.lab.bench.results import BenchResults, Row
 from recollect.quantities import format_seconds
 
-__all__ = ["as_csv", "as_markdown", "notes", "result_table", "title"]
-
 _NONE = "-"
 _BORDER = 3  # of a column, with its padding
 # By heading; where there is little room, the first is left out first. A spread is called like the other.

@@ -16,8 +16,6 @@ from recollect.errors import BenchError
 from recollect.fields import Field, read_document
 from recollect.warning import warn_user
 
-__all__ = ["BenchResults", "Result", "Row", "check_comparable", "compared", "differences", "warn_of_versions"]
-
 Result = Literal["ok", "faster", "perf regression", "memory regression", "OOM", "OOM (predicted)"]
 """OOM: the step ran out of memory, or its measured peak exceeds the limit. Predicted: it was expected to, and did not run."""
 REGRESSIONS: tuple[Result, ...] = ("perf regression", "memory regression")

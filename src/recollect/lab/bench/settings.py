@@ -13,8 +13,6 @@ from recollect.errors import BenchError
 from recollect.integrations.megatron import RecomputeConfig
 from recollect.quantities import check_budget
 
-__all__ = ["KeepAll", "MegatronSetting", "MemoryBudget", "Setting", "named_settings", "parse_setting", "read_settings"]
-
 _GRANULARITY = "recompute_granularity"
 _SPELLINGS = "'none', 'selective core_attn,layernorm', 'full uniform 4', 'full block 2' or 'memory_budget 60%'"
 

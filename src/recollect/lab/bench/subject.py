@@ -20,8 +20,6 @@ from recollect.measuring.timing import timed
 from recollect.profile.profile import Profile
 from recollect.recording.model_step import run_forward
 
-__all__ = ["FlopCount", "Subject"]
-
 
 class FlopCount(OpMode):
     """Count FLOPs while active; PyTorch's `FlopCounterMode` misses attention on the CPU and counts causal attention as full.

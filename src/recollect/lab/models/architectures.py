@@ -10,8 +10,6 @@ from typing import Any
 
 from recollect.lab.models.config import TransformerConfig
 
-__all__ = ["deepseek_v3_config", "gpt_config", "llama_config", "mixtral_config"]
-
 
 def gpt_config(**fields: Any) -> TransformerConfig:
     """Describe a GPT-2 or GPT-3: LayerNorm, GELU, learned positions, biases, dropout, tied embeddings.

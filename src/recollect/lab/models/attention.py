@@ -22,15 +22,6 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.linear import Linear, build_norm
 from recollect.lab.models.rotary import Rotary, rotate
 
-__all__ = [
-    "FusedCoreAttention",
-    "LatentAttention",
-    "SelfAttention",
-    "UnfusedCoreAttention",
-    "UpProjection",
-    "bias_of_last_positions",
-]
-
 
 class SelfAttention(nn.Module):
     """Attention with one matrix product for queries, keys and values, in that order.

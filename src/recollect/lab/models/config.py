@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-__all__ = ["TransformerConfig"]
-
 _NOT_NEGATIVE = ("init_method_std", "moe_router_bias_update_rate", "moe_aux_loss_coeff", "mtp_loss_scaling_factor")
 _POSITIVE = ("rotary_base", "layernorm_epsilon")
 

@@ -23,8 +23,6 @@ from recollect.lab.models.router import RouterStatistics, TopKRouter
 from recollect.lab.models.sequence import WholeSequence
 from recollect.loss.chunked import chunked_cross_entropy
 
-__all__ = ["IGNORE_INDEX", "GPTModel", "GPTOutput", "LanguageModelEmbedding", "cross_entropy"]
-
 IGNORE_INDEX = -100
 
 

@@ -26,8 +26,6 @@ with needed("safetensors", by="a Hugging Face checkpoint"):
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
-__all__ = ["ARCHITECTURES", "load_hugging_face", "read_config", "save_hugging_face"]
-
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 

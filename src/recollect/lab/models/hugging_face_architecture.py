@@ -17,8 +17,6 @@ from torch import Tensor
 from recollect.errors import CheckpointError, UnsupportedModelError
 from recollect.lab.models.config import TransformerConfig
 
-__all__ = ["Architecture", "Layout", "WeightRule", "rename", "require"]
-
 # How a model is trained, not what it computes: `config.json` has no such fields.
 _NOT_IN_FILE = frozenset(
     {"hidden_dropout", "core_attention", "moe_grouped_gemm", "moe_aux_loss_coeff", "moe_router_load_balancing_type"}

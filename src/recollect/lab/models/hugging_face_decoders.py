@@ -16,8 +16,6 @@ from recollect.lab.models.architectures import deepseek_v3_config, llama_config,
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.hugging_face_architecture import Architecture, Layout, WeightRule, rename, require
 
-__all__ = ["DEEPSEEK_V3", "LLAMA", "MIXTRAL"]
-
 # The fields that all three share: their name by ours.
 _FIELDS = {
     "num_layers": "num_hidden_layers",

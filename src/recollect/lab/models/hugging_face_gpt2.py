@@ -12,8 +12,6 @@ from recollect.lab.models.architectures import gpt_config
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.hugging_face_architecture import Architecture, Layout, WeightRule, rename
 
-__all__ = ["GPT2"]
-
 _LAYER = {
     "input_layernorm": "ln_1",
     "self_attention.linear_qkv": "attn.c_attn",

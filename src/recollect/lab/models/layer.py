@@ -20,8 +20,6 @@ from recollect.lab.models.mlp import MLP, MoELayer
 from recollect.lab.models.rotary import Rotary
 from recollect.lab.models.router import RouterStatistics
 
-__all__ = ["MultiTokenPrediction", "TransformerLayer", "shifted"]
-
 
 class TransformerLayer(nn.Module):
     """Attention and MLP, each applied to the normalised residual stream and added to it.

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from recollect.lab.models.config import TransformerConfig
 
-__all__ = ["Embedding", "LayerNorm", "Linear", "RMSNorm", "build_norm"]
-
 
 class Linear(nn.Linear):
     """A matrix product with an optional bias.

@@ -26,18 +26,6 @@ if TYPE_CHECKING:
     from recollect.lab.models.gpt import GPTModel
     from recollect.plans.plan import Plan
 
-__all__ = [
-    "DeepSeekV3ModelProvider",
-    "GPTModelProvider",
-    "GPTProvider175B",
-    "Llama2ModelProvider7B",
-    "Llama2ModelProvider13B",
-    "Llama2ModelProvider70B",
-    "Llama3ModelProvider8B",
-    "LlamaModelProvider",
-    "MixtralModelProvider8x7B",
-]
-
 _PARALLEL = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
     *("context_parallel_size", "expert_tensor_parallel_size"),

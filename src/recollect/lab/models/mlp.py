@@ -22,8 +22,6 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.linear import Linear
 from recollect.lab.models.router import RouterStatistics, Routing, TopKRouter
 
-__all__ = ["MLP", "Activation", "Experts", "GroupedLinear", "MoELayer"]
-
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.sequence import WholeSequence
 
-__all__ = ["Rotary", "RotaryEmbedding", "rotate"]
-
 
 class Rotary(NamedTuple):
     """The rotation of each position, shared by all layers of a forward.

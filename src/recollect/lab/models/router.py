@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.sequence import WholeSequence
 
-__all__ = ["RouterStatistics", "Routing", "TopKRouter"]
-
 # Keeps sigmoids divided by their sum finite if all of them are 0.
 _LEAST_SUM = 1e-20
 

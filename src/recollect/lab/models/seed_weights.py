@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.models.linear import LayerNorm, RMSNorm
 
-__all__ = ["BLOCK_ELEMENTS", "SeedWeights"]
-
 BLOCK_ELEMENTS = 1 << 20
 """Weights drawn at a time, in whole rows: few enough to draw little for nothing, and enough to keep a GPU busy."""
 # PyTorch's generator of a CPU takes 32 bits: hashes of names would collide in a large model, numbers of blocks do not.

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["WholeSequence"]
-
 
 class WholeSequence:
     """All positions, in order.

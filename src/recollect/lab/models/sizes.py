@@ -7,8 +7,6 @@ from typing import Any
 from recollect.lab.models.architectures import deepseek_v3_config, gpt_config, llama_config, mixtral_config
 from recollect.lab.models.config import TransformerConfig
 
-__all__ = ["NAMED_CONFIGS"]
-
 
 def _llama(layers: int, hidden: int, ffn: int, heads: int, groups: int, **fields: Any) -> TransformerConfig:
     return llama_config(

@@ -24,8 +24,6 @@ from recollect.planning.loss_chunks import fewest_chunks
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
-__all__ = ["ClusterPlan", "RankUse", "choose_split", "plan_cluster", "plan_cluster_with_chunks", "with_split"]
-
 
 @dataclass(frozen=True)
 class RankUse:

@@ -30,8 +30,6 @@ from recollect.pipelines.schedule import Loop, PipelineSchedule, schedule_of
 from recollect.profile.profile import Profile
 from recollect.recording.record import record_with
 
-__all__ = ["Axis", "ClusterStep", "RecordedStages", "record_stages", "schedule_of_step", "send_s", "torch_schedule"]
-
 Axis = Literal["tensor", "context", "expert", "data"]
 """Along which ranks communicate. Where two are the same ranks, what both do counts as the first one's."""
 

@@ -26,8 +26,6 @@ from recollect.lab.models.sequence import WholeSequence
 from recollect.lab.parallel.expert import balance_over
 from recollect.lab.parallel.layout import DeviceLayout
 
-__all__ = ["GatheredAttention", "SequencePart", "context_parallel", "route_parts"]
-
 
 def context_parallel(model: GPTModel, mesh: DeviceMesh) -> GPTModel:
     """Split each sequence over the ranks of a mesh.

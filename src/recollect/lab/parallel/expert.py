@@ -24,8 +24,6 @@ from recollect.lab.models.mlp import Experts, GroupedLinear, MoELayer
 from recollect.lab.models.router import TopKRouter
 from recollect.lab.parallel.layout import DeviceLayout
 
-__all__ = ["ExchangedExperts", "SharedGroups", "balance_over", "expert_parallel"]
-
 
 def expert_parallel(model: GPTModel, mesh: DeviceMesh, *, balanced: bool = False) -> GPTModel:
     """Give each rank of a mesh some experts of each layer.

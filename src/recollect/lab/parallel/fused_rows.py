@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["interleaved", "shares", "whole_rows"]
-
 
 def shares(sizes: Sequence[int], ranks: int) -> list[int]:
     """Return each fused matrix's rows on one rank."""

@@ -15,8 +15,6 @@ from recollect.errors import ConfigError, NotYetError
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.pipeline_layout import PipelineLayout, check_divides, clash
 
-__all__ = ["DeviceLayout", "ParallelFlags", "Sharding"]
-
 Sharding = Literal["none", "optimizer", "all"]
 """What the ranks of data parallelism share: nothing (DDP), the optimizer's state (ZeRO-1), or all (FSDP2, ZeRO-3)."""
 

@@ -18,8 +18,6 @@ from recollect.lab.parallel.expert import ExchangedExperts, balance_over, expert
 from recollect.lab.parallel.layout import DeviceLayout
 from recollect.lab.parallel.tensor import tensor_parallel
 
-__all__ = ["LayoutMesh", "data_parallel", "layout_mesh", "share_model"]
-
 
 @dataclass(frozen=True)
 class LayoutMesh:

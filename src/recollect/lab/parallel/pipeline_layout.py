@@ -9,8 +9,6 @@ from typing import Final, Literal, get_args
 
 from recollect.errors import ConfigError
 
-__all__ = ["PipelineLayout", "ScheduleName", "check_divides", "clash"]
-
 ScheduleName = Literal[
     "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]

@@ -14,8 +14,6 @@ from recollect.lab.parallel.stages import LossStage, PipelineRank
 from recollect.pipelines.schedule import PipelineSchedule, schedule_of
 from recollect.recording.gathered_stage import free_gathered
 
-__all__ = ["PipelineStep", "received"]
-
 MicroBatch = tuple[Tensor, Tensor]
 
 

@@ -17,8 +17,6 @@ from recollect.lab.models.gpt import GPTModel, GPTOutput
 from recollect.lab.models.layer import MultiTokenPrediction, TransformerLayer
 from recollect.lab.models.router import RouterStatistics
 
-__all__ = ["LossStage", "PipelineRank", "StageModel", "cut_stage", "pipeline_rank"]
-
 
 class StageModel(GPTModel):
     """Some consecutive layers of a model, with the embedding before the first and norm, LM head and loss after the last.

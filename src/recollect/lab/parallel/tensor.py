@@ -38,8 +38,6 @@ from recollect.lab.parallel.tensor_modules import (
     with_partial_gradient,
 )
 
-__all__ = ["fused_parameters", "tensor_parallel"]
-
 
 def tensor_parallel(
     model: GPTModel, mesh: DeviceMesh, *, sequence_parallel: bool = False, has_whole_experts: bool = False

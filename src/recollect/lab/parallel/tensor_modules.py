@@ -28,8 +28,6 @@ from recollect.lab.models.router import RouterStatistics
 from recollect.lab.parallel.expert import SharedGroups
 from recollect.lab.parallel.fused_rows import interleaved
 
-__all__ = ["OwnPartMoELayer", "SequenceLinear", "SplitMoELayer", "VocabularyParallelLoss", "with_partial_gradient"]
-
 
 def with_partial_gradient(tensor: Tensor, mesh: DeviceMesh, spread: Shard | Replicate | None = None) -> Tensor:
     """Return the whole of a tensor, of whose gradient each rank has a part of the sum; backward adds these up.

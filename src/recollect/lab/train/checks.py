@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["at_least", "within"]
-
 
 def at_least(flags: object, least: int, *names: str) -> None:
     """Check that flags are at least `least`.

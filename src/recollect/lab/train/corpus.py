@@ -17,8 +17,6 @@ from recollect.lab.train.documents import Document, Tokenizer, Tokens, open_toke
 from recollect.lab.train.indexed_dataset import IndexedDataset, content_samples
 from recollect.lab.train.windows import BlendedWindows, PackedDocuments, TokenWindows, Windows
 
-__all__ = ["Corpus", "load_corpus", "parse_blend", "parse_split"]
-
 _SIDES = ("training", "validation", "test")
 
 

@@ -24,8 +24,6 @@ from recollect.lab.parallel.pipeline_step import PipelineStep
 from recollect.lab.parallel.stages import PipelineRank
 from recollect.lab.train.processes import Processes
 
-__all__ = ["Exchange", "PipelineExchange", "exchange_of", "local_part"]
-
 # As in `torch.nn.utils.clip_grad_norm_`.
 _EPSILON = 1e-6
 

@@ -28,8 +28,6 @@ from numpy.typing import ArrayLike, NDArray
 from recollect.errors import DataError
 from recollect.lab.train.files import write_atomically
 
-__all__ = ["IndexedDataset", "write_indexed_dataset"]
-
 _MAGIC = b"MMIDIDX\0\0"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")

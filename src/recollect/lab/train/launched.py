@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["is_first_in", "is_first_launched", "is_shown_here", "num_launched", "shared_warnings"]
-
 # What torchrun tells each process, for `init_process_group`.
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

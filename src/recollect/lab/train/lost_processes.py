@@ -24,8 +24,6 @@ from recollect._torch_parallel import meeting_place
 from recollect.errors import RecollectError, RecordError
 from recollect.ranks.group import Ranks
 
-__all__ = ["LastWords", "PeerWatch", "named_errors"]
-
 _EVERY_S = 1.0
 # What waits for an exchange over gloo raises within a moment, and says more.
 _PATIENCE_S = 5.0

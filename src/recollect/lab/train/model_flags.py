@@ -13,8 +13,6 @@ from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.sizes import NAMED_CONFIGS
 from recollect.lab.train.checks import at_least
 
-__all__ = ["ExpertFlags", "LatentFlags", "ModelFlags", "SizeName", "parse_layer_freq"]
-
 SizeName = Literal[
     "demo",
     "tiny",

@@ -10,8 +10,6 @@ from tyro.conf import arg
 
 from recollect.lab.train.checks import at_least, within
 
-__all__ = ["DecayStyle", "OptimFlags"]
-
 if sys.version_info < (3, 11):
     # Until Python 3.11 typing takes only what can be called for a type, and refuses `InitVar` in annotations that are text.
     InitVar.__call__ = InitVar.__init__  # type: ignore[method-assign]

@@ -27,8 +27,6 @@ from recollect.profile.profile import Profile
 from recollect.quantities import parse_bytes
 from recollect.ranks.group import Place
 
-__all__ = ["PipelinePlans", "plan_stages", "record_own_stages"]
-
 _FORMAT = "recollect.pipeline_plans"
 _VERSION = 1
 

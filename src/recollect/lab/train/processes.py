@@ -22,8 +22,6 @@ from recollect.lab.train.launched import num_launched
 from recollect.lab.train.lost_processes import named_errors
 from recollect.ranks.group import ALONE, Place, Ranks, group_of
 
-__all__ = ["ONE_PROCESS", "Processes", "check_pipeline", "joined_processes", "num_processes"]
-
 
 @dataclass(frozen=True, eq=False)
 class Processes:

@@ -43,8 +43,6 @@ from recollect.lab.train.files import publish, unpublished, write_atomically, wr
 from recollect.lab.train.optimizer_step import parameter_names
 from recollect.recording.gathered_stage import free_gathered
 
-__all__ = ["ShardedCheckpoints", "StoredState", "parts_of", "read_random_states", "read_tensors"]
-
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _STATE = "state."
 Fused: TypeAlias = tuple[Sequence[int], int]

@@ -25,8 +25,6 @@ from recollect.lab.train.optimizer_step import build_optimizer, resolve_device
 from recollect.lab.train.processes import Processes
 from recollect.lab.train.sharded_checkpoint import parts_of
 
-__all__ = ["Trained", "build_trained"]
-
 
 @dataclass(frozen=True, eq=False)
 class Trained:

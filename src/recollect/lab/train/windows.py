@@ -18,8 +18,6 @@ from recollect.errors import DataError
 from recollect.lab.train.documents import Tokens
 from recollect.lab.train.indexed_dataset import IndexedDataset
 
-__all__ = ["BatchSampler", "BlendedWindows", "PackedDocuments", "TokenWindows", "Windows"]
-
 
 class Windows(Protocol):
     """An endless sequence of windows, epoch after epoch."""
