@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from recollect.costs.hardware import ArithmeticRate, ElementRate, Hardware
-from recollect.costs.host_links import HostLink
+from recollect.costs.hardware import ArithmeticRate, ElementRate, Hardware, HostLink
 
 SMALL = Hardware(
     name="small",

@@ -27,9 +27,8 @@ from scipy.optimize import least_squares
 
 from recollect._torch_private import below_autograd
 from recollect.costs.calibration_ops import MeasuredOp, Sizes, calibration_ops
-from recollect.costs.hardware import KINDS, ArithmeticRate, ElementRate, Hardware
+from recollect.costs.hardware import KINDS, ArithmeticRate, ElementRate, Hardware, HostLink
 from recollect.costs.hardware_table import hardware_of_device
-from recollect.costs.host_links import HostLink
 from recollect.costs.op_work import DTYPES
 from recollect.costs.roofline import seconds
 from recollect.errors import HardwareError

@@ -1,4 +1,4 @@
-"""The speed of a device, as frozen data: rates, bandwidths, and the fractions of them that real kernels reach.
+"""The speed of a device, as frozen data: rates, bandwidths, its link to its host, and what real kernels reach of them.
 
 The cost model (`roofline.py`) reads it, `hardware_table.py` lists devices by name, and `recollect calibrate` measures your
 own. Nothing here imports torch.
@@ -7,12 +7,11 @@ own. Nothing here imports torch.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
 
-from recollect.costs.host_links import HostLink
-from recollect.costs.number_checks import check_fraction, check_not_negative, check_positive
 from recollect.errors import HardwareError
 from recollect.fields import Field, read_document
 
@@ -62,11 +61,11 @@ class ArithmeticRate:
     half_rate_depth: float = 0.0
 
     def __post_init__(self) -> None:
-        check_positive(f"rate {self.dtype!r}: peak_flops_per_s", self.peak_flops_per_s)
+        _check_positive(f"rate {self.dtype!r}: peak_flops_per_s", self.peak_flops_per_s)
         for name in ("matmul_efficiency", "attention_efficiency", "attention_backward_efficiency"):
-            check_fraction(f"rate {self.dtype!r}: {name}", getattr(self, name))
+            _check_fraction(f"rate {self.dtype!r}: {name}", getattr(self, name))
         for name in ("half_rate_outputs", "half_rate_depth"):
-            check_not_negative(f"rate {self.dtype!r}: {name}", getattr(self, name))
+            _check_not_negative(f"rate {self.dtype!r}: {name}", getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,43 @@ class ElementRate:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"elements {self.kind!r}: expected one of {', '.join(KINDS)}")
-        check_positive(f"elements {self.kind!r}: elements_per_s", self.elements_per_s)
+        _check_positive(f"elements {self.kind!r}: elements_per_s", self.elements_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """How fast copies between a device and the memory of its host are.
+
+    Attributes:
+        to_host_bytes_per_s: what large copies out of the device reach.
+        from_host_bytes_per_s: what large copies into it reach.
+        latency_s: seconds that a copy takes however little it copies.
+
+    Raises:
+        ValueError: a rate that is not finite or not positive, a latency that is not finite or negative.
+
+    Example:
+        >>> link = HostLink(to_host_bytes_per_s=25e9, from_host_bytes_per_s=25e9, latency_s=1e-5)
+        >>> link.profile_fields()["host_latency_s"]
+        1e-05
+    """
+
+    to_host_bytes_per_s: float
+    from_host_bytes_per_s: float
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        _check_positive("host_link: to_host_bytes_per_s", self.to_host_bytes_per_s)
+        _check_positive("host_link: from_host_bytes_per_s", self.from_host_bytes_per_s)
+        _check_not_negative("host_link: latency_s", self.latency_s)
+
+    def profile_fields(self) -> dict[str, float]:
+        """Return the numbers under their names in a `Profile`."""
+        return {
+            "to_host_bytes_per_s": self.to_host_bytes_per_s,
+            "from_host_bytes_per_s": self.from_host_bytes_per_s,
+            "host_latency_s": self.latency_s,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,10 +171,10 @@ class Hardware:
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device: got {self.device!r}, expected 'cpu' or 'cuda'")
         for name in ("memory_bytes", "bandwidth_bytes_per_s", "launch_s"):
-            check_positive(name, getattr(self, name))
-        check_fraction("traffic_efficiency", self.traffic_efficiency)
+            _check_positive(name, getattr(self, name))
+        _check_fraction("traffic_efficiency", self.traffic_efficiency)
         for name in ("cache_bytes", "cache_bytes_per_s"):
-            check_not_negative(name, getattr(self, name))
+            _check_not_negative(name, getattr(self, name))
         if (self.cache_bytes > 0) != (self.cache_bytes_per_s > 0):
             raise ValueError("cache_bytes, cache_bytes_per_s: got one of them, expected both or none")
         for what, keys in (("rates", [r.dtype for r in self.rates]), ("elements", [e.kind for e in self.elements])):
@@ -225,3 +260,21 @@ def _decode_host_link(place: Field | None) -> HostLink | None:
     names = [f.name for f in fields(HostLink)]
     place.keys(allowed=names)
     return HostLink(*(place.get(name).number() for name in names))
+
+
+def _check_positive(what: str, number: float) -> None:
+    """Raise ValueError for a number that is not finite, or 0 or less; `what` says which one."""
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{what}: got {number}, expected a finite number above 0")
+
+
+def _check_not_negative(what: str, number: float) -> None:
+    """Raise ValueError for a number that is not finite, or less than 0; `what` says which one."""
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{what}: got {number}, expected a finite number, 0 or more")
+
+
+def _check_fraction(what: str, number: float) -> None:
+    """Raise ValueError for a number that is not above 0 and at most 1; `what` says which one."""
+    if not 0 < number <= 1:
+        raise ValueError(f"{what}: got {number}, expected a fraction above 0, at most 1")

@@ -27,8 +27,21 @@ The fraction of the peak that bf16 matrix products reach was measured by S. Bekm
 (B200), 60 % (MI300X); 80 % is assumed for the others. Attention: Dao, "FlashAttention-2", 2023, figures 5 and 6 (A100:
 up to 73 % forward, 63 % backward), and Shah et al., "FlashAttention-3", 2024 (its predecessor reaches 35 % on the
 H100); assumed for the others. 85 % of the bandwidth, 5 us per launch, and half a wave of tiles of 128 x 128 (one
-tile per multiprocessor, at a depth of 64) are assumptions, not measured here on any GPU. What copies to and from the host's
-memory reach is in `host_links.py`, by the link that a device has on its data sheet.
+tile per multiprocessor, at a depth of 64) are assumptions, not measured here on any GPU.
+
+Links to the memory of a host have the rates that large copies from and to pinned memory reach, per device and direction.
+Nothing of them is measured by us: these are others' figures, for one direction at a time. Both directions at once, devices that
+share a switch, and memory of another socket can halve them. `recollect calibrate` measures your own link, with both directions
+at once.
+
+| link | data sheet | out | in | source of what is reached (nvbandwidth) |
+|---|--:|--:|--:|---|
+| PCIe 4 | 32 GB/s | 25 GB/s | 25 GB/s | forums.developer.nvidia.com, topic 352186: A100 SXM (at once: 24 out, 11 in) |
+| PCIe 5 | 64 GB/s | 55 GB/s | 55 GB/s | the example of dev.smart-guide.co.kr: 55.6 in; out is assumed to be the same |
+| NVLink-C2C | 450 GB/s | 170 GB/s | 410 GB/s | NVIDIA/Megatron-LM, issue 6491: GH200 (170 out, 411 to 421 in) |
+
+The data sheets are PCI-SIG's for 16 lanes, and NVIDIA's "GH200 Grace Hopper Superchip" of 2023. A latency of 10 us, for the
+launch of a copy and the event after it, is an assumption.
 """
 
 from __future__ import annotations
@@ -38,8 +51,7 @@ import os
 import re
 from pathlib import Path
 
-from recollect.costs.hardware import ArithmeticRate, ElementRate, Hardware
-from recollect.costs.host_links import HOST_LINKS, HostLink
+from recollect.costs.hardware import ArithmeticRate, ElementRate, Hardware, HostLink
 from recollect.errors import HardwareError
 
 _DEFAULT_NAME = "H100"
@@ -48,6 +60,13 @@ _GIB = 2**30
 _TILE = 128
 _DEPTH = 64.0
 _LAUNCH_S = 5e-6
+_LATENCY_S = 10e-6
+
+HOST_LINKS: dict[str, HostLink] = {
+    "PCIe 4": HostLink(25e9, 25e9, _LATENCY_S),
+    "PCIe 5": HostLink(55e9, 55e9, _LATENCY_S),
+    "NVLink-C2C": HostLink(170e9, 410e9, _LATENCY_S),
+}
 
 
 def _gpu(

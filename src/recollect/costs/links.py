@@ -18,7 +18,7 @@ measured here.
 | Infinity Fabric | 448 GB/s | 314 GB/s | 3.4 us | AMD, "Instinct MI300X": seven links of 64 GB/s |
 
 The GH200 has NVLink 4 where 32 of them are connected by switches; where four share a board, a pair has a third of it. What
-connects a device with its host's memory is in `host_links.py`.
+connects a device with its host's memory is in `hardware_table.py`.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from recollect.doctor import library_settings, megatron_settings, out_of_memory, snapshot_findings
+from recollect.doctor import library_settings, megatron_settings, out_of_memory
 from recollect.doctor.rule import CERTAINTIES, Finding
 from recollect.doctor.scan import TextScan
 from recollect.doctor.settings import KNOWN, Settings, settings_in_data
-from recollect.doctor.snapshot import Snapshot, is_snapshot, read_json, read_pickle, snapshot_of
+from recollect.doctor.snapshot import Snapshot, is_snapshot, read_json, read_pickle, snapshot_findings, snapshot_of
 from recollect.errors import DiagnosisError
 
 _LONGEST_LINE = 64 * 1024  # what follows on the same line is read as the next one
@@ -222,7 +222,7 @@ class Case:
                 yield from megatron_settings.findings(scope, log)
         yield from library_settings.findings(together)
         for snapshot in self.snapshots:
-            yield from snapshot_findings.findings(snapshot)
+            yield from snapshot_findings(snapshot)
 
 
 def _merged(scopes: list[Settings]) -> Settings:

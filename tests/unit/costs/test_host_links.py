@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from recollect.costs.hardware_table import HARDWARE
-from recollect.costs.host_links import HOST_LINKS, HostLink
+from recollect.costs.hardware import HostLink
+from recollect.costs.hardware_table import HARDWARE, HOST_LINKS
 from recollect.profile.profile import Profile
 from toy_profile import stack
 
