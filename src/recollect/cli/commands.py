@@ -280,10 +280,7 @@ class Bench:
     """Show the traceback of an error."""
 
     def __post_init__(self) -> None:
-        for name in ("num_microbatches", "rounds", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: got {value}, expected at least 1.")
+        at_least(self, 1, "num_microbatches", "rounds", *(() if self.threads is None else ("threads",)))
         if not 0 < self.threshold < 1:
             raise ValueError(f"threshold: got {self.threshold:g}, expected a fraction between 0 and 1.")
         for path in self.out:

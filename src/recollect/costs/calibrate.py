@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +26,7 @@ from scipy.optimize import least_squares
 from recollect._torch_private import below_autograd
 from recollect.costs.calibration_ops import MeasuredOp, Sizes, calibration_ops
 from recollect.costs.hardware import KINDS, ArithmeticRate, ElementRate, Hardware, HostLink
-from recollect.costs.hardware_table import hardware_of_device
+from recollect.costs.hardware_table import hardware_of_device, processor_model
 from recollect.costs.op_work import DTYPES
 from recollect.costs.roofline import seconds
 from recollect.errors import HardwareError
@@ -251,13 +249,8 @@ def _against_peaks(fitted: Hardware, known: Hardware) -> Hardware:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
     threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'' if threads == 1 else 's'}"
+    return f"{processor_model()}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def _memory_bytes(device: torch.device) -> int:

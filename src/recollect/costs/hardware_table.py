@@ -48,6 +48,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import platform
 import re
 from pathlib import Path
 
@@ -185,6 +186,16 @@ def hardware_of_device(device_name: str) -> Hardware | None:
         if re.fullmatch(pattern, short, flags=re.IGNORECASE):
             return HARDWARE[name]
     return None
+
+
+def processor_model() -> str:
+    """Return the name of this machine's processor."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return name
 
 
 def find_hardware(which: str | os.PathLike[str] | Hardware) -> Hardware:

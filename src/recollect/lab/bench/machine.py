@@ -9,7 +9,8 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+
+from recollect.costs.hardware_table import processor_model
 
 # Constants from glibc's <malloc.h>.
 _M_TRIM_THRESHOLD = -1
@@ -18,13 +19,8 @@ _M_MMAP_MAX = -4
 
 def processor_name() -> str:
     """Name the processor and how many of its cores this process may use."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{name}, {cores} cores"
+    return f"{processor_model()}, {cores} cores"
 
 
 def keep_freed_memory() -> bool:
