@@ -25,10 +25,10 @@ from recollect.pipelines.schedule import PipelineSchedule as PipelineSchedule
 from recollect.pipelines.split_pipeline import PipelineSplit as PipelineSplit
 from recollect.pipelines.split_pipeline import split_pipeline as split_pipeline
 from recollect.planning.batch_search import LargestBatch as LargestBatch
-from recollect.planning.planners import plan as plan
 from recollect.planning.classic import classic_plan as classic_plan
 from recollect.planning.frontier import Frontier as Frontier
 from recollect.planning.frontier import frontier as frontier
+from recollect.planning.planners import plan as plan
 from recollect.plans.plan import Plan as Plan
 from recollect.plans.unit_plan import UnitPlan as UnitPlan
 from recollect.profile.profile import Profile as Profile
