@@ -14,10 +14,8 @@ from torch import nn
 import recollect
 from gradients import Step, assert_same_gradients, call, gradients, loss_of
 from offload_plans import random_offload_plan
+from offload_programs import offload_of
 from predictions import CASES, LEAN_LOOP, MOST_OVER_BYTES, larger
-from recollect.applying import Applied
-from recollect.engine.offload.flight import Offload
-from recollect.engine.tape_engine import _UnitForward
 from recollect.measuring.meter import measure_peak
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
@@ -57,13 +55,6 @@ class Trial:
         self.model.zero_grad()
         gc.collect()
         return self.profile.persistent_bytes + measure_peak(self.backward, device="cpu").peak_growth_bytes
-
-
-def offload_of(applied: Applied) -> Offload:
-    """What the tape of an applied plan has for its offloaded values."""
-    found = next(f.tape.offload for f in applied._forwards if isinstance(f, _UnitForward))
-    assert found is not None
-    return found
 
 
 @pytest.fixture(scope="module", params=long_but(QUICK, list(CASES)))

@@ -148,6 +148,8 @@ class TapeMode(OpMode):
         if facts.changes_storage:
             self._writes.add((self.unit_path, self.scope))
         if facts.changes_layout_only:
+            if self.tape.offload is not None:
+                settle([args[0].untyped_storage()])
             expect_bump(args[0])
             return func(*args, **kwargs)
         if facts.is_lazy:
@@ -262,8 +264,8 @@ class TapeMode(OpMode):
         targets = facts.written_by(args, kwargs)
         is_raised = raises_version_first(func)
         storages = snapshot_targets(targets, is_raised=is_raised)
-        for storage in storages if self.tape.offload is not None else ():
-            settle(storage)
+        if self.tape.offload is not None:
+            settle(storages, is_raised=is_raised)
         write = self._bind_write(func, facts, args, kwargs) if actions and len(targets) == 1 else None
         version = targets[0]._version if write is not None else 0
         call = None if write is None else write.call

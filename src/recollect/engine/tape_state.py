@@ -92,7 +92,9 @@ class TapeState:
 
     def next_place(self) -> Place | None:
         """Return where among the units' calls the next one is; None if nothing depends on it."""
-        return None if self.offload is None else self.offload.begin_call()
+        if self.offload is None:
+            return None
+        return self.offload.begin_call(is_inside=getattr(self._local, "mode", None) is not None)
 
     def alias(self, tensor: torch.Tensor, in_hook: bool) -> tuple[torch.Tensor, int]:
         """Return a tensor to hold in place of one that is kept, and the version at which it is valid."""

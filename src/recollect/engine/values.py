@@ -316,16 +316,10 @@ def expect_bump(tensor: torch.Tensor) -> None:
     record = record_of(storage)
     if record is not None and record.is_current(tensor._version):
         record.expect_bump(tensor._version)
-        if record.is_stored and record.base.node is not None:
-            getattr(record.base.node.call, "expect_bump", _nothing)()
     for reference in vars(storage).get(_LEAVES, ()):
         leaf = reference()
         if leaf is not None and leaf.version == tensor._version:
             leaf.version += 1
-
-
-def _nothing() -> None:
-    pass
 
 
 def private_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -70,42 +70,53 @@ _Copy = TypeVar("_Copy", bound=Copy)
 class Timetable(Generic[_Copy]):
     """Has copies leave and come back as runs of units begin, and as backward comes to them.
 
-    Runs are numbered as they begin. Copies that nobody needs any more are not brought back.
+    Runs are numbered as they begin. It holds no copies: those that nobody needs any more neither leave nor come back.
     """
 
     def __init__(self) -> None:
-        self._leaving: defaultdict[int, list[_Copy]] = defaultdict(list)
-        self._leaving_in_backward: defaultdict[int, list[_Copy]] = defaultdict(list)
+        self._leaving: defaultdict[int, list[weakref.ref[_Copy]]] = defaultdict(list)
+        self._leaving_in_backward: defaultdict[int, list[weakref.ref[_Copy]]] = defaultdict(list)
         self._returning: defaultdict[int, list[weakref.ref[_Copy]]] = defaultdict(list)
         self._returns: list[tuple[int, weakref.ref[_Copy]]] = []
 
     def add(self, copy: _Copy, run: int, trip: Trip) -> None:
         """Add the copy of a value that this run has computed."""
         leaving = self._leaving_in_backward if trip.leaves_in_backward else self._leaving
-        leaving[run + trip.leaves].append(copy)
-        self._returning[run + trip.returns].append(weakref.ref(copy))
-        self._returns.append((run + trip.returns, weakref.ref(copy)))
+        reference = weakref.ref(copy)
+        leaving[run + trip.leaves].append(reference)
+        self._returning[run + trip.returns].append(reference)
+        self._returns.append((run + trip.returns, reference))
 
     def forward(self, run: int) -> None:
         """Note that a run begins."""
         for number in [number for number in self._leaving if number <= run]:
-            for copy in self._leaving.pop(number):
-                copy.leave()
+            _have_leave(self._leaving.pop(number))
 
     def backward(self, run: int) -> None:
         """Note that backward comes to a run: whatever should have left before does now, and what is due comes back."""
         if self._leaving:
             self.forward(max(self._leaving))
         for number in sorted(number for number in self._leaving_in_backward if number >= run):
-            for copy in self._leaving_in_backward.pop(number):
-                copy.leave()
+            _have_leave(self._leaving_in_backward.pop(number))
         for number in sorted((number for number in self._returning if number >= run), reverse=True):
             for reference in reversed(self._returning.pop(number)):
                 if (found := reference()) is not None:
                     found.come_back()
+
+    def end(self) -> None:
+        """Have all leave that have not left: while they are on the device, their bytes may hold them."""
+        for _, reference in self._returns:
+            if (found := reference()) is not None:
+                found.leave()
 
     def begin_again(self) -> None:
         """Have all come back once more, in another backward."""
         self._returning.clear()
         for number, reference in self._returns:
             self._returning[number].append(reference)
+
+
+def _have_leave(references: list[weakref.ref[_Copy]]) -> None:
+    for reference in references:
+        if (found := reference()) is not None:
+            found.leave()

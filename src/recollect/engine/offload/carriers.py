@@ -6,7 +6,7 @@ Whoever computes and the two engines that copy run beside each other. Who waits 
 2. a value leaves the device when its copy out is over: whoever computes waits for it;
 3. bytes for a copy back are allocated by whoever computes, and the copy waits until then;
 4. whoever uses a value waits for its copy back;
-5. a copy out into a slot waits for the last copy back out of it;
+5. a copy out into a slot waits for the last copies from and to it;
 6. a value that is freed while it comes back waits first,
 7. and so does one that is freed while it is copied out;
 8. a copy back waits for its copy out.
@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from recollect.engine.offload.pool import Slot
+from recollect.engine.offload.streams import AcceleratorStreams, StreamCarrier
 from recollect.engine.offload.threads import ThreadCarrier
 from recollect.errors import OffloadError
 
@@ -41,11 +42,11 @@ class Carrier(Protocol):
         ...
 
     def copy_out(self, source: torch.Tensor, slot: Slot) -> Any:
-        """Begin to copy bytes to a slot, after what computes them and after what still reads the slot; return a ticket."""
+        """Begin to copy bytes to a slot, after what computes them and after the slot's copies; return a ticket."""
         ...
 
     def copy_back(self, slot: Slot, target: torch.Tensor) -> Any:
-        """Begin to copy a slot to bytes that were just allocated; return a ticket."""
+        """Begin to copy a slot to bytes that were just allocated, after the slot's copies; return a ticket."""
         ...
 
     def wait(self, ticket: Any) -> None:
@@ -53,8 +54,12 @@ class Carrier(Protocol):
         ...
 
 
-CARRIERS: dict[str, Callable[[torch.device], Carrier]] = {"cpu": lambda device: ThreadCarrier()}
-"""The one place to register a carrier, by the type of the device."""
+def _in_streams() -> Carrier:
+    return StreamCarrier(AcceleratorStreams())
+
+
+CARRIERS: dict[str, Callable[[], Carrier]] = {"cpu": ThreadCarrier, "cuda": _in_streams, "xpu": _in_streams}
+"""The one place to register a carrier, by the type of the device. `_in_streams` suits each accelerator with streams."""
 
 
 def carrier_for(device: torch.device) -> Carrier:
@@ -66,4 +71,4 @@ def carrier_for(device: torch.device) -> Carrier:
     make = CARRIERS.get(device.type)
     if make is None:
         raise OffloadError(reason=f"values on {device} cannot be copied; expected one of {', '.join(CARRIERS)}")
-    return make(device)
+    return make()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from recollect._torch_private import current_backward, keeps_graph
+from recollect._torch_private import current_backward, is_fake_tensor, keeps_graph
 from recollect.engine.offload.host import Host
 from recollect.engine.offload.offloaded import Offloaded
 from recollect.engine.subclasses import strided_tensors
@@ -27,6 +27,8 @@ __all__ = ["Flight", "HostUse", "Mark", "Offload", "Place", "is_constant"]
 
 # On the storages of what no step makes.
 _CONSTANT = "_recollect_constant"
+# After so many calls that save nothing, none ever will.
+_MOST_UNMARKED = 1000
 
 
 class HostUse(NamedTuple):
@@ -81,20 +83,25 @@ class Offload:
         host = self.host
         return HostUse(host.pool.most_taken_bytes, host.stalled_s, host.num_missed, self.num_stayed)
 
-    def begin_call(self) -> Place:
-        """Return the flight that a unit's call belongs to, and its number there."""
-        if self._flight.has_turned:
+    def begin_call(self, *, is_inside: bool) -> Place:
+        """Return the flight that a unit's call belongs to, and its number there.
+
+        `is_inside`: another unit's call is running.
+        """
+        if self._flight.has_turned or (self._flight.is_over and not is_inside):
             self._flight = Flight()
         if self._flight.is_new:
             self._mark_constants()
         return self._flight, self._flight.begin_call()
 
     def send(self, tensor: torch.Tensor, unit: str, name: str, place: Place) -> Offloaded | None:
-        """Begin to copy a value that was just computed; None if there is no room for it.
+        """Begin to copy a value that was just computed; None if there is no room for it, or nothing to copy.
 
         Raises:
             OffloadError: host memory cannot be had.
         """
+        if tensor.device.type != self.host.device.type or is_fake_tensor(tensor):
+            return None
         slot = self.host.pool.take(tensor.untyped_storage().nbytes())
         if slot is None:
             self._warn_that_it_stays(unit, name)
@@ -141,9 +148,15 @@ class Flight:
         # Of each call: marks that are left, and those that this backward has not used.
         self._marks: Counter[int] = Counter()
         self._waiting: Counter[int] = Counter()
+        self._num_marks = 0
         self._last = -1
         self._backward = -1
         self._may_repeat = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody will go backward over it, as all that autograd has saved is gone."""
+        return not self._num_marks and (self._last >= 0 or self._num_calls > _MOST_UNMARKED)
 
     @property
     def is_new(self) -> bool:
@@ -159,6 +172,7 @@ class Flight:
 
     def mark(self, packed: Any, call: int) -> Mark:
         """Return what autograd holds in place of something that it saves while a call runs."""
+        self._num_marks += 1
         self._marks[call] += 1
         self._waiting[call] += 1
         self._last = max(self._last, call)
@@ -187,9 +201,18 @@ class Flight:
 
     def forget(self, call: int, used: int) -> None:
         """Note that autograd holds something no longer that was saved in a call."""
+        self._num_marks -= 1
         self._marks[call] -= 1
         if used != self._backward or used < 0:
             self._waiting[call] -= 1
+        if self.has_turned and not self._num_marks:
+            self.timetable.end()
+
+    def __del__(self) -> None:
+        try:
+            self.timetable.end()
+        except Exception:  # noqa: S110
+            pass  # Python is about to end.
 
     def _come_to(self) -> int:
         while self._last > 0 and not self._waiting[self._last]:

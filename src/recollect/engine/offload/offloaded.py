@@ -18,10 +18,14 @@ import torch
 from recollect._torch_private import disable_torch_dispatch, keeps_graph
 from recollect.engine.offload.host import Host
 from recollect.engine.offload.pool import Slot
+from recollect.engine.streams import read_here, stream_of
 from recollect.engine.values import Layout, bytes_of, laid_out, layout_of, record_of
-from recollect.errors import MutatedValueError, OffloadError
+from recollect.errors import FreedValueError, MutatedValueError, OffloadError
 
 __all__ = ["Offloaded", "settle"]
+
+_OUT = "to host memory"
+_BACK = "back"
 
 
 class Offloaded:
@@ -32,56 +36,77 @@ class Offloaded:
         tensor: the value, just computed; it holds no graph.
         slot: room for it in host memory.
         label: path of the unit, and name of the value in it.
+
+    Raises:
+        OffloadError: it cannot be copied.
     """
 
     __slots__ = (
-        "__weakref__", "_arriving", "_back", "_changes", "_host", "_label", "_layout", "_nbytes", "_out", "_slot", "_tensor",
-        "version",
+        "__weakref__", "_arriving", "_back", "_device", "_host", "_label", "_layout", "_nbytes", "_out", "_problem", "_slot",
+        "_stream", "_tensor", "_version",
     )  # fmt: skip
 
     def __init__(self, host: Host, tensor: torch.Tensor, slot: Slot, label: tuple[str, str]) -> None:
         self._host = host
         self._tensor: torch.Tensor | None = tensor
         self._layout: Layout = layout_of(tensor)
-        self._nbytes = tensor.untyped_storage().nbytes()
+        self._nbytes = len(slot.memory)
         self._slot: Slot | None = slot
         self._label = label
-        self._changes = 0
-        self.version = tensor._version
+        # What is to be raised where something asks for it.
+        self._problem: Exception | None = None
+        self._version = tensor._version
+        self._device = tensor.device
+        self._stream = stream_of(tensor)
         self._arriving: torch.Tensor | None = None
+        self._out: Any = None
         self._back: Any = None
-        with disable_torch_dispatch(), torch.no_grad():
-            self._out: Any = host.carrier.copy_out(bytes_of(tensor), slot)
+        try:
+            with disable_torch_dispatch(), torch.no_grad():
+                self._out = host.carrier.copy_out(bytes_of(tensor), slot)
+        except Exception as error:
+            self._slot = self._tensor = None
+            host.pool.give_back(slot)
+            raise self._failed(_OUT, error) from error
+        slot.copies = [self._out]
 
-    def expect_bump(self) -> None:
-        """Prepare for an op that changes the tensor's layout only, though its version rises."""
-        self.version += 1
+    def leave(self, num_raised: int = 0) -> None:
+        """Leave the device: wait for the copy out (rule 2). What goes wrong with it is raised where something asks for it.
 
-    def leave(self) -> None:
-        """Leave the device: wait for the copy out (rule 2).
-
-        Raises:
-            OffloadError: it failed.
+        `num_raised`: by how much the version may have been raised already on account of a write that is about to run.
         """
         if self._tensor is None:
             return
-        self._wait_out()
-        # A write out of sight may have come while it was copied.
-        self._changes = self._tensor._version - self.version
+        try:
+            self._host.wait(self._out)
+            self._look_for_changes(self._tensor, num_raised)
+        except Exception as error:
+            self._problem = self._failed(_OUT, error)
         self._tensor = None
 
-    def settle(self) -> None:
+    def settle(self, num_raised: int) -> None:
         """Leave now, since something is about to write to the tensor: host memory has the old content."""
         self._host.num_missed += self._tensor is not None
-        self.leave()
+        self.leave(num_raised)
 
     def come_back(self) -> None:
-        """Begin to copy it back, if it is away (rule 3); it stays in host memory if another backward will ask for it."""
-        if self._tensor is not None or self._arriving is not None or self._slot is None:
+        """Begin to copy it back, if it is away (rule 3); it stays in host memory if another backward will ask for it.
+
+        Raises:
+            OffloadError: it cannot be copied.
+        """
+        slot = self._slot
+        if self._tensor is not None or self._arriving is not None or slot is None or self._problem is not None:
             return
         with disable_torch_dispatch(), torch.no_grad():
-            self._arriving = torch.empty(self._nbytes, dtype=torch.uint8, device=self._host.device)
-            self._back = self._host.carrier.copy_back(self._slot, self._arriving)
+            arriving = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+            try:
+                self._back = self._host.carrier.copy_back(slot, arriving)
+            except Exception as error:
+                raise self._failed(_BACK, error) from error
+        slot.copies = [self._back]
+        self._arriving = arriving
+        self._stream = stream_of(arriving)
         if not keeps_graph():
             self._give_back()
 
@@ -91,63 +116,71 @@ class Offloaded:
         Raises:
             OffloadError: a copy failed.
             MutatedValueError: something wrote to it while it was copied out.
+            FreedValueError: or freed its memory.
         """
-        tensor = self._tensor
-        if tensor is not None:
-            self._host.num_missed += 1
-            if not keeps_graph():
-                self._wait_out()
-                self._tensor = None
-                self._give_back()
-            return (tensor,)
-        if self._changes:
-            unit, name = self._label
-            raise MutatedValueError(unit=unit, module="", op=name, shape=tuple(self._layout[0]), changes=self._changes)
         if self._arriving is None:
             self._host.num_missed += 1
-            self.come_back()
-        arrived = self._arriving
+        tensor = self._tensor
+        if tensor is not None:
+            self._look_for_changes(tensor)
+        if self._problem is not None:
+            raise self._problem
+        if tensor is None:
+            tensor = self._arrived()
+        elif not keeps_graph():
+            self.leave()
+            self._give_back()
+        if self._stream is not None:
+            read_here(tensor, self._stream)
+        return (tensor,)
+
+    def _arrived(self) -> torch.Tensor:
+        self.come_back()
+        arrived, self._arriving = self._arriving, None
         assert arrived is not None
-        self._wait_back()
-        self._arriving = None
-        with disable_torch_dispatch(), torch.no_grad():
-            return (laid_out(arrived, self._layout),)
-
-    def _wait_out(self) -> None:
-        self._wait(self._out, "to host memory")
-
-    def _wait_back(self) -> None:
-        self._wait(self._back, "back")
-
-    def _wait(self, ticket: Any, direction: str) -> None:
         try:
-            self._host.wait(ticket)
+            self._host.wait(self._back)
         except Exception as error:
-            unit, name = self._label
-            raise OffloadError(
-                unit=unit, name=name, direction=direction, reason=f"{type(error).__name__}: {error}"
-            ) from error
+            raise self._failed(_BACK, error) from error
+        with disable_torch_dispatch(), torch.no_grad():
+            return laid_out(arrived, self._layout)
+
+    def _look_for_changes(self, tensor: torch.Tensor, num_raised: int = 0) -> None:
+        """Note what went on out of sight while it was copied."""
+        (unit, name), shape = self._label, tuple(self._layout[0])
+        changes = tensor._version - self._version
+        if changes > num_raised:
+            self._problem = MutatedValueError(unit=unit, module="", op=name, shape=shape, changes=changes)
+        elif tensor.untyped_storage().nbytes() < self._nbytes:
+            self._problem = FreedValueError(unit=unit, module="", op=name, shape=shape)
+
+    def _failed(self, direction: str, error: Exception) -> OffloadError:
+        unit, name = self._label
+        return OffloadError(unit=unit, name=name, direction=direction, reason=f"{type(error).__name__}: {error}")
 
     def _give_back(self) -> None:
         if self._slot is not None:
-            self._host.pool.give_back(self._slot, self._back)
+            self._host.pool.give_back(self._slot)
             self._slot = None
 
     def __del__(self) -> None:
         # Rules 6 and 7. What went wrong with a value that nobody needs does not matter.
-        for tensor, ticket in ((getattr(self, "_tensor", None), "_out"), (getattr(self, "_arriving", None), "_back")):
+        for tensor, ticket in ((self._tensor, self._out), (self._arriving, self._back)):
             if tensor is not None:
                 try:
-                    self._host.carrier.wait(getattr(self, ticket, None))
+                    self._host.carrier.wait(ticket)
                 except Exception:  # noqa: S110
                     pass
-        if getattr(self, "_slot", None) is not None:
-            self._give_back()
+        self._give_back()
 
 
-def settle(storage: torch.UntypedStorage) -> None:
-    """Have an offloaded value leave that this storage holds, since something is about to write to it."""
-    record = record_of(storage)
-    node = record.base.node if record is not None and record.is_stored else None
-    if node is not None and isinstance(node.call, Offloaded):
-        node.call.settle()
+def settle(storages: list[torch.UntypedStorage], *, is_raised: bool = False) -> None:
+    """Have offloaded values leave that these storages hold, since an op is about to write to them.
+
+    `is_raised`: whether their versions have been raised already on account of it.
+    """
+    for storage in storages:
+        record = record_of(storage)
+        node = record.base.node if record is not None and record.is_stored else None
+        if node is not None and isinstance(node.call, Offloaded):
+            node.call.settle(sum(other is storage for other in storages) if is_raised else 0)

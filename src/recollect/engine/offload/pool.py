@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,23 +23,27 @@ class Slot:
 
     Attributes:
         memory: its bytes.
-        readers: tickets of the copies back that may still read them, from earlier values.
+        copies: tickets of the last copies from them and to them, which those that follow wait for.
         slab: its slab's number.
         begin: where it begins there.
     """
 
     memory: torch.Tensor
-    readers: list[Any]
+    copies: list[Any]
     slab: int
     begin: int
+
+
+_Copied = tuple[int, int, list[Any]]
+"""Begin and end of what is left of a slot, and tickets of copies that may still read or write there."""
 
 
 @dataclass(slots=True, eq=False)
 class _Slab:
     memory: torch.Tensor
     slots: SlotList
-    # Of the slots that were given back: begin, end, and the copy that may still read them.
-    reading: list[tuple[int, int, Any]]
+    # Of the slots that were given back, in order.
+    copies: list[_Copied]
 
 
 class HostPool:
@@ -81,19 +86,37 @@ class HostPool:
             begin = slab.slots.take(nbytes)
             if begin is not None:
                 end = begin + nbytes
-                overlapping = [(b, e) for b, e, _ in slab.reading if b < end and begin < e]
-                readers = [ticket for b, e, ticket in slab.reading if b < end and begin < e]
-                slab.reading = [entry for entry in slab.reading if entry[:2] not in overlapping]
-                return Slot(slab.memory[begin:end], readers, number, begin)
+                copies = _cut(slab.copies, begin, end)
+                return Slot(slab.memory[begin:end], copies, number, begin)
         return None
 
-    def give_back(self, slot: Slot, reader: Any = None) -> None:
-        """Take a slot back, which a copy may still read."""
+    def give_back(self, slot: Slot) -> None:
+        """Take a slot back, of which copies may still be under way."""
         slab = self._slabs[slot.slab]
         slab.slots.give_back(slot.begin)
         self.taken_bytes -= len(slot.memory)
-        if reader is not None:
-            slab.reading.append((slot.begin, slot.begin + len(slot.memory), reader))
+        if len(slot.memory):
+            insort(slab.copies, (slot.begin, slot.begin + len(slot.memory), slot.copies), key=_begin)
 
     def _add_slab(self, nbytes: int) -> None:
         self._slabs.append(_Slab(self._host_memory(nbytes), SlotList(nbytes), []))
+
+
+def _begin(copied: _Copied) -> int:
+    return copied[0]
+
+
+def _cut(copies: list[_Copied], begin: int, end: int) -> list[Any]:
+    """Take a stretch out of those that copies read or write; return the tickets of its own."""
+    first = bisect_left(copies, begin, key=_begin)
+    if first and copies[first - 1][1] > begin:
+        first -= 1
+    last = bisect_left(copies, end, lo=first, key=_begin)
+    overlapping = copies[first:last]
+    copies[first:last] = [
+        (low, high, tickets)
+        for before, after, tickets in overlapping
+        for low, high in ((before, min(after, begin)), (max(before, end), after))
+        if low < high
+    ]
+    return [ticket for *_, tickets in overlapping for ticket in tickets]

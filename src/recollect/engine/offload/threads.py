@@ -11,7 +11,7 @@ import mmap
 import os
 import tempfile
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -60,14 +60,14 @@ class ThreadCarrier:
     # copy is over (rules 6 and 7).
 
     def copy_out(self, source: torch.Tensor, slot: Slot) -> Future[None]:
-        """Begin to copy bytes to a slot, after those who still read it: the op that computes them has run."""
+        """Begin to copy bytes to a slot, after copies from it and to it: the op that computes them has run."""
         addresses = slot.memory.data_ptr(), source.data_ptr()
-        return self._out.submit(_copy, *addresses, len(source), self._to_host_bytes_per_s, slot.readers)
+        return self._out.submit(_copy, *addresses, len(source), self._to_host_bytes_per_s, slot.copies)
 
     def copy_back(self, slot: Slot, target: torch.Tensor) -> Future[None]:
-        """Begin to copy a slot to bytes."""
+        """Begin to copy a slot to bytes, after the copy out."""
         addresses = target.data_ptr(), slot.memory.data_ptr()
-        return self._back.submit(_copy, *addresses, len(target), self._from_host_bytes_per_s, [])
+        return self._back.submit(_copy, *addresses, len(target), self._from_host_bytes_per_s, slot.copies)
 
     def wait(self, ticket: Future[None]) -> None:
         """Wait for a copy; raise what went wrong with it."""
@@ -75,8 +75,8 @@ class ThreadCarrier:
 
 
 def _copy(target: int, source: int, nbytes: int, bytes_per_s: float | None, after: list[Future[None]]) -> None:
-    for ticket in after:
-        ticket.result()
+    # Who needs them is told if they fail.
+    wait(after)
     if bytes_per_s is None:
         ctypes.memmove(target, source, nbytes)
         return

@@ -1,0 +1,127 @@
+"""Random small programs under random plans that keep, recompute and offload, and what a step of them gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradients import Step, gradients
+from programs import (
+    COMPUTING,
+    IN_PLACE,
+    RANDOM,
+    ROWS,
+    SEVERAL_RESULTS,
+    VIEWS,
+    WIDTH,
+    Chain,
+    Instruction,
+    Program,
+    Recipe,
+)
+from recollect.engine.offload.carriers import CARRIERS, Carrier
+from recollect.engine.offload.flight import Offload
+from recollect.engine.placed_forward import Applied
+from recollect.engine.tape import Tape
+from recollect.engine.tape_engine import _UnitForward, tape_forwards
+from recollect.plans.action import Action
+from recollect.plans.plan import Plan
+from recollect.plans.trip import Trip
+from recollect.plans.unit_plan import UnitPlan
+
+__all__ = ["carried_by", "offload_of", "plain_step", "program", "random_plan", "seen_names"]
+
+# Few that write in place: after those that do so to what autograd saved, there are no gradients.
+FAMILIES = (*[COMPUTING, SEVERAL_RESULTS, RANDOM, VIEWS] * 3, IN_PLACE)
+
+
+def program(seed: int, *, writes_outside: bool = False) -> tuple[Chain, Tensor]:
+    """A chain of up to three small layers, some of which may be the same, and its input."""
+    rng = random.Random(seed)
+
+    def instruction() -> Instruction:
+        op = rng.choice(sorted(rng.choice(FAMILIES)))
+        return Instruction(op, rng.randrange(12), rng.randrange(12), rng.randrange(6))
+
+    programs = tuple(
+        Program(tuple(instruction() for _ in range(rng.randint(2, 12))), rng.randint(-6, -1), rng.randint(-6, -1))
+        for _ in range(rng.randint(1, 3))
+    )
+    calls = tuple(rng.randrange(3) for _ in range(rng.randint(1, 4)))
+    torch.manual_seed(seed)
+    return Chain(Recipe(programs, calls, writes_outside)), torch.randn(ROWS, WIDTH)
+
+
+def plain_step(model: nn.Module, data: Any) -> Step | None:
+    """A step without a plan; None if autograd refuses it, as it does where a saved tensor is written to."""
+    try:
+        return gradients(model, data)
+    except RuntimeError:
+        return None
+
+
+class _Names:
+    """A policy that recomputes all, and remembers what it is asked for."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, list[str]] = {}
+
+    def action(self, unit_path: str, value_name: str) -> Action:
+        self.names.setdefault(unit_path, []).append(value_name)
+        return Action.RECOMPUTE
+
+    def acts_in(self, unit_path: str, module_path: str) -> bool:
+        return True
+
+    def output_action(self, unit_path: str) -> Action:
+        return Action.KEEP
+
+
+def seen_names(model: nn.Module, units: list[str], run: Callable[[], object]) -> dict[str, list[str]]:
+    """The names of the values that the tape sees in units while something runs."""
+    names = _Names()
+    tape = Tape(names, offload=Offload(model, {}, None))
+    with Applied(model, tape_forwards(model, units, tape), None):
+        run()
+    return names.names
+
+
+def random_plan(names: dict[str, list[str]], seed: int) -> Plan:
+    """One of three actions for each value, and a random trip for each that is offloaded."""
+    rng = random.Random(seed)
+    units = {}
+    for path, values in names.items():
+        actions = {name: rng.choice(["keep", "recompute", "offload", "offload"]) for name in dict.fromkeys(values)}
+        trips = {name: _trip(rng) for name, action in actions.items() if action == "offload"}
+        units[path] = UnitPlan(actions, output=rng.choice(["keep", "keep", "recompute"]), trips=trips)
+    return Plan(units)
+
+
+def _trip(rng: random.Random) -> Trip:
+    returns = rng.randint(0, 2)
+    if rng.random() < 0.3:
+        return Trip(returns + rng.randint(1, 2), returns, leaves_in_backward=True)
+    return Trip(rng.randint(1, 3), returns)
+
+
+def offload_of(applied: Applied) -> Offload:
+    """What the tape of an applied plan has for its offloaded values."""
+    found = next(f.tape.offload for f in applied._forwards if isinstance(f, _UnitForward))
+    assert found is not None
+    return found
+
+
+@contextmanager
+def carried_by(make: Callable[[], Carrier]) -> Iterator[None]:
+    """Have plans that are applied here copy in another way."""
+    before = CARRIERS["cpu"]
+    CARRIERS["cpu"] = make
+    try:
+        yield
+    finally:
+        CARRIERS["cpu"] = before
