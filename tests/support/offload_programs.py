@@ -34,7 +34,7 @@ from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip
 from recollect.plans.unit_plan import UnitPlan
 
-__all__ = ["carried_by", "offload_of", "plain_step", "program", "random_plan", "seen_names"]
+__all__ = ["carried_by", "offload_of", "plain_step", "plan_that_offloads", "program", "random_plan", "seen_names"]
 
 # Few that write in place: after those that do so to what autograd saved, there are no gradients.
 FAMILIES = (*[COMPUTING, SEVERAL_RESULTS, RANDOM, VIEWS] * 3, IN_PLACE)
@@ -100,6 +100,15 @@ def random_plan(names: dict[str, list[str]], seed: int) -> Plan:
         trips = {name: _trip(rng) for name, action in actions.items() if action == "offload"}
         units[path] = UnitPlan(actions, output=rng.choice(["keep", "keep", "recompute"]), trips=trips)
     return Plan(units)
+
+
+def plan_that_offloads(names: dict[str, list[str]], trip: Trip = Trip(), host_bytes: int | None = None) -> Plan:  # noqa: B008
+    """All values go to host memory, and all on one trip."""
+    units = {
+        path: UnitPlan(dict.fromkeys(values, "offload"), trips=dict.fromkeys(values, trip))
+        for path, values in names.items()
+    }
+    return Plan(units, predicted_host_bytes=host_bytes)
 
 
 def _trip(rng: random.Random) -> Trip:

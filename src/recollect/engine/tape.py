@@ -134,8 +134,14 @@ class Tape(TapeState):
                 yield mode
             if mode.unsettled:
                 self.learn(mode.unsettled)
+        except BaseException:
+            if mode.place is not None:
+                mode.place[0].timetable.end()
+            raise
         finally:
             self._local.mode = None
+            if mode.place is not None:
+                mode.place[0].is_running = False
             _last_step.survivors += [storage for storage in mode.dropped if storage() is not None]
 
     def _hold_outputs(self, unit_path: str, output: Any, call: Recipes) -> None:

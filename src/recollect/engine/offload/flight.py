@@ -92,6 +92,7 @@ class Offload:
             self._flight = Flight()
         if self._flight.is_new:
             self._mark_constants()
+        self._flight.is_running = True
         return self._flight, self._flight.begin_call()
 
     def send(self, tensor: torch.Tensor, unit: str, name: str, place: Place) -> Offloaded | None:
@@ -139,11 +140,13 @@ class Flight:
     Attributes:
         timetable: says when values leave and come back.
         has_turned: whether a backward has begun.
+        is_running: whether a call is running.
     """
 
     def __init__(self) -> None:
         self.timetable: Timetable[Offloaded] = Timetable()
         self.has_turned = False
+        self.is_running = False
         self._num_calls = 0
         # Of each call: marks that are left, and those that this backward has not used.
         self._marks: Counter[int] = Counter()
@@ -205,7 +208,7 @@ class Flight:
         self._marks[call] -= 1
         if used != self._backward or used < 0:
             self._waiting[call] -= 1
-        if self.has_turned and not self._num_marks:
+        if not self._num_marks and not self.is_running:
             self.timetable.end()
 
     def __del__(self) -> None:

@@ -11,6 +11,8 @@ For the tape this is the recipe of a value: calling it returns the tensor. The n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,8 +55,8 @@ class Offloaded:
         self._nbytes = len(slot.memory)
         self._slot: Slot | None = slot
         self._label = label
-        # What is to be raised where something asks for it.
-        self._problem: Exception | None = None
+        # Makes what is to be raised where something asks for it. An exception that was raised holds the step, by its traceback.
+        self._problem: Callable[[], Exception] | None = None
         self._version = tensor._version
         self._device = tensor.device
         self._stream = stream_of(tensor)
@@ -67,7 +69,7 @@ class Offloaded:
         except Exception as error:
             self._slot = self._tensor = None
             host.pool.give_back(slot)
-            raise self._failed(_OUT, error) from error
+            raise self._failed(_OUT, error)() from None
         slot.copies = [self._out]
 
     def leave(self, num_raised: int = 0) -> None:
@@ -103,7 +105,7 @@ class Offloaded:
             try:
                 self._back = self._host.carrier.copy_back(slot, arriving)
             except Exception as error:
-                raise self._failed(_BACK, error) from error
+                raise self._failed(_BACK, error)() from None
         slot.copies = [self._back]
         self._arriving = arriving
         self._stream = stream_of(arriving)
@@ -124,7 +126,7 @@ class Offloaded:
         if tensor is not None:
             self._look_for_changes(tensor)
         if self._problem is not None:
-            raise self._problem
+            raise self._problem()
         if tensor is None:
             tensor = self._arrived()
         elif not keeps_graph():
@@ -141,7 +143,7 @@ class Offloaded:
         try:
             self._host.wait(self._back)
         except Exception as error:
-            raise self._failed(_BACK, error) from error
+            raise self._failed(_BACK, error)() from None
         with disable_torch_dispatch(), torch.no_grad():
             return laid_out(arrived, self._layout)
 
@@ -150,13 +152,16 @@ class Offloaded:
         (unit, name), shape = self._label, tuple(self._layout[0])
         changes = tensor._version - self._version
         if changes > num_raised:
-            self._problem = MutatedValueError(unit=unit, module="", op=name, shape=shape, changes=changes)
+            self._problem = partial(MutatedValueError, unit=unit, module="", op=name, shape=shape, changes=changes)
         elif tensor.untyped_storage().nbytes() < self._nbytes:
-            self._problem = FreedValueError(unit=unit, module="", op=name, shape=shape)
+            self._problem = partial(FreedValueError, unit=unit, module="", op=name, shape=shape)
 
-    def _failed(self, direction: str, error: Exception) -> OffloadError:
+    def _failed(self, direction: str, error: Exception) -> Callable[[], OffloadError]:
         unit, name = self._label
-        return OffloadError(unit=unit, name=name, direction=direction, reason=f"{type(error).__name__}: {error}")
+        # Its ticket holds it.
+        error.__traceback__ = None
+        reason = f"{type(error).__name__}: {error}"
+        return partial(OffloadError, unit=unit, name=name, direction=direction, reason=reason)
 
     def _give_back(self) -> None:
         if self._slot is not None:

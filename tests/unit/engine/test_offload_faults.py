@@ -1,0 +1,366 @@
+"""Copies that fail, are late or do not fit, and steps that end early: an error or the same gradients, and nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recollect
+from blocks import Stack
+from gradients import assert_same_gradients, gradients
+from offload_programs import carried_by, offload_of, plan_that_offloads, seen_names
+from recollect.engine.offload.pool import Slot
+from recollect.engine.offload.threads import ThreadCarrier
+from recollect.errors import BudgetWarning, FreedValueError, MutatedValueError, OffloadError
+from recollect.measuring.meter import measure_peak
+from recollect.plans.plan import Plan
+from recollect.plans.trip import Trip
+from tiers import long_but
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="counts mappings as Linux lists them")
+
+ROWS, WIDTH = 8, 16
+# Of all values of a forward, and some.
+HOST_BYTES = 1 << 16
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+class Trial:
+    """A model with dropout, its gradients without a plan, and a plan that offloads all that its units compute."""
+
+    def __init__(self, rows: int = ROWS, width: int = WIDTH) -> None:
+        torch.manual_seed(0)
+        self.model = Stack(width, 3, 0.2)
+        self.data = torch.randn(rows, width)
+        self.plain = gradients(self.model, self.data, loss_of)
+        self.names = seen_names(self.model, self.model.layers, self.step)
+
+    def step(self) -> None:
+        gradients(self.model, self.data, loss_of)
+
+    def check(self) -> None:
+        assert_same_gradients(self.plain, gradients(self.model, self.data, loss_of))
+
+    def plan(self, trip: Trip = Trip(), host_bytes: int | None = HOST_BYTES) -> Plan:  # noqa: B008
+        return plan_that_offloads(self.names, trip, host_bytes)
+
+
+def held() -> tuple[int, int, int]:
+    """File descriptors, mapped files and threads of this process."""
+    gc.collect()
+    # A thread ends a moment after nobody needs it.
+    end_s = time.monotonic() + 5
+    while any("recollect" in thread.name for thread in threading.enumerate()) and time.monotonic() < end_s:
+        time.sleep(0.001)
+    return (
+        sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        num_mapped("self", tempfile.gettempdir()),
+        threading.active_count(),
+    )
+
+
+def num_mapped(process: object, folder: object) -> int:
+    """Files of a folder that a process has mapped and that have no name."""
+    lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+    return sum(f" {folder}/" in line and line.endswith("(deleted)") for line in lines)
+
+
+@pytest.fixture
+def trial() -> Trial:
+    return Trial()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = held()
+    yield
+    assert held() == before
+
+
+class Fails(ThreadCarrier):
+    """The third copy of a direction fails, when it begins or while it runs."""
+
+    def __init__(self, direction: str, when: str) -> None:
+        super().__init__()
+        self._direction, self._when, self._left = direction, when, 3
+
+    def _copied(self, direction: str, copy: Callable[[], Future[None]]) -> Future[None]:
+        self._left -= direction == self._direction
+        if self._left or direction != self._direction:
+            return copy()
+        if self._when == "begins":
+            raise OSError("the link is down")
+        failed: Future[None] = Future()
+        failed.set_exception(OSError("the link is down"))
+        return failed
+
+    def copy_out(self, source: Tensor, slot: Slot) -> Future[None]:
+        return self._copied("to host memory", lambda: super(Fails, self).copy_out(source, slot))
+
+    def copy_back(self, slot: Slot, target: Tensor) -> Future[None]:
+        return self._copied("back", lambda: super(Fails, self).copy_back(slot, target))
+
+
+@pytest.mark.parametrize("when", ["begins", "runs"])
+@pytest.mark.parametrize("direction", ["to host memory", "back"])
+def test_a_copy_that_fails_is_an_error_that_names_it(trial: Trial, direction: str, when: str) -> None:
+    with carried_by(lambda: Fails(direction, when)), recollect.apply(trial.model, trial.plan()) as applied:
+        host = offload_of(applied).host
+        with pytest.raises(OffloadError) as caught:
+            trial.step()
+        error = caught.value
+        assert error.direction == direction and error.unit in trial.names and error.name in trial.names[error.unit]
+        message = f"offload: value {error.name!r} of unit {error.unit!r} could not be copied {direction}: OSError: the link is"
+        assert str(error).startswith(message)
+        trial.model.zero_grad()
+        del error, caught
+        gc.collect()
+        assert host.pool.taken_bytes == 0
+        trial.check()
+
+
+def test_what_does_not_fit_stays_and_is_said_once(trial: Trial) -> None:
+    applied = recollect.apply(trial.model, trial.plan(host_bytes=4096))
+    with pytest.warns(
+        BudgetWarning, match=r"host memory for the plan is full, so '.*' of 'blocks\.\d' stays"
+    ) as caught:
+        trial.check()
+        trial.check()
+    offload = offload_of(applied)
+    assert offload.num_stayed > 2 and offload.host.pool.most_taken_bytes <= 4096
+    assert len([one for one in caught if one.category is BudgetWarning]) == 1
+    applied.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trial.check()
+
+
+def test_host_memory_that_cannot_be_had_is_an_error(
+    trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(
+        OffloadError, match="cannot be had .*; set TMPDIR to a folder with more room, or lower host_budget"
+    ):
+        recollect.apply(trial.model, trial.plan(host_bytes=2 * free))
+    trial.check()
+
+
+class Late(ThreadCarrier):
+    """Each copy begins 2 ms late."""
+
+    def copy_out(self, source: Tensor, slot: Slot) -> Future[None]:
+        self._out.submit(time.sleep, 2e-3)
+        return super().copy_out(source, slot)
+
+    def copy_back(self, slot: Slot, target: Tensor) -> Future[None]:
+        self._back.submit(time.sleep, 2e-3)
+        return super().copy_back(slot, target)
+
+
+@pytest.mark.parametrize("trip", [Trip(), Trip(3, 0), Trip(2, 1, leaves_in_backward=True)], ids=str)
+def test_late_copies_change_nothing(trial: Trial, trip: Trip) -> None:
+    with carried_by(Late), recollect.apply(trial.model, trial.plan(trip)):
+        trial.check()
+        trial.check()
+
+
+def test_the_peak_does_not_depend_on_how_fast_copies_are() -> None:
+    trial = Trial(rows=512, width=64)
+    plan = trial.plan(Trip(2, 1), None)
+    peaks = {}
+    # Some 10 MB go out and come back: in 0.01 s, 0.1 s and 1 s.
+    for rate in (1e9, 1e8, 1e7):
+        with carried_by(lambda: ThreadCarrier(rate, rate)), recollect.apply(trial.model, plan):  # noqa: B023
+            trial.check()
+            begin = time.perf_counter()
+            peaks[rate] = measure_peak(trial.step, device="cpu").peak_growth_bytes
+            assert time.perf_counter() - begin > 5e6 / rate
+    assert len(set(peaks.values())) == 1
+    assert peaks[1e9] < 0.9 * measure_peak(trial.step, device="cpu").peak_growth_bytes
+
+
+class Stop(Exception):
+    """Ends a step."""
+
+
+def raising(*_: Any) -> None:
+    raise Stop
+
+
+def in_forward(trial: Trial) -> None:
+    hook = trial.model.blocks[1].down.register_forward_pre_hook(raising)
+    try:
+        trial.step()
+    finally:
+        hook.remove()
+
+
+def in_the_loss(trial: Trial) -> None:
+    raising(trial.model(trial.data))
+
+
+def in_backward(trial: Trial) -> None:
+    hook = trial.model.blocks[1].register_full_backward_hook(raising)
+    try:
+        trial.step()
+    finally:
+        hook.remove()
+
+
+def nowhere(trial: Trial) -> None:
+    """The graph is thrown away."""
+    trial.model(trial.data)
+
+
+TRIPS = [Trip(), Trip(9, 1), Trip(3, 2, leaves_in_backward=True)]
+
+
+@pytest.mark.parametrize("trip", TRIPS, ids=str)
+@pytest.mark.parametrize("fault", [in_forward, in_the_loss, in_backward, nowhere])
+def test_a_step_that_ends_early_leaves_nothing(trial: Trial, fault: Callable[[Trial], None], trip: Trip) -> None:
+    with carried_by(Late), recollect.apply(trial.model, trial.plan(trip)) as applied:
+        host = offload_of(applied).host
+        for _ in range(2):
+            with suppress(Stop):
+                fault(trial)
+            trial.model.zero_grad()
+            gc.collect()
+            trial.check()
+        assert num_mapped("self", tempfile.gettempdir()) == 1 and host.pool.taken_bytes == 0
+
+
+@pytest.mark.parametrize("trip", TRIPS, ids=str)
+def test_a_loop_that_never_goes_backward_keeps_nothing(trial: Trial, trip: Trip) -> None:
+    with recollect.apply(trial.model, trial.plan(trip)) as applied:
+        pool = offload_of(applied).host.pool
+        nowhere(trial)
+        after_one = pool.most_taken_bytes
+        for _ in range(20):
+            nowhere(trial)
+        assert pool.most_taken_bytes <= 2 * after_one
+        assert sum(map(len, offload_of(applied)._flight.timetable._returning.values())) <= sum(
+            map(len, trial.names.values())
+        )
+
+
+@pytest.mark.parametrize("trip", TRIPS, ids=str)
+def test_a_plan_is_removed_or_another_one_applied_in_the_middle_of_a_step(trial: Trial, trip: Trip) -> None:
+    def gradients_of(loss: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(loss, list(trial.model.parameters())))
+
+    def loss() -> Tensor:
+        torch.manual_seed(0)
+        return loss_of(trial.model(trial.data))
+
+    plain = gradients_of(loss())
+    with carried_by(Late):
+        applied = recollect.apply(trial.model, trial.plan(trip))
+        pool = offload_of(applied).host.pool
+        first = loss()
+        applied.remove()
+        applied = recollect.apply(trial.model, trial.plan(Trip(2, 0)))
+        second = loss()
+        assert all(map(torch.equal, plain, gradients_of(first)))
+        applied.remove()
+        assert all(map(torch.equal, plain, gradients_of(second)))
+        del first, second
+    gc.collect()
+    assert pool.taken_bytes == 0
+
+
+@pytest.mark.parametrize("num_plans", long_but([100], [100, 1000]))
+def test_plans_come_and_go_and_nothing_is_left(trial: Trial, num_plans: int) -> None:
+    plans = [trial.plan(trip) for trip in TRIPS]
+    for number in range(num_plans):
+        with recollect.apply(trial.model, plans[number % len(plans)]):
+            if number % 3:
+                loss = loss_of(trial.model(trial.data))
+            if number % 2:
+                loss = loss_of(trial.model(trial.data))
+                loss.backward()
+    trial.model.zero_grad()
+
+
+_UNTIL_KILLED = """
+import torch, recollect
+from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import UnitPlan
+model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()), torch.nn.Linear(64, 1))
+recollect.apply(model, Plan({"0": UnitPlan({"0.addmm": "offload"})}, predicted_host_bytes=1 << 20))
+loss = model(torch.randn(64, 64)).sum()
+print("in the middle", flush=True)
+input()
+"""
+
+
+def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _UNTIL_KILLED],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None and process.stdout.readline() == "in the middle\n"
+        assert num_mapped(process.pid, tmp_path) == 1
+        process.send_signal(signal.SIGKILL)
+    assert [*tmp_path.iterdir()] == []
+
+
+class Unit(nn.Module):
+    """Its product, which all can see, is read again for the `tanh`. [n, d] -> [n, d]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.product = torch.empty(0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.product = (hidden @ self.weight).detach()
+        return (self.product * self.weight[0]).tanh()
+
+
+@pytest.mark.parametrize("trip", [Trip(1, 0), Trip(9, 0, leaves_in_backward=True)], ids=["in time", "asked for early"])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda product: product.add_(1), MutatedValueError, "was changed in place 1 time before backward used it"),
+        (lambda product: product.untyped_storage().resize_(0), FreedValueError, "has no memory now"),
+    ],
+    ids=["written to", "freed"],
+)
+def test_a_change_out_of_sight_while_it_is_copied_is_an_error(
+    change: Callable[[Tensor], object], error: type[Exception], message: str, trip: Trip
+) -> None:
+    unit = Unit()
+    model = nn.Sequential(unit, nn.Linear(WIDTH, WIDTH))
+    actions = {"mm": "offload", "mul": "recompute", "tanh": "recompute"}
+    plan = Plan({"0": recollect.UnitPlan(actions, trips={"mm": trip}), "1": recollect.UnitPlan({"addmm": "keep"})})
+    with carried_by(ThreadCarrier), recollect.apply(model, plan):
+        hidden = unit(torch.randn(ROWS, WIDTH))
+        change(unit.product)
+        loss = model[1](hidden).sum()
+        with pytest.raises(error, match=f"used by mm in 0, {message}"):
+            loss.backward()
