@@ -32,6 +32,7 @@ class ValueRecord:
         is_output: the unit returns it.
         mutated_later: an op writes to its storage later, so holding the storage does not preserve the value.
         saved_elements: of what autograd saved of it, which may be less than all: numbers in the largest tensor; 0 if unknown.
+        stays: the tape does not see who fills it, so that it cannot be stored anywhere else either.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ValueRecord:
     is_output: bool = False
     mutated_later: bool = False
     saved_elements: int = 0
+    stays: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ class RecordedValue:
     is_output: bool = False
     mutated_later: bool = False
     saved_elements: int = 0
+    stays: bool = False
 
 
 @dataclass

@@ -232,11 +232,13 @@ class _RecordingMode(FunctionMode):
                 record.base.hold(laid_out(held, record.layout), version)
         return known
 
-    def _keep(self, tensor: torch.Tensor) -> None:
-        """Mark a value that the tape is about to forget how to make."""
+    def _keep(self, tensor: torch.Tensor, *, stays: bool = True) -> None:
+        """Mark a value that the tape is about to forget, or only how to make it."""
         tracker = tracker_of(storage_of(tensor))
         if isinstance(tracker, TrackedValue):
-            self.recorder.calls[tracker.call].values[tracker.value].must_keep = True
+            value = self.recorder.calls[tracker.call].values[tracker.value]
+            value.must_keep = True
+            value.stays |= stays
 
     def _mark_results(self, index: int, args: Any, output: Any) -> None:
         """Mark results that the tape has no recipe for: it keeps them under any plan. Mark those that the policy keeps, too."""
@@ -272,7 +274,7 @@ class _RecordingMode(FunctionMode):
         if isinstance(module, nn.Module) and is_fully_sharded(module) and freed_after_forward(module):
             # The rest of the unit's backward asks for it before the module's own backward has the parameters back.
             for tensor in strided_tensors(output):
-                self._keep(tensor)
+                self._keep(tensor, stays=False)
                 forget_record(tensor.untyped_storage())
         return output
 

@@ -289,7 +289,8 @@ class StepRecorder:
         first = len(call.values)
         for position, storage in fresh:
             name = names[position] if len(names) > 1 else self.pending_stem
-            call.values.append(RecordedValue(name, storage.nbytes(), producer=len(call.ops)))
+            stays = facts.creates is not None
+            call.values.append(RecordedValue(name, storage.nbytes(), producer=len(call.ops), stays=stays))
             self.trackers.attach(storage, TrackedValue(self.log, index, len(call.values) - 1))
         outputs = tuple(range(first, len(call.values)))
         call.ops.append(RecordedOp(self.pending_stem, inputs, outputs, run))
@@ -301,7 +302,7 @@ class StepRecorder:
             return None
         call = self.calls[self.current]
         name = f"unseen#{len(call.values)}"
-        call.values.append(RecordedValue(name, storage.nbytes(), producer=len(call.ops), must_keep=True))
+        call.values.append(RecordedValue(name, storage.nbytes(), len(call.ops), must_keep=True, stays=True))
         tracker = TrackedValue(self.log, self.current, len(call.values) - 1)
         self.trackers.attach(storage, tracker)
         call.ops.append(RecordedOp(name, (), (tracker.value,), run=None))
@@ -361,7 +362,8 @@ class StepRecorder:
         if target is None or not isinstance(tracker, TrackedValue) or tracker.call != index:
             if isinstance(tracker, TrackedValue):
                 # Another unit's value: its recipe would not know of this write.
-                self.calls[tracker.call].values[tracker.value].must_keep = True
+                value = self.calls[tracker.call].values[tracker.value]
+                value.must_keep = value.stays = True
             self._note_other(run)
             return
         old = tracker.value

@@ -166,7 +166,7 @@ def _played_action(graph: UnitGraph, value: ValueRecord, action: Action) -> Acti
         is_there = not value.must_keep or collective_kind(value.name)
         return Action.SHARD if is_there and not (is_result or value.mutated_later) else Action.KEEP
     if action is Action.OFFLOAD:
-        return Action.KEEP if is_result else action
+        return Action.KEEP if is_result or value.stays or not value.nbytes else action
     return Action.KEEP if value.must_keep else action
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from recollect.errors import PlanError
 from recollect.plans.action import Action
 from recollect.plans.plan import Plan
 from recollect.plans.unit_plan import UnitPlan
+from recollect.profile.profile import Profile
 from recollect.simulation.decisions import KEEP_ALL, ValueActions, decide
 from toy_profile import layer, stack
 
@@ -36,6 +38,23 @@ def test_what_the_tape_has_to_keep_stays_whatever_a_plan_says() -> None:
     profile = stack(1, graph=replace(graph, values=tuple(values)))
     made = decide(profile, Plan({"layers.0": UnitPlan({"norm.mul": "recompute", "mlp.up.mm": "recompute"})}))
     assert made[1].values == ValueActions.recomputing({1})
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_away"),
+    [({}, True), ({"must_keep": True}, True), ({"stays": True}, False), ({"nbytes": 0}, False)],
+    ids=["can be recomputed", "cannot be recomputed", "is filled by others", "is empty"],
+)
+def test_what_cannot_be_recomputed_can_be_offloaded_unless_others_fill_it(
+    fields: dict[str, Any], is_away: bool
+) -> None:
+    graph = layer()
+    values = [replace(value, **fields) if value.name == "mlp.up.mm" else value for value in graph.values]
+    profile = stack(1, graph=replace(graph, values=tuple(values)))
+    made = decide(profile, Plan({"layers.0": UnitPlan({"mlp.up.mm": "offload"})}))
+    assert [value for value, _ in made[1].trips] == [2] * is_away
+    assert Profile.from_json(profile.to_json()) == profile
+    assert ('"stays"' in profile.to_json()) == ("stays" in fields)
 
 
 def test_a_plan_with_parts_needs_a_profile_of_several_ranks() -> None:

@@ -101,9 +101,10 @@ class Offload:
         Raises:
             OffloadError: host memory cannot be had.
         """
-        if tensor.device.type != self.host.device.type or is_fake_tensor(tensor):
+        nbytes = tensor.untyped_storage().nbytes()
+        if not nbytes or tensor.device.type != self.host.device.type or is_fake_tensor(tensor):
             return None
-        slot = self.host.pool.take(tensor.untyped_storage().nbytes())
+        slot = self.host.pool.take(nbytes)
         if slot is None:
             self._warn_that_it_stays(unit, name)
             return None
