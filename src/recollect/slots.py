@@ -6,7 +6,8 @@ host memory as was predicted. This module knows nothing of PyTorch.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import math
+from bisect import bisect_left
 
 SLOT_ALIGNMENT = 64
 """Slots begin at multiples of so many bytes."""
@@ -31,28 +32,37 @@ class SlotList:
     """
 
     def __init__(self, most_bytes: int | None = None) -> None:
-        self._most_bytes = most_bytes
-        # Begin and end of each slot, in order.
-        self._taken: list[tuple[int, int]] = []
+        # Begin and end of each hole, in order.
+        self._holes: list[tuple[int, float]] = [(0, math.inf if most_bytes is None else most_bytes)]
+        self._ends: dict[int, int] = {}
         self.end_bytes = 0
 
     def take(self, nbytes: int) -> int | None:
-        """Return where a new slot begins; None if there is no room."""
+        """Return where a new slot of one byte or more begins; None if there is no room."""
         size = -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        begin = 0
-        for taken, end in self._taken:
-            if taken - begin >= size:
-                break
-            begin = end
-        if self._most_bytes is not None and begin + size > self._most_bytes:
+        position = next((i for i, (begin, end) in enumerate(self._holes) if begin + size <= end), None)
+        if position is None:
             return None
-        insort(self._taken, (begin, begin + size))
-        self.end_bytes = max(self.end_bytes, begin + size)
+        begin, end = self._holes[position]
+        if begin + size < end:
+            self._holes[position] = begin + size, end
+        else:
+            del self._holes[position]
+        self._ends[begin] = begin + size
+        if begin + size > self.end_bytes:
+            self.end_bytes = begin + size
         return begin
 
     def give_back(self, begin: int) -> None:
         """Free the slot that begins there."""
-        del self._taken[bisect_left(self._taken, (begin, 0))]
+        end: float = self._ends.pop(begin)
+        position = bisect_left(self._holes, (begin, 0))
+        if position < len(self._holes) and self._holes[position][0] == end:
+            end = self._holes.pop(position)[1]
+        if position and self._holes[position - 1][1] == begin:
+            position -= 1
+            begin = self._holes.pop(position)[0]
+        self._holes.insert(position, (begin, end))
 
     def __len__(self) -> int:
-        return len(self._taken)
+        return len(self._ends)

@@ -111,7 +111,7 @@ class Offload:
         sent = Offloaded(self.host, tensor, slot, (unit, name))
         flight, call = place
         planned = self._units.get(unit)
-        flight.timetable.add(sent, call, Trip() if planned is None else planned.trips.get(name, Trip()))
+        flight.add(sent, call, Trip() if planned is None else planned.trips.get(name, Trip()))
         return sent
 
     def _mark_constants(self) -> None:
@@ -156,6 +156,8 @@ class Flight:
         self._last = -1
         self._backward = -1
         self._may_repeat = False
+        # The call that this backward has come to.
+        self._reached = -1
 
     @property
     def is_over(self) -> bool:
@@ -173,6 +175,12 @@ class Flight:
         self._num_calls += 1
         self.timetable.forward(call)
         return call
+
+    def add(self, sent: Offloaded, call: int, trip: Trip) -> None:
+        """Add the copy of a value that a call has computed."""
+        self.timetable.add(sent, call, trip)
+        # Backward may be under way already, as in a forward that computes gradients of its own.
+        self._reached = -1
 
     def mark(self, packed: Any, call: int) -> Mark:
         """Return what autograd holds in place of something that it saves while a call runs."""
@@ -198,7 +206,10 @@ class Flight:
                 self._begin_again()
             self._backward, self._may_repeat = backward, keeps_graph()
             self.has_turned = True
-        self.timetable.backward(self._come_to())
+        reached = self._come_to()
+        if reached != self._reached:
+            self._reached = reached
+            self.timetable.backward(reached)
         if used != backward:
             self._waiting[call] -= 1
         return backward
@@ -227,6 +238,7 @@ class Flight:
         """Begin another backward over a graph that the last one kept."""
         self._waiting = Counter(self._marks)
         self._last = max(self._marks, default=-1)
+        self._reached = -1
         self.timetable.begin_again()
 
 

@@ -52,7 +52,7 @@ class Offloaded:
         self._host = host
         self._tensor: torch.Tensor | None = tensor
         self._layout: Layout = layout_of(tensor)
-        self._nbytes = len(slot.memory)
+        self._nbytes = slot.nbytes
         self._slot: Slot | None = slot
         self._label = label
         # Makes what is to be raised where something asks for it. An exception that was raised holds the step, by its traceback.
@@ -64,7 +64,7 @@ class Offloaded:
         self._out: Any = None
         self._back: Any = None
         try:
-            with disable_torch_dispatch(), torch.no_grad():
+            with disable_torch_dispatch():
                 self._out = host.carrier.copy_out(bytes_of(tensor), slot)
         except Exception as error:
             self._slot = self._tensor = None
@@ -100,7 +100,7 @@ class Offloaded:
         slot = self._slot
         if self._tensor is not None or self._arriving is not None or slot is None or self._problem is not None:
             return
-        with disable_torch_dispatch(), torch.no_grad():
+        with disable_torch_dispatch():
             arriving = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
             try:
                 self._back = self._host.carrier.copy_back(slot, arriving)
@@ -144,17 +144,18 @@ class Offloaded:
             self._host.wait(self._back)
         except Exception as error:
             raise self._failed(_BACK, error)() from None
-        with disable_torch_dispatch(), torch.no_grad():
+        with disable_torch_dispatch():
             return laid_out(arrived, self._layout)
 
     def _look_for_changes(self, tensor: torch.Tensor, num_raised: int = 0) -> None:
         """Note what went on out of sight while it was copied."""
-        (unit, name), shape = self._label, tuple(self._layout[0])
         changes = tensor._version - self._version
-        if changes > num_raised:
-            self._problem = partial(MutatedValueError, unit=unit, module="", op=name, shape=shape, changes=changes)
-        elif tensor.untyped_storage().nbytes() < self._nbytes:
-            self._problem = partial(FreedValueError, unit=unit, module="", op=name, shape=shape)
+        is_freed = tensor.untyped_storage().nbytes() < self._nbytes
+        if changes <= num_raised and not is_freed:
+            return
+        make = FreedValueError if is_freed else partial(MutatedValueError, changes=changes)
+        unit, name = self._label
+        self._problem = partial(make, unit=unit, module="", op=name, shape=tuple(self._layout[0]))
 
     def _failed(self, direction: str, error: Exception) -> Callable[[], OffloadError]:
         unit, name = self._label

@@ -23,12 +23,14 @@ class Slot:
 
     Attributes:
         memory: its bytes.
+        nbytes: how many there are.
         copies: tickets of the last copies from them and to them, which those that follow wait for.
         slab: its slab's number.
         begin: where it begins there.
     """
 
     memory: torch.Tensor
+    nbytes: int
     copies: list[Any]
     slab: int
     begin: int
@@ -67,7 +69,7 @@ class HostPool:
             self._add_slab(most_bytes)
 
     def take(self, nbytes: int) -> Slot | None:
-        """Return a slot; None if there is no room.
+        """Return a slot of a byte or more; None if there is no room.
 
         Raises:
             OffloadError: the pool would have to grow, and cannot.
@@ -78,7 +80,8 @@ class HostPool:
             found = self._find(nbytes)
         if found is not None:
             self.taken_bytes += nbytes
-            self.most_taken_bytes = max(self.most_taken_bytes, self.taken_bytes)
+            if self.taken_bytes > self.most_taken_bytes:
+                self.most_taken_bytes = self.taken_bytes
         return found
 
     def _find(self, nbytes: int) -> Slot | None:
@@ -87,36 +90,32 @@ class HostPool:
             if begin is not None:
                 end = begin + nbytes
                 copies = _cut(slab.copies, begin, end)
-                return Slot(slab.memory[begin:end], copies, number, begin)
+                return Slot(slab.memory[begin:end], nbytes, copies, number, begin)
         return None
 
     def give_back(self, slot: Slot) -> None:
         """Take a slot back, of which copies may still be under way."""
         slab = self._slabs[slot.slab]
         slab.slots.give_back(slot.begin)
-        self.taken_bytes -= len(slot.memory)
-        if len(slot.memory):
-            insort(slab.copies, (slot.begin, slot.begin + len(slot.memory), slot.copies), key=_begin)
+        self.taken_bytes -= slot.nbytes
+        insort(slab.copies, (slot.begin, slot.begin + slot.nbytes, slot.copies))
 
     def _add_slab(self, nbytes: int) -> None:
         self._slabs.append(_Slab(self._host_memory(nbytes), SlotList(nbytes), []))
 
 
-def _begin(copied: _Copied) -> int:
-    return copied[0]
-
-
 def _cut(copies: list[_Copied], begin: int, end: int) -> list[Any]:
     """Take a stretch out of those that copies read or write; return the tickets of its own."""
-    first = bisect_left(copies, begin, key=_begin)
+    first = bisect_left(copies, (begin,))
     if first and copies[first - 1][1] > begin:
         first -= 1
-    last = bisect_left(copies, end, lo=first, key=_begin)
+    last = bisect_left(copies, (end,), lo=first)
     overlapping = copies[first:last]
+    if not overlapping:
+        return []
+    before, after = overlapping[0], overlapping[-1]
     copies[first:last] = [
-        (low, high, tickets)
-        for before, after, tickets in overlapping
-        for low, high in ((before, min(after, begin)), (max(before, end), after))
-        if low < high
+        *([(before[0], begin, before[2])] if before[0] < begin else []),
+        *([(end, after[1], after[2])] if end < after[1] else []),
     ]
     return [ticket for *_, tickets in overlapping for ticket in tickets]
