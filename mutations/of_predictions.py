@@ -174,7 +174,7 @@ MUTATIONS = (
         "recording",
         (
             (
-                "self.calls[tracker.call].values[tracker.value].must_keep = True\n            self._note_other(run)",
+                "value.must_keep = value.stays = True\n            self._note_other(run)",
                 "pass\n            self._note_other(run)",
             ),
         ),

@@ -6,9 +6,7 @@ stands in for the host's memory, and two threads copy.
 
 from __future__ import annotations
 
-import mmap
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from recollect.errors import HardwareError
+from recollect.measuring.mapped_files import mapped_file
 
 _LARGE_BYTES = 64 << 20
 _SMALL_BYTES = 4 << 10
@@ -113,14 +112,8 @@ def _timed_copy(source: torch.Tensor, target: torch.Tensor) -> _Span:
 
 
 def _mapped() -> torch.Tensor:
-    """Return a tensor in a mapped file, which has no name."""
     try:
-        with tempfile.TemporaryFile() as file:
-            # Written, not only made as long as that: a write to a page that the disk has no room for ends the process.
-            for _ in range(_LARGE_BYTES >> 20):
-                file.write(bytes(1 << 20))
-            file.flush()
-            return torch.frombuffer(mmap.mmap(file.fileno(), _LARGE_BYTES), dtype=torch.uint8)
+        return mapped_file(_LARGE_BYTES)
     except OSError as problem:
         raise HardwareError(
             f"link to the host: cannot map a temporary file of {_LARGE_BYTES >> 20} MiB ({problem}), expected room for two of "

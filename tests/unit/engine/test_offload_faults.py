@@ -23,9 +23,12 @@ from torch import Tensor, nn
 
 import recollect
 from blocks import Stack
+from clocked_streams import ClockedCarrier
 from gradients import assert_same_gradients, gradients
 from offload_programs import carried_by, offload_of, plan_that_offloads, seen_names
+from recollect.engine.offload.carriers import carrier_for
 from recollect.engine.offload.pool import Slot
+from recollect.engine.offload.streams import AcceleratorStreams
 from recollect.engine.offload.threads import ThreadCarrier
 from recollect.errors import BudgetWarning, FreedValueError, MutatedValueError, OffloadError
 from recollect.measuring.meter import measure_peak
@@ -66,11 +69,13 @@ class Trial:
 
 def held() -> tuple[int, int, int]:
     """File descriptors, mapped files and threads of this process."""
+    # PyTorch holds a backward that failed until there is another one.
+    torch.zeros(1, requires_grad=True).sum().backward()
     gc.collect()
     # A thread ends a moment after nobody needs it.
     end_s = time.monotonic() + 5
     while any("recollect" in thread.name for thread in threading.enumerate()) and time.monotonic() < end_s:
-        time.sleep(0.001)
+        gc.collect()
     return (
         sum(1 for _ in Path("/proc/self/fd").iterdir()),
         num_mapped("self", tempfile.gettempdir()),
@@ -166,6 +171,17 @@ def test_host_memory_that_cannot_be_had_is_an_error(
     trial.check()
 
 
+def test_memory_that_no_accelerator_can_be_told_of_is_an_error() -> None:
+    """Without an accelerator there is none; with one there is not so much."""
+    with pytest.raises(OffloadError, match="cannot be pinned .*; lower host_budget, raise the limit of locked memory"):
+        AcceleratorStreams().host_memory(1 << 60)
+
+
+def test_devices_without_a_carrier_are_an_error() -> None:
+    with pytest.raises(OffloadError, match="values on meta cannot be copied; expected one of cpu, cuda, xpu"):
+        carrier_for(torch.device("meta"))
+
+
 class Late(ThreadCarrier):
     """Each copy begins 2 ms late."""
 
@@ -246,6 +262,7 @@ def test_a_step_that_ends_early_leaves_nothing(trial: Trial, fault: Callable[[Tr
                 fault(trial)
             trial.model.zero_grad()
             gc.collect()
+            assert host.pool.taken_bytes == 0
             trial.check()
         assert num_mapped("self", tempfile.gettempdir()) == 1 and host.pool.taken_bytes == 0
 
@@ -342,7 +359,19 @@ class Unit(nn.Module):
         return (self.product * self.weight[0]).tanh()
 
 
-@pytest.mark.parametrize("trip", [Trip(1, 0), Trip(9, 0, leaves_in_backward=True)], ids=["in time", "asked for early"])
+class Reader(nn.Module):
+    """Reads the product of another unit. [n, d] -> [n, d]."""
+
+    def __init__(self, unit: Unit) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+        self.units = [unit]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + (self.units[0].product * self.weight).tanh()
+
+
+@pytest.mark.parametrize("trip", [Trip(3, 3), Trip(1, 0, leaves_in_backward=True)], ids=["in time", "asked for early"])
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -354,13 +383,46 @@ class Unit(nn.Module):
 def test_a_change_out_of_sight_while_it_is_copied_is_an_error(
     change: Callable[[Tensor], object], error: type[Exception], message: str, trip: Trip
 ) -> None:
+    """The product leaves when the fourth unit begins, or when backward comes to the second one; the third one reads it."""
     unit = Unit()
-    model = nn.Sequential(unit, nn.Linear(WIDTH, WIDTH))
-    actions = {"mm": "offload", "mul": "recompute", "tanh": "recompute"}
-    plan = Plan({"0": recollect.UnitPlan(actions, trips={"mm": trip}), "1": recollect.UnitPlan({"addmm": "keep"})})
-    with carried_by(ThreadCarrier), recollect.apply(model, plan):
-        hidden = unit(torch.randn(ROWS, WIDTH))
+    first, second, third, fourth = (unit, nn.Linear(WIDTH, WIDTH), Reader(unit), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(first, second, third, fourth)
+    actions = {"mul": "recompute", "tanh": "recompute", "add": "keep"}
+    plan = Plan(
+        {
+            "0": recollect.UnitPlan({"mm": "offload", **actions}, trips={"mm": trip}),
+            "1": recollect.UnitPlan({"addmm": "keep"}),
+            "2": recollect.UnitPlan(actions),
+            "3": recollect.UnitPlan({"addmm": "keep"}),
+        }
+    )
+    with recollect.apply(model, plan):
+        hidden = third(second(first(torch.randn(ROWS, WIDTH))))
         change(unit.product)
-        loss = model[1](hidden).sum()
+        loss = fourth(hidden).sum()
         with pytest.raises(error, match=f"used by mm in 0, {message}"):
             loss.backward()
+
+
+class Overwriter(nn.Module):
+    """Writes to its product after it was used, in a way that autograd does not mind. [n, d] -> [n, d]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        product = hidden @ self.weight
+        squashed = (product * 2).tanh()
+        product.add_(1)
+        return squashed + product
+
+
+@pytest.mark.parametrize("seed", range(3), ids=["late", "soon", "at random"])
+def test_an_op_that_writes_waits_until_the_old_content_is_copied(seed: int) -> None:
+    model = nn.Sequential(Overwriter(), nn.Linear(WIDTH, 1))
+    data = torch.randn(ROWS, WIDTH)
+    plain = gradients(model, data, torch.sum)
+    actions = {"mm": "offload", "mul": "recompute", "tanh": "recompute", "add_": "keep", "add": "keep"}
+    with carried_by(lambda: ClockedCarrier(seed)), recollect.apply(model, Plan({"0": recollect.UnitPlan(actions)})):
+        assert_same_gradients(plain, gradients(model, data, torch.sum))

@@ -74,6 +74,10 @@ def trips(carrier: ClockedCarrier, kind: type[Offloaded]) -> None:
         del third  # and while it is copied out.
         fourth = send(4.0)
         check(fourth, 4.0)
+        fifth = send(5.0)
+        # Its memory is used again by the stream that it was allocated on.
+        carrier.streams.computing = carrier.streams.new_computing()
+        fifth.leave()
 
     in_backward(run)
     assert host.pool.taken_bytes == 0

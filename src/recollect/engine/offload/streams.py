@@ -113,13 +113,13 @@ class AcceleratorStreams:
             target.copy_(source, non_blocking=True)
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Return a stretch of memory of the host: on CUDA registered, elsewhere as PyTorch pins it, in powers of two.
+        """Return a stretch of memory of the host: on CUDA registered, elsewhere pinned by PyTorch, in powers of two.
 
         Raises:
             OffloadError: there is not so much, or the device cannot be told of it.
         """
         try:
-            if torch.cuda.is_available():
+            if torch.cuda.is_available() and hasattr(mmap, "MADV_DONTFORK"):
                 return torch.frombuffer(_Registered(nbytes), dtype=torch.uint8)
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except (OSError, RuntimeError) as error:

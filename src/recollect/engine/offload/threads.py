@@ -1,14 +1,8 @@
-"""Carries copies on the CPU, with one thread for each direction, from and to a mapped file.
-
-The file has no name, so that nothing is left of it however the process ends. Its pages are the operating system's to write out,
-which tensors in anonymous memory are not.
-"""
+"""Carries copies on the CPU, with one thread for each direction, from and to a mapped file."""
 
 from __future__ import annotations
 
 import ctypes
-import mmap
-import os
 import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,6 +11,7 @@ import torch
 
 from recollect.engine.offload.pool import Slot
 from recollect.errors import OffloadError
+from recollect.measuring.mapped_files import mapped_file
 
 __all__ = ["ThreadCarrier"]
 
@@ -44,17 +39,13 @@ class ThreadCarrier:
         Raises:
             OffloadError: there is not.
         """
-        with tempfile.TemporaryFile(prefix="recollect") as file:
-            try:
-                # A file with holes would end the process once there is no room to fill them.
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-                mapped = mmap.mmap(file.fileno(), nbytes)
-            except OSError as error:
-                raise OffloadError(
-                    reason=f"a file of {nbytes} bytes in {tempfile.gettempdir()} cannot be had ({error}); set TMPDIR to a "
-                    "folder with more room, or lower host_budget"
-                ) from None
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        try:
+            return mapped_file(nbytes)
+        except OSError as error:
+            raise OffloadError(
+                reason=f"a file of {nbytes} bytes in {tempfile.gettempdir()} cannot be had ({error}); set TMPDIR to a folder "
+                "with more room, or lower host_budget"
+            ) from None
 
     # Threads get addresses, not tensors: memory is then freed by whoever computes, where it is counted. It is not before the
     # copy is over (rules 6 and 7).
