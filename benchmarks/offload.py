@@ -128,7 +128,7 @@ def _percent(plan: Plan) -> str:
 
 def _print_timed(flags: Flags, console: Console) -> None:
     rate = flags.bytes_per_s
-    carriers.CARRIERS["cpu"] = lambda device: ThreadCarrier(rate, rate)
+    carriers.CARRIERS["cpu"] = lambda: ThreadCarrier(rate, rate)
     # One thread computes, and leaves a core to the two that copy.
     torch.set_num_threads(1)
     torch.manual_seed(0)

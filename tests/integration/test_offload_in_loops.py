@@ -94,7 +94,7 @@ def test_the_peak_does_not_depend_on_the_link(
     plan: recollect.Plan, bytes_per_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tenth, once and ten times as fast: the same peak, to the byte."""
-    monkeypatch.setitem(carriers.CARRIERS, "cpu", lambda device: ThreadCarrier(bytes_per_s, bytes_per_s))
+    monkeypatch.setitem(carriers.CARRIERS, "cpu", lambda: ThreadCarrier(bytes_per_s, bytes_per_s))
     trained = model()
     with recollect.apply(trained, plan) as applied:
         step(trained)

@@ -131,7 +131,7 @@ class _PolicyMode(FunctionMode):
             return
         if self.place is None:
             tape.offload = _offload_from(tensor.device)
-            self.place = tape.offload.begin_call()
+            self.place = tape.offload.begin_call(is_inside=False)
         self.send_away(tensor, facts, index)
 
     @untraced

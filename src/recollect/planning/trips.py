@@ -208,7 +208,7 @@ def may_leave(graph: UnitGraph, index: int, least_bytes: int) -> bool:
     """Return whether a value of a unit can be offloaded if it is stored: an op made it, and none writes to it."""
     value = graph.values[index]
     is_made = value.producer is not None and not graph.ops[value.producer].mutates
-    return is_made and not (value.mutated_later or value.must_keep) and value.nbytes >= max(1, least_bytes)
+    return is_made and not (value.mutated_later or value.stays) and value.nbytes >= max(1, least_bytes)
 
 
 def _is_on_tape(decision: CallActions) -> bool:

@@ -51,7 +51,8 @@ def test_what_cannot_be_recomputed_can_be_offloaded_unless_others_fill_it(
     graph = layer()
     values = [replace(value, **fields) if value.name == "mlp.up.mm" else value for value in graph.values]
     profile = stack(1, graph=replace(graph, values=tuple(values)))
-    made = decide(profile, Plan({"layers.0": UnitPlan({"mlp.up.mm": "offload"})}))
+    units = {call.path: UnitPlan({}) for call in profile.calls} | {"layers.0": UnitPlan({"mlp.up.mm": "offload"})}
+    made = decide(profile, Plan(units))
     assert [value for value, _ in made[1].trips] == [2] * is_away
     assert Profile.from_json(profile.to_json()) == profile
     assert ('"stays"' in profile.to_json()) == ("stays" in fields)
@@ -67,7 +68,9 @@ def test_a_plan_with_parts_needs_a_profile_of_several_ranks() -> None:
 def test_a_plan_that_offloads_names_all_units() -> None:
     """Units that it does not name are no edges, at which values leave."""
     profile, unit = stack(2), UnitPlan({"mlp.up.mm": "offload"})
-    with pytest.raises(PlanError, match=r"offloads values, and does not name unit 'embed'.*name all, if only with UnitPlan"):
+    with pytest.raises(
+        PlanError, match=r"offloads values, and does not name unit 'embed'.*name all, if only with UnitPlan"
+    ):
         decide(profile, Plan({"layers.0": unit}))
     named = {call.path: UnitPlan({}) for call in profile.calls} | {"layers.0": unit}
     assert [len(decision.trips) for decision in decide(profile, Plan(named))] == [0, 1, 0, 0]
