@@ -49,7 +49,7 @@ _LEAST_PART = 1e-3
 _FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
 _NUM_REFINEMENTS = 3
 # Stop searching where so little of the step can be gained.
-_SMALL_GAP = 0.01
+_LITTLE_GAIN = 0.01
 # The linear program is solved so often, at first for so much less than the budget as this part of it, then for twice that less.
 _MOST_ROUNDS = 8
 _FIRST_MARGIN = 0.002
@@ -185,7 +185,7 @@ class OffloadPlanner:
     def _searched(self, budget_bytes: int, least_bytes: int) -> _Found | None:
         """Return the fastest plan found that offloads."""
         mixed = self._mixed(budget_bytes)
-        if mixed is not None and mixed.added_s <= self._bound.added_s(budget_bytes) + _SMALL_GAP * self.profile.step_s:
+        if mixed is not None and mixed.added_s <= self._bound.added_s(budget_bytes) + _LITTLE_GAIN * self.profile.step_s:
             return mixed
         # Where outputs are dropped, or units run several times, the linear program knows less than the search for a budget.
         return _fastest(mixed, self._of_larger_budgets(budget_bytes, least_bytes))
