@@ -185,7 +185,10 @@ class OffloadPlanner:
     def _searched(self, budget_bytes: int, least_bytes: int) -> _Found | None:
         """Return the fastest plan found that offloads."""
         mixed = self._mixed(budget_bytes)
-        if mixed is not None and mixed.added_s <= self._bound.added_s(budget_bytes) + _LITTLE_GAIN * self.profile.step_s:
+        if (
+            mixed is not None
+            and mixed.added_s <= self._bound.added_s(budget_bytes) + _LITTLE_GAIN * self.profile.step_s
+        ):
             return mixed
         # Where outputs are dropped, or units run several times, the linear program knows less than the search for a budget.
         return _fastest(mixed, self._of_larger_budgets(budget_bytes, least_bytes))
