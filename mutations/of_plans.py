@@ -109,7 +109,7 @@ MUTATIONS = (
         "search-ends-early",
         "the search is content with a plan half as slow again as the bound",
         "planning",
-        (("_SMALL_GAP = 0.01\n", "_SMALL_GAP = 0.5\n"),),
+        (("_SMALL_GAP = 0.01\n_SMALL_GAP_OF", "_SMALL_GAP = 0.5\n_SMALL_GAP_OF"),),
     ),
     Mutation(
         "least-peak-too-high",

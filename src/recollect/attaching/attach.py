@@ -22,8 +22,6 @@ from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.model_step import device_of
 from recollect.recording.optimizers import check_optimizers, optimizers_in
 
-__all__ = ["attach"]
-
 
 def attach(
     model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],

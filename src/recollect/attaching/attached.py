@@ -47,8 +47,6 @@ from recollect.ranks.group import ALONE, Ranks
 from recollect.recording.find_units import find_units
 from recollect.recording.step_recording import StepRecording
 
-__all__ = ["Attached", "OnLarger"]
-
 OnLarger: TypeAlias = Literal["replan", "warn", "raise"]
 
 _handles: weakref.WeakSet[Attached] = weakref.WeakSet()

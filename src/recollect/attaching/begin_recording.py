@@ -17,8 +17,6 @@ from recollect.recording.find_units import Unit
 from recollect.recording.model_step import step_tensors
 from recollect.recording.step_recording import StepRecording
 
-__all__ = ["begin_recording", "excess_of", "obstacle"]
-
 # What the recording itself copies of small inputs: much beside the step of a toy, and nothing beside any other.
 _OWN_BYTES: Final = 32 << 10
 

@@ -9,8 +9,6 @@ from recollect.attaching.held import HeldBytes
 from recollect.attaching.placement import Placement
 from recollect.attaching.step_under_way import StepUnderWay
 
-__all__ = ["CallWatch"]
-
 
 class CallWatch:
     """Begins and ends with the calls of one model.

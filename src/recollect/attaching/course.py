@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Course", "Runs", "largest"]
-
 
 class Runs(NamedTuple):
     """How often a unit ran with gradients on, and how many elements its first argument had at most."""

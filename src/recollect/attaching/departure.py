@@ -8,8 +8,6 @@ from recollect.attaching.planned_step import PlannedStep
 from recollect.byte_format import format_bytes
 from recollect.plans.paths import unit_words
 
-__all__ = ["Departure"]
-
 
 @dataclass(frozen=True, slots=True)
 class Departure:

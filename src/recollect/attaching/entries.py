@@ -15,8 +15,6 @@ from recollect.recording.returns import Returns, entry_modules
 from recollect.tensors import tensors_held
 from recollect.thread_end import at_end_of_thread
 
-__all__ = ["Backwards", "Entry", "EntryForward", "Removable", "entry_forwards"]
-
 Entry = Callable[[str, nn.Module, Any, Any], None]
 """Called before a call: with the path of the module, the module and its arguments."""
 

@@ -19,8 +19,6 @@ from recollect.measuring.device_memory import held_now
 from recollect.profile.events import BACKWARD
 from recollect.simulation.timeline import timeline
 
-__all__ = ["DevicePeak", "HeldBytes", "beyond_noise", "expect"]
-
 # What other threads allocate meanwhile, and objects that are not tensors: within a call, and from step to step.
 _NOISE_BYTES: Final = 96 * 1024
 _GROWTH_BYTES: Final = 1 << 20

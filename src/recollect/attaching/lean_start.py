@@ -20,8 +20,6 @@ from recollect.profile.profile import Profile
 from recollect.recording.next_step import foreseen, with_copies
 from recollect.recording.simulated_policy import recorded_under
 
-__all__ = ["LeanStart"]
-
 
 class LeanStart:
     """Foresees steps from recorded ones, and finds their leanest plans.

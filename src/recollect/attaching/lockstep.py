@@ -32,8 +32,6 @@ from recollect.profile.profile import Profile
 from recollect.ranks.common import common_plan
 from recollect.ranks.group import Place, Ranks
 
-__all__ = ["Answer", "Lockstep"]
-
 T = TypeVar("T")
 
 # So many steps that ask and find nothing new, then one that asks in so many.

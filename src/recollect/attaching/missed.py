@@ -9,8 +9,6 @@ from recollect.attaching.course import Course
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.step_shape import Call
 
-__all__ = ["Missed", "is_little"]
-
 # Where steps alternate, a few begin like the one that was missed.
 _MOST_ATTEMPTS: Final = 4
 # With so many runs of units at their leanest, in a step that has memory reserved for them, a larger one is worth recording.

@@ -11,8 +11,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from recollect.weak_hooks import register_weakly
 
-__all__ = ["OptimizersSeen"]
-
 
 class OptimizersSeen:
     """Puts an optimizer in the place of one over the same parameters that has stopped stepping.

@@ -15,8 +15,6 @@ from recollect.engine.placed_forward import Applied
 from recollect.engine.policy import DropAll, leanest_policy
 from recollect.plans.unit_plan import UnitPlan
 
-__all__ = ["Placement"]
-
 
 class Placement:
     """Puts forwards in place, and takes them off.

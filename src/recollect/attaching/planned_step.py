@@ -25,8 +25,6 @@ from recollect.ranks.common import common_plan, with_common_times
 from recollect.ranks.group import ALONE, Place, Ranks
 from recollect.recording.step_recording import StepRecording
 
-__all__ = ["PlannedStep", "common_steps", "least_recompute_first", "own_plan", "plan_step", "profile_of"]
-
 # Of two recordings of the same step, the later one may be this part of the other.
 _NEARLY: Final = 0.99
 

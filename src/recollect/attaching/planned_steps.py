@@ -10,8 +10,6 @@ from recollect.attaching.course import Course, Runs, largest
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.step_shape import Call, covering, groups_of
 
-__all__ = ["PlannedSteps", "difference", "grouped"]
-
 # Of one sequence of calls, so many courses are remembered, those that need the most memory;
 # the others count in what is reserved.
 _MOST_COURSES: Final = 4

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from recollect.attaching.planned_step import PlannedStep
 from recollect.byte_format import format_bytes
 
-__all__ = ["line_of", "numbers_of", "report_of"]
-
 _NOT_COUNTED = (
     "not counted: evaluation and generation; what other threads, processes and libraries allocate without PyTorch; "
     "on the CPU also shared memory and mapped files"

@@ -21,8 +21,6 @@ from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.recording.optimizers import present_state_bytes, state_tensors
 
-__all__ = ["Reserve"]
-
 _KIND: Final = "units_of_other_steps"
 """Under this name the bytes count in a profile as alive throughout the step."""
 

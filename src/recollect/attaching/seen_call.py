@@ -14,8 +14,6 @@ from recollect._torch_private import tree_leaves
 from recollect.attaching.step_shape import Call
 from recollect.attaching.structure import Structure
 
-__all__ = ["describe_call"]
-
 # Numbers may count steps; what they change, the units and the allocator tell. What objects hold is not looked at.
 _PLAIN: Final = frozenset({bool, str, type(None)})
 _requires_grad = attrgetter("requires_grad")

@@ -10,8 +10,6 @@ from torch import nn
 
 from recollect.errors import RecordError
 
-__all__ = ["StepEnd", "without_backward"]
-
 # Loading weights or clipping them between calls is no optimizer's step; a loop that goes on updating them is.
 _MOST_FOREIGN_UPDATES: Final = 3
 # Of one optimizer while another waits, as a discriminator's steps for each of the generator's.

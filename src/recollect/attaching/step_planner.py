@@ -31,8 +31,6 @@ from recollect.recording.host_link import with_host_link
 from recollect.recording.step_recording import StepRecording
 from recollect.warning import warn_user
 
-__all__ = ["StepPlanner"]
-
 # What grows from step to step is reserved somewhat ahead.
 _MARGIN: Final = 1.5
 # A step that differs from all before it is recorded; if so many do, and no fewer than every second one, none is any more.

@@ -11,8 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Call", "covering", "groups_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Call:

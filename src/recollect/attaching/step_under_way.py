@@ -12,8 +12,6 @@ from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.step_shape import Call
 from recollect.attaching.unit_watch import UnitWatch
 
-__all__ = ["StepUnderWay"]
-
 
 class StepUnderWay:
     """The calls of a step so far.

@@ -20,8 +20,6 @@ from recollect._torch_parallel import is_checkpoint_wrapper
 from recollect.engine.partitioned import is_partitioned
 from recollect.weak_hooks import register_weakly
 
-__all__ = ["Structure"]
-
 _FLAG = "gradient_checkpointing"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 

@@ -20,8 +20,6 @@ from recollect.engine.placed_forward import PlacedForward
 from recollect.engine.policy import DropAll
 from recollect.engine.tape import Tape
 
-__all__ = ["UnitWatch", "WatchedUnit"]
-
 _ANY_NUMBER: Final = sys.maxsize
 
 # Looked up in every run of a unit.

@@ -24,8 +24,6 @@ from recollect.engine.tape import Tape
 from recollect.engine.tape_mode import TapeMode
 from recollect.errors import ConfigError, NotYetError
 
-__all__ = ["checkpoint", "checkpoint_sequential"]
-
 _DETERMINISM_CHECKS: Final = ("default", "none")
 
 _TAKES_RESPECT: Final = "respect_saved_tensors_hooks" in inspect.signature(torch_checkpoint).parameters

@@ -18,8 +18,6 @@ from recollect.errors import ConfigError, NotYetError
 from recollect.plans.paths import paths_above
 from recollect.recording.find_units import NOT_CALLED
 
-__all__ = ["apply_activation_checkpointing"]
-
 # Of `checkpoint_wrapper`: what has no effect where nothing runs a second time.
 _WITHOUT_EFFECT: Final = frozenset(
     {"checkpoint_impl", "preserve_rng_state", "determinism_check", "debug", "early_stop", "use_reentrant"}

@@ -30,8 +30,6 @@ from recollect.errors import ConfigError
 from recollect.plans.action import Action
 from recollect.plans.value_names import result_names, value_stem
 
-__all__ = ["Contexts", "PolicyFunction", "PolicyTape", "contexts_with"]
-
 PolicyFunction = Callable[..., CheckpointPolicy | bool]
 """`policy(context, op, *args, **kwargs)`, as PyTorch's selective checkpointing calls it; a bool says whether to save."""
 

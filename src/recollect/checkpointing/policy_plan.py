@@ -26,8 +26,6 @@ from recollect.simulation.decisions import keep_all_unit
 from recollect.simulation.edges import returning_values
 from recollect.simulation.simulate import predicted_plan
 
-__all__ = ["policy_plan"]
-
 
 def policy_plan(
     profile: Profile,

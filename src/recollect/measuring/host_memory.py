@@ -9,8 +9,6 @@ from recollect.byte_format import format_bytes
 from recollect.errors import ConfigError
 from recollect.quantities import parse_bytes
 
-__all__ = ["check_host_budget", "host_memory_bytes"]
-
 # Where Linux says how much a group of processes may use: version 2 and 1 of its control groups.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 

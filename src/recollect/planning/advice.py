@@ -6,8 +6,6 @@ from recollect.byte_format import format_bytes
 from recollect.profile.events import ALLOC, FREE, OPTIMIZER, PHASE
 from recollect.profile.profile import Profile, kind_text
 
-__all__ = ["HOST_ADVICE", "advice", "lasting_bytes"]
-
 HOST_ADVICE = 'Or let part of what backward needs go to host memory (host_budget="64GiB", or as much as there is).'
 """For whoever plans without it."""
 

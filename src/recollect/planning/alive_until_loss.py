@@ -15,8 +15,6 @@ from recollect.profile.events import ALLOC, DIES, FORWARD, OP, PHASE, WORK, Even
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 
-__all__ = ["held_values", "unheld_bytes", "with_held"]
-
 # If a unit holds more values than this, they are kept or dropped together.
 _MOST_HELD_APART = 2
 

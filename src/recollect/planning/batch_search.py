@@ -22,8 +22,6 @@ from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.quantities import parse_budget
 
-__all__ = ["MAX_SIZE", "LargestBatch", "TriedSize", "search_batches"]
-
 MAX_SIZE = 2**20
 # Where the peak does not grow yet, as that of the optimizer's step, a line says nothing of what comes.
 _MOST_GROWTH = 4

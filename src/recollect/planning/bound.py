@@ -39,8 +39,6 @@ from recollect.plans.engines import Tape
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
-__all__ = ["LowerBound", "Steps", "check_bound", "is_all_on_tape"]
-
 # Part of a number that its last digits may be wrong by, where many are added up.
 _ROUNDING = 1e-12
 # Part of the bound by which a plan may be below it before that is an error.

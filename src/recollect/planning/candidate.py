@@ -13,8 +13,6 @@ from recollect.planning.option_table import Choice, OptionTable
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.peak_sums import Peaks, PeakSums
 
-__all__ = ["Candidate", "KnownCosts"]
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

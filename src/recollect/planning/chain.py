@@ -34,8 +34,6 @@ from recollect.planning.option_table import Choice, OptionTable
 from recollect.plans.action import Action
 from recollect.simulation.windows import Window, calls_besides
 
-__all__ = ["Chain", "Play", "Stage", "WorkingSets", "cheapest"]
-
 _NUM_CELLS = 1000
 _NO_LIMIT = 2**62
 _MOST_ROUNDS = 8

@@ -29,8 +29,6 @@ from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.program import Program
 from recollect.simulation.windows import most_alive, windows
 
-__all__ = ["ChainSolver"]
-
 # The most events to play for measuring working sets: about 0.1 s.
 _PROBED_EVENTS = 320_000
 _FEWEST_PROBES = 12

@@ -43,8 +43,6 @@ from recollect.plans.value_names import module_of
 from recollect.profile.profile import Profile
 from recollect.simulation.program import rounded_bytes
 
-__all__ = ["CheapestStep", "StepChoice", "StepCut"]
-
 # So that a capacity and the flow against it are below 2**31 together.
 _MOST: Final = 2**30 - 1
 _NEVER: Final = np.iinfo(np.int64).max

@@ -25,8 +25,6 @@ from recollect.profile.profile import Profile
 from recollect.simulation.program import rounded_bytes
 from recollect.simulation.windows import windows
 
-__all__ = ["CheckpointTimes", "checkpoint_times", "fixed_bytes"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckpointTimes:

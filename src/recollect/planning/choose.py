@@ -34,8 +34,6 @@ from recollect.simulation.program import Program
 from recollect.simulation.simulate import Simulation, simulate, simulated_plan
 from recollect.simulation.windows import windows
 
-__all__ = ["SOLVERS", "Planner", "Solver", "without_collections"]
-
 # Stop searching this close to the bound: a fraction of the bound itself, and one of the step.
 _SMALL_GAP = 0.01
 _SMALL_GAP_OF_STEP = 0.001

@@ -28,8 +28,6 @@ from recollect.profile.profile import Profile
 from recollect.simulation.decisions import keep_all_unit, recompute_all_unit
 from recollect.simulation.simulate import predicted_plan
 
-__all__ = ["CLASSIC_NAMES", "ClassicName", "classic_plan"]
-
 ClassicName = Literal["keep_all", "full", "every_nth", "sqrt"]
 CLASSIC_NAMES: tuple[ClassicName, ...] = ("keep_all", "full", "every_nth", "sqrt")
 

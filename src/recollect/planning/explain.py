@@ -18,8 +18,6 @@ from recollect.simulation.decisions import decide
 from recollect.simulation.layer_usage import LayerUsage, kept_outside_bytes, layer_usage
 from recollect.simulation.simulate import simulate
 
-__all__ = ["Explained", "Explanation", "LayerGroup", "explain_plan"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:

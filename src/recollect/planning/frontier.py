@@ -20,8 +20,6 @@ from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 
-__all__ = ["BoundPoint", "Frontier", "FrontierPoint", "frontier"]
-
 # Where to plan between the lowest peak (0) and the plain one (1): closer together where the curve bends most.
 _FRACTIONS = (0.0, 0.01, 0.02, 0.04, 0.07, *(step / 16 for step in range(2, 16)), 0.98, 1.0)
 # Where to compute the bound below the lowest peak, as fractions of that range, until it rules out any plan.

@@ -20,8 +20,6 @@ from recollect.planning.checkpoint_times import checkpoint_times
 from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import Link, event_times
 
-__all__ = ["HostBound"]
-
 # Halve the range of the bound so often, from the bound without host memory or all that can run again.
 _NUM_HALVINGS = 8
 

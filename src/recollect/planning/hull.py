@@ -40,8 +40,6 @@ from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import PartRecord, UnitGraph
 
-__all__ = ["Evaluator", "Option", "unit_hull"]
-
 _INFINITE = 2**31 - 1
 # The sum of the finite capacities, so that no flow reaches _INFINITE.
 _TOTAL_CAPACITY = 2**30

@@ -42,8 +42,6 @@ from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.windows import Window
 
-__all__ = ["LeanSearch"]
-
 # Softness of the maximum, as parts of what the step needs beside what is always there.
 _SOFTNESS = (0.05, 0.003)
 # Units matter whose windows have this part of the weight of all windows.

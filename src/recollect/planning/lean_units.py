@@ -21,8 +21,6 @@ from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.windows import Window, most_alive, num_alive
 
-__all__ = ["LeanUnits", "checkpoints", "everything_dropped", "worth_keeping"]
-
 # Values below this part of the largest one of their unit are kept or dropped with the others.
 _SMALLEST_PART = 1 / 256
 # Events of all steps to simulate, and the fewest steps: about a second.

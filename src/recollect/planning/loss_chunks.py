@@ -19,8 +19,6 @@ from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.quantities import parse_budget
 
-__all__ = ["COUNTS", "LossChunks", "Planned", "PlannedStep", "fewest_chunks", "plan_with_chunks"]
-
 LossChunks = int | Literal["auto"]
 COUNTS = (1, 4, 16, 64)
 

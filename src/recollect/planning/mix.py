@@ -21,8 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-__all__ = ["Limits", "MixUnit", "cheapest_mix"]
-
 # Part of a byte count by which sums in floating point may be off.
 _ROUNDING = 1e-12
 # A choice this close to the program's best point, as a part of its seconds, is good enough.

@@ -29,8 +29,6 @@ from scipy.sparse import coo_array
 
 from recollect.simulation.copy_clock import Link
 
-__all__ = ["OffloadUnit", "offload_mix"]
-
 # Of two choices that take equally long, prefer the one that copies less: seconds per byte copied, as a part of the link's.
 _COPY_PRICE = 1e-3
 

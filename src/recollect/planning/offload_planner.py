@@ -37,8 +37,6 @@ from recollect.simulation.program import Program
 from recollect.simulation.simulate import simulate, simulated_plan
 from recollect.simulation.windows import windows
 
-__all__ = ["OffloadPlanner"]
-
 # More than any host has.
 _ANY_BYTES = 2**62
 # Smaller values never go: the number of copies would cost more than their bytes are worth.

@@ -16,8 +16,6 @@ from recollect.profile.events import BACKWARD, FORWARD
 from recollect.profile.profile import Profile
 from recollect.simulation.copy_clock import Course, Link
 
-__all__ = ["OffloadUnits", "measured_units"]
-
 
 @dataclass(frozen=True, slots=True)
 class OffloadUnits:

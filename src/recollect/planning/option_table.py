@@ -16,8 +16,6 @@ from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, decide_call, keep_all_unit
 
-__all__ = ["Choice", "OptionTable", "OptionsOf", "UnitRow", "unit_plan", "with_options"]
-
 Choice = tuple[int, ...]
 """The index of the chosen option of each row."""
 

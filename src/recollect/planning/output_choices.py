@@ -13,19 +13,6 @@ from itertools import pairwise
 
 from recollect.profile.profile import Profile
 
-__all__ = [
-    "chains",
-    "dropped_outputs",
-    "first_outputs",
-    "folded_outputs",
-    "inner_outputs",
-    "longest_chain",
-    "most_folded",
-    "number_between",
-    "outputs_within",
-    "single_outputs",
-]
-
 
 def chains(profile: Profile) -> list[list[int]]:
     """Return chains of repeated layers where each output is the input of the next layer.

@@ -10,8 +10,6 @@ from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.quantities import parse_bytes
 
-__all__ = ["plan", "planner_for"]
-
 
 def plan(profile: Profile, budget: int | str, host_budget: int | str = 0, *, link_share: float = LINK_SHARE) -> Plan:
     """Choose what to keep so that the peak of the whole step is within a budget, at the least slowdown.

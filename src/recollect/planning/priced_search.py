@@ -33,8 +33,6 @@ from recollect.profile.profile import Profile
 from recollect.simulation.peak_sums import PeakSums
 from recollect.simulation.windows import Window
 
-__all__ = ["PricedSearch"]
-
 _NUM_CELLS = 400
 # Doublings or halvings of the first price to bracket the right one, then bisections of the bracket.
 _MOST_DOUBLINGS = 24

@@ -10,8 +10,6 @@ from recollect.planning.trips import LINK_SHARE
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
-__all__ = ["Prices", "prices"]
-
 _GIB = 2**30
 _GB = 10**9
 # Where there is less than four times that, a quarter of what there is is tried, and scaled up.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["Stored"]
-
 
 class Stored(NamedTuple):
     """The stored values of a unit, as one set of values for each way to store one; values in no set are not stored.

@@ -25,8 +25,6 @@ from recollect.simulation.edges import EdgeTable, edges
 from recollect.simulation.lifetimes import EveryEvent
 from recollect.simulation.program import Key, rounded_bytes
 
-__all__ = ["HASTES", "LINK_SHARE", "Name", "Schedule", "TripPlanner", "link_of", "may_leave", "scheduled", "with_trips"]
-
 Name = tuple[str, str]
 """A value that may be offloaded: path of its unit, and its name there."""
 

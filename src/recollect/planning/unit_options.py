@@ -18,8 +18,6 @@ from recollect.plans.action import Action
 from recollect.plans.value_names import module_of
 from recollect.profile.graph import UnitGraph
 
-__all__ = ["unit_options", "working_bytes"]
-
 # Ops of the units that all variations go through: a second or two.
 _OPS_OF_ALL_VARIATIONS = 600_000
 _FEWEST_VARIATIONS = 128

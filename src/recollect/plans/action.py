@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["OUTPUT_ACTIONS", "Action"]
-
 
 class Action(str, Enum):
     """What happens to one value. A plan maps values to actions and keeps what it does not name.

@@ -9,8 +9,6 @@ from recollect.plans.action import Action
 from recollect.plans.unit_plan import UnitPlan
 from recollect.plans.value_names import collective_kind
 
-__all__ = ["digest_of", "needs_all_ranks"]
-
 
 def digest_of(units: Mapping[str, UnitPlan], loss_chunks: int = 1) -> str:
     """Return a text that is equal for equal plans of units, in every process: what they do, without predictions.

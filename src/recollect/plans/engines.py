@@ -11,8 +11,6 @@ from typing import ClassVar, Final, Literal, TypeAlias
 
 from recollect.errors import PlanError
 
-__all__ = ["ENGINE_WORDS", "EngineChoice", "EngineWord", "Region", "Tape", "engine_choice"]
-
 
 @dataclass(frozen=True, slots=True)
 class Tape:

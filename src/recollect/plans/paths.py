@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["compress_paths", "expand_paths", "is_plain", "paths_above", "unit_words"]
-
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 _RANGE = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})", re.ASCII)
 # More paths than any model has units; a longer range in a file is a mistake that would fill memory.

@@ -25,8 +25,6 @@ from recollect.plans.text import changed_units, unit_table
 from recollect.plans.trip import Trip
 from recollect.plans.unit_plan import UnitPlan
 
-__all__ = ["Plan"]
-
 _COLUMNS = 80
 _FORMAT = "recollect.plan"
 # 2: a plan that offloads. One that does not is written as version 1, which every reader knows.

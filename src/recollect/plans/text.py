@@ -18,8 +18,6 @@ from recollect.plans.engines import Region, Tape
 from recollect.plans.paths import compress_paths
 from recollect.plans.unit_plan import UnitPlan
 
-__all__ = ["changed_units", "label_paths", "summarise_names", "unit_table"]
-
 _WIDEST_LABEL = 32
 _MOST_LINES = 4
 _MOST_OPS = 6

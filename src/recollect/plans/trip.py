@@ -11,8 +11,6 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from recollect.errors import PlanError
 
-__all__ = ["Timetable", "Trip", "checked_trip"]
-
 
 class Trip(NamedTuple):
     """When an offloaded value leaves the device and comes back, in runs of units counted from the one that computes it.

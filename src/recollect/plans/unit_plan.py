@@ -12,8 +12,6 @@ from recollect.plans.action import OUTPUT_ACTIONS, Action
 from recollect.plans.engines import EngineChoice, Tape, engine_choice
 from recollect.plans.trip import Trip, checked_trip
 
-__all__ = ["UnitPlan"]
-
 
 @dataclass(frozen=True, init=False)
 class UnitPlan:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["collective_kind", "module_of", "result_names", "value_stem"]
-
 _COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_dtensor"})
 
 

@@ -10,8 +10,6 @@ import torch
 from recollect.measuring.host_copies import HostCopies, measure_host_link
 from recollect.profile.profile import Profile
 
-__all__ = ["with_host_link"]
-
 
 def with_host_link(profile: Profile, device: torch.device) -> Profile:
     """Return the profile with the rates of the device's link, which is measured once in a process.

@@ -21,8 +21,6 @@ from recollect.profile.events import ALLOC, GIVE_BACK, LET_GO, OP, PEEK, PHASE, 
 from recollect.simulation.decisions import CallActions, ValueActions
 from recollect.simulation.program import BULK, EDGE, WINDOW, Key, Program, ProgramOp
 
-__all__ = ["OUTSIDE", "Division", "Group", "Part"]
-
 OUTSIDE: Final = -1
 """Stands in for a call: whatever is made between units."""
 

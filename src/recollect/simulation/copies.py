@@ -8,8 +8,6 @@ from typing import Any
 from recollect.simulation.program import Key
 from recollect.slots import SlotList
 
-__all__ = ["HostRoom", "SimulatedCopy"]
-
 
 class HostRoom:
     """What offloaded values take up in host memory.

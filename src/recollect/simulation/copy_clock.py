@@ -25,8 +25,6 @@ from recollect.simulation.lifetimes import EveryEvent, untimed_s
 from recollect.simulation.playback import Playback
 from recollect.simulation.program import Key
 
-__all__ = ["Course", "Journey", "Link", "Waits", "course", "event_times", "waits", "waits_of"]
-
 
 class Link(NamedTuple):
     """What copies between a device and host memory take.

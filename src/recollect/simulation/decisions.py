@@ -17,18 +17,6 @@ from recollect.plans.value_names import collective_kind
 from recollect.profile.graph import UnitGraph, ValueRecord
 from recollect.profile.profile import Profile
 
-__all__ = [
-    "KEEP_ALL",
-    "CallActions",
-    "ValueActions",
-    "calls_on_tape",
-    "decide",
-    "decide_call",
-    "drop_all",
-    "keep_all_unit",
-    "recompute_all_unit",
-]
-
 # The tape keeps routing indices and the like, a few percent of a unit; a unit of foreign kernels is almost all opaque.
 _OPAQUE_FRACTION = 0.5
 

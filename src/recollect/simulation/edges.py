@@ -18,8 +18,6 @@ from recollect.profile.events import BACKWARD, FORWARD, OP, PEEK, PHASE, RELEASE
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
 
-__all__ = ["Edge", "EdgeTable", "edges", "edges_for", "returning_values"]
-
 
 @dataclass(frozen=True, slots=True)
 class Edge:

@@ -13,8 +13,6 @@ from recollect.simulation.decisions import CallActions
 from recollect.simulation.edges import EdgeTable
 from recollect.simulation.program import EDGE, Key, Program, rounded_bytes
 
-__all__ = ["Holes"]
-
 
 class Holes:
     """Finds the positions in a program between which offloaded values are away.

@@ -21,8 +21,6 @@ from recollect.simulation.decisions import calls_on_tape, decide
 from recollect.simulation.lifetimes import Lifetimes, lifetimes
 from recollect.simulation.playback import GENERATOR, OUTSIDE
 
-__all__ = ["LayerUsage", "kept_outside_bytes", "layer_usage"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayerUsage:

@@ -18,8 +18,6 @@ from recollect.simulation.playback import Owner, Playback, Token
 from recollect.simulation.program import EDGE, Instruction, Program, ProgramOp
 from recollect.simulation.simulate import Simulation, run
 
-__all__ = ["LOSS", "EveryEvent", "Lifetime", "Lifetimes", "lifetimes", "untimed_s"]
-
 LOSS = 3
 """What runs in forward after the last unit: one more phase besides those of `recollect.profile.events`."""
 

@@ -28,8 +28,6 @@ from recollect.simulation.playback import Playback, Token
 from recollect.simulation.program import BULK, Instruction, Key, Program, ProgramOp
 from recollect.simulation.simulate import Simulation, handlers
 
-__all__ = ["Peaks", "PeakSums", "checked"]
-
 _NEVER = 2**62
 
 _Played = tuple[CallActions, bool]

@@ -22,8 +22,6 @@ from recollect.simulation.copies import HostRoom, SimulatedCopy
 from recollect.simulation.decisions import CallActions
 from recollect.simulation.program import BULK, EDGE, WINDOW, Key, Program, ProgramOp, rounded_bytes
 
-__all__ = ["GENERATOR", "OUTSIDE", "Actions", "Owner", "Playback", "Saved", "Token"]
-
 Actions: TypeAlias = Mapping[int, Callable[..., None]]
 """A handler for each instruction code of a program, called with the operands."""
 

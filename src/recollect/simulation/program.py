@@ -23,8 +23,6 @@ from recollect.simulation.decisions import CallActions
 from recollect.simulation.edges import Edge
 from recollect.simulation.windows import Window
 
-__all__ = ["BULK", "EDGE", "WINDOW", "Key", "Program", "ProgramOp", "rounded_bytes"]
-
 BULK: Final = -1
 """`(BULK, most_bytes, change_bytes)`: memory rises by `most_bytes` at most, and by `change_bytes` in the end."""
 WINDOW: Final = -2

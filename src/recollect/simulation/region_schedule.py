@@ -22,8 +22,6 @@ from recollect.profile.events import ALLOC, DIES, FREE, OP, RETURN, SAVE
 from recollect.simulation.playback import Actions, Playback
 from recollect.simulation.program import BULK, Instruction, Key, ProgramOp
 
-__all__ = ["RegionSchedule"]
-
 
 class RegionSchedule:
     """Plays the calls that are re-run as a whole.

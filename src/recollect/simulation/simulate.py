@@ -21,8 +21,6 @@ from recollect.simulation.program import WINDOW, Program
 from recollect.simulation.region_schedule import RegionSchedule
 from recollect.simulation.windows import Window
 
-__all__ = ["SCHEDULES", "Simulation", "handlers", "predicted_plan", "run", "simulate", "simulated_plan"]
-
 SCHEDULES: Final[Mapping[type[EngineChoice], type[RegionSchedule]]] = {Region: RegionSchedule}
 """The one place to register a new engine's schedule; the tape has no entry: the playback itself plays it."""
 

@@ -37,8 +37,6 @@ from recollect.simulation.decisions import decide
 from recollect.simulation.lifetimes import LOSS, Lifetime, Lifetimes, lifetimes
 from recollect.simulation.playback import GENERATOR, OUTSIDE
 
-__all__ = ["CATEGORIES", "PHASES", "AliveItem", "PeakReport", "Timeline", "explain_peak", "timeline"]
-
 CATEGORIES = (
     "parameters",
     "optimizer state",

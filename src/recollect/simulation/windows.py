@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from recollect.profile.events import BACKWARD, FORWARD, OP, PEEK, PHASE, SAVE, USE, StepLog
 from recollect.profile.profile import Profile
 
-__all__ = ["Window", "alive_calls", "calls_besides", "most_alive", "num_alive", "windows"]
-
 
 @dataclass(frozen=True, slots=True)
 class Window:

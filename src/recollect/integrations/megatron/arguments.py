@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from recollect.errors import ConfigError, NotYetError
 from recollect.integrations.megatron.foreign_flags import FOREIGN_FLAGS, ForeignFlag
 
-__all__ = ["Arguments", "describes_model", "read_arguments"]
-
 _RECOMPUTE = (
     *("--recompute-activations", "--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
     *("--recompute-modules", "--moe-layer-recompute"),

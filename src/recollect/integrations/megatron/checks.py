@@ -13,8 +13,6 @@ from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rule import Clash, found
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
-__all__ = ["ALONE", "WITHIN", "mtp_block_clash", "num_layers_clash"]
-
 # By the annotations of the settings.
 _TYPES: Final[Mapping[str, tuple[str, tuple[type, ...]]]] = {
     "bool": ("True or False", (bool,)),

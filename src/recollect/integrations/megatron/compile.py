@@ -31,8 +31,6 @@ from recollect.simulation.decisions import keep_all_unit, recompute_all_unit
 from recollect.simulation.simulate import predicted_plan
 from recollect.warning import warn_user
 
-__all__ = ["megatron_plan"]
-
 Chunks = Sequence[Sequence[str]]
 """Paths of the layers of each model chunk."""
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-__all__ = ["Broken", "Condition", "condition", "version_of"]
-
 Broken: TypeAlias = object
 """Whether a rule is broken: true or false; or a list, empty if not, of what the rule's reason and advice name as `{}`; or
 the clash itself, or None, where its settings or words depend on more than that."""

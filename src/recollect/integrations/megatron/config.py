@@ -8,8 +8,6 @@ from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.rules import check
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
-__all__ = ["RecomputeConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig(RecomputeSettings):

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["FOREIGN_FLAGS", "ForeignFlag"]
-
 Arity = Literal[0, 1, "any"]
 
 

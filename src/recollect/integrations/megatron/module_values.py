@@ -31,8 +31,6 @@ from functools import cached_property
 from recollect.integrations.megatron.choice import ModuleName, OffloadName
 from recollect.profile.graph import UnitGraph
 
-__all__ = ["LayerOps", "values_of_module"]
-
 _ATTENTIONS = frozenset({"self_attn", "attn", "self_attention", "attention"})
 _MLPS = frozenset({"mlp", "block_sparse_moe", "feed_forward"})
 _EXPERTS = frozenset({"experts", "router"})

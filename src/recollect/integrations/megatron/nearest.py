@@ -19,8 +19,6 @@ from recollect.pipelines.plan_pipeline import predict_pipeline
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
-__all__ = ["bridge_lines", "megatron_flags", "nearest_settings", "nearest_uniform_settings"]
-
 
 def nearest_settings(profile: Profile, plan: Plan, setting: TrainingSetting | None = None) -> Nearest[RecomputeConfig]:
     """Return the fastest of Megatron's settings that fit the budget of a plan, and what they lose against it.

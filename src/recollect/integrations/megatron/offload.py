@@ -37,8 +37,6 @@ from recollect.simulation.decisions import keep_all_unit
 from recollect.simulation.edges import returning_values
 from recollect.warning import warn_user
 
-__all__ = ["modules_in", "with_offload"]
-
 _LEAST_BYTES_OF_LAYERS: Final = 2**20
 _OUTSIDE: Final = -1
 

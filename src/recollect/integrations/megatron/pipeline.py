@@ -11,8 +11,6 @@ from itertools import accumulate, groupby, pairwise
 from recollect.errors import ConfigError
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
-__all__ = ["chunk_sizes", "model_chunks", "split_flags"]
-
 
 def model_chunks(setting: TrainingSetting, num_layers: int) -> tuple[range, ...]:
     """Return the layers of each model chunk, in the order of the model.

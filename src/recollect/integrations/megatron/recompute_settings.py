@@ -19,8 +19,6 @@ from recollect.integrations.megatron.choice import (
 )
 from recollect.plans.action import Action
 
-__all__ = ["RecomputeSettings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeSettings:

@@ -17,8 +17,6 @@ from recollect.integrations.megatron.rule import did_you_mean
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
-__all__ = ["RollCheckpointing", "is_moe_config", "roll_plan", "roll_recompute_config"]
-
 _SETTINGS = tuple(field.name for field in fields(RecomputeConfig))
 _OURS = ("recompute", "offload", "cpu_offload", "distribute_saved", "moe_layer_recompute", "moe_paged", "fine_grained")
 _MOE_FIELDS = (

@@ -14,8 +14,6 @@ from recollect.integrations.megatron.condition import Broken, Condition
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
-__all__ = ["Answer", "Clash", "Rule", "did_you_mean", "found"]
-
 Answer = Literal["error", "warning", "free", "same", "not yet"]
 """How recollect answers: raises; warns; has no such limit; does silently what Megatron does; lacks the feature."""
 

@@ -16,8 +16,6 @@ from recollect.integrations.megatron.rule import Clash, Rule
 from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.warning import warn_user
 
-__all__ = ["NOT_YET", "RULES", "check", "check_rule", "refuse_not_yet", "report"]
-
 _NAMES: Final = {"recompute_modules": MODULES, "offload_modules": OFFLOAD_MODULES}
 
 
