@@ -33,8 +33,7 @@ import recollect
 from flags import RESULTS, parse
 from recollect.errors import BudgetTooSmallError
 from recollect.integrations.megatron import megatron_stage_plans
-from recollect.pipelines.playback import played_s
-from recollect.pipelines.schedule import PipelineAction
+from recollect.pipelines.schedule import PipelineAction, played_s
 from results_csv import Number, append
 
 sys.path.append(str(Path(__file__).parents[1] / "tests/support"))

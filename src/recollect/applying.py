@@ -29,11 +29,10 @@ from recollect.engine.tape_engine import tape_forwards
 from recollect.errors import AlreadyAppliedError, ArgumentError, PlanError, UnknownNameError
 from recollect.loss.intercept import loss_forwards
 from recollect.plans.action import Action
-from recollect.plans.digest import digest_of, needs_all_ranks
 from recollect.plans.engines import EngineChoice
 from recollect.plans.paths import unit_words
 from recollect.plans.plan import Plan
-from recollect.plans.unit_plan import UnitPlan
+from recollect.plans.unit_plan import UnitPlan, digest_of, needs_all_ranks
 from recollect.plans.value_names import module_of
 from recollect.ranks.common import check_same_plans
 from recollect.ranks.group import ALONE, Place

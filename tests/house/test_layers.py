@@ -32,7 +32,6 @@ LAYERS = (
     "simulation",
     "planning",
     "pipelines",
-    "thread_end",
     "measuring",
     "ranks",
     "engine",

@@ -28,7 +28,7 @@ from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.parallel.tensor import tensor_parallel
 from recollect.plans.action import Action
-from recollect.plans.digest import digest_of
+from recollect.plans.unit_plan import digest_of
 from recollect.plans.value_names import collective_kind
 from recollect.ranks import group as group_module
 from recollect.ranks.group import Group

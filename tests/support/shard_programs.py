@@ -25,8 +25,8 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.lab.parallel.tensor import tensor_parallel
 from recollect.planning.choose import Planner
 from recollect.plans.action import Action
-from recollect.plans.digest import digest_of
 from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import digest_of
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 

@@ -33,9 +33,8 @@ from recollect.lab.train.pipeline_plans import PipelinePlans, record_own_stages
 from recollect.lab.train.processes import joined_processes
 from recollect.lab.train.session import open_session
 from recollect.plans.action import Action
-from recollect.plans.digest import digest_of
 from recollect.plans.plan import Plan
-from recollect.plans.unit_plan import UnitPlan
+from recollect.plans.unit_plan import UnitPlan, digest_of
 
 TENSOR = {"tensor_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}

@@ -24,21 +24,18 @@ from torch import nn
 
 from recollect._torch_private import uncompiled
 from recollect.attaching.begin_recording import begin_recording, obstacle
-from recollect.attaching.call_watch import CallWatch
-from recollect.attaching.departure import Departure
 from recollect.attaching.entries import Removable, Watcher
-from recollect.attaching.held import DevicePeak
+from recollect.attaching.held import CallWatch, DevicePeak
 from recollect.attaching.lean_start import LeanStart
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.optimizers_seen import OptimizersSeen
 from recollect.attaching.placement import Placement
 from recollect.attaching.planned_step import PlannedStep
 from recollect.attaching.report import report_of
-from recollect.attaching.seen_call import describe_call
 from recollect.attaching.step_end import StepEnd, without_backward
 from recollect.attaching.step_planner import StepPlanner
-from recollect.attaching.step_shape import Call
-from recollect.attaching.step_under_way import StepUnderWay
+from recollect.attaching.step_shape import Call, describe_call
+from recollect.attaching.step_under_way import Departure, StepUnderWay
 from recollect.attaching.structure import Structure
 from recollect.errors import LargerStepError
 from recollect.plans.plan import Plan

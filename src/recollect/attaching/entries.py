@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
@@ -13,7 +14,6 @@ from recollect._torch_private import uncompiled, untraced
 from recollect.engine.placed_forward import PlacedForward
 from recollect.recording.returns import Returns, entry_modules
 from recollect.tensors import tensors_held
-from recollect.thread_end import at_end_of_thread
 
 Entry = Callable[[str, nn.Module, Any, Any], None]
 """Called before a call: with the path of the module, the module and its arguments."""
@@ -136,3 +136,35 @@ class Watcher:
 def entry_forwards(model: nn.Module, unit_paths: Collection[str], watcher: Watcher) -> list[EntryForward]:
     """Return forwards for what a training loop may call."""
     return [EntryForward(module, path, watcher) for path, module in entry_modules(model, unit_paths).items()]
+
+
+class _Here(threading.local):
+    """What lives as long as the thread that looks at it."""
+
+    def __init__(self) -> None:
+        self.anchor: set[None] = set()
+
+
+_here = _Here()
+
+
+def at_end_of_thread(action: Callable[[], object]) -> weakref.finalize[[], set[None]]:
+    """Have this thread do something when it ends; the main thread ends with the process.
+
+    Returns:
+        A handle, whose `detach` forgets it.
+
+    Example:
+        >>> import threading
+        >>> from recollect.attaching.entries import at_end_of_thread
+        >>> done = []
+        >>> thread = threading.Thread(target=lambda: at_end_of_thread(lambda: done.append("ended")))
+        >>> thread.start()
+        >>> thread.join()
+        >>> done
+        ['ended']
+    """
+    handle = weakref.finalize(_here.anchor, action)
+    # Others that still run when the process ends cannot do anything more, nor can the main thread in their place.
+    handle.atexit = threading.current_thread() is threading.main_thread()
+    return handle

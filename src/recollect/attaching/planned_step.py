@@ -16,9 +16,9 @@ from recollect.planning.choose import Planner
 from recollect.planning.classic import classic_plan
 from recollect.planning.offload_planner import OffloadPlanner
 from recollect.planning.planners import planner_for
-from recollect.plans.digest import needs_all_ranks
 from recollect.plans.engines import Region
 from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import needs_all_ranks
 from recollect.profile.profile import Profile
 from recollect.quantities import parse_budget
 from recollect.ranks.common import common_plan, with_common_times

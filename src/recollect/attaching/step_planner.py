@@ -11,23 +11,21 @@ from torch import nn
 
 from recollect.attaching.begin_recording import excess_of
 from recollect.attaching.course import Course
-from recollect.attaching.departure import Departure
 from recollect.attaching.held import beyond_noise, expect
 from recollect.attaching.lockstep import Lockstep
-from recollect.attaching.missed import Missed, is_little
 from recollect.attaching.placement import Placement
 from recollect.attaching.planned_step import PlannedStep, plan_step, profile_of
 from recollect.attaching.planned_steps import PlannedSteps, difference, grouped
 from recollect.attaching.report import line_of
 from recollect.attaching.reserve import Reserve
 from recollect.attaching.step_shape import Call
-from recollect.attaching.step_under_way import StepUnderWay
+from recollect.attaching.step_under_way import Departure, StepUnderWay
 from recollect.byte_format import format_bytes
 from recollect.errors import BudgetWarning
+from recollect.measuring.host_copies import with_host_link
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.ranks.group import Place
-from recollect.recording.host_link import with_host_link
 from recollect.recording.step_recording import StepRecording
 from recollect.warning import warn_user
 
@@ -35,6 +33,71 @@ from recollect.warning import warn_user
 _MARGIN: Final = 1.5
 # A step that differs from all before it is recorded; if so many do, and no fewer than every second one, none is any more.
 _MOST_RECORDED: Final = 16
+# Where steps alternate, a few begin like the one that was missed.
+_MOST_ATTEMPTS: Final = 4
+# With so many runs of units at their leanest, in a step that has memory reserved for them, a larger one is worth recording.
+_MOST_SPARE: Final = 0.1
+
+
+class Missed:
+    """A step, or the beginning of one, that ran without a plan for it.
+
+    Attributes:
+        attempts_left: how many more steps are recorded at most.
+        did_more: at equal shapes, so that what is lean for the recorded steps may not be lean for it.
+        was_over: it may have been over the budget.
+    """
+
+    def __init__(self) -> None:
+        self.attempts_left = 0
+        self.did_more = self.was_over = False
+        self._calls: list[Call] = []
+        self._courses: list[Course] = []
+
+    def note(
+        self,
+        calls: Sequence[Call],
+        courses: Sequence[Course] = (),
+        *,
+        attempts: int | None = None,
+        did_more: bool = False,
+        was_over: bool = False,
+    ) -> None:
+        """Note one.
+
+        Args:
+            calls: of the model, so far.
+            courses: what happened in them, where that is known.
+            attempts: how many steps to record for it, if not the usual number.
+            did_more: see the class.
+            was_over: see the class.
+        """
+        self._calls, self._courses = list(calls), list(courses)
+        self.attempts_left = _MOST_ATTEMPTS if attempts is None else attempts
+        self.did_more, self.was_over = did_more, was_over
+
+    def is_met_by(self, planned: PlannedStep) -> bool:
+        """Return whether a step that was recorded since covers it, without running much of it at its leanest."""
+        if not planned.follows(self._calls):
+            return False
+        for wanted, course, spare in zip(self._courses, planned.courses, planned.spare, strict=False):
+            lacking = course.lacks(wanted)
+            if any(spare.get(path, 0) < number for path, number in lacking.items()):
+                return False
+            if wanted.num_backwards > course.num_backwards or (wanted.builds_graph and not course.builds_graph):
+                return False
+        return is_little(planned.courses, planned.spare)
+
+    def end_attempt(self, *, is_met: bool) -> None:
+        """Note that a step was recorded for it."""
+        self.attempts_left = 0 if is_met else max(0, self.attempts_left - 1)
+        self.did_more &= self.attempts_left > 0
+        self.was_over &= self.attempts_left > 0
+
+
+def is_little(courses: Sequence[Course], spare: Sequence[Mapping[str, int]]) -> bool:
+    """Whether in each call only a few runs of units are spare, beside those that are planned."""
+    return all(sum(its.values()) <= _MOST_SPARE * course.num_runs for course, its in zip(courses, spare, strict=True))
 
 
 class StepPlanner:

@@ -19,7 +19,7 @@ from recollect.measuring.host_memory import check_host_budget
 from recollect.pictures.page import write_plan_page
 from recollect.pictures.png import draw_memory
 from recollect.planning.loss_chunks import plan_with_chunks
-from recollect.planning.prices import prices
+from recollect.planning.planners import prices
 from recollect.plans.plan import Plan
 from recollect.printing import columns_of, print_line
 from recollect.profile.profile import Profile

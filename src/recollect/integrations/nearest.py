@@ -13,8 +13,6 @@ from recollect.profile.profile import Profile
 from recollect.simulation.decisions import decide
 from recollect.simulation.simulate import simulate
 
-__all__ = ["Nearest", "nearest"]
-
 Settings = TypeVar("Settings")
 
 

@@ -16,16 +16,6 @@ from recollect.errors import ConfigError
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.ranks.members import Presence
 
-__all__ = [
-    "BudgetCallback",
-    "CacheOff",
-    "RemovingTrain",
-    "calling_trainer",
-    "check_version",
-    "in_wrapper",
-    "say_nothing",
-]
-
 
 class BudgetCallback:
     """What `MemoryBudget` is for every trainer; each says what its arguments are."""

@@ -10,6 +10,8 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ import torch
 
 from recollect.errors import HardwareError
 from recollect.measuring.mapped_files import mapped_file
+from recollect.profile.profile import Profile
 
 _LARGE_BYTES = 64 << 20
 _SMALL_BYTES = 4 << 10
@@ -160,3 +163,23 @@ def _between(begin: Any, ends: Sequence[Any]) -> Copies:
     """Return when the copies ran that ended at these events, but for the first, which had to wait for the host."""
     spans = list(pairwise(begin.elapsed_time(end) / 1000 for end in ends))
     return Copies(spans[: _NUM_COPIES - 1], spans[_NUM_COPIES - 1 :])
+
+
+def with_host_link(profile: Profile, device: torch.device) -> Profile:
+    """Return the profile with the rates of the device's link, which is measured once in a process.
+
+    Raises:
+        HardwareError: the device cannot copy, or there is no room to try.
+    """
+    link = _measured(device)
+    return replace(
+        profile,
+        to_host_bytes_per_s=link.to_host_bytes_per_s,
+        from_host_bytes_per_s=link.from_host_bytes_per_s,
+        host_latency_s=link.latency_s,
+    )
+
+
+@cache
+def _measured(device: torch.device) -> HostCopies:
+    return measure_host_link(device)

@@ -9,10 +9,18 @@ from itertools import accumulate
 
 from recollect.byte_format import format_bytes
 from recollect.errors import ScheduleError
-from recollect.pipelines.playback import StageTimes, played_s
 from recollect.pipelines.rank import Rank, RankStage, first_actions, left_out
 from recollect.pipelines.rank_profile import RankStep, rank_step, unit_path
-from recollect.pipelines.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, PipelineAction, PipelineSchedule
+from recollect.pipelines.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    PipelineAction,
+    PipelineSchedule,
+    StageTimes,
+    played_s,
+)
 from recollect.pipelines.stage_parts import RecordedStage, StageParts
 from recollect.plans.plan import Plan
 from recollect.profile import events

@@ -28,9 +28,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.candidate import Candidate
 from recollect.planning.mix import Limits, MixUnit, cheapest_mix
-from recollect.planning.option_table import Choice, OptionTable
+from recollect.planning.option_table import Candidate, Choice, OptionTable
 from recollect.plans.action import Action
 from recollect.simulation.windows import Window, calls_besides
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache, cached_property, partial
 
-from recollect.planning.candidate import Candidate, KnownCosts
 from recollect.planning.chain import Chain, WorkingSets
 from recollect.planning.lean_search import LeanSearch
-from recollect.planning.option_table import OptionsOf, OptionTable, with_options
+from recollect.planning.option_table import Candidate, KnownCosts, OptionsOf, OptionTable, with_options
 from recollect.planning.output_choices import (
     first_outputs,
     folded_outputs,

@@ -21,10 +21,9 @@ from recollect.arguments import check_kind
 from recollect.errors import BudgetTooSmallError, ProfileFormatError
 from recollect.planning.advice import advice
 from recollect.planning.bound import LowerBound, check_bound, is_all_on_tape
-from recollect.planning.candidate import Candidate
 from recollect.planning.chain_solver import ChainSolver
 from recollect.planning.classic import classic_plan
-from recollect.planning.option_table import OptionTable
+from recollect.planning.option_table import Candidate, OptionTable
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.quantities import parse_budget

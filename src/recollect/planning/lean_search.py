@@ -25,10 +25,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from recollect.planning.candidate import Candidate, KnownCosts
 from recollect.planning.hull import Option
 from recollect.planning.lean_units import LeanUnits, everything_dropped
-from recollect.planning.option_table import OptionTable, with_options
+from recollect.planning.option_table import Candidate, KnownCosts, OptionTable, with_options
 from recollect.planning.output_choices import (
     folded_outputs,
     inner_outputs,

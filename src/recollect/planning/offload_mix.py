@@ -19,6 +19,7 @@ first edge of backward comes later than its window, which begins with the loss.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,13 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from recollect.simulation.copy_clock import Link
+from recollect.planning.chain_solver import ChainSolver
+from recollect.planning.option_table import OptionTable
+from recollect.planning.trips import may_leave
+from recollect.plans.plan import Plan
+from recollect.profile.events import BACKWARD, FORWARD
+from recollect.profile.profile import Profile
+from recollect.simulation.copy_clock import Course, Link
 
 # Of two choices that take equally long, prefer the one that copies less: seconds per byte copied, as a part of the link's.
 _COPY_PRICE = 1e-3
@@ -153,3 +160,65 @@ class _Program:
             seconds, A_ub=matrix, b_ub=self._limits, A_eq=equal, b_eq=np.ones(self._num_units), method="highs"
         )
         return None if result.status != 0 else np.asarray(result.x[: self._num_shares])
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadUnits:
+    """The units of a step, in forward order.
+
+    Attributes:
+        table: their options.
+        rows: the row of each.
+        units: what the linear program knows of each.
+    """
+
+    table: OptionTable
+    rows: tuple[int, ...]
+    units: tuple[OffloadUnit, ...]
+
+    def plan(self, link: Link, budget_bytes: int, host_bytes: int) -> Plan | None:
+        """Return a plan with the option of each unit that has the largest share, and no trips; None if nothing fits."""
+        shares = offload_mix(self.units, link, budget_bytes, host_bytes)
+        if shares is None:
+            return None
+        choice = [0] * len(self.rows)
+        for row, own in zip(self.rows, shares, strict=True):
+            choice[row] = int(own.argmax())
+        return self.table.plan(tuple(choice))
+
+
+def measured_units(profile: Profile, course: Course, least_bytes: int) -> OffloadUnits | None:
+    """Return the units of a step; None if units run several times.
+
+    Args:
+        profile: the recorded step.
+        course: of the step that keeps everything.
+        least_bytes: the smallest values to offload.
+    """
+    table, chain = ChainSolver(profile).measured()
+    if len(table.rows) != len(profile.calls):
+        return None
+    seconds: defaultdict[tuple[int, int], float] = defaultdict(float)
+    ends_s = [*course.edge_s[1:], course.end_s]
+    for edge, begin_s, end_s in zip(course.edges, course.edge_s, ends_s, strict=True):
+        seconds[edge.phase, edge.call] += end_s - begin_s
+    units = []
+    for number, forward, backward in zip(chain.order, chain.stages_of(FORWARD), chain.stages_of(BACKWARD), strict=True):
+        row = table.rows[number]
+        graph = profile.graphs[row.graph]
+        leaving = [
+            sum(graph.values[value].nbytes for value in option.stored.whole if may_leave(graph, value, least_bytes))
+            for option in row.options
+        ]
+        units.append(
+            OffloadUnit(
+                kept_bytes=forward.kept_bytes,
+                leaving_bytes=np.array(leaving, dtype=np.int64),
+                recompute_s=forward.recompute_s,
+                forward_bytes=forward.own_bytes,
+                backward_bytes=backward.own_bytes,
+                forward_s=seconds[FORWARD, row.calls[0]],
+                backward_s=seconds[BACKWARD, row.calls[0]],
+            )
+        )
+    return OffloadUnits(table, tuple(chain.order), tuple(units))

@@ -19,13 +19,12 @@ from functools import cached_property
 from recollect.byte_format import least_amount
 from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.planning.advice import HOST_ADVICE
-from recollect.planning.bound import check_bound, is_all_on_tape
+from recollect.planning.bound import HostBound, check_bound, is_all_on_tape
 from recollect.planning.choose import Planner
-from recollect.planning.host_bound import HostBound
-from recollect.planning.offload_units import OffloadUnits, measured_units
+from recollect.planning.offload_mix import OffloadUnits, measured_units
 from recollect.planning.trips import HASTES, LINK_SHARE, Name, TripPlanner, link_of
-from recollect.plans.digest import digest_of
 from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import digest_of
 from recollect.profile.profile import Profile
 from recollect.quantities import parse_budget
 from recollect.simulation.copy_clock import Waits

@@ -1,8 +1,11 @@
-"""List the options of each unit, one row per unit, and turn a choice of one per row into decisions or a plan."""
+"""List the options of each unit, one row per unit, and turn a choice of one per row into decisions or a plan.
+
+A choice with its exact cost is a candidate. Solvers find candidates; the best becomes the plan.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -15,6 +18,7 @@ from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions, decide_call, keep_all_unit
+from recollect.simulation.peak_sums import Peaks, PeakSums
 
 Choice = tuple[int, ...]
 """The index of the chosen option of each row."""
@@ -250,3 +254,65 @@ def _ops_of_outputs(graph: UnitGraph, option: Option) -> frozenset[int]:
             ops.add(index)
             needed.update(v for v in graph.ops[index].inputs if v not in kept)
     return frozenset(ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One option for each row of a table, and the cost of the step with them.
+
+    Attributes:
+        table: all options.
+        choice: the chosen option of each row.
+        cost: exact peaks and recompute time.
+    """
+
+    table: OptionTable
+    choice: Choice
+    cost: Peaks
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the peak of the whole step."""
+        return self.cost.peak_bytes
+
+    @property
+    def recompute_s(self) -> float:
+        """Return the seconds that recompute adds to the step."""
+        return self.cost.recompute_s
+
+    @property
+    def options(self) -> list[Option]:
+        """Return the chosen option of each row."""
+        return self.table.options(self.choice)
+
+    def excess_bytes(self, budget_bytes: int) -> int:
+        """Return the bytes by which the peak exceeds a budget, at least 0."""
+        return max(0, self.peak_bytes - budget_bytes)
+
+    def decisions(self) -> list[CallActions]:
+        """Return what each call of the profile drops."""
+        return self.table.decisions(self.choice)
+
+
+class KnownCosts:
+    """Makes candidates of choices of one table, and remembers their exact costs, so that each is computed once.
+
+    Args:
+        peak_sums: computes the cost of decisions.
+        table: the options that choices refer to.
+    """
+
+    def __init__(self, peak_sums: PeakSums, table: OptionTable) -> None:
+        self.table = table
+        self._peak_sums = peak_sums
+        self._costs: dict[Choice, Peaks] = {}
+
+    def candidate(self, choice: Choice) -> Candidate:
+        """Return the candidate of a choice."""
+        if choice not in self._costs:
+            self._costs[choice] = self._peak_sums.peaks(self.table.decisions(choice))
+        return Candidate(self.table, choice, self._costs[choice])
+
+    def known(self) -> Iterator[Candidate]:
+        """Yield all candidates so far."""
+        return (Candidate(self.table, choice, cost) for choice, cost in self._costs.items())

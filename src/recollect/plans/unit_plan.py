@@ -1,7 +1,8 @@
-"""Defines `UnitPlan`: what happens to each value of one unit, by name."""
+"""Defines `UnitPlan`: what happens to each value of one unit, by name; and what processes have to agree on of such plans."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,6 +12,7 @@ from recollect.errors import PlanError
 from recollect.plans.action import OUTPUT_ACTIONS, Action
 from recollect.plans.engines import EngineChoice, Tape, engine_choice
 from recollect.plans.trip import Trip, checked_trip
+from recollect.plans.value_names import collective_kind
 
 
 @dataclass(frozen=True, init=False)
@@ -91,3 +93,38 @@ def _action(what: str, word: str, allowed: Collection[str] = tuple(Action)) -> A
     if word not in allowed:
         raise PlanError(f"{what}: got {word!r}, expected {' or '.join(repr(str(other)) for other in allowed)}")
     return Action(word)
+
+
+def digest_of(units: Mapping[str, UnitPlan], loss_chunks: int = 1) -> str:
+    """Return a text that is equal for equal plans of units, in every process: what they do, without predictions.
+
+    Example:
+        >>> digest_of({"layers.0": UnitPlan({"up.mm": "recompute"})}) == digest_of(
+        ...     {"layers.0": UnitPlan({"up.mm": "keep"})}
+        ... )
+        False
+    """
+    rows = [
+        (path, unit.engine.word, str(unit.output), sorted(_words(unit).items())) for path, unit in sorted(units.items())
+    ]
+    return hashlib.sha256(repr((rows, loss_chunks)).encode()).hexdigest()[:12]
+
+
+def _words(unit: UnitPlan) -> dict[str, str]:
+    """Return what happens to each value, in words; of an offloaded one, also when."""
+    words = {name: str(action) for name, action in unit.actions.items()}
+    return words | {name: f"{words[name]} {tuple(trip)}" for name, trip in unit.trips.items()}
+
+
+def needs_all_ranks(units: Mapping[str, UnitPlan]) -> bool:
+    """Return whether a rank needs the others to carry a plan out: to run a collective again, or to gather a value's parts.
+
+    Example:
+        >>> needs_all_ranks({"layers.0": UnitPlan({"o._c10d_functional:all_reduce": "recompute"})})
+        True
+    """
+    return any(
+        action is Action.SHARD or (action is Action.RECOMPUTE and bool(collective_kind(name)))
+        for unit in units.values()
+        for name, action in unit.actions.items()
+    )

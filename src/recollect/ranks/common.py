@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Final
 
 from recollect.errors import PlanError
-from recollect.plans.digest import digest_of
 from recollect.plans.plan import Plan
+from recollect.plans.unit_plan import digest_of
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
 from recollect.ranks.group import Place, Ranks

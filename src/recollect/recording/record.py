@@ -20,6 +20,7 @@ from recollect.engine.self_check import check_steps_can_be_recorded
 from recollect.errors import HardwareError, RecordError
 from recollect.loss.intercept import loss_in_chunks
 from recollect.measuring.device_memory import other_bytes
+from recollect.measuring.host_copies import with_host_link
 from recollect.profile.profile import Profile
 from recollect.progress.stage import stage
 from recollect.ranks.common import with_common_times
@@ -27,7 +28,6 @@ from recollect.ranks.group import ALONE, Place
 from recollect.ranks.members import GroupChoice, check_alike, ranks_of
 from recollect.recording.fake_model import fake_run
 from recollect.recording.find_units import find_units
-from recollect.recording.host_link import with_host_link
 from recollect.recording.model_step import (
     LossFunction,
     check_step,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import recollect
 from recollect.attaching.course import Course, Runs
-from recollect.attaching.missed import Missed, is_little
 from recollect.attaching.reserve import Reserve
+from recollect.attaching.step_planner import Missed, is_little
 from recollect.attaching.structure import Structure
 from recollect.errors import BudgetWarning, LargerStepError
 from recollect.measuring.device_memory import held_now

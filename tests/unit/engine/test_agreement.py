@@ -13,8 +13,7 @@ from recollect._torch_parallel import RankNotes
 from recollect.engine import agreement
 from recollect.engine.agreement import Agreement
 from recollect.errors import PlanError
-from recollect.plans.digest import digest_of
-from recollect.plans.unit_plan import UnitPlan
+from recollect.plans.unit_plan import UnitPlan, digest_of
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed")
 

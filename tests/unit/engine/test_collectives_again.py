@@ -16,9 +16,8 @@ import recollect
 from recollect._torch_parallel import RankNotes, fake_process_group
 from recollect.engine import agreement
 from recollect.errors import PlanError
-from recollect.plans.digest import digest_of
 from recollect.plans.plan import Plan
-from recollect.plans.unit_plan import UnitPlan
+from recollect.plans.unit_plan import UnitPlan, digest_of
 from watch import Watch
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs PyTorch with torch.distributed")

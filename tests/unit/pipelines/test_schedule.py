@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from recollect.errors import ConfigError, ScheduleError
-from recollect.pipelines.playback import StageTimes, played_s
 from recollect.pipelines.rank import first_actions
-from recollect.pipelines.schedule import PipelineSchedule, schedule_of
+from recollect.pipelines.schedule import PipelineSchedule, StageTimes, played_s, schedule_of
 
 
 def step_s(schedule: PipelineSchedule, times: Sequence[StageTimes], *, send_s: float = 0.0) -> float:

@@ -7,10 +7,9 @@ import random
 
 import pytest
 
-from recollect.planning.candidate import Candidate, KnownCosts
 from recollect.planning.chain import Chain
 from recollect.planning.hull import Evaluator, unit_hull
-from recollect.planning.option_table import Choice, OptionTable
+from recollect.planning.option_table import Candidate, Choice, KnownCosts, OptionTable
 from recollect.planning.output_choices import single_outputs
 from recollect.planning.unit_options import unit_options
 from recollect.profile.events import BACKWARD, FORWARD, OPTIMIZER

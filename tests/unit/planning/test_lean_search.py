@@ -13,10 +13,10 @@ from every_plan import all_plans
 from recollect.errors import BudgetTooSmallError
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
-from recollect.planning.candidate import Candidate
 from recollect.planning.classic import classic_plan
 from recollect.planning.lean_search import LeanSearch
 from recollect.planning.lean_units import checkpoints, worth_keeping
+from recollect.planning.option_table import Candidate
 from recollect.planning.planners import plan
 from recollect.profile.graph import OpRecord, UnitGraph, ValueRecord
 from recollect.profile.profile import Profile

@@ -16,7 +16,7 @@ from recollect.lab.models.gpt import GPTModel
 from recollect.planning.choose import Planner
 from recollect.planning.offload_mix import OffloadUnit, offload_mix
 from recollect.planning.offload_planner import OffloadPlanner
-from recollect.planning.prices import prices
+from recollect.planning.planners import prices
 from recollect.planning.trips import scheduled
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Trip

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recollect.plans.digest import digest_of, needs_all_ranks
-from recollect.plans.unit_plan import UnitPlan
+from recollect.plans.unit_plan import UnitPlan, digest_of, needs_all_ranks
 
 LAYER = UnitPlan({"up.mm": "keep", "act.gelu": "recompute"})
 GATHERS = "up._c10d_functional:all_gather_into_tensor"

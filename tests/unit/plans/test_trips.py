@@ -8,10 +8,9 @@ import pickle
 import pytest
 
 from recollect.errors import PlanError, PlanFormatError
-from recollect.plans.digest import digest_of
 from recollect.plans.plan import Plan
 from recollect.plans.trip import Timetable, Trip
-from recollect.plans.unit_plan import UnitPlan
+from recollect.plans.unit_plan import UnitPlan, digest_of
 
 UNIT = UnitPlan({"norm.mul": "recompute", "up.mm": "offload", "down.mm": "keep"}, trips={"up.mm": Trip(2, 1)})
 

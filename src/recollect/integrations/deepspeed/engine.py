@@ -39,8 +39,6 @@ from recollect.recording.find_units import find_units
 from recollect.recording.model_step import device_of
 from recollect.recording.optimizers import optimizers_in
 
-__all__ = ["AttachedEngine", "check_before", "initialize"]
-
 
 def initialize(
     *args: Any,

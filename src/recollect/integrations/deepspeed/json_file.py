@@ -18,8 +18,6 @@ from recollect.extras import needed
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.integrations.megatron.rule import did_you_mean
 
-__all__ = ["BudgetSection", "read_config"]
-
 _SECTION = "recollect"
 
 

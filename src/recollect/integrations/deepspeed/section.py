@@ -31,8 +31,6 @@ from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 from recollect.warning import warn_user
 
-__all__ = ["ActivationCheckpointing", "deepspeed_plan"]
-
 _NEEDS = {
     "partition_activations": "kept values that are split among the ranks of tensor parallelism",
     "cpu_checkpointing": "values that are copied to host memory and back",

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recollect.integrations.megatron.choice import BlockFull, NoRecompute, Selective, UniformFull
-    from recollect.integrations.megatron.compile import megatron_plan
+    from recollect.integrations.megatron.compile import megatron_plan, megatron_stage_plans
     from recollect.integrations.megatron.config import RecomputeConfig
     from recollect.integrations.megatron.nearest import bridge_lines, megatron_flags, nearest_settings
     from recollect.integrations.megatron.pipeline import model_chunks
     from recollect.integrations.megatron.roll import RollCheckpointing, roll_plan, roll_recompute_config
     from recollect.integrations.megatron.rules import RULES
-    from recollect.integrations.megatron.stage_plans import megatron_stage_plans
     from recollect.integrations.megatron.training_setting import TrainingSetting
 
 __all__ = [
@@ -40,13 +39,12 @@ __all__ = [
 
 _NAMES_BY_HOME = {
     "choice": ("BlockFull", "NoRecompute", "Selective", "UniformFull"),
-    "compile": ("megatron_plan",),
+    "compile": ("megatron_plan", "megatron_stage_plans"),
     "config": ("RecomputeConfig",),
     "nearest": ("bridge_lines", "megatron_flags", "nearest_settings"),
     "pipeline": ("model_chunks",),
     "roll": ("RollCheckpointing", "roll_plan", "roll_recompute_config"),
     "rules": ("RULES",),
-    "stage_plans": ("megatron_stage_plans",),
     "training_setting": ("TrainingSetting",),
 }
 _HOME_OF_NAME = {name: home for home, names in _NAMES_BY_HOME.items() for name in names}

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Final
 
-from recollect.integrations.megatron.condition import Broken, version_of
 from recollect.integrations.megatron.pipeline import chunk_sizes
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
-from recollect.integrations.megatron.rule import Clash, found
+from recollect.integrations.megatron.rule import Broken, Clash, found, version_of
 from recollect.integrations.megatron.training_setting import TrainingSetting
 
 # By the annotations of the settings.

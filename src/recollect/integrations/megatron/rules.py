@@ -10,9 +10,8 @@ import yaml
 from recollect.errors import ConfigError, ConfigWarning, NotYetError
 from recollect.integrations.megatron.checks import ALONE, WITHIN
 from recollect.integrations.megatron.choice import MODULES, OFFLOAD_MODULES
-from recollect.integrations.megatron.condition import condition
 from recollect.integrations.megatron.recompute_settings import RecomputeSettings
-from recollect.integrations.megatron.rule import Clash, Rule
+from recollect.integrations.megatron.rule import Clash, Rule, condition
 from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.warning import warn_user
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from recollect.integrations.megatron.choice import MEGATRON_OUTPUT
 from recollect.integrations.megatron.rules import NOT_YET, RULES
 
-__all__ = ["not_yet_table", "rules_table"]
-
 
 def _table(*rows: tuple[str, ...]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]

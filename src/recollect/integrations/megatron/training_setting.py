@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 from recollect.errors import ConfigError
 
-__all__ = ["CUDA_GRAPH_MODULES", "TrainingSetting"]
-
 CUDA_GRAPH_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 
 
