@@ -13,7 +13,7 @@ from rich.console import Console
 
 import recollect
 from recollect.cli import main
-from recollect.cli.largest import answers_table, sizes_table
+from recollect.cli.plan import answers_table, sizes_table
 from recollect.planning.batch_search import LargestBatch, TriedSize
 
 pytestmark = pytest.mark.integration

@@ -23,15 +23,13 @@ import torch
 from torch import nn
 
 from recollect._torch_private import uncompiled
-from recollect.attaching.begin_recording import begin_recording, obstacle
 from recollect.attaching.entries import Removable, Watcher
 from recollect.attaching.held import CallWatch, DevicePeak
 from recollect.attaching.lean_start import LeanStart
 from recollect.attaching.lockstep import Lockstep
 from recollect.attaching.optimizers_seen import OptimizersSeen
-from recollect.attaching.placement import Placement
-from recollect.attaching.planned_step import PlannedStep
-from recollect.attaching.report import report_of
+from recollect.attaching.placement import Placement, begin_recording, obstacle
+from recollect.attaching.planned_step import PlannedStep, report_of
 from recollect.attaching.step_end import StepEnd, without_backward
 from recollect.attaching.step_planner import StepPlanner
 from recollect.attaching.step_shape import Call, describe_call

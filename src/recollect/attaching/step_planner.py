@@ -9,14 +9,12 @@ from typing import Final
 import torch
 from torch import nn
 
-from recollect.attaching.begin_recording import excess_of
 from recollect.attaching.course import Course
 from recollect.attaching.held import beyond_noise, expect
 from recollect.attaching.lockstep import Lockstep
-from recollect.attaching.placement import Placement
-from recollect.attaching.planned_step import PlannedStep, plan_step, profile_of
+from recollect.attaching.placement import Placement, excess_of
+from recollect.attaching.planned_step import PlannedStep, line_of, plan_step, profile_of
 from recollect.attaching.planned_steps import PlannedSteps, difference, grouped
-from recollect.attaching.report import line_of
 from recollect.attaching.reserve import Reserve
 from recollect.attaching.step_shape import Call
 from recollect.attaching.step_under_way import Departure, StepUnderWay

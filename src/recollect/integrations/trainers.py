@@ -11,7 +11,7 @@ from packaging.version import Version
 from torch import nn
 
 from recollect.attaching.attached import Attached, OnLarger
-from recollect.attaching.report import numbers_of
+from recollect.attaching.planned_step import numbers_of
 from recollect.errors import ConfigError
 from recollect.fitting import DEFAULT_BUDGET
 from recollect.ranks.members import Presence

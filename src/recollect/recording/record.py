@@ -168,18 +168,7 @@ def record_with(
 ) -> Profile:
     """Record a step with costs of your own: a cost model's on real tensors, or `ModelledCosts` on fake ones.
 
-    Args:
-        costs: runs the ops and knows their costs.
-        model: see `record`.
-        batch: see `record`.
-        optimizer: see `record`.
-        loss_fn: see `record`.
-        units: see `record`.
-        holds_output: see `record`.
-        gradients: see `record`.
-        split_backward: see `record`.
-        loss_chunks: see `record`.
-        collectives: see `record`.
+    They run the ops and know what each costs. The other arguments are those of `record`.
     """
     check_step(model, batch, None)
     loop = _Loop(model, batch, None, optimizer, loss_fn, holds_output, gradients, loss_chunks, split_backward)

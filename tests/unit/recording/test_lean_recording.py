@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from recollect.attaching.begin_recording import excess_of
+from recollect.attaching.placement import excess_of
 from recollect.engine.content import has_same_bits
 from recollect.engine.policy import LeanPlan
 from recollect.plans.action import Action

@@ -225,13 +225,7 @@ class GPTModelProvider:
     def apply(
         self, model: nn.Module, batch: Any, *, budget: int | str | None = None, optimizer: Optimizer | None = None
     ) -> Applied:
-        """Make the plan, as `plan` does, and apply it to the model from the next forward on.
-
-        Args:
-            model: as for `plan`.
-            batch: as for `plan`.
-            budget: as for `plan`.
-            optimizer: as for `plan`.
+        """Make the plan, as `plan` does of the same arguments, and apply it to the model from the next forward on.
 
         Returns:
             A handle that removes the plan; also a context manager.

@@ -87,14 +87,7 @@ class ExchangedExperts(Experts):
         self.train(experts.training)
 
     def forward(self, x_SD: Tensor, probabilities_S: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-        """Return `probability * expert(row)` of each row, [S, D], wherever its expert is.
-
-        Args:
-            x_SD: rows sorted by expert.
-            probabilities_S: weight of each row's result.
-            expert_S: the expert of each row.
-            ends_E: where the rows of each expert end, int32.
-        """
+        """Return what `Experts.forward` returns, wherever the expert of a row is."""
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         equal = [len(ends_E) // self.ranks] * self.ranks
         counts_RX = exchanged_rows(counts_E, equal, equal, self.group).unflatten(0, (self.ranks, -1))
