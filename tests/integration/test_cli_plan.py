@@ -11,7 +11,8 @@ import pytest
 import recollect
 from recollect.cli import main
 from recollect.cli.commands import ModelStep
-from recollect.lab.train.config import ModelFlags, TrainConfig
+from recollect.lab.train.config import TrainConfig
+from recollect.lab.train.model_flags import ModelFlags
 
 pytestmark = pytest.mark.integration
 

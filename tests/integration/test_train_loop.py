@@ -16,9 +16,11 @@ from recollect.cli.train import report_lines, report_table
 from recollect.errors import CheckpointError
 from recollect.lab.models.gpt import GPTModel
 from recollect.lab.train.checkpoint import list_checkpoints
-from recollect.lab.train.config import ModelFlags, OptimFlags, RunFlags
+from recollect.lab.train.config import RunFlags
 from recollect.lab.train.files import remove
 from recollect.lab.train.loop import train
+from recollect.lab.train.model_flags import ModelFlags
+from recollect.lab.train.optim_flags import OptimFlags
 from recollect.lab.train.optimizer_step import (
     build_optimizer,
     learning_rate_at,

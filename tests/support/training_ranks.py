@@ -25,10 +25,11 @@ from recollect.cli.train import training_config
 from recollect.errors import DataError
 from recollect.integrations.megatron import RecomputeConfig
 from recollect.lab.train import session as session_module
-from recollect.lab.train.config import OptimFlags, ProcessFlags, TrainConfig
+from recollect.lab.train.config import ProcessFlags, TrainConfig
 from recollect.lab.train.exchange import PipelineExchange
 from recollect.lab.train.loop import train
 from recollect.lab.train.model_flags import ExpertFlags
+from recollect.lab.train.optim_flags import OptimFlags
 from recollect.lab.train.pipeline_plans import PipelinePlans, record_own_stages
 from recollect.lab.train.processes import joined_processes
 from recollect.lab.train.session import open_session

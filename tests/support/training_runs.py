@@ -15,8 +15,10 @@ from typing import Any
 from rich.console import Console
 
 from forked_processes import ForkedProcess
-from recollect.lab.train.config import DataFlags, ModelFlags, OptimFlags, RunFlags, StepFlags, TrainConfig
+from recollect.lab.train.config import DataFlags, RunFlags, StepFlags, TrainConfig
 from recollect.lab.train.loop import train
+from recollect.lab.train.model_flags import ModelFlags
+from recollect.lab.train.optim_flags import OptimFlags
 from recollect.lab.train.records import Outcome
 
 QUIET = Console(quiet=True)

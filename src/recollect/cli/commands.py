@@ -12,7 +12,9 @@ from recollect.cli.recompute_flags import RecomputeFlags
 from recollect.lab.parallel.layout import DeviceLayout, ParallelFlags
 from recollect.lab.parallel.pipeline_layout import ScheduleName
 from recollect.lab.train.checks import at_least
-from recollect.lab.train.config import ModelFlags, OptimFlags, TrainConfig
+from recollect.lab.train.config import TrainConfig
+from recollect.lab.train.model_flags import ModelFlags
+from recollect.lab.train.optim_flags import OptimFlags
 from recollect.quantities import parse_bytes
 
 _SUFFIXES = (".csv", ".json", ".md")

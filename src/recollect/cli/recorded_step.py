@@ -16,7 +16,7 @@ from recollect.errors import RecollectError
 from recollect.extras import needed
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.train.config import OptimFlags
+from recollect.lab.train.optim_flags import OptimFlags
 from recollect.lab.train.optimizer_step import build_optimizer, resolve_device
 from recollect.measuring.device_memory import memory_bytes
 from recollect.profile.profile import Profile

@@ -44,8 +44,6 @@ from recollect.recording.step_recorder import Costs
 from recollect.recording.step_recording import Collectives, Gradients, StepRecording
 from recollect.tensors import inner_tensors
 
-__all__ = ["Collectives", "Gradients", "record", "record_with"]
-
 
 def record(
     model: nn.Module,

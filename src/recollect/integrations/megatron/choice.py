@@ -21,9 +21,6 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 from recollect.plans.action import Action
 
-__all__ = ["MEGATRON_OUTPUT", "MODULES", "OFFLOAD_MODULES", "BlockFull", "Choice", "ModuleName"]
-__all__ += ["NoRecompute", "OffloadName", "Selective", "UniformFull"]
-
 ModuleName = Literal[
     "core_attn",
     "mlp",

@@ -14,23 +14,9 @@ from recollect.integrations.megatron.training_setting import TrainingSetting
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.parallel.layout import ParallelFlags
 from recollect.lab.train.checks import at_least, within
-from recollect.lab.train.model_flags import ModelFlags, SizeName
+from recollect.lab.train.model_flags import ModelFlags
 from recollect.lab.train.optim_flags import OptimFlags
 from recollect.quantities import parse_bytes
-
-__all__ = [
-    "DataFlags",
-    "ModelFlags",
-    "OptimFlags",
-    "ProcessFlags",
-    "ProfileFlags",
-    "RunFlags",
-    "SizeName",
-    "StepFlags",
-    "TrainConfig",
-    "demo_config",
-    "pretrain_gpt_config",
-]
 
 
 @dataclass(frozen=True, kw_only=True)

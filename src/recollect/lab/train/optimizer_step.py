@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from recollect._torch_parallel import GradientBuckets
 from recollect.errors import HardwareError
 from recollect.lab.models.gpt import GPTModel
-from recollect.lab.train.config import OptimFlags
 from recollect.lab.train.exchange import Exchange
+from recollect.lab.train.optim_flags import OptimFlags
 from recollect.measuring.meter import measure_peak, storage_bytes
 
 _Result = TypeVar("_Result")

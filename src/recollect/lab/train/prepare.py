@@ -27,8 +27,8 @@ from recollect.profile.profile import Profile
 from recollect.quantities import parse_bytes
 from recollect.ranks.common import common_plan
 from recollect.ranks.group import Place
-from recollect.recording.record import Collectives
 from recollect.recording.restored_state import restored_buffers
+from recollect.recording.step_recording import Collectives
 
 if TYPE_CHECKING:
     from recollect.plans.plan import Plan

@@ -13,7 +13,7 @@ import pytest
 from recollect.lab.models.architectures import deepseek_v3_config, gpt_config, llama_config, mixtral_config
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.lab.train.config import SizeName
+from recollect.lab.train.model_flags import SizeName
 
 DIMENSIONS: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
 

@@ -8,8 +8,7 @@ import pytest
 
 from recollect.lab.models.config import TransformerConfig
 from recollect.lab.models.sizes import NAMED_CONFIGS
-from recollect.lab.train.config import ModelFlags
-from recollect.lab.train.model_flags import ExpertFlags, LatentFlags, parse_layer_freq
+from recollect.lab.train.model_flags import ExpertFlags, LatentFlags, ModelFlags, parse_layer_freq
 
 
 def test_without_flags_it_is_the_demo_and_a_name_is_that_model() -> None:
