@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import recollect
 from case_server import serve
-from recollect.attaching import lockstep, missed
+from recollect.attaching import lockstep, step_planner
 from recollect.attaching.planned_step import PlannedStep
 from recollect.engine.content import has_same_bits
 from recollect.lab.models.architectures import llama_config
@@ -294,7 +294,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 def main() -> None:
     # So that few steps show what happens between.
     lockstep._STEADY_STEPS, lockstep._ASKS_EVERY = 2, 4  # type: ignore[misc]
-    missed._MOST_ATTEMPTS = 1  # type: ignore[misc]
+    step_planner._MOST_ATTEMPTS = 1  # type: ignore[misc]
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # Each recording looks at all objects, of which libraries have made most.
