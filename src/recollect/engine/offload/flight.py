@@ -27,6 +27,8 @@ __all__ = ["Flight", "HostUse", "Mark", "Offload", "Place", "is_constant"]
 
 # On the storages of what no step makes.
 _CONSTANT = "_recollect_constant"
+# Of values that the plan does not name, but others like them.
+_NEXT = Trip()
 # After so many calls that save nothing, none ever will.
 _MOST_UNMARKED = 1000
 
@@ -111,7 +113,7 @@ class Offload:
         sent = Offloaded(self.host, tensor, slot, (unit, name))
         flight, call = place
         planned = self._units.get(unit)
-        flight.add(sent, call, Trip() if planned is None else planned.trips.get(name, Trip()))
+        flight.add(sent, call, _NEXT if planned is None else planned.trips.get(name, _NEXT))
         return sent
 
     def _mark_constants(self) -> None:
