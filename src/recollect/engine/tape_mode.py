@@ -240,15 +240,13 @@ class TapeMode(OpMode):
             return
         if facts.is_collective:
             waited_for(result)
-        held, _ = self.tape.alias(result, False)
-        sent = offload.send(held, self.unit_path, self._name_of_result(facts, index), place)
+        sent = offload.send(self.tape.alias(result, False)[0], self.unit_path, self._name_of_result(facts, index), place)
         if sent is not None:
             self._store(result, Node(sent, (), recipes=self.call))
 
     def _name_of_result(self, facts: OpFacts, index: int) -> str:
         """Return the name of the `index`-th result of the op that has just run."""
-        count = self.counts[self.unit_path, self.scope, facts.name]
-        stem = value_stem(self.scope, facts.name, count - 1)
+        stem = value_stem(self.scope, facts.name, self.counts[self.unit_path, self.scope, facts.name] - 1)
         return f"{stem}.{index}" if facts.num_returns is not None and facts.num_returns > 1 else stem
 
     def _store(self, result: torch.Tensor, node: Node) -> None:
