@@ -240,7 +240,9 @@ class TapeMode(OpMode):
             return
         if facts.is_collective:
             waited_for(result)
-        sent = offload.send(self.tape.alias(result, False)[0], self.unit_path, self._name_of_result(facts, index), place)
+        sent = offload.send(
+            self.tape.alias(result, False)[0], self.unit_path, self._name_of_result(facts, index), place
+        )
         if sent is not None:
             self._store(result, Node(sent, (), recipes=self.call))
 
