@@ -323,11 +323,19 @@ def expect_bump(tensor: torch.Tensor) -> None:
 
 
 def private_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor unseen by the active dispatch modes, because the copy is the tape's, not an op of the model."""
+    """Copy a tensor unseen by the active dispatch modes, because the copy is the tape's, not an op of the model.
+
+    It has the same strides: kernels add in another order where rows have no gaps between them.
+    """
     if is_fake_tensor(tensor):
         return tensor.clone()
     with disable_torch_dispatch(), torch.no_grad():
-        return tensor.clone()
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return tensor.clone()
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+        if extent == tensor.numel():
+            return tensor.clone()
+        return tensor.as_strided((extent,), (1,)).clone().as_strided(tensor.size(), tensor.stride())
 
 
 def watch(value: TapeValue, storage: torch.UntypedStorage) -> None:
