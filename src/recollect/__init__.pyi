@@ -30,6 +30,7 @@ from recollect.planning.frontier import Frontier as Frontier
 from recollect.planning.frontier import frontier as frontier
 from recollect.planning.planners import plan as plan
 from recollect.plans.plan import Plan as Plan
+from recollect.plans.trip import Trip as Trip
 from recollect.plans.unit_plan import UnitPlan as UnitPlan
 from recollect.profile.profile import Profile as Profile
 from recollect.recording.gathered_stage import gathered_stage as gathered_stage

@@ -28,7 +28,7 @@ def test_is_like_what_it_copies(tensor: torch.Tensor) -> None:
 
 
 def test_sums_of_slices_that_are_written_to_keep_their_bits() -> None:
-    """A program that adds up a slice and then writes to it: kernels add in another order where rows have no gaps between them."""
+    """A program that adds up a slice and then writes to it: kernels add in another order where rows have no gaps."""
     model, data = program(21237, writes_outside=True)
     plain = plain_step(model, data)
     assert plain is not None
