@@ -38,6 +38,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "recollect.Profile",
         "recollect.Plan",
         "recollect.UnitPlan",
+        "recollect.Trip",
         "recollect.Applied",
         "recollect.Report",
         "recollect.LargestBatch",
