@@ -162,6 +162,7 @@ PREPARED: dict[str, Callable[[], Names]] = {
     "megatron.md": deep,
     "megatron_flags.md": dict,
     "models.md": reference_models,
+    "offload.md": training,
     "out_of_memory.md": planned,
     "parallel.md": sharded,
     "peft_trl.md": sentences,

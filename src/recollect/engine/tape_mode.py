@@ -226,8 +226,7 @@ class TapeMode(OpMode):
         self._store(result, Node(call, [part], recipes=self.call))
 
     def _send_results(self, facts: OpFacts, output: Any, actions: OpActions) -> None:
-        results = output if isinstance(output, (tuple, list)) else (output,)
-        for index, result in enumerate(results):
+        for index, result in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
             if (actions[index] if len(actions) > 1 else actions[0]) is _OFFLOAD:
                 self.send_away(result, facts, index)
 
@@ -240,9 +239,8 @@ class TapeMode(OpMode):
             return
         if facts.is_collective:
             waited_for(result)
-        sent = offload.send(
-            self.tape.alias(result, False)[0], self.unit_path, self._name_of_result(facts, index), place
-        )
+        held, name = self.tape.alias(result, False)[0], self._name_of_result(facts, index)
+        sent = offload.send(held, self.unit_path, name, place)
         if sent is not None:
             self._store(result, Node(sent, (), recipes=self.call))
 

@@ -255,6 +255,8 @@ TRIPS = [Trip(), Trip(9, 1), Trip(3, 2, leaves_in_backward=True)]
 @pytest.mark.parametrize("trip", TRIPS, ids=str)
 @pytest.mark.parametrize("fault", [in_forward, in_the_loss, in_backward, nowhere])
 def test_a_step_that_ends_early_leaves_nothing(trial: Trial, fault: Callable[[Trial], None], trip: Trip) -> None:
+    # What calls outside of any plan share to offload is there for as long as the process.
+    num_before = num_mapped("self", tempfile.gettempdir())
     with carried_by(Late), recollect.apply(trial.model, trial.plan(trip)) as applied:
         host = offload_of(applied).host
         for _ in range(2):
@@ -264,7 +266,7 @@ def test_a_step_that_ends_early_leaves_nothing(trial: Trial, fault: Callable[[Tr
             gc.collect()
             assert host.pool.taken_bytes == 0
             trial.check()
-        assert num_mapped("self", tempfile.gettempdir()) == 1 and host.pool.taken_bytes == 0
+        assert num_mapped("self", tempfile.gettempdir()) == num_before + 1 and host.pool.taken_bytes == 0
 
 
 @pytest.mark.parametrize("trip", TRIPS, ids=str)
