@@ -231,9 +231,15 @@ class HostBound:
         times_s = event_times(profile)
         self._times_s = times_s[found.events]
         self._end_s = float(times_s[-1]) if len(times_s) else 0.0
+        self._added_s: dict[int, float] = {}
 
     def added_s(self, budget_bytes: int) -> float:
         """Return the least seconds that any plan within a budget adds to the step; inf if there is none."""
+        if budget_bytes not in self._added_s:
+            self._added_s[budget_bytes] = self._found_s(budget_bytes)
+        return self._added_s[budget_bytes]
+
+    def _found_s(self, budget_bytes: int) -> float:
         least, most = 0.0, self._recompute_s(budget_bytes, 0.0)
         if not np.isfinite(most):
             most = self._steps.most_s + self._end_s

@@ -122,7 +122,8 @@ class PeakSums:
         on_tape = calls_on_tape(decisions)
         # An offloaded value is kept, but for the time when it is away.
         stored = [replace(decision, trips=()) if decision.trips else decision for decision in decisions]
-        away, away_bytes = self.holes.changes(decisions)
+        offloads = any(decision.trips for decision in decisions)
+        away, away_bytes = self.holes.changes(decisions) if offloads else (self._nothing[:0], self._nothing[:0])
         played: dict[int, _Played] = {call: (decision, call in on_tape) for call, decision in enumerate(stored)}
         played[OUTSIDE] = CallActions(), False
         placed = [
