@@ -105,4 +105,10 @@ MUTATIONS = (
         "simulation",
         (("is_result or value.stays or not value.nbytes", "is_result or not value.nbytes"),),
     ),
+    Mutation(
+        "out-while-nothing-runs-again",
+        "the bound gives copies out the time of recompute before there is any",
+        "planning",
+        (("per_recompute=np.concatenate((out * has_rerun,", "per_recompute=np.concatenate((np.full(num_moments, out),"),),
+    ),
 )

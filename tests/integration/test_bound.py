@@ -86,7 +86,7 @@ def test_no_random_plan_is_below_the_bound(profile: Profile) -> None:
     plain = simulate(profile, [CallActions()] * len(profile.calls))
     bound = LowerBound(profile)
     budgets = [round(plain.peak_bytes * (i + 1) / NUM_BUDGETS) for i in range(NUM_BUDGETS)]
-    bounds_s = [bound.recompute_s(budget) for budget in budgets]
+    bounds_s = [bound.added_s(budget) for budget in budgets]
     assert 0 < min(s for s in bounds_s if s > 0) < float("inf")
     for decisions in random_plans(profile, seed=0):
         peaks = peak_sums.peaks(decisions)

@@ -1,4 +1,4 @@
-"""How fast a plan within a budget can be at best: a lower bound on the recompute of any plan, from prices and minimum cuts.
+"""How fast a plan within a budget can be at best: a lower bound on what any plan adds, from prices and minimum cuts.
 
 At every moment e of the step (`planning/checkpoint_times.py`) a plan within the budget B has
 
@@ -18,7 +18,16 @@ prices are tried, not whether what is returned is a bound.
 "Any plan" means: keep or recompute, value by value, or hold as parts what the profile knows to be the same on all ranks; unit
 outputs dropped or not, each op running again at most once, and what it computed or gathered staying as long as backward has
 still to ask for it, as on the tape; for the ops and the order of the recorded step. It does not hold for what changes the step
-itself: offload, another micro-batch, a chunked loss, ops that are replaced by others.
+itself: another micro-batch, a chunked loss, ops that are replaced by others; nor for offload, unless it knows the link.
+
+With host memory, kept_e is less by what is away. That has had time to go out, and still has time to come back: for a step whose
+ops run again for r seconds, and which is w seconds longer besides, as it waits for copies,
+
+    away_e <= min(host memory, out rate x (t_e + later), back rate x (end - t_e + later))       `away_limits`
+
+where t_e and the end are those of the step without a plan. What happens before backward begins is later by w at most, as
+nothing has run again yet; what follows, by r + w. All limits are linear in r, which is that of the choice, and in w, which is
+one more unknown: so is L(lambda), which is least at w = 0, or at the most that any plan waits.
 
 References:
     J. E. Kelley, "The cutting-plane method for solving convex programs", Journal of the SIAM 8(4), 1960.
@@ -27,6 +36,7 @@ References:
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -34,7 +44,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from recollect.planning.cheapest_step import CheapestStep, StepChoice, StepCut
-from recollect.planning.checkpoint_times import checkpoint_times
+from recollect.planning.checkpoint_times import CheckpointTimes, checkpoint_times
 from recollect.plans.engines import Tape
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
@@ -53,6 +63,48 @@ _MOST_CUTS = 200
 # Most that all prices together may be, in units of "all that can run again for all bytes that can be kept". Low prices
 # are tried first: they lead to useful choices sooner. The last ones show that not even recomputing everything fits.
 _MOST_PRICES = (3.0, 1e3, 1e6)
+# No plan waits for so many times its step.
+_MOST_STEPS = 1e3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AwayLimits:
+    """Limits on the bytes in host memory, which are not on the device, at moments of a step.
+
+    Attributes:
+        moments: the moment of each limit.
+        nbytes: the limit for a plan that adds nothing to the step.
+        per_recompute, per_wait: bytes more for each second in which ops run again, and for each that is added besides.
+        most_wait_s: more seconds than any plan adds besides.
+    """
+
+    moments: NDArray[np.int64]
+    nbytes: NDArray[np.float64]
+    per_recompute: NDArray[np.float64]
+    per_wait: NDArray[np.float64]
+    most_wait_s: float
+
+
+def _nothing_away(num_moments: int) -> AwayLimits:
+    zeros = np.zeros(num_moments)
+    return AwayLimits(np.arange(num_moments), zeros, zeros, zeros, 0.0)
+
+
+def away_limits(profile: Profile, found: CheckpointTimes, link: Link, host_bytes: int) -> AwayLimits:
+    """Return how much can be away at moments of a step over a link, with so much host memory."""
+    times_s = event_times(profile)
+    end_s = float(times_s[-1]) if len(times_s) else 0.0
+    times_s = times_s[found.events]
+    num_moments = len(times_s)
+    out, back, zeros = link.to_host_bytes_per_s, link.from_host_bytes_per_s, np.zeros(num_moments)
+    has_rerun = found.stages > 0
+    return AwayLimits(
+        moments=np.tile(np.arange(num_moments), 3),
+        nbytes=np.concatenate((out * times_s, back * (end_s - times_s), np.full(num_moments, float(host_bytes)))),
+        per_recompute=np.concatenate((out * has_rerun, np.full(num_moments, back), zeros)),
+        per_wait=np.concatenate((np.full(num_moments, out), np.full(num_moments, back), zeros)),
+        most_wait_s=_MOST_STEPS * end_s,
+    )
 
 
 class Steps(Protocol):
@@ -76,6 +128,7 @@ class LowerBound:
         profile: the recorded step.
         steps: its cheapest choices, for who knows more of the step; by default each call of a unit decides by itself.
         fixed_bytes: what every plan has alive at the moments of `steps`.
+        away: what plans that offload can have in host memory then; by default, none offloads.
 
     Complexity: a minimum cut and a small linear program, a few times per budget (80 layers: 0.02 s each).
 
@@ -83,22 +136,35 @@ class LowerBound:
         >>> from recollect.profile.events import ALLOC, FREE, StepLog
         >>> step = StepLog(blocks=(((ALLOC, 0, 512), (FREE, 0)),), sequence=((0, -1),))
         >>> bound = LowerBound(Profile((), (), step, step_s=1.0))
-        >>> bound.recompute_s(512), bound.recompute_s(511)
+        >>> bound.added_s(512), bound.added_s(511)
         (0.0, inf)
     """
 
     def __init__(
-        self, profile: Profile, *, steps: Steps | None = None, fixed_bytes: NDArray[np.int64] | None = None
+        self,
+        profile: Profile,
+        *,
+        steps: Steps | None = None,
+        fixed_bytes: NDArray[np.int64] | None = None,
+        away: AwayLimits | None = None,
     ) -> None:
         self._profile = profile
         if steps is None or fixed_bytes is None:
             found = checkpoint_times(profile)
             steps, fixed_bytes = CheapestStep(profile, found), found.fixed_bytes
         self._fixed_bytes, self._step = fixed_bytes, steps
+        self._offloads = away is not None
+        away = away or _nothing_away(len(fixed_bytes))
         keep_all = self._step.everything_kept()
         # Units of the linear program, so that its tolerances are parts of these.
         self._seconds = self._step.most_s or 1.0
         self._bytes = float(keep_all.kept_bytes.max(initial=0)) or 1.0
+        # Of each limit, in these units.
+        self._moments = away.moments
+        self._away = away.nbytes / self._bytes
+        self._per_recompute = away.per_recompute * (self._seconds / self._bytes)
+        self._per_wait = away.per_wait * (self._seconds / self._bytes)
+        self._most_wait = away.most_wait_s / self._seconds
         # For each choice that a cut has found: its recompute, and its bytes at each moment, in these units.
         self._recompute: list[float] = []
         self._alive: list[NDArray[np.float64]] = []
@@ -107,11 +173,11 @@ class LowerBound:
 
     def slowdown(self, budget_bytes: int) -> float:
         """Return the least slowdown of any plan whose peak is within the budget (0.03 is 3 %); inf if there is none."""
-        recompute_s = self.recompute_s(budget_bytes)
-        return recompute_s / self._profile.step_s if self._profile.step_s > 0 else min(recompute_s, 0.0)
+        added_s = self.added_s(budget_bytes)
+        return added_s / self._profile.step_s if self._profile.step_s > 0 else min(added_s, 0.0)
 
-    def recompute_s(self, budget_bytes: int) -> float:
-        """Return the least seconds that ops run again under any plan whose peak is within the budget; inf if there is none."""
+    def added_s(self, budget_bytes: int) -> float:
+        """Return the least seconds that any plan whose peak is within the budget adds to the step; inf if there is none."""
         if (self._fixed_bytes > budget_bytes).any():
             return math.inf
         if not len(self._fixed_bytes) or not self._step.most_s:
@@ -120,50 +186,61 @@ class LowerBound:
         for most_price in _MOST_PRICES:
             found, is_held_down = self._raised(budget_bytes / self._bytes, most_price)
             highest = max(highest, found)
-            if highest > 1.0:
-                # No plan runs more than everything.
+            if self._is_too_much(highest):
                 return math.inf
             if not is_held_down:
                 break
         return float(highest * self._seconds)
 
+    def _is_too_much(self, added: float) -> bool:
+        """Whether no plan adds so much: none runs more than everything again, but it may wait as long as it takes."""
+        return added > 1.0 and not self._offloads
+
     def _raised(self, budget: float, most_price: float) -> tuple[float, bool]:
         """Return the highest bound that these prices allow, and whether higher ones could raise it."""
-        fixed = self._fixed_bytes / self._bytes
+        fixed, room = self._fixed_bytes / self._bytes, budget + self._away
         highest = -math.inf
         is_held_down = False
         for _ in range(_MOST_CUTS):
-            ceiling, prices, is_held_down = self._best_prices(budget, most_price)
+            ceiling, limit_prices, is_held_down = self._best_prices(room, most_price)
+            # What another second of recompute, and of waiting, costs, less what may be away for it.
+            recompute_price = 1.0 - math.fsum(limit_prices * self._per_recompute)
+            wait_price = 1.0 - math.fsum(limit_prices * self._per_wait)
+            if recompute_price <= 0:
+                break
             enough = _GAP * abs(ceiling) + _LEAST_GAP
             missing_s = _PRECISION * max(ceiling - highest, enough) * self._seconds
-            cut = self._step.at(prices * (self._seconds / self._bytes), missing_s=missing_s)
-            cost, free = cut.cost_s / self._seconds, prices * (fixed - budget)
+            prices = np.bincount(self._moments, weights=limit_prices, minlength=len(fixed))
+            cut = self._step.at(prices / recompute_price * (self._seconds / self._bytes), missing_s=missing_s)
+            cost = recompute_price * cut.cost_s / self._seconds
+            free = [*(prices * fixed), *(-limit_prices * room), min(0.0, wait_price) * self._most_wait]
             found = cost + math.fsum(free) - _ROUNDING * (cost + math.fsum(np.abs(free)))
             highest = max(highest, found)
             # A plane that is known is above the ceiling only by how exactly the program was solved.
             is_new = self._learn(cut.choice)
-            if not is_new or ceiling - highest <= enough or highest > 1.0:
+            if not is_new or ceiling - highest <= enough or self._is_too_much(highest):
                 break
         return highest, is_held_down
 
-    def _best_prices(self, budget: float, most_price: float) -> tuple[float, NDArray[np.float64], bool]:
+    def _best_prices(self, room: NDArray[np.float64], most_price: float) -> tuple[float, NDArray[np.float64], bool]:
         """Return the highest point under all planes that are known, its prices, and whether these would rise further.
 
-        What is solved is its dual: the fastest mix of known choices that fits the budget, bytes above it at a price.
+        What is solved is its dual: the fastest mix of known choices that fits, bytes above that at a price.
         """
-        alive = np.array(self._alive).T
-        num_moments, num_choices = alive.shape
+        alive, recompute = np.array(self._alive).T[self._moments], np.array(self._recompute)
+        num_limits, num_choices = alive.shape
+        alive -= np.outer(self._per_recompute, recompute)
         result = linprog(
-            [*self._recompute, most_price],
-            A_ub=np.column_stack((alive, np.full(num_moments, -1.0))),
-            b_ub=np.full(num_moments, budget),
-            A_eq=[[*[1.0] * num_choices, 0.0]],
+            [*self._recompute, 1.0, most_price],
+            A_ub=np.column_stack((alive, -self._per_wait, np.full(num_limits, -1.0))),
+            b_ub=room,
+            A_eq=[[*[1.0] * num_choices, 0.0, 0.0]],
             b_eq=[1.0],
             method="highs",
         )
         if result.status != 0:
             # Numbers that HiGHS cannot handle prove nothing: no price, no bound.
-            return 0.0, np.zeros(num_moments), False
+            return 0.0, np.zeros(num_limits), False
         prices = np.maximum(-result.ineqlin.marginals, 0.0)
         return float(result.fun), prices, bool(result.x[-1] > 0)
 
@@ -176,6 +253,13 @@ class LowerBound:
         self._recompute.append(choice.recompute_s / self._seconds)
         self._alive.append((choice.kept_bytes + self._fixed_bytes) / self._bytes)
         return True
+
+
+def host_bound(profile: Profile, link: Link, host_bytes: int) -> LowerBound:
+    """Return the bound on plans that may offload over a link, with so much host memory."""
+    found = checkpoint_times(profile)
+    away = away_limits(profile, found, link, host_bytes)
+    return LowerBound(profile, steps=CheapestStep(profile, found), fixed_bytes=found.fixed_bytes, away=away)
 
 
 def is_all_on_tape(plan: Plan) -> bool:
@@ -195,69 +279,3 @@ def check_bound(bound_s: float, recompute_s: float, budget_bytes: int) -> None:
             f"no plan for {budget_bytes} bytes should take less than {bound_s} s of recompute, and one takes {recompute_s} s: "
             "this is a bug in recollect, please report it"
         )
-
-
-# Halve the range of the bound so often, from the bound without host memory or all that can run again.
-_NUM_HALVINGS = 8
-
-
-class HostBound:
-    """The bound of one profile with host memory, for any number of budgets: on what a plan that may offload adds to the step.
-
-    At any moment t of the step, no more can be away than has had time to go out, and than still has time to come back:
-
-        away(t) <= min(host bytes, out rate x (t + s), back rate x (end - t + s))
-
-    where s is what the plan adds to the step, waiting included: it shifts t and the end by s at most. A plan within budget B
-    that has so much away is, at each moment, one within B + away(t) that offloads nothing; so it recomputes for at least L(s),
-    the bound of `LowerBound` with these budgets. L falls as s rises, and every plan has s >= L(s): where both are equal is a
-    bound.
-
-    Args:
-        profile: the recorded step.
-        link: what copies take.
-        host_bytes: most bytes in host memory.
-
-    Complexity: about ten bounds of `LowerBound` for a budget.
-    """
-
-    def __init__(self, profile: Profile, link: Link, host_bytes: int) -> None:
-        self._profile = profile
-        self._link = link
-        self._host_bytes = host_bytes
-        found = checkpoint_times(profile)
-        self._steps = CheapestStep(profile, found)
-        self._fixed_bytes = found.fixed_bytes
-        times_s = event_times(profile)
-        self._times_s = times_s[found.events]
-        self._end_s = float(times_s[-1]) if len(times_s) else 0.0
-        self._added_s: dict[int, float] = {}
-
-    def added_s(self, budget_bytes: int) -> float:
-        """Return the least seconds that any plan within a budget adds to the step; inf if there is none."""
-        if budget_bytes not in self._added_s:
-            self._added_s[budget_bytes] = self._found_s(budget_bytes)
-        return self._added_s[budget_bytes]
-
-    def _found_s(self, budget_bytes: int) -> float:
-        least, most = 0.0, self._recompute_s(budget_bytes, 0.0)
-        if not np.isfinite(most):
-            most = self._steps.most_s + self._end_s
-        for _ in range(_NUM_HALVINGS):
-            middle = (least + most) / 2
-            if self._recompute_s(budget_bytes, middle) > middle:
-                least = middle
-            else:
-                most = middle
-        return least
-
-    def _recompute_s(self, budget_bytes: int, added_s: float) -> float:
-        """Return the bound on recompute of a plan that adds so much to the step."""
-        bound = LowerBound(self._profile, steps=self._steps, fixed_bytes=self._fixed_bytes - self._away(added_s))
-        return bound.recompute_s(budget_bytes)
-
-    def _away(self, added_s: float) -> NDArray[np.int64]:
-        """Return the most bytes that can be away at each moment."""
-        out = self._link.to_host_bytes_per_s * (self._times_s + added_s)
-        back = self._link.from_host_bytes_per_s * (self._end_s - self._times_s + added_s)
-        return np.ceil(np.minimum(np.minimum(out, back), self._host_bytes)).astype(np.int64)

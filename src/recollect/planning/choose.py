@@ -205,7 +205,7 @@ class Planner:
         """Return a lower bound on the recompute seconds of any plan."""
         if not self.profile.calls:
             return 0.0
-        return self._bound.recompute_s(budget_bytes)
+        return self._bound.added_s(budget_bytes)
 
     def _simulated(self, candidate: Candidate) -> Simulation:
         """Simulate the whole step of a candidate, with the decisions that the engine runs, and check its cost."""

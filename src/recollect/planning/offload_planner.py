@@ -19,7 +19,7 @@ from functools import cached_property
 from recollect.byte_format import least_amount
 from recollect.errors import BudgetTooSmallError, PlanError
 from recollect.planning.advice import HOST_ADVICE
-from recollect.planning.bound import HostBound, check_bound, is_all_on_tape
+from recollect.planning.bound import LowerBound, check_bound, host_bound, is_all_on_tape
 from recollect.planning.choose import Planner
 from recollect.planning.offload_mix import OffloadUnits, measured_units
 from recollect.planning.trips import HASTES, LINK_SHARE, Name, TripPlanner, link_of
@@ -114,8 +114,8 @@ class OffloadPlanner:
         return self._recompute.plain_peak_bytes
 
     @cached_property
-    def _bound(self) -> HostBound:
-        return HostBound(self.profile, self._link, self._host_bytes)
+    def _bound(self) -> LowerBound:
+        return host_bound(self.profile, self._link, self._host_bytes)
 
     @cached_property
     def _least_bytes(self) -> int:

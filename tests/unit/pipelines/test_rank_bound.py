@@ -74,12 +74,12 @@ def test_it_is_above_the_bound_without_shared_decisions_and_below_plans(
         budget_bytes = plain_bytes * percent // 100
         found = Planner(step.profile, make_bound=lambda: shared).plan(budget_bytes)
         assert found.predicted_slowdown is not None
-        bound_s, apart_s = shared.recompute_s(budget_bytes), apart.recompute_s(budget_bytes)
+        bound_s, apart_s = shared.added_s(budget_bytes), apart.added_s(budget_bytes)
         assert apart_s * (1 - 1e-6) <= bound_s <= found.predicted_slowdown * step.profile.step_s * (1 + 1e-6)
         higher.append(bound_s > 1.01 * apart_s)
     # Under the V, the most that the two bounds differ by is less.
     assert any(higher) or name == "V"
-    assert shared.recompute_s(step.profile.persistent_bytes) == float("inf")
+    assert shared.added_s(step.profile.persistent_bytes) == float("inf")
 
 
 @pytest.mark.parametrize(("name", "budget"), SLOWER)

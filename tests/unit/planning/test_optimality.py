@@ -106,9 +106,9 @@ def test_bound_is_never_above_the_best_of_all_plans() -> None:
         bound = LowerBound(profile)
         for budget in budgets(points):
             best_s = min(recompute_s for peak, recompute_s in points if peak <= budget)
-            assert bound.recompute_s(budget) <= best_s + TOLERANCE_S, seed
+            assert bound.added_s(budget) <= best_s + TOLERANCE_S, seed
         least = min(peak for peak, _ in points)
-        assert bound.recompute_s(least) < math.inf, seed
+        assert bound.added_s(least) < math.inf, seed
 
 
 def test_bound_says_something() -> None:
@@ -121,20 +121,20 @@ def test_bound_says_something() -> None:
         for budget in budgets(points):
             best_s = min(recompute_s for peak, recompute_s in points if peak <= budget)
             if best_s > 0:
-                shares.append(bound.recompute_s(budget) / best_s)
+                shares.append(bound.added_s(budget) / best_s)
     assert statistics.median(shares) > 0.5
 
 
 def test_bound_is_infinite_where_every_plan_has_more() -> None:
     profile = random_step(0, num_values=5)
-    assert LowerBound(profile).recompute_s(profile.persistent_bytes) == math.inf
+    assert LowerBound(profile).added_s(profile.persistent_bytes) == math.inf
 
 
 def test_bound_falls_with_the_budget() -> None:
     profile = random_step(7, num_values=7, num_units=3)
     bound = LowerBound(profile)
     most = simulate(profile, [CallActions()] * 3).peak_bytes
-    values = [bound.recompute_s(budget) for budget in (*range(most // 2, most, 10), most)]
+    values = [bound.added_s(budget) for budget in (*range(most // 2, most, 10), most)]
     assert all(later <= earlier for earlier, later in itertools.pairwise(values))
     assert values[-1] == 0
 
