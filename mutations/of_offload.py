@@ -109,6 +109,17 @@ MUTATIONS = (
         "out-while-nothing-runs-again",
         "the bound gives copies out the time of recompute before there is any",
         "planning",
-        (("per_recompute=np.concatenate((out * has_rerun,", "per_recompute=np.concatenate((np.full(num_moments, out),"),),
+        (
+            (
+                "per_recompute=np.concatenate((out * has_rerun,",
+                "per_recompute=np.concatenate((np.full(num_moments, out),",
+            ),
+        ),
+    ),
+    Mutation(
+        "return-is-no-edge",
+        "what is to leave after the last unit stays until backward",
+        "engine",
+        (("place[0].end_call(place[1])", "pass"),),
     ),
 )

@@ -66,7 +66,8 @@ def apply(model: nn.Module, plan: Plan | Sequence[Plan], *, group: GroupChoice =
     Warns:
         PlanMismatchWarning: the plan was made for a model with fewer layers; or once, if a unit runs other ops than the
             plan names. What it does not name is kept.
-        ProfileMismatchWarning: the plan's profile was recorded with another version of PyTorch, or on another device.
+        ProfileMismatchWarning: the plan's profile was recorded with another version of PyTorch, on another device, or where
+            copies to host memory were half as fast again, or more.
         TorchVersionWarning: once in a process, with a PyTorch that is newer than those that are tested, or that differs.
         ConfigWarning by the first call: `torch.compile` has no effect, since a plan has the model run eagerly.
 

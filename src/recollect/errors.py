@@ -393,7 +393,7 @@ class PlanMismatchWarning(UserWarning):
 
 
 class ProfileMismatchWarning(UserWarning):
-    """A plan comes from a profile recorded with another version of PyTorch, or on another device."""
+    """A plan comes from a profile recorded with another version of PyTorch, on another device, or over a faster link."""
 
 
 class TorchVersionWarning(UserWarning):

@@ -114,11 +114,13 @@ class Tape(TapeState):
         outer = self.mode
         with self._watching(unit_path) if outer is None else _inside(outer, unit_path) as mode:
             output = mode.run_module("", forward, args, kwargs)
-            call = mode.call
+            call, place = mode.call, mode.place
         if SwitchedOff.FUNCTIONS in switched_off():
             _check_no_functions(unit_path, args, kwargs, output)
         if self.policy.output_action(unit_path) is Action.KEEP:
             self._hold_outputs(unit_path, output, call)
+        if place is not None:
+            place[0].end_call(place[1])
         return output
 
     @contextmanager

@@ -171,7 +171,7 @@ def with_host_link(profile: Profile, device: torch.device) -> Profile:
     Raises:
         HardwareError: the device cannot copy, or there is no room to try.
     """
-    link = _measured(device)
+    link = host_link(device)
     return replace(
         profile,
         to_host_bytes_per_s=link.to_host_bytes_per_s,
@@ -181,5 +181,6 @@ def with_host_link(profile: Profile, device: torch.device) -> Profile:
 
 
 @cache
-def _measured(device: torch.device) -> HostCopies:
+def host_link(device: torch.device) -> HostCopies:
+    """Return what `measure_host_link` returned for a device, in this process."""
     return measure_host_link(device)

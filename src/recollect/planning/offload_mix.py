@@ -13,8 +13,8 @@ subject to
     backward of l:  sum of s x over j < l - away(w) + b(l) <= budget
     o(l) <= what the options of l store and can offload,   sum of o <= host memory
 
-What goes out in a window has left by its end, and what comes back in it takes up room from its beginning, as at edges; only the
-first edge of backward comes later than its window, which begins with the loss.
+What goes out in a window has left by its end, and what comes back in it takes up room from its beginning, as at edges. The loss
+comes after the last unit's forward, but its memory counts as that of the unit, and its time as that of the unit's backward.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ class _Program:
             self._add([*gone, *returned, *((self._offloaded(other), -1.0) for other in range(number))], 0.0)
         earlier = [term for j in range(number) for term in self._shares(j, self._part(self._units[j].kept_bytes))]
         own = self._shares(number, self._part(unit.forward_bytes if is_forward else unit.backward_bytes))
-        if window == self._num_units:
-            # The loss, where memory is often fullest, is before the first edge of backward.
-            gone = gone[:-1]
+        if window == self._num_units - 1:
+            # The loss, where memory is often fullest, is after the last unit returns.
+            gone = [*gone, (out, 1.0)]
         away = [(column, -factor) for column, factor in (*gone, *returned)]
         self._add([*earlier, *own, *away], 1.0)
 
@@ -202,6 +202,8 @@ def measured_units(profile: Profile, course: Course, least_bytes: int) -> Offloa
     ends_s = [*course.edge_s[1:], course.end_s]
     for edge, begin_s, end_s in zip(course.edges, course.edge_s, ends_s, strict=True):
         seconds[edge.phase, edge.call] += end_s - begin_s
+    last = len(profile.calls) - 1
+    seconds[BACKWARD, last] += seconds[FORWARD, last + 1]
     units = []
     for number, forward, backward in zip(chain.order, chain.stages_of(FORWARD), chain.stages_of(BACKWARD), strict=True):
         row = table.rows[number]

@@ -19,7 +19,8 @@ class Trip(NamedTuple):
     copies are: whoever comes to one too early waits.
 
     Attributes:
-        leaves: the device has its bytes until so many more units have begun: 1 until the next one does.
+        leaves: the device has its bytes until so many more units have begun: 1 until the next one does, or can, as this one has
+            returned.
         returns: the copy back begins when backward comes to the unit that ran so many later: 0 with its own.
         leaves_in_backward: `leaves` counts as `returns` does: until backward comes to the unit that ran so many later. It then
             has to be more than `returns`, as backward takes units in reverse.
@@ -86,7 +87,7 @@ class Timetable(Generic[_Copy]):
         self._returns.append((run + trip.returns, reference))
 
     def forward(self, run: int) -> None:
-        """Note that a run begins."""
+        """Note that a run begins, or could."""
         for number in [number for number in self._leaving if number <= run]:
             _have_leave(self._leaving.pop(number))
 

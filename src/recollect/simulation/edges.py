@@ -1,15 +1,16 @@
 """Finds the edges of units in a step: the moments at which offloaded values leave the device and come back.
 
-An edge in forward is where a unit's call begins. One in backward is where backward comes to a call: to the last one that saved
-something which it may still use. `recollect.engine.offload.flight` finds them in the real step.
+An edge in forward is where another unit's call begins or can begin: where the last one returns. One in backward is where
+backward comes to a call: to the last one that saved something which it may still use. `recollect.engine.offload.flight` finds
+them in the real step.
 Calls are counted from the first one after a backward; copies belong to that stretch of forward and the backward after it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from recollect.errors import PlanError
@@ -26,7 +27,7 @@ class Edge:
     Attributes:
         start: the position in the log of the event that comes next.
         phase: FORWARD or BACKWARD.
-        call: the call that begins, or that backward comes to.
+        call: the call that begins, or would be the next to, or that backward comes to.
     """
 
     start: int
@@ -83,6 +84,14 @@ class EdgeTable:
         return next((number for reached, number in backward if reached <= other), None)
 
 
+def by_start(edges: Sequence[Edge]) -> Mapping[int, Sequence[Edge]]:
+    """Return the edges before each event that has any, in order."""
+    found: defaultdict[int, list[Edge]] = defaultdict(list)
+    for edge in edges:
+        found[edge.start].append(edge)
+    return found
+
+
 def returning_values(profile: Profile) -> frozenset[tuple[int, int]]:
     """Return what backward asks for in units, as (call, value): what it pays to offload."""
     return frozenset(_Scan(profile).used)
@@ -100,6 +109,8 @@ class _Scan:
         self.edges: list[Edge] = []
         self.used: set[tuple[int, int]] = set()
         self._begun: set[int] = set()
+        # The first call after the last backward.
+        self._first_call = 0
         self._returned: set[int] = set()
         # Of the handles that backward may still ask for: what was saved, and by whom; and how many each call has.
         self._handles: dict[int, tuple[int, int, int]] = {}
@@ -117,18 +128,25 @@ class _Scan:
         for self._position, event in enumerate(profile.log.events()):
             if event[0] in handlers:
                 handlers[event[0]](*event[1:])
+        if self.edges and self.edges[-1].start > self._position:
+            self.edges.pop()
 
     def _begin_phase(self, phase: int) -> None:
         self._phase, self._call = phase, -1
 
     def _begin(self, call: int, *_: int) -> None:
+        self._add(self._position, call)
+
+    def _add(self, start: int, call: int) -> None:
         if call not in self._begun and self._phase == FORWARD:
             self._begun.add(call)
-            self.edges.append(Edge(self._position, FORWARD, call))
+            self.edges.append(Edge(start, FORWARD, call))
 
     def _return(self, call: int) -> None:
         self._begin(call)
         self._returned.add(call)
+        if call >= self._first_call:
+            self._add(self._position + 1, call + 1)
 
     def _save(self, call: int, value: int, handle: int, saver: int) -> None:
         # What is saved between units goes by the call that made it.
@@ -143,6 +161,7 @@ class _Scan:
         call = max(self._waiting)
         if call != self._call:
             self._call = call
+            self._first_call = max(self._begun) + 1
             self.edges.append(Edge(self._position, BACKWARD, call))
         self.used.add(self._handles[handle][:2])
         self._forget(handle)

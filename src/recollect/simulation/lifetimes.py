@@ -13,7 +13,7 @@ from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.copies import HostRoom
 from recollect.simulation.decisions import CallActions, calls_on_tape
-from recollect.simulation.edges import edges_for
+from recollect.simulation.edges import by_start, edges_for
 from recollect.simulation.playback import Owner, Playback, Token
 from recollect.simulation.program import EDGE, Instruction, Program, ProgramOp
 from recollect.simulation.simulate import Simulation, run
@@ -131,10 +131,10 @@ class EveryEvent(Program):
         return frozenset()
 
     def _instructions(self) -> Iterator[Instruction]:
-        edges = {edge.start: edge for edge in self.edges}
+        edges = by_start(self.edges)
         for position, event in enumerate(self.profile.log.events()):
-            if position in edges:
-                yield EDGE, (edges[position].phase, edges[position].call)
+            for edge in edges.get(position, ()):
+                yield EDGE, (edge.phase, edge.call)
             yield event[0], self.operands(event)
 
 

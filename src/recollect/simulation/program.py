@@ -20,7 +20,7 @@ from recollect.profile.events import ALLOC, DIES, FORWARD, FREE, GIVE_BACK, OP, 
 from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.decisions import CallActions
-from recollect.simulation.edges import Edge
+from recollect.simulation.edges import Edge, by_start
 from recollect.simulation.windows import Window
 
 BULK: Final = -1
@@ -163,21 +163,20 @@ class Program:
     def _instructions(self) -> Iterator[Instruction]:
         starts = iter([*(window.start for window in self.windows[1:]), -1])
         next_start = next(starts)
-        edges = {edge.start: edge for edge in self.edges}
+        edges = by_start(self.edges)
         sizes: dict[int, int] = {}
         change_bytes = most_bytes = 0
         for position, event in enumerate(self.profile.log.events()):
             code = event[0]
             is_window = position == next_start
             is_bulk = code in (ALLOC, FREE, WORK) and not self._is_of_borrowed(event)
-            edge = edges.get(position)
-            if (is_window or edge is not None or not is_bulk) and (change_bytes or most_bytes):
+            if (is_window or position in edges or not is_bulk) and (change_bytes or most_bytes):
                 yield BULK, (most_bytes, change_bytes)
                 change_bytes = most_bytes = 0
             if is_window:
                 yield WINDOW, ()
                 next_start = next(starts)
-            if edge is not None:
+            for edge in edges.get(position, ()):
                 yield EDGE, (edge.phase, edge.call)
             if not is_bulk:
                 yield code, self.operands(event)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import recollect
-from recollect.errors import ProfileMismatchWarning
+from recollect.errors import OffloadError, ProfileMismatchWarning
 from recollect.lab.models.architectures import llama_config
 from recollect.lab.models.gpt import GPTModel
+from recollect.measuring.host_copies import host_link
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
 
@@ -73,6 +78,42 @@ def test_plan_read_from_a_file_remembers(tmp_path: Any) -> None:
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     assert len(warned(Plan.load(tmp_path / "plan.json"))) == 1
+
+
+def offloading(out: float, back: float, **fields: Any) -> Plan:
+    unit = recollect.UnitPlan({"mlp.activation_func.silu": "offload"})
+    rates = {"to_host_bytes_per_s": out, "from_host_bytes_per_s": back}
+    return Plan({"decoder.layers.0": unit}, device_name="cpu", **rates, **fields)
+
+
+def test_copies_that_are_slower_than_planned() -> None:
+    """Both numbers of each direction, and what to do; whichever direction it is."""
+    for planned in ((1e15, 1.0), (1.0, 1e15)):
+        (message,) = warned(offloading(*planned))
+        out, back = (f"{rate / 1e9:.3g}" for rate in planned)
+        assert re.fullmatch(
+            r"copies reach [\d.]+ GB/s to host memory and [\d.]+ GB/s back here, and the plan was made for "
+            rf"{re.escape(out)} and {re.escape(back)} GB/s: gradients and peak are as planned, but steps may wait for copies\. "
+            r"Make a new plan from a profile recorded here with host_link=True, or with a smaller link_share if what else "
+            r"copies now always does\.",
+            message,
+        )
+
+
+def test_copies_that_are_fast_enough() -> None:
+    rates = host_link(torch.device("cpu"))[:2]
+    assert warned(offloading(*(1.4 * rate for rate in rates))) == []
+    assert len(warned(offloading(*(1.6 * rate for rate in rates)))) == 1
+    # What nothing is copied for, or nobody knows, is not measured.
+    assert warned(replace(offloading(1e15, 1e15), units={})) == []
+
+
+def test_no_room_to_try_copies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The plan's own copies may need less; if they do not, they say so."""
+    host_link.cache_clear()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(OffloadError, match="cannot be had"):
+        warned(offloading(1e15, 1e15, predicted_host_bytes=1))
 
 
 def test_device_of_a_fake_profile_does_not_matter() -> None:

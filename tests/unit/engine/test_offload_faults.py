@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -373,7 +374,7 @@ class Reader(nn.Module):
         return hidden + (self.units[0].product * self.weight).tanh()
 
 
-@pytest.mark.parametrize("trip", [Trip(3, 3), Trip(1, 0, leaves_in_backward=True)], ids=["in time", "asked for early"])
+@pytest.mark.parametrize("trip", [Trip(4, 3), Trip(1, 0, leaves_in_backward=True)], ids=["in time", "asked for early"])
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -385,7 +386,7 @@ class Reader(nn.Module):
 def test_a_change_out_of_sight_while_it_is_copied_is_an_error(
     change: Callable[[Tensor], object], error: type[Exception], message: str, trip: Trip
 ) -> None:
-    """The product leaves when the fourth unit begins, or when backward comes to the second one; the third one reads it."""
+    """The product leaves when the fourth unit returns, or when backward comes to the second one; the third one reads it."""
     unit = Unit()
     first, second, third, fourth = (unit, nn.Linear(WIDTH, WIDTH), Reader(unit), nn.Linear(WIDTH, WIDTH))
     model = nn.Sequential(first, second, third, fourth)
@@ -404,6 +405,20 @@ def test_a_change_out_of_sight_while_it_is_copied_is_an_error(
         loss = fourth(hidden).sum()
         with pytest.raises(error, match=f"used by mm in 0, {message}"):
             loss.backward()
+
+
+def test_what_leaves_after_the_last_unit_is_gone_before_the_loss() -> None:
+    """That unit's return is an edge, too, though no other begins there: memory is often fullest in the loss."""
+    model = nn.Sequential(Unit())
+    plan = Plan(
+        {"0": recollect.UnitPlan({"mm": "offload", "mul": "recompute", "tanh": "keep"}, trips={"mm": Trip(1, 0)})}
+    )
+    with recollect.apply(model, plan):
+        output = model(torch.randn(ROWS, WIDTH))
+        storage = weakref.ref(model[0].product.untyped_storage())
+        model[0].product = torch.empty(0)
+        assert storage() is None
+        output.sum().backward()
 
 
 class Overwriter(nn.Module):

@@ -178,6 +178,11 @@ class Flight:
         self.timetable.forward(call)
         return call
 
+    def end_call(self, call: int) -> None:
+        """Note that a call returns: the next one can begin now."""
+        if not self.has_turned and call + 1 == self._num_calls:
+            self.timetable.forward(call + 1)
+
     def add(self, sent: Offloaded, call: int, trip: Trip) -> None:
         """Add the copy of a value that a call has computed."""
         self.timetable.add(sent, call, trip)
