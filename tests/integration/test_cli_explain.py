@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,35 @@ def test_it_says_why_its_peaks_are_not_those_of_plan(
     assert main(["explain", *STEP, "--fake", "--recompute-activations", *flags]) == 0
     output = capsys.readouterr().out
     assert words in output and "can differ from that of recollect plan, whose loop holds both" in output
+
+
+def test_a_plan_with_host_memory_is_beside_what_megatron_offloads(tmp_path: Path) -> None:
+    """At no higher peak, with no more host memory, over the link that is there."""
+    modules = {"offload_modules": ["core_attn", "mlp_norm"], "min_offloaded_tensor_size": 1000}
+    path = yaml_file(tmp_path, **SIZES, fine_grained_activation_offloading=True, **modules)
+    for flags in (["--fake", "--hardware", "H100"], []):
+        found = explained(path, *flags)
+        given, budget = found["given"], found["budget"]
+        # What runs again in no time may be the better choice.
+        assert budget["host_bytes"] <= given["host_bytes"] > 0 and budget["peak_bytes"] <= given["peak_bytes"]
+        assert found["bound_slowdown"] <= budget["slowdown"] <= given["slowdown"]
+
+
+def test_waiting_for_copies_is_part_of_the_slowdown(capsys: pytest.CaptureFixture[str]) -> None:
+    with torch.device("meta"):
+        model, tokens = GPTModel(TransformerConfig(**SIZES)), torch.zeros(2, 64, dtype=torch.int64)
+    profile = recollect.record(model, {"tokens": tokens, "labels": tokens}, fake=True, hardware="H100")
+    config = recollect.RecomputeConfig(
+        fine_grained_activation_offloading=True, offload_modules=("core_attn",), min_offloaded_tensor_size=1000
+    )
+    plan = recollect.megatron_plan(profile, config)
+    slower = replace(profile, to_host_bytes_per_s=1e6, from_host_bytes_per_s=1e6)
+    explanation = explain_plan(slower, plan)
+    given = explanation.given
+    assert given.wait_s > 0.1 and given.slowdown == pytest.approx((given.recompute_s + given.wait_s) / slower.step_s)
+    show(explanation, slower, Console(), with_names=False)
+    output = capsys.readouterr().out
+    assert "in host memory" in output and "time of waiting for copies" in output
 
 
 def test_no_recompute_is_explained_too(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def run_explain(command: Explain, console: Console) -> None:
         )
     words = {**(file.recompute if file else {}), **command.recompute.fields()}
     config = MegatronSetting(words).config
-    profile, setting = _recorded(command, file, console)
+    profile, setting = _recorded(command, file, console, host_link=config.cpu_offloading or bool(config.offloaded))
     explanation = explain_plan(profile, megatron_plan(profile, config, setting))
     show(explanation, profile, console, with_names=command.names)
     print_line(console, _NEW_GRADIENTS if command.new_gradients else _GRADIENT_BUFFER, style="dim")
@@ -66,9 +66,12 @@ def run_explain(command: Explain, console: Console) -> None:
         write_file(command.json, json.dumps(data, indent=2) + "\n", console, flag="--json")
 
 
-def _recorded(command: Explain, file: MegatronFile | None, console: Console) -> tuple[Profile, TrainingSetting | None]:
+def _recorded(
+    command: Explain, file: MegatronFile | None, console: Console, *, host_link: bool
+) -> tuple[Profile, TrainingSetting | None]:
     """Record the step given by flags and file, and return the file's training setting."""
-    loop: Any = {"holds_output": False, "gradients": "freed" if command.new_gradients else "accumulated"}
+    gradients = "freed" if command.new_gradients else "accumulated"
+    loop: Any = {"holds_output": False, "gradients": gradients, "host_link": host_link}
     if file is None:
         return step_recorder(command.step, **loop)(1), None
     if file.ignored:
@@ -119,6 +122,8 @@ def totals_table(explanation: Explanation) -> Table:
         table.add_row("in host memory", *(format_bytes(plan.host_bytes) for plan in plans))
     table.add_row("ops recomputed", *(f"{plan.recomputed_ops:,}" for plan in plans))
     table.add_row("time of recompute", *(_seconds(plan.recompute_s) for plan in plans))
+    if any(plan.wait_s for plan in plans):
+        table.add_row("time of waiting for copies", *(_seconds(plan.wait_s) for plan in plans))
     table.add_row("predicted slowdown", *(_percent(plan.slowdown) for plan in plans), style="bold")
     if explanation.bound_slowdown is not None:
         bounds = [_NONE] * (len(plans) - 1)

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from recollect.errors import BudgetTooSmallError
-from recollect.planning.choose import Planner
-from recollect.planning.offload_planner import OffloadPlanner
+from recollect.planning.planners import planner_for
+from recollect.planning.trips import link_of
 from recollect.plans.paths import compress_paths
 from recollect.plans.plan import Plan
 from recollect.profile.profile import Profile
+from recollect.simulation.copy_clock import waits_of
 from recollect.simulation.decisions import decide
 from recollect.simulation.layer_usage import LayerUsage, kept_outside_bytes, layer_usage
 from recollect.simulation.simulate import simulate
@@ -62,8 +63,9 @@ class Explained:
         outside_bytes: the part of `kept_bytes` made outside of all units, such as the loss and its logits.
         recomputed_ops, recompute_s: of the whole step.
         peak_bytes: peak of the whole step; `peak_at` says where.
-        slowdown: `recompute_s` divided by the seconds of forward and backward without recompute.
         host_bytes: host memory of offloaded values.
+        wait_s: of the whole step, for copies, where the profile knows the link to the host.
+        slowdown: `recompute_s` and `wait_s`, divided by the seconds of forward and backward without recompute.
     """
 
     plan: Plan
@@ -74,8 +76,9 @@ class Explained:
     recompute_s: float
     peak_bytes: int
     peak_at: str
-    slowdown: float
     host_bytes: int
+    wait_s: float
+    slowdown: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +88,8 @@ class Explanation:
     Attributes:
         plain: the step that keeps everything.
         given: the plan to explain.
-        budget: the planner's plan for the peak of `given`; None if it finds none, and `problem` says why.
-        bound_slowdown: lower bound on the slowdown of any plan within that peak; None if unknown.
+        budget: the planner's plan for the peak of `given`, and its host memory; None if it finds none, and `problem` says why.
+        bound_slowdown: lower bound on the slowdown of any plan within these; None if unknown.
         step_s: seconds of forward and backward without recompute.
         persistent: bytes that live through the whole step, by kind.
     """
@@ -111,13 +114,12 @@ class Explanation:
         }
 
 
-def explain_plan(profile: Profile, plan: Plan, *, planner: Planner | OffloadPlanner | None = None) -> Explanation:
-    """Return what a plan keeps and recomputes, and what the planner would for the same peak.
+def explain_plan(profile: Profile, plan: Plan) -> Explanation:
+    """Return what a plan keeps and recomputes, and what the planner would for the same peak and host memory.
 
     Args:
         profile: the recorded step.
         plan: a plan for this model, such as one that `recollect.megatron_plan` makes from Megatron's settings.
-        planner: a planner of this profile to reuse.
 
     Returns:
         The explanation, with the numbers of the simulator; the parts add up to the totals.
@@ -137,8 +139,8 @@ def explain_plan(profile: Profile, plan: Plan, *, planner: Planner | OffloadPlan
         >>> explanation.budget.slowdown <= explanation.given.slowdown
         True
     """
-    planner = planner or Planner(profile)
     given = _explained(profile, plan)
+    planner = planner_for(profile, given.host_bytes if link_of(profile) else 0)
     budget, problem = None, ""
     try:
         budget = _explained(profile, planner.plan(given.peak_bytes))
@@ -157,7 +159,10 @@ def explain_plan(profile: Profile, plan: Plan, *, planner: Planner | OffloadPlan
 
 
 def _explained(profile: Profile, plan: Plan) -> Explained:
-    simulation = simulate(profile, decide(profile, plan))
+    decisions = decide(profile, plan)
+    simulation = simulate(profile, decisions)
+    link = link_of(profile) if plan.offloads else None
+    wait_s = 0.0 if link is None else waits_of(profile, decisions, link).total_s
     accounts = layer_usage(profile, plan)
     return Explained(
         plan=plan,
@@ -168,8 +173,9 @@ def _explained(profile: Profile, plan: Plan) -> Explained:
         recompute_s=simulation.recompute_s,
         peak_bytes=simulation.peak_bytes,
         peak_at=simulation.peak_note,
-        slowdown=simulation.recompute_s / profile.step_s if profile.step_s > 0 else 0.0,
         host_bytes=simulation.host_bytes,
+        wait_s=wait_s,
+        slowdown=(simulation.recompute_s + wait_s) / profile.step_s if profile.step_s > 0 else 0.0,
     )
 
 
@@ -202,7 +208,7 @@ def _added_up(account: LayerUsage) -> Counter[str]:
 
 def _data(explained: Explained) -> dict[str, Any]:
     numbers: tuple[str, ...] = ("kept_bytes", "outside_bytes", "host_bytes", "recomputed_ops", "recompute_s")
-    numbers += ("peak_bytes", "peak_at", "slowdown")
+    numbers += ("peak_bytes", "peak_at", "wait_s", "slowdown")
     layers = [
         {**asdict(group), "kept_bytes": group.kept_bytes, "recomputed_ops": group.recomputed_ops}
         for group in explained.groups
