@@ -19,11 +19,11 @@ from recollect.plans.unit_plan import UnitPlan
 from recollect.profile.events import BACKWARD
 from recollect.profile.graph import UnitGraph
 from recollect.profile.profile import Profile
-from recollect.simulation.copy_clock import Course, Journey, Link, Waits, course, waits
+from recollect.simulation.copy_clock import Course, Journey, Link, Waits, course, journey, nbytes_of, waits
 from recollect.simulation.decisions import CallActions, decide
 from recollect.simulation.edges import EdgeTable, edges
 from recollect.simulation.lifetimes import EveryEvent
-from recollect.simulation.program import Key, rounded_bytes
+from recollect.simulation.program import Key
 
 Name = tuple[str, str]
 """A value that may be offloaded: path of its unit, and its name there."""
@@ -92,12 +92,7 @@ class TripPlanner:
 
     def nbytes(self, name: Name) -> int:
         """Return the bytes of a value, of all calls of its unit."""
-        return sum(map(self._nbytes, self._keys[name]))
-
-    def _nbytes(self, key: Key) -> int:
-        call, value = key
-        graph = self._profile.graph_of(self._profile.calls[call])
-        return rounded_bytes(self._profile, graph.values[value].nbytes)
+        return sum(nbytes_of(self._profile, key) for key in self._keys[name])
 
     def scheduled(self, names: Collection[Name], *, haste: float = 1.0) -> Schedule:
         """Return the plan with trips for some values; those for whose way there is no time are kept.
@@ -117,8 +112,8 @@ class TripPlanner:
                 trips[name] = _common(self._trip(key, found[key]) for key in keys)
         journeys: dict[Key, Journey] = {}
         for name, trip in list(trips.items()):
-            own = {key: self._journey(key, trip) for key in self._keys[name]}
-            known = {key: journey for key, journey in own.items() if journey is not None}
+            own = {key: journey(self._profile, self.course, self._edges, key, trip) for key in self._keys[name]}
+            known = {key: one for key, one in own.items() if one is not None}
             if len(known) < len(own):
                 del trips[name]
             else:
@@ -132,7 +127,7 @@ class TripPlanner:
         leaves: dict[Key, int] = {}
         free_s = 0.0
         for key in sorted(all_keys, key=time.made_s.__getitem__):
-            end_s = max(free_s, time.made_s[key]) + link.out_s(self._nbytes(key))
+            end_s = max(free_s, time.made_s[key]) + link.out_s(nbytes_of(self._profile, key))
             edge = bisect_left(time.edge_s, end_s)
             if edge < time.asked[key][0]:
                 leaves[key] = edge
@@ -141,24 +136,18 @@ class TripPlanner:
         free_s = time.end_s
         for key in sorted(leaves, key=lambda key: -time.asked[key][1]):
             last, asked_s = time.asked[key]
-            begin_s = min(free_s, asked_s) - link.back_s(self._nbytes(key))
+            begin_s = min(free_s, asked_s) - link.back_s(nbytes_of(self._profile, key))
             edge = min(max(bisect_right(time.edge_s, begin_s) - 1, leaves[key] + 1), last)
             while edge <= last and time.edges[edge].phase != BACKWARD:
                 edge += 1
             if leaves[key] < edge <= last:
-                found[key] = Journey(leaves[key], edge, self._nbytes(key))
+                found[key] = Journey(leaves[key], edge, nbytes_of(self._profile, key))
                 free_s = begin_s
         return found
 
-    def _trip(self, key: Key, journey: Journey) -> Trip:
-        leaves, returns = (self.course.edges[number] for number in journey[:2])
+    def _trip(self, key: Key, found: Journey) -> Trip:
+        leaves, returns = (self.course.edges[number] for number in found[:2])
         return Trip(leaves.call - key[0], returns.call - key[0], leaves_in_backward=leaves.phase == BACKWARD)
-
-    def _journey(self, key: Key, trip: Trip) -> Journey | None:
-        leaves, returns = self._edges.leaves(key[0], trip), self._edges.returns(key[0], trip)
-        if leaves is None or returns is None or not leaves < returns <= self.course.asked[key][0]:
-            return None
-        return Journey(leaves, returns, self._nbytes(key))
 
 
 def _common(trips: Iterable[Trip]) -> Trip:

@@ -8,21 +8,20 @@ other down: to plan for less than the link's rate makes up for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from recollect.plans.trip import Trip
 from recollect.profile.events import BACKWARD, OP, WORK
-from recollect.profile.graph import OpRecord
 from recollect.profile.profile import Profile
 from recollect.simulation.copies import HostRoom
-from recollect.simulation.decisions import CallActions, calls_on_tape
+from recollect.simulation.decisions import CallActions
 from recollect.simulation.edges import Edge, EdgeTable, edges_for
-from recollect.simulation.lifetimes import EveryEvent, untimed_s
-from recollect.simulation.playback import Playback
+from recollect.simulation.lifetimes import ClockedPlayback, EveryEvent, untimed_s
 from recollect.simulation.program import Key
 
 
@@ -97,7 +96,7 @@ def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
     Complexity: about two simulations.
     """
     profile = program.profile
-    playback = _ClockPlayback(program, decisions, untimed_s(profile) or 0.0)
+    playback = _EdgePlayback(program, decisions)
     play = playback.actions()
     for code, operands in program.instructions:
         play[code](*operands)
@@ -112,28 +111,15 @@ def course(program: EveryEvent, decisions: Sequence[CallActions]) -> Course:
     )
 
 
-class _ClockPlayback(Playback):
-    """Plays a step with a clock."""
+class _EdgePlayback(ClockedPlayback):
+    """Notes the time of each edge."""
 
     host: _ClockedHost
 
-    def __init__(self, program: EveryEvent, decisions: Sequence[CallActions], rest_s: float) -> None:
-        super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
-        self._rest_s = rest_s
-        self.clock_s = 0.0
+    def __init__(self, program: EveryEvent, decisions: Sequence[CallActions]) -> None:
+        super().__init__(program, decisions)
         self.edge_s: list[float] = []
         self.host = _ClockedHost(self)
-
-    def actions(self) -> dict[int, Callable[..., None]]:
-        return {**super().actions(), WORK: self._work_outside}
-
-    def work(self, op: OpRecord) -> None:
-        super().work(op)
-        self.clock_s += op.time_s
-
-    def _work_outside(self, nbytes: int, time_ns: int | None = None) -> None:
-        self._bulk(nbytes, 0)
-        self.clock_s += self._rest_s if time_ns is None else 1e-9 * time_ns
 
     def _edge(self, phase: int, call: int) -> None:
         self.edge_s.append(self.clock_s)
@@ -141,7 +127,7 @@ class _ClockPlayback(Playback):
 
 
 class _ClockedHost(HostRoom):
-    def __init__(self, playback: _ClockPlayback) -> None:
+    def __init__(self, playback: _EdgePlayback) -> None:
         super().__init__()
         self._playback = playback
         self.made_s: dict[Key, float] = {}
@@ -196,14 +182,27 @@ def waits_of(profile: Profile, decisions: Sequence[CallActions], link: Link) -> 
     """
     time = course(EveryEvent(profile, edges=edges_for(profile, decisions)), decisions)
     table = EdgeTable(time.edges)
-    journeys: dict[Key, Journey] = {}
+    journeys = {}
     for call, decision in enumerate(decisions):
-        values = profile.graph_of(profile.calls[call]).values
         for value, trip in decision.trips:
-            leaves, returns = table.leaves(call, trip), table.returns(call, trip)
-            if leaves is not None and returns is not None and (call, value) in time.asked:
-                journeys[call, value] = Journey(leaves, returns, values[value].nbytes)
+            found = journey(profile, time, table, (call, value), trip)
+            if found is not None:
+                journeys[call, value] = found
     return waits(time, journeys, link)
+
+
+def journey(profile: Profile, course: Course, table: EdgeTable, key: Key, trip: Trip) -> Journey | None:
+    """Return the way of a value on a trip; None if it does not leave, or is asked for before it is to come back."""
+    leaves, returns = table.leaves(key[0], trip), table.returns(key[0], trip)
+    if leaves is None or returns is None or key not in course.asked or not leaves < returns <= course.asked[key][0]:
+        return None
+    return Journey(leaves, returns, nbytes_of(profile, key))
+
+
+def nbytes_of(profile: Profile, key: Key) -> int:
+    """Return the bytes of a value of a unit."""
+    call, value = key
+    return profile.graph_of(profile.calls[call]).values[value].nbytes
 
 
 _LEAVES, _RETURNS, _ASKED, _MADE = range(4)

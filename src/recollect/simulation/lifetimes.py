@@ -83,8 +83,7 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
 
     Complexity: about three times `simulate`.
     """
-    rest_s = untimed_s(profile)
-    playback = _TimedPlayback(EveryEvent(profile, edges=edges_for(profile, decisions)), decisions, rest_s or 0.0)
+    playback = _TimedPlayback(EveryEvent(profile, edges=edges_for(profile, decisions)), decisions)
     simulation = run(playback)
     playback.is_over = True
     if playback.phase == FORWARD:
@@ -98,7 +97,7 @@ def lifetimes(profile: Profile, decisions: Sequence[CallActions]) -> Lifetimes:
         time_s=_stretched(np.array(playback.times_s), profile.step_s + simulation.recompute_s),
         phases=phases,
         calls=np.array(playback.calls, dtype=np.int32),
-        has_times=rest_s is None,
+        has_times=untimed_s(profile) is None,
         backwards=tuple(playback.backwards),
         began=playback.began,
         reruns=tuple(playback.reruns),
@@ -162,15 +161,37 @@ class _TimedHost(HostRoom):
             self.changes.append((len(self._playback.times_s) - 1, nbytes))
 
 
-class _TimedPlayback(Playback):
+class ClockedPlayback(Playback):
+    """Plays a step with a clock, whose seconds so far are `clock_s`."""
+
+    def __init__(self, program: EveryEvent, decisions: Sequence[CallActions]) -> None:
+        super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
+        self._untimed_s = untimed_s(program.profile) or 0.0
+        self.clock_s = 0.0
+
+    def actions(self) -> dict[int, Callable[..., None]]:
+        """Return what each instruction does."""
+        return {**super().actions(), WORK: self._work_outside}
+
+    def work(self, op: OpRecord) -> None:
+        """Play the memory that an op works in, and its time."""
+        self._work(op.working_bytes, op.time_s, op.name)
+
+    def _work_outside(self, nbytes: int, time_ns: int | None = None) -> None:
+        self._work(nbytes, self._untimed_s if time_ns is None else 1e-9 * time_ns, "")
+
+    def _work(self, nbytes: int, time_s: float, name: str) -> None:
+        self._bulk(nbytes, 0)
+        self.clock_s += time_s
+
+
+class _TimedPlayback(ClockedPlayback):
     token_type = _TimedToken
     host: _TimedHost
 
-    def __init__(self, program: EveryEvent, decisions: Sequence[CallActions], untimed_s: float) -> None:
-        super().__init__(program, dict(enumerate(decisions)), calls_on_tape(decisions))
-        self.untimed_s = untimed_s
+    def __init__(self, program: EveryEvent, decisions: Sequence[CallActions]) -> None:
+        super().__init__(program, decisions)
         self.is_over = False
-        self.clock_s = 0.0
         self.times_s: list[float] = []
         self.phases: list[int] = []
         self.calls: list[int] = []
@@ -202,19 +223,9 @@ class _TimedPlayback(Playback):
         if not self.is_over:
             made.died = self.moment()
 
-    def actions(self) -> dict[int, Callable[..., None]]:
-        return {**super().actions(), WORK: self._work_outside}
-
-    def work(self, op: OpRecord) -> None:
-        self._work(op.working_bytes, op.time_s, op.name)
-
-    def _work_outside(self, nbytes: int, time_ns: int | None = None) -> None:
-        self._work(nbytes, self.untimed_s if time_ns is None else 1e-9 * time_ns, "")
-
     def _work(self, nbytes: int, time_s: float, name: str) -> None:
-        self._bulk(nbytes, 0)
         working = self.begin((self.call, -1), nbytes, op=name) if nbytes else None
-        self.clock_s += time_s
+        super()._work(nbytes, time_s, name)
         if working is not None:
             self.end(working)
 
