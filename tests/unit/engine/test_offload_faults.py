@@ -195,7 +195,8 @@ from recollect.engine.offload.streams import StreamCarrier
 from recollect.errors import OffloadError
 _setup_privateuseone_for_python_backend("pretend")
 assert isinstance(carrier_for(torch.device("pretend:0")), StreamCarrier)
-for device, reason in [("pretend:0", "64 bytes of the host's memory cannot be pinned"), ("meta", "accelerator, which is pretend")]:
+reasons = {"pretend:0": "64 bytes of the host's memory cannot be pinned", "meta": "accelerator, which is pretend"}
+for device, reason in reasons.items():
     try:
         Host(torch.device(device), 64)
     except OffloadError as error:
