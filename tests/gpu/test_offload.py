@@ -39,7 +39,8 @@ def test_gradients_are_equal_and_memory_is_less(device: torch.device) -> None:
                 assert_same_gradients(trial.plain, gradients(trial.model, trial.data, torch.sum), str(trip))
             peak_bytes = {measure_peak(trial.step, device=device).peak_growth_bytes for _ in range(3)}
             assert offload_of(applied).host.pool.taken_bytes == 0
-        assert len(peak_bytes) == 1 and max(peak_bytes) < plain_bytes
+        # What leaves in backward is all there when that begins.
+        assert len(peak_bytes) == 1 and (trip.leaves_in_backward or max(peak_bytes) < plain_bytes)
 
 
 def test_no_copy_waits_on_the_host(cuda: torch.device) -> None:

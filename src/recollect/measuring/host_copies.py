@@ -125,22 +125,22 @@ def _mapped() -> torch.Tensor:
 
 
 def _device_copies(device: torch.device) -> tuple[Copies, Copies]:
-    module: Any = getattr(torch, device.type, None)
-    if not (hasattr(module, "Stream") and module.is_available()):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or device.type != accelerator.type:
         raise HardwareError(
             f"link to the host: got device {str(device)!r}, expected 'cpu', or an accelerator with streams that PyTorch finds "
             "here, such as 'cuda'."
         )
-    with module.device(device):
+    with torch.accelerator.device_index(device.index):
         out, back = (torch.zeros(_LARGE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
         host_out, host_back = (torch.zeros(_LARGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
-        return copies_in_streams(module, (out, host_out), (host_back, back))
+        return copies_in_streams(torch, (out, host_out), (host_back, back))
 
 
 def copies_in_streams(
     module: Any, out: tuple[torch.Tensor, torch.Tensor], back: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[Copies, Copies]:
-    """Copy from the first tensors to the second ones, each pair in a stream of its own; `module` is such as `torch.cuda`."""
+    """Copy from the first tensors to the second ones, each pair in a stream of its own; `module` is `torch`, or as that."""
     begin = module.Event(enable_timing=True)
     begin.record()
     streams = [module.Stream() for _ in range(2)]
@@ -150,7 +150,7 @@ def copies_in_streams(
     # The large ones first: while they run, the host gets ahead, so that the small ones need not wait for it.
     for nbytes in [_LARGE_BYTES] * _NUM_COPIES + [_SMALL_BYTES] * _NUM_COPIES:
         for stream, (source, target), of_stream in zip(streams, (out, back), ends, strict=True):
-            with module.stream(stream):
+            with stream:
                 target[:nbytes].copy_(source[:nbytes], non_blocking=True)
                 of_stream.append(module.Event(enable_timing=True))
                 of_stream[-1].record()

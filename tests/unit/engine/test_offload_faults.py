@@ -179,8 +179,33 @@ def test_memory_that_no_accelerator_can_be_told_of_is_an_error() -> None:
 
 
 def test_devices_without_a_carrier_are_an_error() -> None:
-    with pytest.raises(OffloadError, match="values on meta cannot be copied; expected one of cpu, cuda, xpu"):
+    with pytest.raises(
+        OffloadError, match="values on meta cannot be copied; expected cpu, or PyTorch's accelerator, which is"
+    ):
         carrier_for(torch.device("meta"))
+
+
+def test_another_accelerator_than_cuda_has_its_streams() -> None:
+    """In a process of its own, as PyTorch keeps an accelerator that it is told of: one without memory, which is refused."""
+    code = """
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from recollect.engine.offload.carriers import carrier_for
+from recollect.engine.offload.host import Host
+from recollect.engine.offload.streams import StreamCarrier
+from recollect.errors import OffloadError
+_setup_privateuseone_for_python_backend("pretend")
+assert isinstance(carrier_for(torch.device("pretend:0")), StreamCarrier)
+reasons = {"pretend:0": "64 bytes of the host's memory cannot be pinned", "meta": "accelerator, which is pretend"}
+for device, reason in reasons.items():
+    try:
+        Host(torch.device(device), 64)
+    except OffloadError as error:
+        assert reason in str(error), error
+    else:
+        raise AssertionError(f"{device} was taken")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class Late(ThreadCarrier):

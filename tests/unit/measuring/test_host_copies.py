@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +50,16 @@ def test_rates_are_medians_of_the_copies_while_both_directions_ran() -> None:
 class PretendStream:
     """Copies take time here, and none to enqueue."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: PretendDevice) -> None:
+        self.device = device
         self.now_s = 0.0
         self.is_over = False
+
+    def __enter__(self) -> None:
+        self.device.before, self.device.current = self.device.current, self
+
+    def __exit__(self, *raised: object) -> None:
+        self.device.current = self.device.before
 
     def wait_event(self, event: PretendEvent) -> None:
         self.now_s = max(self.now_s, event.at_s)
@@ -77,21 +82,17 @@ class PretendEvent:
 
 
 class PretendDevice:
-    """Stands in for `torch.cuda`: its streams work beside each other."""
+    """Stands in for `torch`: the streams of its accelerator work beside each other."""
 
     def __init__(self) -> None:
-        self.current = PretendStream()
+        self.current = self.before = self.Stream()
         self.current.now_s = 7.0
-        self.Stream = PretendStream
+
+    def Stream(self) -> PretendStream:
+        return PretendStream(self)
 
     def Event(self, *, enable_timing: bool) -> PretendEvent:
         return PretendEvent(self, enable_timing=enable_timing)
-
-    @contextmanager
-    def stream(self, stream: PretendStream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
 
 
 class PretendTensor:

@@ -54,12 +54,8 @@ class Carrier(Protocol):
         ...
 
 
-def _in_streams() -> Carrier:
-    return StreamCarrier(AcceleratorStreams())
-
-
-CARRIERS: dict[str, Callable[[], Carrier]] = {"cpu": ThreadCarrier, "cuda": _in_streams, "xpu": _in_streams}
-"""The one place to register a carrier, by the type of the device. `_in_streams` suits each accelerator with streams."""
+CARRIERS: dict[str, Callable[[], Carrier]] = {"cpu": ThreadCarrier}
+"""The one place to register a carrier, by the type of the device, for whatever streams of PyTorch's accelerator do not suit."""
 
 
 def carrier_for(device: torch.device) -> Carrier:
@@ -68,7 +64,10 @@ def carrier_for(device: torch.device) -> Carrier:
     Raises:
         OffloadError: nothing does.
     """
-    make = CARRIERS.get(device.type)
-    if make is None:
-        raise OffloadError(reason=f"values on {device} cannot be copied; expected one of {', '.join(CARRIERS)}")
-    return make()
+    accelerator = torch.accelerator.current_accelerator()
+    if device.type in CARRIERS:
+        return CARRIERS[device.type]()
+    if accelerator is not None and device.type == accelerator.type:
+        return StreamCarrier(AcceleratorStreams())
+    expected = f"{', '.join(CARRIERS)}, or PyTorch's accelerator, which is {accelerator}"
+    raise OffloadError(reason=f"values on {device} cannot be copied; expected {expected}")

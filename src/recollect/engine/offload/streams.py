@@ -3,8 +3,8 @@
 Nothing here waits on the host, and nothing asks whether a copy is over. Memory of the device belongs to the stream that was the
 current one when it was allocated, and is used again there: so that stream, too, waits for copies (rules 2, 6 and 7).
 
-Limitations: it has never run on a device. Tests run it on the CPU, with streams that check who has waited for whom. Which node
-of the host's memory (NUMA) is near the device, is not looked at.
+Limitations: it has never run on a device but PyTorch's pretend one (OpenReg). Tests run it on the CPU, with streams that check
+who has waited for whom. Which node of the host's memory (NUMA) is near the device, is not looked at.
 """
 
 from __future__ import annotations
